@@ -1,0 +1,3 @@
+"""Train a PyTorch model inside a memory budget given in bytes."""
+
+__version__ = "0.1.0"
