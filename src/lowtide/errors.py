@@ -32,9 +32,7 @@ class Unsupported(LowtideError):
 class BudgetTooSmall(LowtideError):
     """No plan fits into the budget. `floor_bytes` is the lowest reachable peak, set at `node`."""
 
-    def __init__(
-        self, *, budget_bytes: int, floor_bytes: int, node: str, hint: str = ""
-    ) -> None:
+    def __init__(self, *, budget_bytes: int, floor_bytes: int, node: str, hint: str = "") -> None:
         self.budget_bytes, self.floor_bytes, self.node = budget_bytes, floor_bytes, node
         super().__init__(
             f"cannot fit in {budget_bytes} bytes: the lowest reachable peak is {floor_bytes} bytes, "

@@ -41,7 +41,11 @@ def parse_size(text: str | int) -> int:
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _UNITS:
         raise BadSize(text)
-    nbytes = int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+    nbytes = (
+        int(float(match[1]) * _UNITS[match[2].lower()])
+        if "." in match[1]
+        else int(match[1]) * _UNITS[match[2].lower()]
+    )
     if nbytes <= 0:
         raise BadSize(text)
     return nbytes

@@ -1,0 +1,42 @@
+# `make install` makes .venv with everything; all other targets build on it. Needs Python >= 3.11, pip and make.
+
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
+BIN := .venv/bin
+STAMP := .venv/.installed
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
+
+.PHONY: install demo test check format bench clean
+
+install: $(STAMP)
+
+# torch goes first and by its exact version, so that pip takes a local CPU wheel where there is one.
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "lowtide needs Python 3.11 or newer: install it, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[all]"
+	@touch $@
+
+demo: install
+	$(BIN)/lowtide run tiny-bert-base --batch-size 8 --budget 70% -o lowtide-out --force
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf .venv build dist lowtide-out
