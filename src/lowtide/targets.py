@@ -1,0 +1,231 @@
+"""From a TARGET, as written on the command line, to a model, its batch, its optimizer and its loss.
+
+A TARGET is a built-in name (`bert-base`), `file.py:factory` or `package.module:factory`. A factory
+is called with the batch size and returns `(model, batch)`, `(model, batch, optimizer)` or
+`(model, batch, optimizer, loss)`. Every failure is a `TargetError` of one line; where the user's own
+code raised, that exception is its `__cause__`. torch is imported only to load, not to read, a TARGET.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import TargetError
+from lowtide.zoo.catalog import find_entry
+
+if TYPE_CHECKING:
+    import torch
+
+    Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a training step is made of. `batch`: a tensor or tuple (positional) or a dict (keywords)."""
+
+    name: str
+    model: "torch.nn.Module"
+    batch: Any
+    optimizer: "torch.optim.Optimizer | None" = None
+    loss: "Loss | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSpec:
+    """How to load a target: enough to make the same one again in another process.
+
+    `optimizer` is a name that `lowtide.zoo.optimizers.make_optimizer` reads. None means `adam` for a
+    built-in target, and for a factory whatever it returns.
+    """
+
+    text: str
+    batch_size: int
+    image_size: int | None = None
+    sequence_length: int | None = None
+    optimizer: str | None = None
+    seed: int = 0
+
+    def load(self) -> Target:
+        options = asdict(self)
+        return load_target(options.pop("text"), **options)
+
+
+def load_target(
+    text: str,
+    *,
+    batch_size: int,
+    image_size: int | None = None,
+    sequence_length: int | None = None,
+    optimizer: str | None = None,
+    seed: int = 0,
+) -> Target:
+    """Load `text`; the same arguments give the same weights and batch in any process."""
+    where, colon, factory_name = text.rpartition(":")
+    if colon:
+        if image_size is not None or sequence_length is not None:
+            raise TargetError(
+                f"image size and sequence length are for built-in targets; '{text}' makes its own batch"
+            )
+        with _importable(where):
+            factory = _find_factory(where, factory_name)
+            target = _call_factory(factory, text, batch_size=batch_size, seed=seed)
+        return _with_optimizer(target, optimizer)
+    if text.endswith(".py") or "/" in text:
+        raise TargetError(f"'{text}' does not say which function makes the model: write {text}:factory")
+    find_entry(text)
+    from lowtide.zoo.build import build
+
+    built = build(
+        text,
+        batch_size=batch_size,
+        image_size=image_size,
+        sequence_length=sequence_length,
+        optimizer=optimizer or "adam",
+        seed=seed,
+    )
+    return Target(text, built.model, built.batch, built.optimizer)
+
+
+def _find_factory(where: str, factory_name: str) -> Callable[[int], Any]:
+    module = _import_file(Path(where)) if where.endswith(".py") or "/" in where else _import_module(where)
+    if not hasattr(module, factory_name):
+        functions = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        ]
+        there = f"; there are {', '.join(functions)}" if functions else ""
+        raise TargetError(f"no factory '{factory_name}' in {where}{there}")
+    factory = getattr(module, factory_name)
+    if not callable(factory):
+        raise TargetError(f"'{factory_name}' in {where} is not callable: it is of type {_type_name(factory)}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(f"no such file: {path}")
+    path = path.resolve()
+    # Under its own name, as `import` would have it, so that its classes can be pickled; a name that
+    # is taken by another module gets a prefix.
+    name = path.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        name = f"lowtide_target_{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path.name} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+        raise TargetError(f"cannot import {path.name}: {_one_line(error)}") from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise TargetError(f"no such module: {name} (looked in the current folder, too)") from None
+        raise TargetError(f"cannot import {name}: {_one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"cannot import {name}: {_one_line(error)}") from error
+
+
+def _call_factory(factory: Callable[[int], Any], text: str, *, batch_size: int, seed: int) -> Target:
+    import torch
+
+    try:
+        inspect.signature(factory).bind(batch_size)
+    except TypeError:
+        raise TargetError(f"the factory {text} must take one argument, the batch size") from None
+    except ValueError:
+        pass  # a callable without a signature: calling it is the only way to know
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            returned = factory(batch_size)
+        except (Exception, SystemExit) as error:
+            raise TargetError(f"the factory {text} raised {_one_line(error)}") from error
+    wrong = _what_is_wrong(returned)
+    if wrong:
+        raise TargetError(
+            f"the factory {text} must return (model, batch), (model, batch, optimizer) or "
+            f"(model, batch, optimizer, loss), but {wrong}"
+        )
+    return Target(text, *returned)
+
+
+def _what_is_wrong(returned: Any) -> str:
+    """Why a factory's return value cannot be used, in words; empty when it can."""
+    import torch
+
+    if not isinstance(returned, tuple | list):
+        return f"it returned a value of type {_type_name(returned)}"
+    if not 2 <= len(returned) <= 4:
+        return f"it returned {len(returned)} values"
+    model, batch, optimizer, loss = (*returned, None, None)[:4]
+    if not isinstance(model, torch.nn.Module):
+        return f"the model is of type {_type_name(model)}, not a torch.nn.Module"
+    if not isinstance(batch, torch.Tensor | tuple | list | dict):
+        return f"the batch is of type {_type_name(batch)}, not a tensor, a tuple or a dict"
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        return f"the optimizer is of type {_type_name(optimizer)}, not a torch.optim.Optimizer"
+    if loss is not None and not callable(loss):
+        return f"the loss is of type {_type_name(loss)}, which is not callable"
+    return ""
+
+
+def _with_optimizer(target: Target, optimizer: str | None) -> Target:
+    """An optimizer asked for by name wins over the factory's own."""
+    if optimizer is None:
+        return target
+    from lowtide.zoo.optimizers import make_optimizer
+
+    chosen = make_optimizer(optimizer, target.model)
+    return Target(target.name, target.model, target.batch, chosen, target.loss)
+
+
+@contextmanager
+def _importable(where: str) -> Iterator[None]:
+    """Let the target import its neighbours, as `python file.py` and `python -m module` would."""
+    folder = str(Path(where).resolve().parent) if where.endswith(".py") or "/" in where else str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _one_line(error: BaseException) -> str:
+    """`ValueError: text (file.py:12)`: the first line of the message, and where the user's code raised it."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if isinstance(error, SyntaxError):
+        return text
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
+    return f"{text} ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames else text
+
+
+def _is_ours(filename: str) -> bool:
+    return filename == __file__ or filename.startswith("<frozen importlib")
+
+
+def _type_name(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
