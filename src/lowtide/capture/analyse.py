@@ -1,0 +1,387 @@
+"""From captured graphs to the facts of one step: ranks, regions, storages, recipes.
+
+The graphs stay the single source of node identity: `Analysis.places` maps every rank back to its
+graph node, and nothing is ever matched by name.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from lowtide.capture import recipes
+from lowtide.capture.origins import module_path, source_line
+from lowtide.capture.segments import Run, Segment, Trace, new_segment, results_of, storage_key
+from lowtide.capture.tangents import drop_missing, tangent_outputs
+from lowtide.facts import How, Kind, Node, Recipe, Region, Storage
+
+OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands in the captured graphs."""
+
+    run: int
+    node: fx.Node
+
+
+@dataclass(slots=True)
+class Analysis:
+    """Nodes and storages of forward and backward so far, and the graph node behind every rank.
+
+    `gradients[name]` is the storage of a parameter's gradient.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+    gradients: dict[str, int] = field(default_factory=dict)
+    missing: list[frozenset[int]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+    def add_storage(self, **fields: Any) -> int:
+        self.storages.append(Storage(id=len(self.storages), **fields))
+        return len(self.storages) - 1
+
+    def add_node(self, **fields: Any) -> int:
+        self.nodes.append(Node(rank=len(self.nodes), **fields))
+        return len(self.nodes) - 1
+
+
+class _RunState:
+    """What is known of one run while it is analysed: ranks of its nodes, storages of its values."""
+
+    def __init__(self, index: int, segment: Segment) -> None:
+        self.index = index
+        self.segment = segment
+        self.graph = segment.joint.graph
+        self.rank: dict[fx.Node, int] = {}
+        self.holds: dict[fx.Node, tuple[int, ...]] = {}
+        self.storage_of: dict[int, int] = {}
+        results = results_of(segment.joint)
+        self.outputs = results[: segment.num_forward_outputs]
+        self.grads = results[segment.num_forward_outputs :]
+        placeholders = self.graph.find_nodes(op="placeholder")
+        tangents = tangent_outputs(segment.joint)
+        self.tangents = tangents
+        self.primals = [node for node in placeholders if node not in tangents]
+
+
+def analyse(trace: Trace) -> Analysis:
+    """Rank every node of forward and backward, and find the storages they make and read."""
+    runs, missing = specialise(trace)
+    analysis = Analysis(missing=missing, segments=[run.segment for run in runs])
+    states = [_RunState(index, run.segment) for index, run in enumerate(runs)]
+    repeated = _repeated(trace)
+    for state, run in zip(states, runs, strict=True):
+        _forward(analysis, state, run, states, fixed=repeated.get(id(trace.runs[state.index].segment), ""))
+    for state in reversed(states):
+        _backward(analysis, state, runs, states)
+    _pin(analysis, states, trace)
+    _classify_activations(analysis)
+    return analysis
+
+
+def specialise(trace: Trace) -> tuple[list[Run], list[frozenset[int]]]:
+    """Copies of the captured graphs without the gradients that nobody asks for, last run first."""
+    wanted: set[tuple[int, int]] = {trace.loss}
+    runs: list[Run] = []
+    missing: list[frozenset[int]] = []
+    for index in reversed(range(len(trace.runs))):
+        run = trace.runs[index]
+        outputs = set(tangent_outputs(run.segment.joint).values())
+        absent = frozenset(output for output in outputs if (index, output) not in wanted)
+        segment = without_tangents(run.segment, absent)
+        grads = results_of(segment.joint)[segment.num_forward_outputs :]
+        wanted |= {place for primal, place in run.links.items() if primal < len(grads) and grads[primal]}
+        runs.append(Run(segment, run.links))
+        missing.append(absent)
+    return runs[::-1], missing[::-1]
+
+
+def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:
+    """A copy of `segment` whose backward part assumes no gradient for the outputs `missing`."""
+    outputs = segment.num_forward_outputs if segment.differentiable else None
+    copy = new_segment(segment.joint, segment.origins, num_forward_outputs=outputs)
+    drop_missing(copy.joint, missing=missing)
+    return replace(copy, fingerprint=segment.fingerprint)
+
+
+def _repeated(trace: Trace) -> dict[int, str]:
+    counts: dict[int, int] = defaultdict(int)
+    for run in trace.runs:
+        counts[id(run.segment)] += 1
+    reason = "its graph runs several times in one step, between graph breaks"
+    fixed = {segment: reason for segment, count in counts.items() if count > 1}
+    for run in trace.runs[trace.num_model_runs :]:
+        fixed[id(run.segment)] = "part of the loss, which lowtide leaves to you"
+    return fixed
+
+
+def is_forward(node: fx.Node, after: set[fx.Node]) -> bool:
+    """Whether a joint graph's node runs in the forward pass; `after` are those known to run later."""
+    if node in after or any(source in after for source in node.all_input_nodes):
+        return False
+    return str(node.meta.get("partitioner_tag", "is_forward")) == "is_forward"
+
+
+def split(segment: Segment) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Forward and backward ops of a joint graph, in its order, inputs and output left out."""
+    after: set[fx.Node] = set(tangent_outputs(segment.joint))
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
+    for node in segment.joint.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if not segment.differentiable or is_forward(node, after):
+            forward.append(node)
+        else:
+            after.add(node)
+            backward.append(node)
+    return forward, backward
+
+
+def _forward(analysis: Analysis, state: _RunState, run: Run, states: list[_RunState], *, fixed: str) -> None:
+    for index, node in enumerate(state.primals):
+        _add_primal(analysis, state, index=index, node=node, link=run.links.get(index), states=states)
+    for node in split(state.segment)[0]:
+        _add_op(analysis, state, node, Region.FORWARD)
+        _add_recipe(analysis, state, node, fixed)
+    _add_output(
+        analysis, state, [node for node in state.outputs if isinstance(node, fx.Node)], Region.FORWARD
+    )
+
+
+def _backward(analysis: Analysis, state: _RunState, runs: list[Run], states: list[_RunState]) -> None:
+    if not state.segment.differentiable:
+        return
+    missing = analysis.missing[state.index]
+    for node, output in state.tangents.items():
+        if output not in missing:
+            _add_tangent(analysis, state, node=node, output=output, runs=runs, states=states)
+    for node in split(state.segment)[1]:
+        _add_op(analysis, state, node, Region.BACKWARD)
+    _add_output(analysis, state, state.grads, Region.BACKWARD)
+    _add_gradients(analysis, state)
+
+
+def _add_primal(
+    analysis: Analysis,
+    state: _RunState,
+    *,
+    index: int,
+    node: fx.Node,
+    link: tuple[int, int] | None,
+    states: list[_RunState],
+) -> None:
+    origin = state.segment.origins[index] if index < len(state.segment.origins) else None
+    kind = origin.kind if origin else Kind.INPUT
+    name = origin.name if origin else node.name
+    value = node.meta.get("val")
+    holds: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    if link is not None:
+        source = states[link[0]].outputs[link[1]]
+        assert source is not None
+        holds, reads = states[link[0]].holds[source], (states[link[0]].rank[source],)
+        kind = Kind.OTHER
+    elif isinstance(value, torch.Tensor):
+        if name not in analysis.parameters:
+            analysis.parameters[name] = analysis.add_storage(
+                nbytes=value.untyped_storage().nbytes(), kind=kind, name=name, static=True
+            )
+            makes = (analysis.parameters[name],)
+        holds = (analysis.parameters[name],)
+    if isinstance(value, torch.Tensor) and holds:
+        state.storage_of[storage_key(value)] = holds[0]
+    state.holds[node] = holds
+    state.rank[node] = analysis.add_node(
+        name=_node_name(state, node),
+        op="placeholder",
+        region=Region.FORWARD,
+        kind=kind,
+        module=name,
+        segment=state.index,
+        reads=reads,
+        holds=holds,
+        makes=makes,
+        fixed="comes from before a graph break" if link is not None else "an input of the step",
+    )
+
+
+def _add_tangent(
+    analysis: Analysis,
+    state: _RunState,
+    *,
+    node: fx.Node,
+    output: int,
+    runs: list[Run],
+    states: list[_RunState],
+) -> None:
+    """The gradient of an output arrives: from the next graph as it is, or summed, or made by autograd."""
+    givers = [
+        (states[later], grad)
+        for later in range(state.index + 1, len(runs))
+        for primal, place in runs[later].links.items()
+        if place == (state.index, output)
+        and primal < len(states[later].grads)
+        and (grad := states[later].grads[primal]) is not None
+    ]
+    value = node.meta["val"]
+    reads = tuple(giver.rank[grad] for giver, grad in givers)
+    makes: tuple[int, ...] = ()
+    if len(givers) == 1 and givers[0][1].meta["val"].stride() == value.stride():
+        holds = givers[0][0].holds[givers[0][1]]
+    else:
+        made = analysis.add_storage(
+            nbytes=value.numel() * value.element_size(), kind=Kind.OTHER, name=_node_name(state, node)
+        )
+        holds = makes = (made,)
+    state.holds[node] = holds
+    state.storage_of[storage_key(value)] = holds[0]
+    state.rank[node] = analysis.add_node(
+        name=_node_name(state, node),
+        op="placeholder",
+        region=Region.BACKWARD,
+        kind=Kind.OTHER,
+        segment=state.index,
+        reads=reads,
+        holds=holds,
+        makes=makes,
+        fixed="an input of the step",
+    )
+
+
+def _add_op(analysis: Analysis, state: _RunState, node: fx.Node, region: Region) -> None:
+    name = _node_name(state, node)
+    static = node.op == "get_attr"
+    makes: list[int] = []
+    holds: list[int] = []
+    for tensor in _tensors(node.meta.get("val")):
+        key = storage_key(tensor)
+        if key not in state.storage_of:
+            state.storage_of[key] = analysis.add_storage(
+                nbytes=tensor.untyped_storage().nbytes(), kind=Kind.OTHER, name=name, static=static
+            )
+            makes.append(state.storage_of[key])
+        if state.storage_of[key] not in holds:
+            holds.append(state.storage_of[key])
+    state.holds[node] = tuple(holds)
+    state.rank[node] = rank = analysis.add_node(
+        name=name,
+        op=str(node.target),
+        region=region,
+        kind=Kind.OTHER,
+        module=module_path(node),
+        source=source_line(node),
+        segment=state.index,
+        reads=tuple(state.rank[source] for source in node.all_input_nodes),
+        holds=tuple(holds),
+        makes=tuple(makes),
+    )
+    analysis.places[rank] = Place(state.index, node)
+
+
+def _add_recipe(analysis: Analysis, state: _RunState, node: fx.Node, fixed: str) -> None:
+    rank = state.rank[node]
+    record = analysis.nodes[rank]
+    reason = fixed or recipes.reason_fixed(node)
+    if reason:
+        analysis.nodes[rank] = replace(record, fixed=reason)
+        return
+    how = recipes.how_again(node)
+    reads, makes = record.reads, record.makes
+    if how is How.MASK:
+        pair = recipes.dropout_output(node)
+        assert pair is not None
+        reads, makes = tuple(state.rank[source] for source in pair), record.holds
+    elif how is How.NO_STATS:
+        makes = record.makes[:3]
+        used = recipes.without_statistics(node)[1]
+        reads = tuple(state.rank[source] for source in used if isinstance(source, fx.Node))
+    holds = makes if how in (How.MASK, How.NO_STATS) else record.holds
+    recipe = Recipe(how=how, reads=reads, holds=holds, makes=makes)
+    analysis.nodes[rank] = replace(record, recipe=recipe)
+
+
+def _add_output(analysis: Analysis, state: _RunState, values: list[fx.Node | None], region: Region) -> None:
+    """The end of a graph: what it returns lives at least until here."""
+    analysis.add_node(
+        name=f"{OUTPUT}_{region.value}" + (f"_{state.index}" if state.index else ""),
+        op=OUTPUT,
+        region=region,
+        kind=Kind.OTHER,
+        segment=state.index,
+        reads=tuple(dict.fromkeys(state.rank[value] for value in values if value)),
+        fixed="the end of a graph",
+    )
+
+
+def _add_gradients(analysis: Analysis, state: _RunState) -> None:
+    """Pin what becomes a parameter's `.grad`; autograd copies a gradient whose layout is not dense."""
+    end = len(analysis.nodes) - 1
+    extra: list[int] = []
+    for index, grad in enumerate(state.grads):
+        origin = state.segment.origins[index] if index < len(state.segment.origins) else None
+        if not isinstance(grad, fx.Node) or origin is None or origin.kind is not Kind.PARAMETER:
+            continue
+        value, storages = grad.meta["val"], state.holds[grad]
+        owned = analysis.storages[storages[0]]
+        dense = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        if origin.name in analysis.gradients:
+            continue
+        if owned.pinned or owned.static or not dense:
+            made = analysis.add_storage(
+                nbytes=value.numel() * value.element_size(), kind=Kind.GRADIENT, name=origin.name, pinned=True
+            )
+            extra.append(made)
+            analysis.gradients[origin.name] = made
+        else:
+            analysis.storages[owned.id] = replace(owned, kind=Kind.GRADIENT, pinned=True)
+            analysis.gradients[origin.name] = owned.id
+    analysis.nodes[end] = replace(analysis.nodes[end], makes=tuple(extra), holds=tuple(extra))
+
+
+def _pin(analysis: Analysis, states: list[_RunState], trace: Trace) -> None:
+    """The caller holds what the model returned, and the loss, to the end of the step."""
+    for run, output in sorted(trace.returned):
+        value = states[run].outputs[output]
+        for storage in states[run].holds[value] if value is not None else ():
+            record = analysis.storages[storage]
+            if not record.static:
+                analysis.storages[storage] = replace(record, pinned=True)
+
+
+def _classify_activations(analysis: Analysis) -> None:
+    """A forward storage that backward reads is an activation; nodes take the kind of what they make."""
+    forward = {s for node in analysis.nodes if node.region is Region.FORWARD for s in node.makes}
+    for node in analysis.nodes:
+        if node.region is not Region.BACKWARD:
+            continue
+        for source in node.reads:
+            if analysis.nodes[source].region is not Region.FORWARD:
+                continue
+            for storage in analysis.nodes[source].holds:
+                record = analysis.storages[storage]
+                if storage in forward and not record.static:
+                    analysis.storages[storage] = replace(record, kind=Kind.ACTIVATION)
+    for rank, node in enumerate(analysis.nodes):
+        if node.holds:
+            kinds = [analysis.storages[s].kind for s in (node.makes or node.holds)]
+            analysis.nodes[rank] = replace(
+                node, kind=next((k for k in kinds if k is not Kind.OTHER), kinds[0])
+            )
+
+
+def _node_name(state: _RunState, node: fx.Node) -> str:
+    return f"g{state.index}.{node.name}" if state.index else node.name
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

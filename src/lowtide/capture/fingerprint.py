@@ -1,0 +1,35 @@
+"""Tell graphs apart: the same model, shapes and torch give the same fingerprint."""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None) -> str:
+    """A short hash of a graph's ops, their order, arguments and the shapes they make."""
+    index = {node: position for position, node in enumerate(graph.graph.nodes)}
+
+    def plain(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return f"%{index[value]}"
+        if isinstance(value, (list, tuple)):
+            return "[" + ",".join(plain(item) for item in value) + "]"
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{plain(value[key])}" for key in sorted(value)) + "}"
+        return repr(value)
+
+    def made(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}{value.device}"
+        if isinstance(value, (list, tuple)):
+            return ",".join(made(item) for item in value)
+        return ""
+
+    digest = hashlib.sha256(f"{torch.__version__}|{num_forward_outputs}".encode())
+    for node in graph.graph.nodes:
+        target = node.target if isinstance(node.target, str) else str(node.target)
+        line = f"{node.op} {target} {plain(node.args)} {plain(node.kwargs)} {made(node.meta.get('val'))}\n"
+        digest.update(line.encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,147 @@
+"""The one place that touches torch's private names. Checked against torch 2.13.0.
+
+Everything else in lowtide takes these from here, so that a new torch release is one file to read.
+"""
+
+import contextlib
+import logging
+import types
+import unittest.mock
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
+from torch._functorch.partitioners import default_partition
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = [
+    "CHECKED_TORCH",
+    "BackendCompilerFailed",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "InputMutationAOTOutput",
+    "InternalTorchDynamoError",
+    "PlainAOTInput",
+    "StorageWeakRef",
+    "TangentAOTInput",
+    "TorchDynamoException",
+    "boxed",
+    "compile_graph",
+    "compiling",
+    "default_partition",
+    "graph_inputs",
+    "own_code",
+    "quiet",
+    "takes_list",
+]
+
+CHECKED_TORCH = "2.13.0"
+
+# Every batch shape is a graph of its own; past this many, torch would silently run eager instead.
+GRAPHS_PER_FUNCTION = 256
+
+
+class _SavedState(runtime_wrappers._AutogradSavedState):
+    """Leave an output's missing gradient undefined instead of filling a zero tensor of its size."""
+
+    def save_from_forward(self, ctx: Any, fw_outs: Sequence[Any]) -> None:
+        super().save_from_forward(ctx, fw_outs)
+        ctx.set_materialize_grads(False)
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    forward: Callable[..., Callable[..., Any]],
+    backward: Callable[..., Callable[..., Any]],
+    inference: Callable[..., Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers."""
+    compiler = aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition
+    )
+    with (
+        unittest.mock.patch.object(runtime_wrappers, "_AutogradSavedState", _SavedState),
+        functorch_config.patch(donated_buffer=False, enable_autograd_cache=False),
+    ):
+        compiled: Callable[..., Any] = compiler(graph, inputs)
+    return compiled
+
+
+def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor | None]:
+    """The user's own tensor behind each input of a Dynamo graph; None where it is not a tensor."""
+    examples = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        example = None if argument is None else argument.example
+        examples.append(example if isinstance(example, torch.Tensor) else None)
+    return examples
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Dynamo's settings while lowtide traces a model; the user's own come back afterwards."""
+    with torch._dynamo.config.patch(
+        allow_rnn=True,
+        recompile_limit=GRAPHS_PER_FUNCTION,
+        accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
+        fail_on_recompile_limit_hit=True,
+        suppress_errors=False,
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch's own warnings and log lines about tracing off the user's screen."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def own_code(function: types.FunctionType) -> types.FunctionType:
+    """A copy of `function` with a code object of its own, so that Dynamo compiles it apart."""
+    return types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )
+
+
+def boxed(graph: fx.Graph) -> fx.Graph:
+    """Let a graph take its inputs as one list that it empties, so each is freed at its last use."""
+    graph.set_codegen(_BoxedCodeGen())
+    return graph
+
+
+def takes_list(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a compiled function as taking one list of inputs that it may empty."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function

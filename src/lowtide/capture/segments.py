@@ -1,0 +1,335 @@
+"""Trace a model's forward and backward pass into joint graphs, without running either.
+
+Dynamo and AOTAutograd trace the model on fake tensors. Where a model breaks into several graphs,
+the first one hands fake outputs to the second, so nothing is computed and no memory is needed.
+Only a model whose Python code looks at values between two graphs needs a real forward pass.
+"""
+
+import logging
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.capture import hooks
+from lowtide.capture.fingerprint import fingerprint
+from lowtide.capture.recipes import dropout_output
+from lowtide.errors import CaptureError
+from lowtide.facts import Kind
+from lowtide.sizes import format_size
+
+logger = logging.getLogger("lowtide")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a graph's input comes from: a kind and a name for the user."""
+
+    kind: Kind
+    name: str
+
+
+@dataclass(slots=True)
+class Segment:
+    """One captured graph: forward and backward in one, as AOTAutograd gives it.
+
+    `differentiable` is False where nothing needs a gradient; the graph is then forward only.
+    """
+
+    joint: fx.GraphModule
+    num_forward_outputs: int
+    origins: list[Origin]
+    differentiable: bool
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class Run:
+    """One execution of a segment. `links[i]` names the earlier output that input i is: (run, output)."""
+
+    segment: Segment
+    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Trace:
+    """All graphs of one forward pass in the order they ran, and what the model returned (fake)."""
+
+    runs: list[Run]
+    output: Any
+    loss: tuple[int, int]
+    num_model_runs: int
+    returned: frozenset[tuple[int, int]]
+    real_forward: bool
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for two living tensors exactly when they share memory, fake ones included."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
+    """What a graph returns, in order; None where it returns nothing or a constant."""
+    results = graph.graph.output_node().args[0]
+    assert isinstance(results, (list, tuple))
+    return [result if isinstance(result, fx.Node) else None for result in results]
+
+
+class Collector:
+    """A torch.compile backend that keeps every joint graph and computes nothing."""
+
+    def __init__(self, *, origins: Mapping[int, Origin], real: bool) -> None:
+        self.origins = origins
+        self.real = real
+        self.segments: list[Segment] = []
+        self.runs: list[Run] = []
+        self._made: dict[int, tuple[int, int]] = {}
+        self._alive: list[Any] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        origins = describe_inputs(graph, self.origins)
+        segment: Segment | None = None
+
+        def partition(joint: fx.GraphModule, args: Any, **kwargs: Any) -> Any:
+            nonlocal segment
+            segment = new_segment(joint, origins, num_forward_outputs=kwargs["num_fwd_outputs"])
+            self.segments.append(segment)
+            return hooks.default_partition(joint, args, **kwargs)
+
+        def forward(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+            assert segment is not None
+            return self._runner(module, segment)
+
+        def inference(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+            alone = new_segment(module, origins, num_forward_outputs=None)
+            self.segments.append(alone)
+            return self._runner(module, alone)
+
+        return hooks.compile_graph(
+            graph, inputs, partition=partition, forward=forward, backward=_never_run, inference=inference
+        )
+
+    def _runner(self, module: fx.GraphModule, segment: Segment) -> Callable[..., Any]:
+        outputs = module.graph.output_node().args[0]
+        assert isinstance(outputs, (list, tuple))
+        values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
+        mutated = mutated_inputs(segment.joint)
+
+        def run(args: list[Any]) -> list[Any]:
+            links = {
+                index: self._made[storage_key(arg)]
+                for index, arg in enumerate(args)
+                if isinstance(arg, torch.Tensor) and storage_key(arg) in self._made
+            }
+            self.runs.append(Run(segment, links))
+            if self.real:
+                results = list(module(*args))
+                for index in range(segment.num_forward_outputs, len(results)):
+                    results[index] = torch.empty(0)  # nothing runs backward: save no activation
+            else:
+                results = [_fresh_fake(value) for value in values]
+            for index, source in mutated.items():
+                results[index] = args[source]  # torch copies this into the input: leave it as it is
+            args.clear()
+            for index, result in enumerate(results[: segment.num_forward_outputs]):
+                if isinstance(result, torch.Tensor) and index not in mutated:
+                    self._made.setdefault(storage_key(result), (len(self.runs) - 1, index))
+            self._alive.append(results)
+            return results
+
+        return hooks.takes_list(run)
+
+    def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The (run, output) that made this tensor."""
+        return self._made.get(storage_key(tensor))
+
+
+def mutated_inputs(joint: fx.GraphModule) -> dict[int, int]:
+    """Forward outputs that are new values of an input (batch-norm statistics): output to input index."""
+    descriptions = joint.graph.output_node().meta.get("desc") or []
+    return {
+        index: description.mutated_input.idx
+        for index, description in enumerate(descriptions)
+        if isinstance(description, hooks.InputMutationAOTOutput)
+        and isinstance(description.mutated_input, hooks.PlainAOTInput)
+    }
+
+
+def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_outputs: int | None) -> Segment:
+    """A segment with a graph of its own; None outputs means a graph without backward."""
+    graph = fx.GraphModule(joint, fx.Graph())
+    copied: dict[fx.Node, fx.Node] = {}
+    result = graph.graph.graph_copy(joint.graph, copied, return_output_node=True)
+    assert isinstance(result, tuple)
+    value, output = result
+    new_output = graph.graph.output(value)
+    new_output.meta = dict(output.meta)
+    _masks_first(graph.graph)
+    graph.recompile()
+    return Segment(
+        joint=graph,
+        num_forward_outputs=len(results_of(graph)) if num_forward_outputs is None else num_forward_outputs,
+        origins=origins,
+        differentiable=num_forward_outputs is not None,
+        fingerprint=fingerprint(graph, num_forward_outputs),
+    )
+
+
+def _masks_first(graph: fx.Graph) -> None:
+    """Take a dropout's mask before its result, since the result can be made again from the mask."""
+    for node in graph.nodes:
+        pair = dropout_output(node)
+        if pair is not None:
+            node.prepend(pair[1])
+
+
+def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin]) -> list[Origin]:
+    names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+    return [
+        origins.get(id(example), Origin(Kind.INPUT, name))
+        for name, example in zip(names, hooks.graph_inputs(graph), strict=True)
+    ]
+
+
+def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
+    """What the user calls each tensor that a step reads, by identity."""
+    origins: dict[int, Origin] = {}
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, torch.Tensor):
+            origins[id(leaf)] = Origin(Kind.INPUT, _path_name(path))
+    for name, buffer in model.named_buffers():
+        origins[id(buffer)] = Origin(Kind.BUFFER, name)
+    for name, parameter in model.named_parameters():
+        origins[id(parameter)] = Origin(Kind.PARAMETER, name)
+    return origins
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    """`input_ids` for a keyword argument, `input_0` for a positional one."""
+    keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[1:]]
+    name = ".".join(keys)
+    return f"input_{name}" if name[:1].isdigit() else name
+
+
+def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function that is compiled, at capture and at run time, so that both give the same graphs."""
+    return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> Trace:
+    """Trace one forward pass and its loss; the real forward only where fake values are not enough."""
+    try:
+        return _trace(model, args, kwargs, loss=loss, real=False)
+    except (hooks.DataDependentOutputException, hooks.DynamicOutputShapeException) as error:
+        nbytes = sum(p.nbytes for p in model.parameters())
+        logger.warning(
+            "the model's Python code reads tensor values between two graphs (%s): one real forward pass "
+            "without saved activations is needed to capture it, on top of %s of parameters",
+            error,
+            format_size(nbytes),
+        )
+    return _trace(model, args, kwargs, loss=loss, real=True)
+
+
+def _trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[[Any], torch.Tensor] | None,
+    real: bool,
+) -> Trace:
+    collector = Collector(origins=name_tensors(model, (args, kwargs)), real=real)
+    state = torch.get_rng_state()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if real else []
+    try:
+        with hooks.quiet(), hooks.compiling(), torch.enable_grad():
+            output = _compiled(call_model, collector)(model, args, kwargs)
+            num_model_runs = len(collector.runs)
+            if not num_model_runs:
+                raise CaptureError(
+                    "nothing of this model could be captured: torch.compile skipped it whole. "
+                    "Is its forward disabled with torch._dynamo.disable, or a function outside of Python?"
+                )
+            returned = frozenset(
+                place
+                for leaf in pytree.tree_leaves(output)
+                if isinstance(leaf, torch.Tensor) and (place := collector.where(leaf)) is not None
+            )
+            value = find_loss(output, loss)
+            if value is None:
+                value = _compiled(loss or sum_of_floats, collector)(output)
+    finally:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    place = collector.where(value) if isinstance(value, torch.Tensor) else None
+    if place is None or not value.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any parameter that requires a gradient: "
+            "pass `loss=` a function of the model's output that returns a scalar"
+        )
+    if value.numel() != 1:
+        raise CaptureError(
+            f"the loss has shape {tuple(value.shape)}, not one element: "
+            "pass `loss=` a function that returns a scalar"
+        )
+    return Trace(
+        runs=collector.runs,
+        output=output,
+        loss=place,
+        num_model_runs=num_model_runs,
+        returned=returned | {place},
+        real_forward=real,
+    )
+
+
+def find_loss(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor | None:
+    """The scalar that a model returns itself: `.loss`, `["loss"]` or a one-element output."""
+    if loss is not None:
+        return None
+    candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if candidate is None and isinstance(output, torch.Tensor) and output.numel() == 1:
+        candidate = output
+    return candidate if isinstance(candidate, torch.Tensor) else None
+
+
+def sum_of_floats(output: Any) -> torch.Tensor:
+    """The loss of a model that has none: the sum of its floating outputs."""
+    leaves = pytree.tree_leaves(output)
+    floats = [leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    if not floats:
+        raise CaptureError("the model returns no floating tensor: pass `loss=` a function of its output")
+    return torch.stack(floats).sum() if len(floats) > 1 else floats[0]
+
+
+def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    if isinstance(function, types.FunctionType) and function.__closure__ is None:
+        function = hooks.own_code(function)
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False)
+    return compiled
+
+
+def _fresh_fake(value: Any) -> Any:
+    if not isinstance(value, hooks.FakeTensor):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _never_run(_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+    def run(_args: list[Any]) -> None:
+        raise AssertionError("captured graphs are not run backward")
+
+    return hooks.takes_list(run)

@@ -1,0 +1,209 @@
+"""Capture one whole training step: forward, loss, backward and optimizer as one ranked list."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.capture import recipes
+from lowtide.capture.analyse import Analysis, Place, analyse
+from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
+from lowtide.capture.segments import Segment, Trace, name_tensors, trace
+from lowtide.errors import CaptureError
+from lowtide.facts import How, Kind, Region, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op with the layouts of its arguments (fake tensors), to be timed."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Captured:
+    """A step whose times are still zero, the op behind every rank, and the graphs themselves.
+
+    `recipe_calls` has the ranks whose recompute runs another op than the first time.
+    """
+
+    step: Step
+    calls: dict[int, Call]
+    recipe_calls: dict[int, Call]
+    places: dict[int, Place]
+    segments: list[Segment]
+    missing: list[frozenset[int]]
+    num_model_runs: int
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a batch: a tensor, a tuple (or list), or a mapping."""
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118 - BatchEncoding is no dict
+    raise CaptureError(
+        f"the batch is a {type(batch).__name__}: give a tensor, a tuple of positional arguments "
+        "or a dict of keyword arguments"
+    )
+
+
+def capture(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Captured:
+    """Capture a step without running it. Needs the memory of the model, not of the step."""
+    if not model.training:
+        raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
+    args, kwargs = split_batch(batch)
+    traced = trace(model, args, kwargs, loss=loss)
+    analysis = analyse(traced)
+    _add_unread(analysis, model, (args, kwargs))
+    calls = {
+        rank: _call(place.node) for rank, place in analysis.places.items() if place.node.op == "call_function"
+    }
+    if optimizer is not None:
+        _check_parameters(optimizer, model)
+        _add_optimizer(analysis, trace_optimizer(optimizer, model, analysis.gradients), calls)
+    return Captured(
+        step=Step(
+            nodes=tuple(analysis.nodes),
+            storages=tuple(analysis.storages),
+            fingerprint="+".join(segment.fingerprint for segment in analysis.segments),
+            device=_device(model),
+            notes=_notes(traced),
+        ),
+        calls=calls,
+        recipe_calls=_recipe_calls(analysis),
+        places=analysis.places,
+        segments=analysis.segments,
+        missing=analysis.missing,
+        num_model_runs=traced.num_model_runs,
+    )
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise CaptureError(
+            f"{strangers} of the optimizer's parameters do not belong to this model: "
+            "make the optimizer from model.parameters() of the model that you pass"
+        )
+
+
+def _device(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type
+
+
+def _notes(traced: Trace) -> tuple[str, ...]:
+    notes = []
+    if traced.num_model_runs > 1:
+        notes.append(
+            f"the model breaks into {traced.num_model_runs} graphs; nothing is recomputed across them"
+        )
+    if traced.real_forward:
+        notes.append("captured with one real forward pass, since the model's code reads tensor values")
+    return tuple(notes)
+
+
+def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
+    """Tensors that no graph reads are there all the same: unused parameters, buffers, inputs."""
+    known = set(analysis.parameters)
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))}
+    for key, origin in name_tensors(model, batch).items():
+        if origin.name not in known:
+            nbytes = tensors[key].untyped_storage().nbytes()
+            analysis.add_storage(nbytes=nbytes, kind=origin.kind, name=origin.name, static=True)
+
+
+def _call(node: fx.Node) -> Call:
+    assert callable(node.target)
+    args = fx.node.map_arg(node.args, lambda read: read.meta.get("val"))
+    kwargs = fx.node.map_arg(node.kwargs, lambda read: read.meta.get("val"))
+    return Call(node.target, tuple(args), dict(kwargs))
+
+
+def _recipe_calls(analysis: Analysis) -> dict[int, Call]:
+    calls = {}
+    for rank, place in analysis.places.items():
+        recipe = analysis.nodes[rank].recipe
+        if recipe is None:
+            continue
+        if recipe.how is How.NO_STATS:
+            target, args = recipes.without_statistics(place.node)
+            values = fx.node.map_arg(args, lambda read: read.meta.get("val"))
+            calls[rank] = Call(target, tuple(values), {})
+        elif recipe.how is How.MASK:
+            pair = recipes.dropout_output(place.node)
+            assert pair is not None
+            dropout = place.node.args[0]
+            assert isinstance(dropout, fx.Node)
+            values = tuple(source.meta["val"] for source in pair)
+            calls[rank] = Call(recipes.apply_mask, (*values, dropout.args[1]), {})
+    return calls
+
+
+def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[int, Call]) -> None:
+    """Append the optimizer's ops. A temporary that its Python code still holds counts as read there."""
+    storage: dict[int, int] = {}
+    maker: dict[int, int] = {}
+    for key, name in traced.parameters.items():
+        if name in analysis.parameters:
+            storage[key] = analysis.parameters[name]
+    for key, name in traced.gradients.items():
+        storage[key] = analysis.gradients[name]
+    for position, key in enumerate(traced.state):
+        storage[key] = analysis.add_storage(
+            nbytes=traced.sizes[key], kind=Kind.OPTIMIZER_STATE, name=f"state_{position}", static=True
+        )
+    first = len(analysis.nodes)
+    for position, op in enumerate(traced.ops):
+        name = f"step_{position}.{_short(op.target)}"
+        for key in op.makes:
+            storage[key] = analysis.add_storage(nbytes=traced.sizes[key], kind=Kind.OTHER, name=name)
+            maker[key] = first + position
+        makes = tuple(storage[key] for key in op.makes)
+        used = [key for key in (*op.reads, *op.frees) if key in maker and key not in op.makes]
+        rank = analysis.add_node(
+            name=name,
+            op=str(op.target),
+            region=Region.OPTIMIZER,
+            kind=Kind.OTHER,
+            reads=tuple(dict.fromkeys(maker[key] for key in used)),
+            holds=makes,
+            makes=makes,
+        )
+        calls[rank] = Call(op.target, op.args, op.kwargs)
+
+
+def _short(target: Any) -> str:
+    return str(getattr(target, "_opname", target))
+
+
+def with_costs(
+    step: Step, costs: dict[int, tuple[float, int, bool]], recipe_costs: dict[int, tuple[float, int, bool]]
+) -> Step:
+    """The step with (seconds, workspace bytes, estimated) of every rank filled in."""
+    nodes = []
+    for node in step.nodes:
+        seconds, workspace, estimated = costs.get(node.rank, (0.0, 0, False))
+        recipe = node.recipe
+        if recipe is not None:
+            again, inside, _ = recipe_costs.get(node.rank, (seconds, workspace, estimated))
+            recipe = replace(recipe, seconds=again, workspace_bytes=inside)
+        nodes.append(
+            replace(node, seconds=seconds, workspace_bytes=workspace, estimated=estimated, recipe=recipe)
+        )
+    return replace(step, nodes=tuple(nodes))

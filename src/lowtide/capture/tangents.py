@@ -1,0 +1,87 @@
+"""Specialise a joint graph to the outputs that get a gradient.
+
+A model often returns more than its loss needs (logits beside the loss). AOTAutograd would fill a
+zero gradient for each; eager PyTorch never makes it. The backward pass is linear in those
+gradients, so whatever depends on missing ones alone is zero and need not run.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from lowtide.capture import hooks
+
+aten = torch.ops.aten
+
+
+def tangent_outputs(joint: fx.GraphModule) -> dict[fx.Node, int]:
+    """For every tangent input of a joint graph, the index of the output it is the gradient of."""
+    descriptions = joint.graph.output_node().meta.get("desc") or []
+    position = {description: index for index, description in enumerate(descriptions)}
+    return {
+        node: position[node.meta["desc"].output]
+        for node in joint.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("desc"), hooks.TangentAOTInput)
+    }
+
+
+def drop_missing(joint: fx.GraphModule, *, missing: Collection[int]) -> None:
+    """Remove from `joint`, in place, what depends only on the gradients of the outputs `missing`.
+
+    Preserves every other result bit for bit; gradients that depend on nothing else become None, as
+    in eager. The tangent inputs themselves stay, unused.
+    """
+    graph = joint.graph
+    outputs = tangent_outputs(joint)
+    zero = {node for node, output in outputs.items() if output in missing}
+    if not zero:
+        return
+    depends = set(outputs)
+    for node in list(graph.nodes):
+        if node.op == "output":
+            results = node.args[0]
+            node.args = (type(results)(None if r in zero else r for r in results),)
+            continue
+        tangents = [source for source in node.all_input_nodes if source in depends]
+        if not tangents:
+            continue
+        depends.add(node)
+        zeros = [source for source in tangents if source in zero]
+        if len(zeros) == len(tangents):
+            zero.add(node)
+        elif zeros:
+            _without_zeros(graph, node, zeros)
+    graph.eliminate_dead_code(is_impure_node=_keeps)
+    joint.recompile()
+
+
+def _keeps(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or node.is_impure()
+
+
+def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> None:
+    if node.target is aten.add.Tensor and not node.kwargs:
+        other = next(arg for arg in node.args if arg not in zeros)
+        if isinstance(other, fx.Node) and _same_layout(other, node):
+            node.replace_all_uses_with(other)
+            return
+    with graph.inserting_before(node):
+        for source in zeros:
+            value = source.meta["val"]
+            filled = graph.call_function(
+                aten.full.default,
+                (list(value.shape), 0),
+                {"dtype": value.dtype, "device": value.device},
+            )
+            filled.meta = dict(source.meta)
+            node.replace_input_with(source, filled)
+
+
+def _same_layout(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta.get("val"), other.meta.get("val")
+    return (
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    )

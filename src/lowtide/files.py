@@ -1,0 +1,29 @@
+"""Write files so that an interrupted command leaves the old file or the new one, never half of one."""
+
+import os
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+
+def write_atomic(path: Path, content: str | bytes) -> Path:
+    """Write `content` to `path` by way of a temporary file beside it. Makes the folder if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
+        partial = Path(temporary.name)
+        try:
+            temporary.write(data)
+            temporary.flush()
+            # A temporary file is private to its owner; a report is there to be passed on.
+            partial.chmod(0o666 & ~_umask())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    return path
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,146 @@
+"""Facts to JSON and back, compact and versioned."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import LowtideError
+from lowtide.facts import (
+    Action,
+    Decision,
+    How,
+    Kind,
+    Node,
+    Recipe,
+    Region,
+    Schedule,
+    Solution,
+    Step,
+    Storage,
+)
+from lowtide.files import write_atomic
+
+STEP_FORMAT = "lowtide-step/1"
+SOLUTION_FORMAT = "lowtide-plan/1"
+
+
+def step_to_dict(step: Step) -> dict[str, Any]:
+    """Tables with one list of columns each, since names repeated 4,000 times are most of the bytes."""
+    return {
+        "format": STEP_FORMAT,
+        "fingerprint": step.fingerprint,
+        "device": step.device,
+        "copy_bytes_per_second": step.copy_bytes_per_second,
+        "notes": list(step.notes),
+        "nodes": _table(step.nodes, Node),
+        "storages": _table(step.storages, Storage),
+    }
+
+
+def step_from_dict(data: dict[str, Any]) -> Step:
+    _check_format(data, STEP_FORMAT)
+    return Step(
+        nodes=tuple(_node(row) for row in _rows(data["nodes"])),
+        storages=tuple(Storage(**{**row, "kind": Kind(row["kind"])}) for row in _rows(data["storages"])),
+        fingerprint=data["fingerprint"],
+        device=data["device"],
+        copy_bytes_per_second=data["copy_bytes_per_second"],
+        notes=tuple(data["notes"]),
+    )
+
+
+def solution_to_dict(solution: Solution) -> dict[str, Any]:
+    result: dict[str, Any] = {"format": SOLUTION_FORMAT}
+    for spec in fields(Solution):
+        value = getattr(solution, spec.name)
+        if spec.name == "decisions":
+            value = _table(value, Decision)
+        elif spec.name == "schedule":
+            value = list(value.order)
+        elif spec.name == "notes":
+            value = list(value)
+        result[spec.name] = value
+    return result
+
+
+def solution_from_dict(data: dict[str, Any]) -> Solution:
+    _check_format(data, SOLUTION_FORMAT)
+    values = {spec.name: data[spec.name] for spec in fields(Solution)}
+    values["decisions"] = tuple(
+        Decision(**{**row, "action": Action(row["action"])}) for row in _rows(data["decisions"])
+    )
+    values["schedule"] = Schedule(order=tuple(data["schedule"]))
+    values["notes"] = tuple(data["notes"])
+    return Solution(**values)
+
+
+def save_json(path: Path, data: dict[str, Any]) -> None:
+    """Write `data`, the same bytes for the same data; the old file stays until the new one is whole."""
+    write_atomic(path, json.dumps(data, separators=(",", ":"), sort_keys=True) + "\n")
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise LowtideError(f"there is no file '{path}'") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LowtideError(f"cannot read '{path}': {error}") from error
+    if not isinstance(data, dict):
+        raise LowtideError(f"'{path}' holds no lowtide data: expected an object, found {type(data).__name__}")
+    return data
+
+
+def load_step(path: str | Path) -> Step:
+    return step_from_dict(load_json(Path(path)))
+
+
+def save_step(path: str | Path, step: Step) -> None:
+    save_json(Path(path), step_to_dict(step))
+
+
+def _check_format(data: dict[str, Any], expected: str) -> None:
+    found = data.get("format")
+    if found != expected:
+        raise LowtideError(f"expected data of the format '{expected}', found {found!r}: make the file again")
+
+
+def _table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
+    columns = [spec.name for spec in fields(kind)]
+    return {"columns": columns, "rows": [[_plain(getattr(r, c)) for c in columns] for r in records]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Recipe):
+        return [_plain(getattr(value, spec.name)) for spec in fields(Recipe)]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _rows(table: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def _node(row: dict[str, Any]) -> Node:
+    recipe = row["recipe"]
+    if recipe is not None:
+        how, reads, holds, makes, seconds, workspace = recipe
+        recipe = Recipe(
+            how=How(how),
+            reads=tuple(reads),
+            holds=tuple(holds),
+            makes=tuple(makes),
+            seconds=seconds,
+            workspace_bytes=workspace,
+        )
+    return Node(
+        **{
+            **row,
+            "region": Region(row["region"]),
+            "kind": Kind(row["kind"]),
+            "reads": tuple(row["reads"]),
+            "holds": tuple(row["holds"]),
+            "makes": tuple(row["makes"]),
+            "recipe": recipe,
+        }
+    )
