@@ -1,0 +1,160 @@
+"""The answer that stands first: does it fit, what is saved, what does it cost, is it exact.
+
+A measured figure answers before a simulated one, and every figure says which of the two it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide.facts import Action, Solution
+from lowtide.report.records import CompareRow, Measurement, SweepRow, relative_increase
+from lowtide.report.words import duration, percent, size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """`tone` is "good", "bad" or "warn"."""
+
+    tone: str
+    headline: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    label: str
+    value: str
+    note: str = ""
+    tone: str = ""
+
+
+def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict:
+    measured = measurement.planned.measured_peak_bytes if measurement else None
+    peak = solution.peak_bytes if measured is None else measured
+    basis = "simulated" if measured is None else "measured"
+    budget = size(solution.budget_bytes)
+    if measurement and measurement.exact is False:
+        return Verdict(
+            tone="bad",
+            headline="Results differ from the plain step",
+            why=f"{len(measurement.differences)} differences; do not train with this plan. "
+            f"Peak {size(peak)} ({basis}) for a budget of {budget}.",
+        )
+    if peak > solution.budget_bytes:
+        return Verdict(
+            tone="bad",
+            headline=f"Does not fit: {size(peak)} for a budget of {budget}",
+            why=f"The {basis} peak is {size(peak - solution.budget_bytes)} over the budget. "
+            f"The lowest reachable peak is {size(solution.floor_bytes)} (simulated).",
+        )
+    spare = size(solution.budget_bytes - peak)
+    if measured is None:
+        return Verdict(
+            tone="warn",
+            headline=f"Should fit: {size(peak)} simulated for a budget of {budget}",
+            why=f"{spare} to spare. Not measured yet: `lowtide verify` runs it and compares.",
+        )
+    return Verdict(
+        tone="good",
+        headline=f"Fits: {size(peak)} of a {budget} budget",
+        why=f"Measured over a whole step, {spare} to spare.",
+    )
+
+
+def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile]:
+    before, after = solution.baseline_peak_bytes, solution.peak_bytes
+    basis, slower = "simulated", None
+    if measurement:
+        measured = (measurement.baseline.measured_peak_bytes, measurement.planned.measured_peak_bytes)
+        if measured[0] is not None and measured[1] is not None:
+            before, after, basis = measured[0], measured[1], "measured"
+        slower = relative_increase(measurement.baseline.seconds_median, measurement.planned.seconds_median)
+    again = [d for d in solution.decisions if d.action is Action.RECOMPUTE]
+    tiles = [
+        Tile(
+            label="Peak memory",
+            value=size(after),
+            note=f"{basis}; {size(before)} without the plan",
+        ),
+        Tile(
+            label="Saved",
+            value=size(before - after),
+            note=f"{percent(after / before - 1) if before else ''} of the peak, {basis}",
+        ),
+        Tile(
+            label="Time added",
+            value=percent(solution.overhead if slower is None else slower),
+            note="simulated, recompute over plain step"
+            if slower is None
+            else f"measured; {percent(solution.overhead)} simulated",
+        ),
+        Tile(
+            label="Recomputed",
+            value=f"{len(again)} of {len(solution.decisions)}",
+            note=f"activations, {size(sum(d.nbytes for d in again))}, "
+            f"in {duration(solution.recompute_seconds)}",
+        ),
+    ]
+    return [*tiles, _exactness(measurement)]
+
+
+def _exactness(measurement: Measurement | None) -> Tile:
+    if measurement is None or measurement.exact is None:
+        return Tile(label="Results", value="not compared", note="`lowtide verify` compares", tone="warn")
+    if measurement.exact:
+        return Tile(
+            label="Results", value="exact", note="equal to the plain step to the last bit", tone="good"
+        )
+    return Tile(label="Results", value="differ", note="listed below", tone="bad")
+
+
+def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
+    """Up to which batch size the step fits, without and with the plan."""
+    wrong = [row.batch_size for row in rows if row.exact is False]
+    if wrong:
+        return Verdict(tone="bad", headline=f"Results differ at batch size {', '.join(map(str, wrong))}")
+    largest = [
+        max((row.batch_size for row in rows if _within(row.peaks[i], row.budget_bytes)), default=None)
+        for i in (0, 1)
+    ]
+    failed = [row for row in rows if row.status.startswith("failed")]
+    predicted = [row for row in rows if row.status == "predicted only"]
+    caveats = []
+    if predicted:
+        caveats.append(f"{len(predicted)} of {len(rows)} sizes are simulated only.")
+    if failed:
+        caveats.append(f"{len(failed)} failed.")
+    if largest[1] is None:
+        return Verdict(tone="bad", headline="No batch size fits the budget", why=" ".join(caveats))
+    without = "none fits without" if largest[0] is None else f"{largest[0]} without"
+    return Verdict(
+        tone="warn" if failed or predicted else "good",
+        headline=f"Fits up to batch size {largest[1]} with the plan, {without}{_one_budget(rows)}",
+        why=" ".join(caveats) or "Every size measured.",
+    )
+
+
+def _one_budget(rows: Sequence[SweepRow]) -> str:
+    budgets = {row.budget_bytes for row in rows}
+    return f" (budget {size(budgets.pop())})" if len(budgets) == 1 and None not in budgets else ""
+
+
+def _within(peak_bytes: int | None, budget_bytes: int | None) -> bool:
+    return peak_bytes is not None and (budget_bytes is None or peak_bytes <= budget_bytes)
+
+
+def compare_verdict(rows: Sequence[CompareRow]) -> Verdict:
+    """The method with the lowest peak among those whose results are exact."""
+    exact = [row for row in rows if row.exact and row.peak_bytes is not None]
+    if not exact:
+        return Verdict(tone="bad", headline="No method gave exact results")
+    best = min(exact, key=lambda row: (row.peak_bytes or 0, row.time_ratio or 0.0, row.method))
+    inexact = len(rows) - len(exact)
+    time = "" if best.time_ratio is None else f" at {best.time_ratio:.2f} times the time"
+    return Verdict(
+        tone="good",
+        headline=f"Lowest exact peak: {size(best.peak_bytes)} with {best.method}{time}",
+        why=f"{inexact} of {len(rows)} methods crashed or gave other results."
+        if inexact
+        else "All are exact.",
+    )

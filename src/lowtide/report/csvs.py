@@ -1,0 +1,145 @@
+"""The CSV files: fixed columns first, further ones after them. Unknown values are empty cells.
+
+Columns never move or vanish; scripts may rely on their order. Bytes and seconds are plain numbers.
+"""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lowtide.facts import Activation, Decision, Node, Step
+from lowtide.files import write_atomic
+from lowtide.report.records import CompareRow, SweepRow, TradeoffPoint
+from lowtide.simulate import Timeline
+
+Cell = str | int | float | None
+
+NODE_COLUMNS = (
+    "rank", "node_name", "node_type", "gtype", "median_run_time_s", "median_peak_mem_bytes",
+    "median_active_mem_bytes", "device", "op", "module", "source", "segment", "made_bytes",
+    "workspace_bytes", "recompute_how", "fixed_because", "time_estimated",
+)  # fmt: skip
+ACTIVATION_COLUMNS = (
+    "activation_name", "creation_rank", "last_fw_use_rank", "first_bw_use_rank", "last_bw_use_rank",
+    "median_mem_size_bytes", "inactive_time_s", "swap_time_s", "recomp_time_s", "recomp_memory_bytes",
+    "recompute_ratio", "module", "source", "recomp_srcs", "recomp_graph", "fixed_because",
+)  # fmt: skip
+DECISION_COLUMNS = (
+    "activation_name", "decision", "median_mem_size_bytes", "recomp_time_s", "creation_rank",
+    "first_bw_use_rank", "last_fw_use_rank", "last_bw_use_rank", "module", "how", "recomp_cnt",
+    "plan_recomp_time_s", "reason",
+)  # fmt: skip
+SWEEP_COLUMNS = (
+    "batch_size", "status", "budget_bytes", "baseline_predicted_peak_bytes", "baseline_measured_peak_bytes",
+    "planned_predicted_peak_bytes", "planned_measured_peak_bytes", "reduction", "baseline_median_s",
+    "baseline_spread_s", "planned_median_s", "planned_spread_s", "overhead", "exact",
+)  # fmt: skip
+COMPARE_COLUMNS = ("method", "peak_bytes", "time_ratio", "verdict")
+TRADEOFF_COLUMNS = (
+    "peak_bytes", "recompute_s", "overhead", "num_recomputed", "measured_peak_bytes", "measured_overhead",
+)  # fmt: skip
+
+
+def write_node_stats(path: Path, step: Step, timeline: Timeline) -> Path:
+    """`node_stats.csv`: one row per node of the plain step.
+
+    Peak memory is all that is held while the node runs (`timeline` of the plain order); active
+    memory is the node's own share: what it reads, holds and needs inside.
+    """
+    rows = (
+        (
+            node.rank, node.name, node.kind, node.region, node.seconds, live, active_bytes(step, node),
+            step.device, node.op, node.module, node.source, node.segment,
+            sum(step.storages[made].nbytes for made in node.makes), node.workspace_bytes,
+            node.recipe.how if node.recipe else "", node.fixed, _flag(node.estimated),
+        )
+        for node, live in zip(step.nodes, timeline.bytes_held.tolist(), strict=True)
+    )  # fmt: skip
+    return _write(path, NODE_COLUMNS, rows)
+
+
+def active_bytes(step: Step, node: Node) -> int:
+    """Bytes of the storages that a node reads or holds, each counted once, and its workspace."""
+    touched = set(node.holds).union(*(step.nodes[rank].holds for rank in node.reads))
+    return sum(step.storages[storage].nbytes for storage in sorted(touched)) + node.workspace_bytes
+
+
+def write_activation_stats(path: Path, activations: Sequence[Activation]) -> Path:
+    """`activation_stats.csv`: one row per activation; lists are joined by spaces."""
+    rows = (
+        (
+            a.name, a.creation_rank, a.last_forward_use, a.first_backward_use, a.last_backward_use,
+            a.nbytes, a.inactive_seconds, a.swap_seconds, a.recompute_seconds, a.recompute_bytes,
+            a.recompute_ratio, a.module, a.source, " ".join(a.recompute_sources),
+            " ".join(a.recompute_nodes), a.fixed,
+        )
+        for a in activations
+    )  # fmt: skip
+    return _write(path, ACTIVATION_COLUMNS, rows)
+
+
+def write_decisions(path: Path, decisions: Sequence[Decision]) -> Path:
+    """`ac_decisions.csv`: one row per activation. `recomp_time_s` is what one recompute takes or would
+    take; `plan_recomp_time_s` what this plan spends on it."""
+    rows = (
+        (
+            d.name, d.action, d.nbytes, d.recompute_seconds, d.creation_rank, d.first_backward_use,
+            d.last_forward_use, d.last_backward_use, d.module, d.how, d.times, d.seconds, d.reason,
+        )
+        for d in decisions
+    )  # fmt: skip
+    return _write(path, DECISION_COLUMNS, rows)
+
+
+def write_sweep(path: Path, rows: Sequence[SweepRow]) -> Path:
+    """`sweep.csv`: one row per batch size; reduction and overhead are fractions."""
+    cells = (
+        (
+            row.batch_size, row.status, row.budget_bytes,
+            row.baseline.predicted_peak_bytes, row.baseline.measured_peak_bytes,
+            row.planned.predicted_peak_bytes, row.planned.measured_peak_bytes, row.reduction,
+            row.baseline.seconds_median, row.baseline.seconds_spread,
+            row.planned.seconds_median, row.planned.seconds_spread, row.overhead, _flag(row.exact),
+        )
+        for row in rows
+    )  # fmt: skip
+    return _write(path, SWEEP_COLUMNS, cells)
+
+
+def write_compare(path: Path, rows: Sequence[CompareRow]) -> Path:
+    """`compare.csv`: one row per method."""
+    cells = ((row.method, row.peak_bytes, row.time_ratio, row.verdict) for row in rows)
+    return _write(path, COMPARE_COLUMNS, cells)
+
+
+def write_tradeoff(path: Path, points: Sequence[TradeoffPoint], *, step_seconds: float) -> Path:
+    """`tradeoff.csv`: one row per plan; `overhead` is recompute time over the plain step's time."""
+    cells = (
+        (
+            point.peak_bytes, point.recompute_seconds,
+            point.recompute_seconds / step_seconds if step_seconds else None,
+            len(point.recomputed), point.measured_peak_bytes, point.measured_overhead,
+        )
+        for point in points
+    )  # fmt: skip
+    return _write(path, TRADEOFF_COLUMNS, cells)
+
+
+def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Path:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([_cell(value) for value in row])
+    return write_atomic(path, text.getvalue())
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return ""
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def _flag(value: bool | None) -> str | None:
+    return None if value is None else str(value).lower()

@@ -1,0 +1,163 @@
+"""One self-contained HTML page: no network, no fonts, no images, nothing to install.
+
+Text that comes from models (names of modules, nodes, files, error messages) is only ever text:
+the template escapes all of it, and the page's own policy runs no script but those shipped here.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment as JinjaEnvironment
+from jinja2 import FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from lowtide.facts import Action, Activation, Decision, Solution, Step
+from lowtide.report import palette, times, words
+from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
+from lowtide.report.embed import script_json
+from lowtide.report.payload import WITH, WITHOUT, page_data
+from lowtide.report.records import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
+from lowtide.simulate import Timeline
+
+_SCRIPTS = ("theme.js", "decode.js", "timeline.js", "tradeoff.js", "table.js")
+
+
+def render_report(
+    *,
+    title: str,
+    environment: Environment,
+    step: Step | None = None,
+    before: Timeline | None = None,
+    after: Timeline | None = None,
+    solution: Solution | None = None,
+    activations: Sequence[Activation] = (),
+    measurement: Measurement | None = None,
+    tradeoff: Sequence[TradeoffPoint] = (),
+    sweep: Sequence[SweepRow] = (),
+    compare: Sequence[CompareRow] = (),
+    step_seconds: float | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """The page for whatever is given; a section without data is left out.
+
+    `before` and `after` are timelines of the plain order and of the plan's schedule. `activations`
+    give the sizes of those that `tradeoff` names; a solution's decisions serve as well.
+    `step_seconds` is only needed for a trade-off curve without `step` and `solution`.
+    """
+    plain_seconds = step_seconds or (solution.step_seconds if solution else step.seconds if step else 0.0)
+    points = sorted(tradeoff, key=lambda point: (point.peak_bytes, point.recompute_seconds))
+    decisions = solution.decisions if solution else ()
+    data = page_data(
+        step=step,
+        before=before,
+        after=after,
+        solution=solution,
+        tradeoff=points,
+        activations=activations or decisions,
+        step_seconds=plain_seconds,
+    )
+    verdicts = []
+    if solution:
+        verdicts.append(plan_verdict(solution, measurement))
+    if sweep:
+        verdicts.append(sweep_verdict(sweep))
+    if compare:
+        verdicts.append(compare_verdict(compare))
+    order = after.order if after is not None else before.order if before is not None else ()
+    style = Markup(_text("vendor/uplot/uPlot.min.css") + _text("templates/style.css"))
+    scripts = [_text("vendor/uplot/uPlot.iife.min.js"), *(_text(f"templates/{name}") for name in _SCRIPTS)]
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            title=title,
+            environment=environment,
+            policy=_policy(scripts),
+            style=style,
+            licence=_text("vendor/uplot/LICENSE"),
+            scripts=[Markup(script) for script in scripts],
+            data=script_json(data),
+            verdicts=verdicts,
+            tiles=plan_tiles(solution, measurement) if solution else [],
+            solution=solution,
+            measurement=measurement,
+            before=before,
+            after=after,
+            step=step,
+            tradeoff=points,
+            step_seconds=plain_seconds,
+            sweep=sweep,
+            sweep_whole=_largest([peak for row in sweep for peak in (*row.peaks, row.budget_bytes)]),
+            sweep_slowest=_largest([s.seconds_median for row in sweep for s in (row.baseline, row.planned)]),
+            compare=compare,
+            compare_whole=_largest([row.peak_bytes for row in compare]),
+            decisions=sorted(decisions, key=_decision_order),
+            breakdown=_breakdown(before, after),
+            time_groups=_time_groups(step, order) if step and order else [],
+            time_parts=[(str(part), _PART_COLOURS[part]) for part in times.PARTS],
+            notes=[*notes, *(solution.notes if solution else ()), *(step.notes if step else ())],
+            kinds=[(str(kind), palette.LABELS[kind], palette.COLOURS[kind]) for kind in palette.STACK],
+            labels={"before": WITHOUT, "after": WITH},
+            colours={"before": palette.BEFORE, "after": palette.AFTER},
+        )
+    )
+
+
+_PART_COLOURS = {str(region): colour for region, colour in palette.REGION_COLOURS.items()} | {
+    times.RECOMPUTE: palette.RECOMPUTE
+}
+
+
+def _environment() -> JinjaEnvironment:
+    environment = JinjaEnvironment(
+        loader=FunctionLoader(lambda name: _text(f"templates/{name}")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        size=words.size, breakable=words.breakable, percent=words.percent, duration=words.duration
+    )
+    return environment
+
+
+def _text(path: str) -> str:
+    return files("lowtide.report").joinpath(path).read_text(encoding="utf-8")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Nothing is loaded from anywhere, and only the scripts shipped here run."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
+    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
+
+
+def _decision_order(decision: Decision) -> tuple[bool, int, int, str]:
+    return decision.action is Action.RETAINED, -decision.nbytes, decision.creation_rank, decision.name
+
+
+def _largest(values: Sequence[float | None]) -> float:
+    return max((value for value in values if value is not None), default=0) or 1
+
+
+def _breakdown(before: Timeline | None, after: Timeline | None) -> list[dict[str, Any]]:
+    """Bytes by kind at the peak of each timeline."""
+    rows = []
+    for key, timeline in (("before", before), ("after", after)):
+        if timeline is not None:
+            at = timeline.peak_position
+            parts = [int(timeline.bytes_by_kind[kind][at]) for kind in palette.STACK]
+            rows.append({"run": key, "peak": timeline.peak_bytes, "node": timeline.peak_node, "parts": parts})
+    return rows
+
+
+def _time_groups(step: Step, order: Sequence[int]) -> list[tuple[str, list[times.TimeRow]]]:
+    return [
+        ("By region", times.by_region(step, order)),
+        ("By op", times.by_op(step, order)),
+        ("By module", times.by_module(step, order)),
+    ]

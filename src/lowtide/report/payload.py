@@ -1,0 +1,98 @@
+"""The data behind the page's charts, in the compact form that `templates/decode.js` reads."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lowtide.facts import Activation, Decision, Region, Solution, Step
+from lowtide.report.embed import pack_integers, pack_strings
+from lowtide.report.palette import COLOURS, LABELS, STACK
+from lowtide.report.records import TradeoffPoint
+from lowtide.simulate import Timeline
+
+WITHOUT, WITH = "without a plan", "with the plan"
+
+
+def page_data(
+    *,
+    step: Step | None,
+    before: Timeline | None,
+    after: Timeline | None,
+    solution: Solution | None,
+    tradeoff: Sequence[TradeoffPoint],
+    activations: Sequence[Activation | Decision],
+    step_seconds: float,
+) -> dict[str, Any]:
+    """Everything the scripts need; sections without data are None."""
+    budget = solution.budget_bytes if solution else None
+    timeline = None
+    if step is not None and before is not None:
+        timeline = _timeline(step, before, after) | {"budget": budget}
+    points = _tradeoff(tradeoff, activations, step_seconds) | {
+        "budget": budget,
+        "selected": _nearest(tradeoff, solution),
+    }
+    return {
+        "kinds": [{"label": LABELS[kind], "colour": COLOURS[kind]} for kind in STACK],
+        "timeline": timeline,
+        "tradeoff": points if tradeoff else None,
+    }
+
+
+def _timeline(step: Step, before: Timeline, after: Timeline | None) -> dict[str, Any]:
+    regions = list(Region)
+    nodes = step.nodes
+    return {
+        "names": [node.name for node in nodes],
+        "ops": pack_strings([node.op for node in nodes]),
+        "modules": pack_strings([node.module for node in nodes]),
+        "sources": pack_strings([node.source for node in nodes]),
+        "regions": pack_integers(regions.index(node.region) for node in nodes),
+        "region_names": [str(region) for region in regions],
+        "plain_ns": pack_integers(round(node.seconds * 1e9) for node in nodes),
+        "again_ns": pack_integers(round(node.recipe.seconds * 1e9) if node.recipe else 0 for node in nodes),
+        "before": _run(before, WITHOUT),
+        "after": _run(after, WITH) if after is not None else None,
+    }
+
+
+def _run(timeline: Timeline, label: str) -> dict[str, Any]:
+    return {
+        "label": label,
+        "order": pack_integers(timeline.order),
+        "kinds": [pack_integers(timeline.bytes_by_kind[kind].tolist()) for kind in STACK],
+        "peak": timeline.peak_position,
+    }
+
+
+def _tradeoff(
+    points: Sequence[TradeoffPoint], activations: Sequence[Activation | Decision], step_seconds: float
+) -> dict[str, Any]:
+    sizes = {activation.name: activation.nbytes for activation in activations}
+    for point in points:
+        for name in point.recomputed:
+            sizes.setdefault(name, 0)
+    index = {name: i for i, name in enumerate(sizes)}
+    return {
+        "names": list(sizes),
+        "sizes": pack_integers(sizes.values()),
+        "points": [
+            {
+                "peak": point.peak_bytes,
+                "overhead": point.recompute_seconds / step_seconds if step_seconds else 0.0,
+                "measured": None
+                if point.measured_peak_bytes is None or point.measured_overhead is None
+                else [point.measured_peak_bytes, point.measured_overhead],
+                "recomputed": pack_integers(sorted(index[name] for name in point.recomputed)),
+            }
+            for point in points
+        ],
+    }
+
+
+def _nearest(points: Sequence[TradeoffPoint], solution: Solution | None) -> int:
+    """The point to show first: the one closest to the plan, or the middle of the curve."""
+    if solution is None:
+        return len(points) // 2
+    return min(
+        range(len(points)), key=lambda i: (abs(points[i].peak_bytes - solution.peak_bytes), i), default=0
+    )

@@ -1,0 +1,105 @@
+"""Where a step's time goes: by region, by op, by module, and what recompute adds to each."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lowtide.facts import Node, Region, Step
+
+RECOMPUTE = "recompute"
+PARTS = (*Region, RECOMPUTE)
+"""The parts of a bar, in the order they are drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeRow:
+    """Seconds of one group of ops, split into the `PARTS`."""
+
+    name: str
+    seconds: float
+    parts: tuple[float, ...]
+    num_runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    node: Node
+    seconds: float
+    part: str
+
+
+def runs(step: Step, order: Sequence[int]) -> list[_Run]:
+    """Every run of a schedule with its time; a rank that comes again is run by its recipe."""
+    seen: set[int] = set()
+    found = []
+    for rank in order:
+        node = step.nodes[rank]
+        if rank not in seen:
+            found.append(_Run(node=node, seconds=node.seconds, part=node.region))
+        else:
+            assert node.recipe is not None, f"{node.name} comes twice but has no recipe"
+            found.append(_Run(node=node, seconds=node.recipe.seconds, part=RECOMPUTE))
+        seen.add(rank)
+    return found
+
+
+def by_region(step: Step, order: Sequence[int]) -> list[TimeRow]:
+    rows = {row.name: row for row in _group(runs(step, order), lambda run: run.part)}
+    return [rows[part] for part in PARTS if part in rows and rows[part].num_runs]
+
+
+def by_op(step: Step, order: Sequence[int], *, limit: int = 12) -> list[TimeRow]:
+    """The ops that take longest; all others in a last row. Overloads named `default` go without."""
+    timed = [run for run in runs(step, order) if run.seconds > 0]
+    return _limited(_group(timed, lambda run: run.node.op.removesuffix(".default")), limit)
+
+
+def by_module(step: Step, order: Sequence[int], *, limit: int = 12) -> list[TimeRow]:
+    """Modules at whatever depth tells them apart: the slowest group is split while there is room."""
+    all_runs = [run for run in runs(step, order) if run.seconds > 0]
+    groups: dict[tuple[str, ...], list[_Run]] = {(): all_runs}
+    finished: set[tuple[str, ...]] = set()
+    while open_groups := [path for path in groups if path not in finished]:
+        path = min(open_groups, key=lambda p: (-_seconds(groups[p]), p))
+        split: dict[tuple[str, ...], list[_Run]] = {}
+        for run in groups[path]:
+            module = tuple(run.node.module.split(".")) if run.node.module else ()
+            split.setdefault(module[: len(path) + 1], []).append(run)
+        if len(groups) - 1 + len(split) > limit or set(split) == {path}:
+            finished.add(path)
+            continue
+        del groups[path]
+        groups.update(split)
+        # Runs of the module itself, outside its children, cannot be split further.
+        finished |= {path} & set(split)
+    named = {id(run): ".".join(path) or "(no module)" for path, members in groups.items() for run in members}
+    return _limited(_group(all_runs, lambda run: named[id(run)]), limit)
+
+
+def _group(all_runs: Sequence[_Run], key: Callable[[_Run], str]) -> list[TimeRow]:
+    groups: dict[str, list[_Run]] = {}
+    for run in all_runs:
+        groups.setdefault(key(run), []).append(run)
+    rows = [_row(name, members) for name, members in groups.items()]
+    return sorted(rows, key=lambda row: (-row.seconds, row.name))
+
+
+def _row(name: str, members: Sequence[_Run]) -> TimeRow:
+    parts = tuple(_seconds([run for run in members if run.part == part]) for part in PARTS)
+    return TimeRow(name=name, seconds=sum(parts), parts=parts, num_runs=len(members))
+
+
+def _seconds(members: Sequence[_Run]) -> float:
+    return sum(run.seconds for run in members)
+
+
+def _limited(rows: Sequence[TimeRow], limit: int) -> list[TimeRow]:
+    if len(rows) <= limit:
+        return list(rows)
+    rest = rows[limit - 1 :]
+    other = TimeRow(
+        name=f"{len(rest)} others",
+        seconds=sum(row.seconds for row in rest),
+        parts=tuple(sum(row.parts[i] for row in rest) for i in range(len(PARTS))),
+        num_runs=sum(row.num_runs for row in rest),
+    )
+    return [*rows[: limit - 1], other]

@@ -1,0 +1,39 @@
+"""How numbers are written in the page and on the plots."""
+
+from markupsafe import Markup
+
+UNKNOWN = "–"
+
+
+def size(nbytes: int | None) -> str:
+    """Binary units, four or more digits: two peaks that differ by a percent must look different."""
+    if nbytes is None:
+        return UNKNOWN
+    value = float(nbytes)
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
+        if abs(value) < 1024:
+            return f"{value:.{digits}f} {unit}"
+        value /= 1024
+    return f"{value:.3f} TiB"
+
+
+def breakable(name: str) -> Markup:
+    """A dotted name, escaped, that may wrap after its dots."""
+    return Markup(".<wbr>").join(name.split("."))
+
+
+def percent(share: float | None) -> str:
+    """A change with its sign: `+6.2 %`, `−38.0 %`."""
+    if share is None:
+        return UNKNOWN
+    return f"{'−' if share < 0 else '+'}{abs(share) * 100:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return UNKNOWN
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f} ms"
+    return f"{seconds * 1e6:.{0 if seconds >= 1e-5 else 1}f} µs"
