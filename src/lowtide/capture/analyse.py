@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture import recipes
 from lowtide.capture.origins import module_path, source_line
-from lowtide.capture.segments import Run, Segment, Trace, new_segment, results_of, storage_key
+from lowtide.capture.segments import Run, Segment, Trace, mutated_inputs, new_segment, results_of, storage_key
 from lowtide.capture.tangents import drop_missing, tangent_outputs
 from lowtide.facts import How, Kind, Node, Recipe, Region, Storage
 
@@ -63,6 +63,7 @@ class _RunState:
         self.rank: dict[fx.Node, int] = {}
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
         self.storage_of: dict[int, int] = {}
+        self.changed: set[int] = set()
         results = results_of(segment.joint)
         self.outputs = results[: segment.num_forward_outputs]
         self.grads = results[segment.num_forward_outputs :]
@@ -89,7 +90,7 @@ def analyse(trace: Trace) -> Analysis:
 
 def specialise(trace: Trace) -> tuple[list[Run], list[frozenset[int]]]:
     """Copies of the captured graphs without the gradients that nobody asks for, last run first."""
-    wanted: set[tuple[int, int]] = {trace.loss}
+    wanted: set[tuple[int, int]] = set(trace.given)
     runs: list[Run] = []
     missing: list[frozenset[int]] = []
     for index in reversed(range(len(trace.runs))):
@@ -149,8 +150,11 @@ def split(segment: Segment) -> tuple[list[fx.Node], list[fx.Node]]:
 def _forward(analysis: Analysis, state: _RunState, run: Run, states: list[_RunState], *, fixed: str) -> None:
     for index, node in enumerate(state.primals):
         _add_primal(analysis, state, index=index, node=node, link=run.links.get(index), states=states)
-    for node in split(state.segment)[0]:
+    ops = split(state.segment)[0]
+    for node in ops:
         _add_op(analysis, state, node, Region.FORWARD)
+    _find_changed(state, ops)
+    for node in ops:
         _add_recipe(analysis, state, node, fixed)
     _add_output(
         analysis, state, [node for node in state.outputs if isinstance(node, fx.Node)], Region.FORWARD
@@ -288,6 +292,16 @@ def _add_op(analysis: Analysis, state: _RunState, node: fx.Node, region: Region)
     analysis.places[rank] = Place(state.index, node)
 
 
+def _find_changed(state: _RunState, ops: list[fx.Node]) -> None:
+    """Storages whose contents are not the same after the forward pass: a recompute must not read them."""
+    for index in mutated_inputs(state.segment.joint).values():
+        state.changed.update(state.holds[state.primals[index]])
+    for node in ops:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            for source in node.all_input_nodes:
+                state.changed.update(state.holds[source])
+
+
 def _add_recipe(analysis: Analysis, state: _RunState, node: fx.Node, fixed: str) -> None:
     rank = state.rank[node]
     record = analysis.nodes[rank]
@@ -305,6 +319,9 @@ def _add_recipe(analysis: Analysis, state: _RunState, node: fx.Node, fixed: str)
         makes = record.makes[:3]
         used = recipes.without_statistics(node)[1]
         reads = tuple(state.rank[source] for source in used if isinstance(source, fx.Node))
+    if any(storage in state.changed for read in reads for storage in analysis.nodes[read].holds):
+        analysis.nodes[rank] = replace(record, fixed="reads what the step changes in place")
+        return
     holds = makes if how in (How.MASK, How.NO_STATS) else record.holds
     recipe = Recipe(how=how, reads=reads, holds=holds, makes=makes)
     analysis.nodes[rank] = replace(record, recipe=recipe)

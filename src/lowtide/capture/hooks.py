@@ -33,6 +33,8 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lowtide.errors import LowtideError
+
 __all__ = [
     "CHECKED_TORCH",
     "BackendCompilerFailed",
@@ -54,6 +56,7 @@ __all__ = [
     "own_code",
     "quiet",
     "takes_list",
+    "user_errors",
 ]
 
 CHECKED_TORCH = "2.13.0"
@@ -128,8 +131,9 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def own_code(function: types.FunctionType) -> types.FunctionType:
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of `function` with a code object of its own, so that Dynamo compiles it apart."""
+    assert isinstance(function, types.FunctionType)
     return types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
     )
@@ -145,3 +149,15 @@ def takes_list(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a compiled function as taking one list of inputs that it may empty."""
     function._boxed_call = True  # type: ignore[attr-defined]
     return function
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Let lowtide's own errors out of the compiler as they are."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        inner = error.inner_exception
+        if isinstance(inner, LowtideError):
+            raise inner from None
+        raise

@@ -37,7 +37,7 @@ def reason_fixed(node: fx.Node) -> str:
         return "a constant"
     target = node.target
     if target is operator.getitem:
-        return ""
+        return "running statistics are counted once" if _is_statistic(node) else ""
     if not isinstance(target, torch._ops.OpOverload):
         return "a higher-order op"
     if target._schema.is_mutable:
@@ -46,9 +46,16 @@ def reason_fixed(node: fx.Node) -> str:
         return "talks to other processes"
     if target.namespace not in REPEATABLE_NAMESPACES:
         return "a custom op: not known to give the same result twice"
+    if node.kwargs.get("generator") is not None:
+        return "draws from a generator of its own"
     if not _is_tensors(node.meta.get("val")):
         return "does not make tensors"
     return ""
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    source, index = node.args
+    return isinstance(source, fx.Node) and source.target in BATCH_NORM_WITH_STATISTICS and index in (3, 4)
 
 
 def _is_tensors(value: Any) -> bool:
@@ -97,3 +104,23 @@ def without_statistics(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ..
     """Batch norm that reads no running statistics and writes none: (op, arguments)."""
     value, weight, bias, _mean, _variance, training, momentum, eps = node.args
     return aten._native_batch_norm_legit.no_stats, (value, weight, bias, training, momentum, eps)
+
+
+def random_state(device: str) -> torch.Tensor:
+    """The state of a device's default generator."""
+    return torch.get_rng_state() if device == "cpu" else torch.get_device_module(device).get_rng_state()
+
+
+def random_state_bytes(device: str) -> int:
+    return random_state(device).numel()
+
+
+def replay(state: torch.Tensor, device: str, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a random op from an earlier generator state; the generator itself goes on as if it had not."""
+    set_state = torch.set_rng_state if device == "cpu" else torch.get_device_module(device).set_rng_state
+    now = random_state(device)
+    set_state(state)
+    try:
+        return target(*args, **kwargs)
+    finally:
+        set_state(now)

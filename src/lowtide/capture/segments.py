@@ -57,14 +57,17 @@ class Run:
 
 @dataclass(slots=True)
 class Trace:
-    """All graphs of one forward pass in the order they ran, and what the model returned (fake)."""
+    """All graphs of one forward pass in the order they ran.
+
+    `returned` are the (run, output) that the caller holds; `given` those whose gradient comes from
+    outside of the graphs: the loss.
+    """
 
     runs: list[Run]
-    output: Any
-    loss: tuple[int, int]
-    num_model_runs: int
     returned: frozenset[tuple[int, int]]
-    real_forward: bool
+    given: frozenset[tuple[int, int]]
+    num_model_runs: int
+    real_forward: bool = False
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -287,10 +290,9 @@ def _trace(
         )
     return Trace(
         runs=collector.runs,
-        output=output,
-        loss=place,
-        num_model_runs=num_model_runs,
         returned=returned | {place},
+        given=frozenset({place}),
+        num_model_runs=num_model_runs,
         real_forward=real,
     )
 

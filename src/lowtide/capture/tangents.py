@@ -32,28 +32,36 @@ def drop_missing(joint: fx.GraphModule, *, missing: Collection[int]) -> None:
     Preserves every other result bit for bit; gradients that depend on nothing else become None, as
     in eager. The tangent inputs themselves stay, unused.
     """
-    graph = joint.graph
     outputs = tangent_outputs(joint)
-    zero = {node for node, output in outputs.items() if output in missing}
-    if not zero:
+    drop_zeros(
+        joint,
+        tangents=set(outputs),
+        missing={node for node, output in outputs.items() if output in missing},
+    )
+
+
+def drop_zeros(module: fx.GraphModule, *, tangents: set[fx.Node], missing: set[fx.Node]) -> None:
+    """The same for any graph, given its tangent inputs and which of them are missing."""
+    if not missing:
         return
-    depends = set(outputs)
+    graph = module.graph
+    depends, zero = set(tangents), set(missing)
     for node in list(graph.nodes):
         if node.op == "output":
             results = node.args[0]
             node.args = (type(results)(None if r in zero else r for r in results),)
             continue
-        tangents = [source for source in node.all_input_nodes if source in depends]
-        if not tangents:
+        sources = [source for source in node.all_input_nodes if source in depends]
+        if not sources:
             continue
         depends.add(node)
-        zeros = [source for source in tangents if source in zero]
-        if len(zeros) == len(tangents):
+        zeros = [source for source in sources if source in zero]
+        if len(zeros) == len(sources):
             zero.add(node)
         elif zeros:
             _without_zeros(graph, node, zeros)
     graph.eliminate_dead_code(is_impure_node=_keeps)
-    joint.recompile()
+    module.recompile()
 
 
 def _keeps(node: fx.Node) -> bool:

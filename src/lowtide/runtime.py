@@ -1,0 +1,155 @@
+"""Run a planned model inside the user's own training loop.
+
+The model stays the same object of the same class. Its call is routed through torch.compile with a
+backend that rewrites every captured graph by its plan; without gradients, or in eval mode, the
+model's own code runs as if lowtide were not there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lowtide.capture import hooks
+from lowtide.capture.analyse import without_tangents
+from lowtide.capture.segments import Origin, Segment, call_model, describe_inputs, name_tensors, new_segment
+from lowtide.capture.tangents import drop_zeros
+from lowtide.errors import LowtideError, Unsupported
+from lowtide.rewrite import Rewritten, rewrite
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """How one captured graph runs: its schedule, for the outputs `missing` that get no gradient."""
+
+    schedule: tuple[int, ...]
+    missing: frozenset[int]
+
+
+PlanGraph = Callable[[Segment], GraphPlan]
+
+
+class Backend:
+    """A torch.compile backend that rewrites each graph by the plan that `plan_graph` gives for it.
+
+    `graphs` lists what was compiled, in order, for tests and reports.
+    """
+
+    def __init__(self, plan_graph: PlanGraph, *, origins: Callable[[], Mapping[int, Origin]]) -> None:
+        self.plan_graph = plan_graph
+        self.origins = origins
+        self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        origins = describe_inputs(graph, self.origins())
+        rewritten: Rewritten | None = None
+        plan: GraphPlan | None = None
+
+        def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
+            nonlocal rewritten, plan
+            segment = new_segment(joint, origins, num_forward_outputs=kwargs["num_fwd_outputs"])
+            plan = self.plan_graph(segment)
+            rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
+            self.graphs.append((segment, plan, rewritten))
+            return rewritten.forward, rewritten.backward
+
+        def forward(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
+            return hooks.takes_list(_function(module))
+
+        def backward(_module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
+            assert rewritten is not None and plan is not None
+            return hooks.takes_list(Backward(rewritten, plan.missing))
+
+        def inference(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
+            module.graph = hooks.boxed(module.graph)
+            module.recompile()
+            return hooks.takes_list(_function(module))
+
+        return hooks.compile_graph(
+            graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
+        )
+
+
+class Backward:
+    """A graph's backward pass, for whichever of its outputs got a gradient this time."""
+
+    def __init__(self, rewritten: Rewritten, planned_missing: frozenset[int]) -> None:
+        self.rewritten = rewritten
+        self.planned_missing = planned_missing
+        self._functions = {planned_missing: _function(rewritten.backward)}
+
+    def __call__(self, args: list[Any]) -> Any:
+        tangents = self.rewritten.tangents
+        given = args[self.rewritten.num_saved :]
+        missing = frozenset(output for output, value in zip(tangents, given, strict=True) if value is None)
+        del given
+        if missing not in self._functions:
+            self._functions[missing] = self._without(missing)
+        return self._functions[missing](args)
+
+    def _without(self, missing: frozenset[int]) -> Callable[..., Any]:
+        surprising = sorted(self.planned_missing - missing)
+        if surprising:
+            raise Unsupported(
+                f"a gradient arrived for output {surprising[0]} of the model, but the plan was made for a "
+                "loss that does not use it. Pass `loss=` the function that your loop really uses"
+            )
+        source = self.rewritten.backward
+        module = fx.GraphModule(source, fx.Graph())
+        module.graph.output(module.graph.graph_copy(source.graph, {}))
+        inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
+        by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
+        drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})
+        module.graph = hooks.boxed(module.graph)
+        module.recompile()
+        return _function(module)
+
+
+class Runner:
+    """What a planned model calls instead of its own forward."""
+
+    def __init__(self, model: nn.Module, plan_graph: PlanGraph) -> None:
+        self.model = model
+        self.backend = Backend(plan_graph, origins=lambda: name_tensors(model, ()))
+        self.compiled = torch.compile(hooks.own_code(call_model), backend=self.backend, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.model.training and torch.is_grad_enabled()):
+            return call_model(self.model, args, kwargs)
+        with hooks.compiling(), hooks.user_errors():
+            return self.compiled(self.model, args, kwargs)
+
+
+def install(model: nn.Module, plan_graph: PlanGraph) -> Runner:
+    """Route `model`'s calls through a plan, in place."""
+    current = model._compiled_call_impl
+    if current is not None and not isinstance(current, Runner):
+        raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
+    runner = Runner(model, plan_graph)
+    model._compiled_call_impl = runner
+    return runner
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Give the plain model back: the same object, without its plan."""
+    if isinstance(model._compiled_call_impl, Runner):
+        model._compiled_call_impl = None
+    return model
+
+
+def runner_of(model: nn.Module) -> Runner | None:
+    """What runs a planned model; None for a plain one."""
+    current = model._compiled_call_impl
+    return current if isinstance(current, Runner) else None
+
+
+def _function(module: fx.GraphModule) -> Callable[..., Any]:
+    """A graph's code as a plain function that takes one list, without nn.Module's call around it."""
+    run = module.forward
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    return call
