@@ -5,6 +5,8 @@ LowtideError
 ├── BudgetTooSmall      no plan fits; says the lowest reachable peak
 ├── PlanMismatch        a plan made for another model, shape or torch version
 ├── TargetError         the command line's TARGET cannot be loaded
+├── FreshProcessError   a job in a fresh process failed there
+│   └── CannotMoveToFreshProcess    its model cannot be sent to another process
 └── Unsupported         asked at run time for what an exact result cannot be given for
 """
 
@@ -23,6 +25,19 @@ class PlanMismatch(LowtideError):
 
 class TargetError(LowtideError):
     pass
+
+
+class FreshProcessError(LowtideError):
+    """A job in a fresh process failed. `kind` is the type of the exception there; `details` its
+    traceback and whatever the process printed."""
+
+    def __init__(self, message: str, *, kind: str = "", details: str = "") -> None:
+        self.kind, self.details = kind, details
+        super().__init__(message)
+
+
+class CannotMoveToFreshProcess(FreshProcessError):
+    """The model, batch, optimizer or loss cannot be pickled here or cannot be imported there."""
 
 
 class Unsupported(LowtideError):

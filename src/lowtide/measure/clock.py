@@ -1,0 +1,50 @@
+"""Time of a step: warm-up, then every run by itself, synchronised."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of each timed run, in the order they ran."""
+
+    runs: tuple[float, ...]
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.runs)
+
+    @property
+    def spread_seconds(self) -> float:
+        """Distance between the quartiles: what lies between the middle half of the runs."""
+        if len(self.runs) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.runs, n=4, method="inclusive")
+        return high - low
+
+
+def time_steps(
+    steps: Mapping[str, Callable[[], object]], *, device: torch.device, warm_up: int = 1, runs: int = 5
+) -> dict[str, Timing]:
+    """Time several steps in turn (a, b, a, b, ...), so that a slow moment of the machine hits all alike."""
+    for _ in range(warm_up):
+        for step in steps.values():
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(runs):
+        for name, step in steps.items():
+            _synchronise(device)
+            start = time.perf_counter()
+            step()
+            _synchronise(device)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
