@@ -41,3 +41,4 @@ BEFORE = "#5b6770"
 AFTER = "#0a6ebd"
 RECOMPUTE = "#d1495b"
 REGION_COLOURS = {Region.FORWARD: "#4a90c2", Region.BACKWARD: "#2f9e7e", Region.OPTIMIZER: "#8a6fb0"}
+BUDGET = "#b3261e"

@@ -1,0 +1,155 @@
+"""Plots of experiments: batch sizes and the trade-off curve. Simulated bars are hatched, never plain."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lowtide.report import palette
+from lowtide.report.figures import (
+    INK,
+    MUTED,
+    byte_unit,
+    label_axes,
+    legend,
+    new_figure,
+    time_unit,
+    write_beside,
+)
+from lowtide.report.records import SweepRow, TradeoffPoint
+from lowtide.report.words import percent, size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 0.38
+_DASHES = (0, (5, 3))
+
+
+def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
+    """Peak without and with the plan per batch size, the reduction above the bars, and the budget."""
+    figure, axes = new_figure("Peak memory against batch size")
+    largest = max((peak for row in rows for peak in row.peaks if peak is not None), default=0)
+    unit, scale = byte_unit(largest)
+    for column, (label, colour) in enumerate((("without", palette.BEFORE), ("with the plan", palette.AFTER))):
+        for measured in (True, False):
+            found = [
+                (index, peak / scale)
+                for index, row in enumerate(rows)
+                if (peak := row.peaks[column]) is not None and row.peaks_are_measured is measured
+            ]
+            if found:
+                axes.bar(
+                    [index + (column - 0.5) * _WIDTH for index, _ in found],
+                    [height for _, height in found],
+                    _WIDTH * 0.94,
+                    color=colour,
+                    hatch=None if measured else "///",
+                    edgecolor="white",
+                    linewidth=0,
+                    label=label if measured else f"{label} (simulated)",
+                )
+    for index, row in enumerate(rows):
+        after = row.peaks[1]
+        if row.reduction is not None and after is not None:
+            _above(axes, index + _WIDTH / 2, after / scale, percent(-row.reduction))
+    _budgets(axes, rows, scale)
+    _batch_axis(axes, rows)
+    axes.set_ylim(0, 1.12 * largest / scale if largest else 1)
+    label_axes(axes, "batch size", f"peak memory ({unit})")
+    legend(axes)
+    return figure
+
+
+def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
+    """Measured median step time without and with the plan, with the spread and the overhead."""
+    figure, axes = new_figure("Step time against batch size (measured median, whiskers span the quartiles)")
+    timed = [row for row in rows if None not in (row.baseline.seconds_median, row.planned.seconds_median)]
+    largest = max(
+        (s.seconds_median or 0.0 for row in timed for s in (row.baseline, row.planned)), default=0.0
+    )
+    unit, scale = time_unit(largest)
+    for column, (label, colour) in enumerate((("without", palette.BEFORE), ("with the plan", palette.AFTER))):
+        runs = [(row.baseline, row.planned)[column] for row in timed]
+        if runs:
+            axes.bar(
+                [index + (column - 0.5) * _WIDTH for index in range(len(runs))],
+                [(run.seconds_median or 0.0) / scale for run in runs],
+                _WIDTH * 0.94,
+                yerr=[(run.seconds_spread or 0.0) / 2 / scale for run in runs],
+                error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 3},
+                color=colour,
+                label=label,
+            )
+    for index, row in enumerate(timed):
+        top = ((row.planned.seconds_median or 0.0) + (row.planned.seconds_spread or 0.0) / 2) / scale
+        _above(axes, index + _WIDTH / 2, top, percent(row.overhead))
+    _batch_axis(axes, timed)
+    axes.set_ylim(0, 1.15 * largest / scale if largest else 1)
+    label_axes(axes, "batch size", f"step time ({unit})")
+    if timed:
+        legend(axes)
+    return figure
+
+
+def plot_tradeoff(
+    points: Sequence[TradeoffPoint], *, step_seconds: float, budget_bytes: int | None = None
+) -> "Figure":
+    """Recompute time against peak: the simulated curve, and the points that were measured."""
+    figure, axes = new_figure("Time added against peak memory")
+    ordered = sorted(points, key=lambda point: (point.peak_bytes, point.recompute_seconds))
+    unit, scale = byte_unit(ordered[-1].peak_bytes if ordered else 0)
+    overheads = [100 * point.recompute_seconds / step_seconds if step_seconds else 0.0 for point in ordered]
+    axes.plot(
+        [point.peak_bytes / scale for point in ordered], overheads, "-o", color=palette.AFTER, markersize=4,
+        lw=1.6, label="simulated",
+    )  # fmt: skip
+    measured = [
+        (point.measured_peak_bytes / scale, 100 * point.measured_overhead)
+        for point in ordered
+        if point.measured_peak_bytes is not None and point.measured_overhead is not None
+    ]
+    if measured:
+        x, y = zip(*measured, strict=True)
+        axes.plot(
+            x, y, "o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.6,
+            label="measured",
+        )  # fmt: skip
+    if budget_bytes is not None:
+        axes.axvline(
+            budget_bytes / scale,
+            color=palette.BUDGET,
+            lw=1.2,
+            ls=_DASHES,
+            label=f"budget {size(budget_bytes)}",
+        )
+    label_axes(axes, f"peak memory ({unit})", "time added (% of the plain step)")
+    legend(axes)
+    return figure
+
+
+def _above(axes: "Axes", x: float, y: float, text: str) -> None:
+    write_beside(axes, text, (x, y), palette.AFTER, xytext=(0, 3), ha="center")
+
+
+def _budgets(axes: "Axes", rows: Sequence[SweepRow], scale: int) -> None:
+    """One line across where all have the same budget, else a mark over each batch size."""
+    budgets = {row.budget_bytes for row in rows if row.budget_bytes is not None}
+    if len(budgets) == 1:
+        nbytes = budgets.pop()
+        axes.axhline(nbytes / scale, color=palette.BUDGET, lw=1.4, ls=_DASHES, label=f"budget {size(nbytes)}")
+        return
+    for index, row in enumerate(rows):
+        if row.budget_bytes is not None:
+            axes.hlines(
+                row.budget_bytes / scale, index - 0.45, index + 0.45, color=palette.BUDGET, lw=1.4,
+                ls=_DASHES, label="" if index else "budget",
+            )  # fmt: skip
+
+
+def _batch_axis(axes: "Axes", rows: Sequence[SweepRow]) -> None:
+    labels = [
+        f"{row.batch_size}\nfailed" if row.status.startswith("failed") else str(row.batch_size)
+        for row in rows
+    ]
+    axes.set_xticks(range(len(rows)), labels, color=MUTED)
+    axes.set_xlim(-0.6, len(rows) - 0.4)

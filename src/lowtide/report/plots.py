@@ -1,0 +1,76 @@
+"""Static plots, PNG and SVG, of whatever a command has: `write_plots` makes all that the data allow."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lowtide.facts import Activation, Step
+from lowtide.report.experiment_plots import plot_latency_by_batch_size, plot_peak_by_batch_size, plot_tradeoff
+from lowtide.report.figures import save_figure
+from lowtide.report.records import SweepRow, TradeoffPoint
+from lowtide.report.step_plots import (
+    plot_activation_sizes,
+    plot_before_after,
+    plot_memory_by_rank,
+    plot_node_memory,
+    plot_node_seconds,
+    plot_peak_breakdown,
+)
+from lowtide.simulate import Timeline
+
+__all__ = [
+    "plot_activation_sizes",
+    "plot_before_after",
+    "plot_latency_by_batch_size",
+    "plot_memory_by_rank",
+    "plot_node_memory",
+    "plot_node_seconds",
+    "plot_peak_breakdown",
+    "plot_peak_by_batch_size",
+    "plot_tradeoff",
+    "save_figure",
+    "write_plots",
+]
+
+
+def write_plots(
+    folder: Path,
+    *,
+    step: Step | None = None,
+    before: Timeline | None = None,
+    after: Timeline | None = None,
+    activations: Sequence[Activation] = (),
+    budget_bytes: int | None = None,
+    tradeoff: Sequence[TradeoffPoint] = (),
+    step_seconds: float | None = None,
+    sweep: Sequence[SweepRow] = (),
+    formats: Iterable[str] = ("png", "svg"),
+) -> list[Path]:
+    """Write every plot that the arguments allow into `folder`; returns the files, in order.
+
+    LowtideError where matplotlib is not installed.
+    """
+    figures = {}
+    if step is not None:
+        figures["node_run_time"] = plot_node_seconds(step)
+    if step is not None and before is not None:
+        figures["node_peak_memory"] = plot_node_memory(step, before)
+        figures["memory_by_rank"] = plot_memory_by_rank(step, before)
+        figures["peak_breakdown"] = plot_peak_breakdown(before, after)
+        if after is not None:
+            figures["timeline_before_after"] = plot_before_after(
+                step, before, after, budget_bytes=budget_bytes
+            )
+    if activations:
+        figures["activation_sizes"] = plot_activation_sizes(activations)
+    if tradeoff:
+        plain_seconds = step_seconds or (step.seconds if step is not None else 0.0)
+        figures["tradeoff"] = plot_tradeoff(tradeoff, step_seconds=plain_seconds, budget_bytes=budget_bytes)
+    if sweep:
+        figures["peak_by_batch_size"] = plot_peak_by_batch_size(sweep)
+        figures["latency_by_batch_size"] = plot_latency_by_batch_size(sweep)
+    chosen = tuple(formats)
+    return [
+        path
+        for name, figure in figures.items()
+        for path in save_figure(figure, folder / name, formats=chosen)
+    ]

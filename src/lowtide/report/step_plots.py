@@ -1,0 +1,230 @@
+"""Plots of one step: its nodes, its activations and its memory, as profiled and simulated."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lowtide.facts import Activation, Region, Step
+from lowtide.report import palette
+from lowtide.report.csvs import active_bytes
+from lowtide.report.figures import (
+    INK,
+    MUTED,
+    byte_unit,
+    label_axes,
+    legend,
+    new_figure,
+    time_unit,
+    write_beside,
+)
+from lowtide.report.words import size
+from lowtide.simulate import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def plot_node_seconds(step: Step) -> "Figure":
+    """Run time of every node, coloured by region."""
+    figure, axes = new_figure("Run time of each op (profiled)")
+    unit, scale = time_unit(max((node.seconds for node in step.nodes), default=0.0))
+    for region in Region:
+        nodes = [node for node in step.nodes if node.region is region and node.seconds > 0]
+        ranks = [node.rank for node in nodes]
+        seconds = [node.seconds / scale for node in nodes]
+        colour = palette.REGION_COLOURS[region]
+        axes.vlines(ranks, 0, seconds, colors=colour, lw=0.8, alpha=0.6, rasterized=_is_dense(step.nodes))
+        axes.plot(
+            ranks, seconds, "o", markersize=2.5, color=colour, label=str(region),
+            rasterized=_is_dense(step.nodes),
+        )  # fmt: skip
+    _mark_regions(axes, step, range(len(step.nodes)))
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, len(step.nodes))
+    label_axes(axes, "rank of the op", f"run time ({unit})")
+    legend(axes)
+    return figure
+
+
+def plot_node_memory(step: Step, timeline: Timeline) -> "Figure":
+    """Bytes held while each node of the plain step runs, and the part it reads, makes or needs itself."""
+    figure, axes = new_figure("Memory while each op runs (simulated)")
+    unit, scale = byte_unit(timeline.peak_bytes)
+    own = np.array([active_bytes(step, step.nodes[rank]) for rank in timeline.order]) / scale
+    positions = np.arange(len(timeline.order))
+    axes.step(
+        positions, timeline.bytes_held / scale, where="post", color=palette.AFTER, lw=1.4, label="all held"
+    )
+    axes.fill_between(
+        positions, own, step="post", color=palette.COLOURS[palette.STACK[-2]], lw=0, label="the op's own"
+    )
+    _mark_regions(axes, step, timeline.order)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, len(timeline.order))
+    label_axes(axes, "rank of the op", f"bytes ({unit})")
+    legend(axes)
+    return figure
+
+
+def plot_activation_sizes(activations: Sequence[Activation]) -> "Figure":
+    """Activations from the largest to the smallest, and the share of all bytes up to each."""
+    figure, axes = new_figure("Activations by size")
+    sizes = np.array(sorted((a.nbytes for a in activations), reverse=True), dtype=np.int64)
+    unit, scale = byte_unit(float(sizes.max(initial=0)))
+    ranks = np.arange(len(sizes))
+    axes.fill_between(
+        ranks, sizes / scale, step="mid", color=palette.COLOURS[palette.STACK[-2]], lw=0, label="size"
+    )
+    label_axes(axes, f"{len(sizes)} activations, largest first", f"size ({unit})")
+    share = axes.twinx()
+    share.plot(ranks, 100 * sizes.cumsum() / max(1, sizes.sum()), color=palette.AFTER, lw=1.6)
+    share.set_ylim(0, 104)
+    share.set_ylabel(f"share of all {size(int(sizes.sum()))} (%)", color=palette.AFTER, fontsize=10)
+    share.tick_params(colors=MUTED, labelsize=9)
+    share.spines[:].set_visible(False)
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def plot_memory_by_rank(step: Step, timeline: Timeline) -> "Figure":
+    """Bytes held at every op, stacked by kind, with the borders of the regions."""
+    figure, axes = new_figure("Memory over the step, by kind (simulated)")
+    scale = _stack(axes, timeline, np.arange(len(timeline.order) + 1))
+    _mark_regions(axes, step, timeline.order)
+    _mark_peak(axes, timeline.peak_position, timeline.peak_bytes, scale, INK)
+    axes.set_xlabel("ops in the order they run", color=MUTED, fontsize=10)
+    legend(axes)
+    return figure
+
+
+def plot_before_after(
+    step: Step, before: Timeline, after: Timeline, *, budget_bytes: int | None = None
+) -> "Figure":
+    """The timeline with the plan by kind, and the plain step's total as a line over it."""
+    figure, axes = new_figure("Memory over the step, without and with the plan (simulated)", height=5)
+    times_before, times_after = _starts(step, before.order), _starts(step, after.order)
+    scale = _stack(axes, after, times_after)
+    axes.step(
+        times_before,
+        _closed(before.bytes_held) / scale,
+        where="post",
+        color=INK,
+        lw=1.4,
+        label="total without",
+    )
+    if budget_bytes is not None:
+        _budget_line(axes, budget_bytes, scale)
+    _mark_regions(axes, step, after.order, times_after)
+    _mark_peak(axes, times_before[before.peak_position], before.peak_bytes, scale, INK)
+    _mark_peak(axes, times_after[after.peak_position], after.peak_bytes, scale, palette.AFTER)
+    axes.set_ylim(0, 1.1 * max(before.peak_bytes, budget_bytes or 0) / scale)
+    axes.set_xlabel("time in the step (s, profiled)", color=MUTED, fontsize=10)
+    legend(axes)
+    return figure
+
+
+def plot_peak_breakdown(before: Timeline, after: Timeline | None = None) -> "Figure":
+    """What the memory is at its highest moment, by kind."""
+    runs = [("without", before)] + ([("with the plan", after)] if after is not None else [])
+    figure, axes = new_figure("Memory at the peak, by kind (simulated)", height=1.9 + 0.6 * len(runs))
+    unit, scale = byte_unit(before.peak_bytes)
+    left = np.zeros(len(runs))
+    places = np.arange(len(runs))[::-1]
+    for kind in palette.STACK:
+        parts = np.array([int(run.bytes_by_kind[kind][run.peak_position]) for _, run in runs])
+        if parts.any():
+            axes.barh(
+                places, parts / scale, left=left, height=0.6, color=palette.COLOURS[kind],
+                label=f"{palette.LABELS[kind]} ({', '.join(size(int(part)) for part in parts)})",
+            )  # fmt: skip
+        left += parts / scale
+    for place, (_, run), end in zip(places, runs, left, strict=True):
+        axes.annotate(
+            size(run.peak_bytes),
+            (end, place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+        )
+    axes.set_yticks(places, [name for name, _ in runs], color=INK)
+    axes.grid(visible=False)
+    axes.set_xlim(0, 1.15 * left.max())
+    axes.set_xlabel(f"bytes at the peak ({unit})", color=MUTED, fontsize=10)
+    legend(axes, columns=3)
+    return figure
+
+
+def _stack(axes: "Axes", timeline: Timeline, places: np.ndarray) -> int:
+    """Draw the kinds as areas; returns the bytes of the unit used."""
+    unit, scale = byte_unit(timeline.peak_bytes)
+    bottom = np.zeros(len(places))
+    for kind in palette.STACK:
+        held = _closed(timeline.bytes_by_kind[kind]) / scale
+        if held.any():
+            axes.fill_between(
+                places, bottom, bottom + held, step="post", lw=0, rasterized=_is_dense(places),
+                color=palette.COLOURS[kind], label=palette.LABELS[kind],
+            )  # fmt: skip
+        bottom = bottom + held
+    axes.set_ylim(0, 1.1 * timeline.peak_bytes / scale)
+    axes.set_xlim(places[0], places[-1])
+    axes.set_ylabel(f"bytes held ({unit})", color=MUTED, fontsize=10)
+    return scale
+
+
+def _is_dense(values: Sequence[object] | np.ndarray) -> bool:
+    """More shapes than pixels: in an SVG they become an image, text and lines stay as they are."""
+    return len(values) > 1500
+
+
+def _closed(values: np.ndarray) -> np.ndarray:
+    """A value per run, and the last one again for where that run ends."""
+    return np.append(values, values[-1:])
+
+
+def _starts(step: Step, order: Sequence[int]) -> np.ndarray:
+    """When every run starts, and when the last one ends."""
+    seen: set[int] = set()
+    seconds = []
+    for rank in order:
+        node = step.nodes[rank]
+        seconds.append(node.recipe.seconds if rank in seen and node.recipe else node.seconds)
+        seen.add(rank)
+    return np.concatenate([[0.0], np.cumsum(seconds)])
+
+
+def _mark_regions(
+    axes: "Axes", step: Step, order: Sequence[int], places: Sequence[float] | np.ndarray | None = None
+) -> None:
+    """A border where each region first runs, and its name above the plot."""
+    for region in Region:
+        first = next((i for i, rank in enumerate(order) if step.nodes[rank].region is region), None)
+        if first is None:
+            continue
+        place = first if places is None else places[first]
+        if first:
+            axes.axvline(place, color=MUTED, lw=0.9, ls=(0, (5, 4)))
+        axes.annotate(
+            str(region), (place, 1), xycoords=("data", "axes fraction"), xytext=(3, 3),
+            textcoords="offset points", fontsize=9, color=MUTED,
+        )  # fmt: skip
+
+
+def _mark_peak(axes: "Axes", place: float, peak_bytes: int, scale: int, colour: str) -> None:
+    axes.plot(
+        [place], [peak_bytes / scale], "o", color=colour, markeredgecolor="white", markersize=7, zorder=5
+    )
+    write_beside(axes, size(peak_bytes), (place, peak_bytes / scale), colour, xytext=(7, 4))
+
+
+def _budget_line(axes: "Axes", budget_bytes: int, scale: int) -> None:
+    axes.axhline(
+        budget_bytes / scale,
+        color=palette.BUDGET,
+        lw=1.2,
+        ls=(0, (5, 3)),
+        label=f"budget {size(budget_bytes)}",
+    )

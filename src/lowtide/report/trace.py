@@ -1,0 +1,97 @@
+"""A Chrome trace of one or more ways to run a step; open it in Perfetto (https://ui.perfetto.dev).
+
+Every way is a process of its own. Ops are slices, one thread per region and one for recompute; bytes
+held are counters, one per kind and one for the total. Times are profiled, bytes simulated.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowtide.facts import Step
+from lowtide.files import write_atomic
+from lowtide.report import times
+from lowtide.report.palette import LABELS, STACK
+from lowtide.simulate import Timeline
+
+_MICROSECONDS = 1e6
+
+
+def chrome_trace(step: Step, timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """The trace as an object for `json.dump`; `timelines` by the name their process shall have."""
+    events: list[dict[str, Any]] = []
+    for pid, (name, timeline) in enumerate(timelines.items(), start=1):
+        events += _names(pid, name)
+        events += _events(step, timeline, pid)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "made by": "lowtide",
+            "fingerprint": step.fingerprint,
+            "times": "profiled",
+            "bytes": "simulated",
+        },
+    }
+
+
+def write_trace(path: Path, step: Step, timelines: Mapping[str, Timeline]) -> Path:
+    """Write the trace as JSON."""
+    return write_atomic(
+        path, json.dumps(chrome_trace(step, timelines), separators=(",", ":"), allow_nan=False)
+    )
+
+
+def _names(pid: int, name: str) -> list[dict[str, Any]]:
+    events = [
+        _metadata("process_name", pid, 0, {"name": name}),
+        _metadata("process_sort_index", pid, 0, {"sort_index": pid}),
+    ]
+    for tid, part in enumerate(times.PARTS, start=1):
+        events.append(_metadata("thread_name", pid, tid, {"name": str(part)}))
+        events.append(_metadata("thread_sort_index", pid, tid, {"sort_index": tid}))
+    return events
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def _events(step: Step, timeline: Timeline, pid: int) -> list[dict[str, Any]]:
+    parts = {str(part): tid for tid, part in enumerate(times.PARTS, start=1)}
+    held = {LABELS[kind]: timeline.bytes_by_kind[kind].tolist() for kind in STACK}
+    held["total"] = timeline.bytes_held.tolist()
+    events: list[dict[str, Any]] = []
+    shown: dict[str, int] = {}
+    now = 0.0
+    for position, run in enumerate(times.runs(step, timeline.order)):
+        start = round(now * _MICROSECONDS, 3)
+        now += run.seconds
+        node = run.node
+        args = {"op": node.op, "rank": node.rank, "position": position, "bytes held": held["total"][position]}
+        args |= {key: value for key, value in (("module", node.module), ("source", node.source)) if value}
+        events.append(
+            {
+                "ph": "X",
+                "name": node.name,
+                "cat": run.part,
+                "pid": pid,
+                "tid": parts[run.part],
+                "ts": start,
+                "dur": round(round(now * _MICROSECONDS, 3) - start, 3),
+                "args": args,
+            }
+        )
+        for label, values in held.items():
+            # A counter keeps its value until the next event, so only changes are written.
+            if shown.get(label) != values[position]:
+                shown[label] = values[position]
+                events.append(_counter(label, pid, start, values[position]))
+    end = round(now * _MICROSECONDS, 3)
+    events += [_counter(label, pid, end, shown.get(label, 0)) for label in held]
+    return events
+
+
+def _counter(label: str, pid: int, timestamp: float, nbytes: int) -> dict[str, Any]:
+    return {"ph": "C", "name": f"memory: {label}", "pid": pid, "ts": timestamp, "args": {"bytes": nbytes}}
