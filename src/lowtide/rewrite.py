@@ -15,7 +15,7 @@ from torch import fx
 
 from lowtide.capture import recipes
 from lowtide.capture.analyse import split
-from lowtide.capture.hooks import boxed
+from lowtide.capture.hooks import OpOverload, boxed
 from lowtide.capture.segments import Segment, results_of
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import How, Region, Step
@@ -227,8 +227,8 @@ def _copy_again(
     return copy
 
 
-def _op(node: fx.Node) -> torch._ops.OpOverload[..., Any]:
-    assert isinstance(node.target, torch._ops.OpOverload)
+def _op(node: fx.Node) -> OpOverload[..., Any]:
+    assert isinstance(node.target, OpOverload)
     return node.target
 
 

@@ -24,6 +24,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import default_partition
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -44,6 +45,7 @@ __all__ = [
     "FakeTensorMode",
     "InputMutationAOTOutput",
     "InternalTorchDynamoError",
+    "OpOverload",
     "PlainAOTInput",
     "StorageWeakRef",
     "TangentAOTInput",
