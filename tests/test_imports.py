@@ -13,7 +13,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lowtide"
 MAY_USE_PRIVATE_TORCH = ("capture", "profile")
 """`profile` runs ops on fake tensors, which torch only offers as a private module."""
-TORCH_FREE = ("facts", "errors", "sizes", "simulate", "activations", "planners", "report", "cli")
+TORCH_FREE = (
+    "facts", "errors", "files", "serial", "sizes", "simulate", "activations", "planners", "report",
+    "targets", "cli",
+)  # fmt: skip
 
 
 def top_module(path: Path) -> str:
