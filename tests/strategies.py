@@ -98,7 +98,10 @@ class StepBuilder:
 
     def step(self) -> Step:
         return Step(
-            nodes=tuple(self.nodes), storages=tuple(self.storages), fingerprint="test", copy_bytes_per_second=1e9
+            nodes=tuple(self.nodes),
+            storages=tuple(self.storages),
+            fingerprint="test",
+            copy_bytes_per_second=1e9,
         )
 
     def _with_recipe(self, rank, *, how=How.AGAIN, makes=None) -> int:
@@ -133,7 +136,9 @@ def steps(draw, max_forward=14, max_segments=2):
         mine = []
         for _ in range(draw(st.integers(1, max_forward))):
             reads = [values[-1], values[draw(st.integers(0, len(values) - 1))]]
-            what = draw(st.sampled_from(["op", "op", "op", "op", "view", "several", "dropout", "fixed", "out"]))
+            what = draw(
+                st.sampled_from(["op", "op", "op", "op", "view", "several", "dropout", "fixed", "out"])
+            )
             build.module = f"layers.{draw(st.integers(0, 3))}"
             if what == "view":
                 new = [build.view(reads[0])]

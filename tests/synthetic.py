@@ -1,8 +1,7 @@
 """Steps with the shape of well-known models, for tests and benchmarks that must not need torch."""
 
-from strategies import StepBuilder
-
 from lowtide.facts import How, Kind, Region, Step
+from strategies import StepBuilder
 
 FLOPS = 60e9
 BANDWIDTH = 8e9
@@ -35,7 +34,10 @@ class Net:
 
         def rule(grads: dict[int, int]) -> None:
             b, g = self.build, grads.pop(out)
-            made = (b.storage(self.size[x], Kind.GRADIENT), b.storage(weight_bytes, Kind.GRADIENT, pinned=True))
+            made = (
+                b.storage(self.size[x], Kind.GRADIENT),
+                b.storage(weight_bytes, Kind.GRADIENT, pinned=True),
+            )
             pair = b.node(
                 "linear_backward", (g, x, weight), makes=made, seconds=2 * seconds, workspace_bytes=workspace
             )
@@ -108,7 +110,9 @@ class Net:
         out, mask = self.build.dropout(x, nbytes, move(3 * nbytes))
 
         def rule(grads: dict[int, int]) -> None:
-            self.give(grads, x, self.build.grad((grads.pop(out), mask), nbytes, move(3 * nbytes), op="drop_back"))
+            self.give(
+                grads, x, self.build.grad((grads.pop(out), mask), nbytes, move(3 * nbytes), op="drop_back")
+            )
 
         self.rules.append(rule)
         return self.sized(out, nbytes)
@@ -132,7 +136,9 @@ class Net:
             rule(grads)
         if optimizer_bytes:
             self.build.region = Region.OPTIMIZER
-            self.build.node("adam", (), makes=(self.build.storage(optimizer_bytes, Kind.OTHER),), seconds=1e-3)
+            self.build.node(
+                "adam", (), makes=(self.build.storage(optimizer_bytes, Kind.OTHER),), seconds=1e-3
+            )
         return self.build.step()
 
 
@@ -164,7 +170,9 @@ def resnet(*, blocks=(3, 8, 36, 3), batch: int = 4) -> Step:
     return net.finish(net.linear(x, batch * 4000, channels * 4000, 2.0 * channels * 1000 * batch))
 
 
-def transformer(*, layers: int = 12, width: int = 768, heads: int = 12, batch: int = 16, length: int = 128) -> Step:
+def transformer(
+    *, layers: int = 12, width: int = 768, heads: int = 12, batch: int = 16, length: int = 128
+) -> Step:
     net = Net()
     tokens = batch * length
     x = net.sized(net.build.given(tokens * width * 4, Kind.INPUT), tokens * width * 4)

@@ -1,10 +1,10 @@
 """What counts as an activation, and its attributes by hand."""
 
 from hypothesis import given
-from strategies import StepBuilder, steps
 
 from lowtide.activations import activations
 from lowtide.facts import Region
+from strategies import StepBuilder, steps
 
 
 def by_name(step):

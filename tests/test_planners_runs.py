@@ -2,12 +2,12 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import steps
-from test_simulate import reference
 
 from lowtide.planners.runs import Runs
 from lowtide.planners.table import make_table
 from lowtide.simulate import simulate
+from strategies import steps
+from test_simulate import reference
 
 
 def slots_of(step, order):

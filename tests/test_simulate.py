@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import StepBuilder, orders, steps
 
 from lowtide.facts import Kind, Region
 from lowtide.simulate import plain_order, simulate
+from strategies import StepBuilder, orders, steps
 
 
 def reference(step, order):

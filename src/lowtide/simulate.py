@@ -6,8 +6,9 @@ always there; a pinned one stays from the run that first makes it to the end of 
 reads the latest earlier run of each rank it needs; a rank that comes again is run by its recipe.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,19 +71,20 @@ def check_order(step: Step, order: Sequence[int]) -> None:
         if not 0 <= rank < len(nodes):
             raise ValueError(f"position {position}: there is no rank {rank}")
         node = nodes[rank]
-        again = seen[rank]
-        if again:
-            if node.recipe is None:
-                why = node.fixed or "it has no recipe"
-                raise ValueError(f"position {position}: '{node.name}' cannot be run again: {why}")
-            if node.region is not Region.FORWARD:
-                raise ValueError(f"position {position}: '{node.name}' is not a forward node, yet runs again")
+        source: Node | Recipe = node
+        if seen[rank]:
+            source = _recipe(node, position)
             waiting.append(node)
-        else:
-            if rank != next_plain:
-                raise ValueError(f"position {position}: first run of rank {rank} before that of {next_plain}")
-            next_plain += 1
+        elif rank != next_plain:
+            raise ValueError(f"position {position}: first run of rank {rank} before that of {next_plain}")
+        for read in source.reads:
+            if not seen[read]:
+                raise ValueError(
+                    f"position {position}: '{node.name}' reads '{nodes[read].name}', which has not run"
+                )
+        if not seen[rank]:
             seen[rank] = True
+            next_plain += 1
             for late in waiting:
                 if slots[rank] != late.segment:
                     raise ValueError(
@@ -90,16 +92,19 @@ def check_order(step: Step, order: Sequence[int]) -> None:
                         f"backward part of its segment {late.segment}"
                     )
             waiting.clear()
-        source: Node | Recipe = node.recipe if again and node.recipe is not None else node
-        for read in source.reads:
-            if not seen[read] or (read == rank and not again):
-                raise ValueError(
-                    f"position {position}: '{node.name}' reads '{nodes[read].name}', which has not run"
-                )
     if waiting:
         raise ValueError(f"'{waiting[0].name}' runs again after the last node of the step")
     if next_plain != len(nodes):
         raise ValueError(f"'{nodes[next_plain].name}' never runs")
+
+
+def _recipe(node: Node, position: int) -> Recipe:
+    if node.recipe is None:
+        why = node.fixed or "it has no recipe"
+        raise ValueError(f"position {position}: '{node.name}' cannot be run again: {why}")
+    if node.region is not Region.FORWARD:
+        raise ValueError(f"position {position}: '{node.name}' is not a forward node, yet runs again")
+    return node.recipe
 
 
 def simulate(step: Step, order: Sequence[int]) -> Timeline:
@@ -115,7 +120,8 @@ def simulate(step: Step, order: Sequence[int]) -> Timeline:
     block_start: list[int] = []
     block_pinned: list[bool] = []
     workspace = np.zeros(num_runs, dtype=np.int64)
-    seconds = recompute_seconds = 0.0
+    seconds: list[float] = []
+    again_seconds: list[float] = []
     for position, rank in enumerate(order):
         node = nodes[rank]
         again = latest[rank] >= 0
@@ -131,20 +137,21 @@ def simulate(step: Step, order: Sequence[int]) -> Timeline:
                 block_pinned.append(storages[storage].pinned and not again)
         for storage in source.holds:
             if not static[storage] and storage not in mine:
-                mine[storage] = _shared_block(step, node, source, storage, latest, held)
+                mine[storage] = _shared_block(
+                    step, node, storage, (held[latest[read]] for read in source.reads)
+                )
         held.append(mine)
         latest[rank] = position
         workspace[position] = source.workspace_bytes
-        seconds += source.seconds
+        seconds.append(source.seconds)
         if again:
-            recompute_seconds += source.seconds
+            again_seconds.append(source.seconds)
 
     block_end = list(block_start)
     for position, mine in enumerate(held):
         until = last_read[position]
         for block in mine.values():
-            if block_end[block] < until:
-                block_end[block] = until
+            block_end[block] = max(block_end[block], until)
     for block, pinned in enumerate(block_pinned):
         if pinned:
             block_end[block] = num_runs - 1
@@ -162,24 +169,17 @@ def simulate(step: Step, order: Sequence[int]) -> Timeline:
         peak_position=peak,
         peak_rank=order[peak] if num_runs else 0,
         peak_node=nodes[order[peak]].name if num_runs else "",
-        seconds=seconds,
-        recompute_seconds=recompute_seconds,
+        # fsum: the same runs cost the same in whatever order they stand.
+        seconds=fsum(seconds),
+        recompute_seconds=fsum(again_seconds),
     )
 
 
-def _shared_block(
-    step: Step,
-    node: Node,
-    source: Node | Recipe,
-    storage: int,
-    latest: list[int],
-    held: list[dict[int, int]],
-) -> int:
-    """The block that `node` shares with what it reads."""
-    for read in source.reads:
-        block = held[latest[read]].get(storage)
-        if block is not None:
-            return block
+def _shared_block(step: Step, node: Node, storage: int, sources: Iterable[dict[int, int]]) -> int:
+    """The block of `storage` that `node` shares with the first of what it reads that has it."""
+    for held in sources:
+        if storage in held:
+            return held[storage]
     raise ValueError(
         f"'{node.name}' holds storage {storage} ('{step.storages[storage].name}'), "
         "which it neither makes nor finds in what it reads"

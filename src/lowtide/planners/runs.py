@@ -218,7 +218,9 @@ class Runs:
             if block is not None:
                 return block
         name = self.table.step.nodes[self.table.rank(key)].name
-        raise ValueError(f"'{name}' holds storage {storage}, which it neither makes nor finds in what it reads")
+        raise ValueError(
+            f"'{name}' holds storage {storage}, which it neither makes nor finds in what it reads"
+        )
 
     def _rehold(self, key: int, source: int, touched: dict[int, Block]) -> None:
         """The run `key` now reads another run of rank `source`: its shared blocks may be others."""
@@ -286,12 +288,12 @@ class Runs:
             missing = sum(
                 block.nbytes for key in keys for block in self.held[key].values() if block.start == key
             )
-            most, where = None, last
+            most, where = -missing - 1, last
             change = -missing
             for key in keys:
                 change += sum(block.nbytes for block in self.held[key].values() if block.start == key)
                 here = change + self.table.op(key).workspace_bytes
-                if most is None or here > most:
+                if here > most:
                     most, where = here, key
                 if key != last:
                     change -= sum(block.nbytes for block in self._ending.get(key, ()))

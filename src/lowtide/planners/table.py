@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lowtide.activations import Uses, storage_uses
 from lowtide.facts import Node, Recipe, Region, Step
 from lowtide.simulate import recompute_slots
 
@@ -38,6 +39,8 @@ class Table:
     slot_segment: tuple[int, ...]
     static_bytes: int
     first_backward: int
+    uses: dict[int, Uses]
+    """by storage, of the activations"""
 
     def key(self, slot: int, rank: int) -> int:
         return slot * self.width + self.place[rank]
@@ -59,6 +62,7 @@ class Table:
         return op
 
     def may_run(self, rank: int, slot: int) -> bool:
+        """Whether forward node `rank` may run again right before node `slot`."""
         return self.again[rank] is not None and self.segment[rank] == self.slot_segment[slot]
 
 
@@ -84,6 +88,7 @@ def make_table(step: Step) -> Table:
         slot_segment=recompute_slots(step),
         static_bytes=sum(storage.nbytes for storage in step.storages if storage.static),
         first_backward=step.first_backward_rank,
+        uses=storage_uses(step),
     )
 
 

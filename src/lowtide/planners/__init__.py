@@ -1,0 +1,152 @@
+"""Planners: from a step and a budget in bytes to a schedule that fits, at little recompute time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.facts import Schedule, Solution, Step
+from lowtide.planners import auto, baselines, mu_two
+from lowtide.planners.archive import Archive
+from lowtide.planners.decisions import decide
+from lowtide.planners.hints import floor_hint
+from lowtide.planners.runs import Run, Runs
+from lowtide.planners.table import Table, make_table
+from lowtide.simulate import Timeline, plain_order, simulate
+
+Plan = frozenset[Run]
+
+BASELINES: dict[str, Callable[[Table], Plan]] = {
+    "none": lambda table: frozenset(),
+    "all": baselines.retain_none,
+    "every-block": baselines.every_block,
+    "sqrt": baselines.square_root,
+}
+PLANNERS = ("auto", "mu-two", *BASELINES)
+"""Names of the planners; `none` recomputes nothing, `all` whatever can be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """The lowest peak that `auto` reaches, and the node where it is."""
+
+    floor_bytes: int
+    node: str
+    hint: str
+
+
+class _Desk:
+    """What is worked out once for a step and serves every budget."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.table = make_table(step)
+        self.plain = simulate(step, plain_order(step))
+        self._archive: Archive | None = None
+        self._prefixes: list[mu_two.Prefix] | None = None
+
+    @property
+    def archive(self) -> Archive:
+        if self._archive is None:
+            self._archive = auto.build_archive(self.table, self.prefixes)
+        return self._archive
+
+    @property
+    def prefixes(self) -> list[mu_two.Prefix]:
+        if self._prefixes is None:
+            self._prefixes = mu_two.policy(self.table)
+        return self._prefixes
+
+    def timeline(self, plan: Plan) -> Timeline:
+        runs = Runs(self.table)
+        runs.go_to(plan)
+        return simulate(self.step, runs.order())
+
+
+_desks: list[_Desk] = []
+
+
+def _desk(step: Step) -> _Desk:
+    """The desk of this very step; the last two are kept, since an archive takes seconds to build."""
+    for desk in _desks:
+        if desk.step is step:
+            return desk
+    _desks.append(_Desk(step))
+    del _desks[:-2]
+    return _desks[-1]
+
+
+def floor(step: Step) -> Floor:
+    """The lowest reachable peak. `solve` with exactly this budget succeeds."""
+    desk = _desk(step)
+    timeline = desk.timeline(desk.archive.entries[0].plan)
+    return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=floor_hint(step, timeline))
+
+
+def solve(step: Step, *, budget_bytes: int, planner: str = "auto") -> Solution:
+    """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
+
+    BudgetTooSmall when it finds none; then its `floor_bytes` is the lowest peak this planner reaches.
+    """
+    if planner not in PLANNERS:
+        raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
+    desk = _desk(step)
+    if planner == "auto":
+        entry = desk.archive.best(budget_bytes)
+        plan = None if entry is None else entry.plan
+    elif planner == "mu-two":
+        plan = _first_prefix(desk, budget_bytes)
+    else:
+        plan = BASELINES[planner](desk.table)
+    timeline = None if plan is None else desk.timeline(plan)
+    if timeline is None or timeline.peak_bytes > budget_bytes:
+        raise _too_small(desk, planner, budget_bytes, timeline)
+    return Solution(
+        planner=planner,
+        fingerprint=step.fingerprint,
+        budget_bytes=budget_bytes,
+        peak_bytes=timeline.peak_bytes,
+        peak_node=timeline.peak_node,
+        baseline_peak_bytes=desk.plain.peak_bytes,
+        floor_bytes=desk.archive.entries[0].peak_bytes,
+        step_seconds=desk.plain.seconds,
+        recompute_seconds=timeline.recompute_seconds,
+        decisions=decide(step, plain=desk.plain, planned=timeline, budget_bytes=budget_bytes),
+        schedule=Schedule(order=timeline.order),
+    )
+
+
+def tradeoff(step: Step, *, points: int = 50) -> list[Solution]:
+    """The curve of `auto`: a plan for each of `points` budgets, from the plain peak down to the floor."""
+    if points < 1:
+        raise LowtideError(f"a curve needs at least one point, not {points}")
+    desk = _desk(step)
+    high, low = desk.plain.peak_bytes, desk.archive.entries[0].peak_bytes
+    budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
+    return [solve(step, budget_bytes=budget) for budget in budgets]
+
+
+def _first_prefix(desk: _Desk, budget_bytes: int) -> Plan | None:
+    for last, prefix in enumerate(desk.prefixes):
+        if prefix.peak_bytes <= budget_bytes:
+            return mu_two.plan_of(desk.table, desk.prefixes, last)
+    return None
+
+
+def _too_small(desk: _Desk, planner: str, budget_bytes: int, timeline: Timeline | None) -> BudgetTooSmall:
+    lowest = floor(desk.step)
+    if planner == "auto":
+        return BudgetTooSmall(
+            budget_bytes=budget_bytes, floor_bytes=lowest.floor_bytes, node=lowest.node, hint=lowest.hint
+        )
+    if timeline is None:
+        prefixes = desk.prefixes
+        last = min(range(len(prefixes)), key=lambda i: prefixes[i].peak_bytes)
+        timeline = desk.timeline(mu_two.plan_of(desk.table, prefixes, last))
+    hint = f"This is what planner '{planner}' reaches; "
+    if lowest.floor_bytes <= budget_bytes:
+        hint += "planner 'auto' meets this budget."
+    else:
+        hint += f"planner 'auto' reaches {lowest.floor_bytes} bytes. {lowest.hint}"
+    return BudgetTooSmall(
+        budget_bytes=budget_bytes, floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint
+    )

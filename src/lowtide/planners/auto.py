@@ -1,0 +1,137 @@
+"""The default planner: one walk along the border between bytes and seconds, for all budgets at once.
+
+Every plan it meets goes into an archive, from which a budget takes the cheapest that fits; the plans
+of the other planners are there too, so that it is never worse than any of them. All limits are
+counts of moves, never of time, so that the same step always gives the same archive.
+
+1. `_walk_down`: from the plain step through falling targets; at each, evict what costs least per
+   byte won (`descent`), merge back what still fits, then `_climb` halfway back up.
+2. `_walk_up`: from plans with few, narrow cuts (deep models need them near their floor), merge
+   back what fits into rising targets.
+"""
+
+from lowtide.planners import baselines, mu_two
+from lowtide.planners.archive import Archive
+from lowtide.planners.descent import descend, trim
+from lowtide.planners.moves import View, delay
+from lowtide.planners.runs import Runs
+from lowtide.planners.table import Table
+
+NUM_TARGETS = 24
+MAX_MOVES = 4000
+
+
+def build_archive(table: Table, prefixes: list[mu_two.Prefix]) -> Archive:
+    """All plans that `auto` chooses from; `prefixes` are those of `mu-two`."""
+    archive = Archive(table)
+    runs = Runs(table)
+    archive.record(runs)
+    targets = _targets(table, runs)
+    if not table.uses:
+        return archive
+    _walk_down(archive, runs, targets)
+    for plan in _cut_plans(table):
+        _walk_up(archive, runs, plan, targets)
+    _walk_down_from_lowest(archive, runs)
+    _record_others(archive, runs, prefixes)
+    return archive
+
+
+def lower_bound_bytes(table: Table, runs: Runs) -> int:
+    """No schedule holds less: what some node reads and makes, with all that is pinned by then."""
+    most = pinned = 0
+    for slot in range(table.size):
+        key = table.last_key(slot)
+        blocks = {id(b): b for b in runs.held[key].values()}
+        for read in table.plain[slot].reads:
+            blocks.update((id(b), b) for b in runs.held[runs.latest(read, key)].values())
+        pinned += sum(nbytes for _, nbytes, is_pinned in table.plain[slot].fresh if is_pinned)
+        own = sum(b.nbytes for b in blocks.values() if not b.pinned)
+        most = max(most, pinned + own + table.plain[slot].workspace_bytes)
+    return most + table.static_bytes
+
+
+def _targets(table: Table, runs: Runs) -> list[int]:
+    """Falling targets, evenly spaced between the plain peak and the lower bound."""
+    peak, least = runs.peak_bytes(), lower_bound_bytes(table, runs)
+    return [peak - (peak - least) * i // NUM_TARGETS for i in range(1, NUM_TARGETS + 1)]
+
+
+def _record_others(archive: Archive, runs: Runs, prefixes: list[mu_two.Prefix]) -> None:
+    table = archive.table
+    for plan in (baselines.retain_none(table), baselines.every_block(table), baselines.square_root(table)):
+        runs.go_to(plan)
+        archive.record(runs)
+    for last, prefix in enumerate(prefixes):
+        if archive.would_keep(prefix.peak_bytes, prefix.recompute_seconds):
+            archive.add(prefix.peak_bytes, mu_two.plan_of(table, prefixes, last))
+
+
+def _walk_down(archive: Archive, runs: Runs, targets: list[int]) -> None:
+    above = runs.peak_bytes()
+    for target in targets:
+        if runs.peak_bytes() > target:
+            start = runs.plan()
+            fits = descend(runs, target, max_moves=MAX_MOVES)
+            trim(runs, target)
+            archive.record(runs)
+            if not fits:
+                runs.go_to(start)
+                return
+        _climb(archive, runs, above)
+        above = target
+
+
+def _climb(archive: Archive, runs: Runs, limit: int) -> None:
+    """Record what merging gives between here and `limit`, and come back."""
+    runs.journal.clear()
+    start = runs.peak_bytes()
+    for part in range(1, 5):
+        trim(runs, start + (limit - start) * part // 4)
+        archive.record(runs)
+    runs.rollback(0)
+
+
+def _cut_plans(table: Table) -> list[frozenset[tuple[int, int]]]:
+    """Plans that keep only what crosses some narrow cuts of the forward pass: few to many cuts."""
+    plans: dict[frozenset[tuple[int, int]], None] = {}
+    num_cuts = 1
+    while num_cuts < max(2, len(table.uses) // 4):
+        plans[baselines.cut_plan(table, num_cuts)] = None
+        num_cuts = num_cuts * 3 // 2 + 1
+    return list(plans)
+
+
+def _walk_up(archive: Archive, runs: Runs, plan: frozenset[tuple[int, int]], targets: list[int]) -> None:
+    runs.go_to(plan)
+    delay(runs, 0)
+    archive.record(runs)
+    lowest = runs.peak_bytes()
+    if View(runs, targets[0]).excess_bytes:
+        return
+    for target in reversed(targets):
+        if target >= lowest:
+            trim(runs, target)
+            delay(runs, 0)
+            archive.record(runs)
+    runs.journal.clear()
+
+
+def _walk_down_from_lowest(archive: Archive, runs: Runs) -> None:
+    """From the lowest peak so far to the lowest reachable, by steps that shrink where they fail."""
+    lowest = archive.entries[0]
+    runs.go_to(lowest.plan)
+    step_bytes = max(1, (lowest.peak_bytes - lower_bound_bytes(archive.table, runs)) // 2)
+    failures = 0
+    while failures < 6:
+        here = runs.plan()
+        target = runs.peak_bytes() - step_bytes
+        fits = descend(runs, target, max_moves=MAX_MOVES)
+        if fits:
+            trim(runs, target)
+        better = archive.record(runs)
+        if not fits:
+            failures += 1
+            step_bytes = max(1, step_bytes // 3)
+            if not better:
+                runs.go_to(here)
