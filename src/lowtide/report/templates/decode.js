@@ -32,7 +32,6 @@ const Format = {
     }
     return n.toFixed(3) + " TiB";
   },
-  tick: (n) => Format.bytes(n).replace(/\.0+ /, " "),
   seconds(s) {
     if (s >= 1) return s.toFixed(2) + " s";
     if (s >= 1e-3) return (s * 1e3).toFixed(s >= 0.1 ? 0 : 1) + " ms";
@@ -40,15 +39,29 @@ const Format = {
   },
   percent: (share) => (share >= 0 ? "+" : "−") + Math.abs(share * 100).toFixed(1) + " %",
 };
-// Round steps in binary units, so that an axis reads 256 MiB and not 268.4.
-const byteSplits = (u, axis, low, high) => {
-  const pixels = (axis ? u.bbox.height / 50 : u.bbox.width / 84) / devicePixelRatio;
-  const rough = (high - low) / Math.max(1, pixels);
-  let step = 1;
-  while (step < rough) step *= 2;
-  const splits = [];
-  for (let at = Math.ceil(low / step) * step; at <= high; at += step) splits.push(at);
-  return splits;
+// An axis of bytes in one binary unit, with round numbers of it: 200 MiB, 400 MiB, and not 190.7.
+const byteAxis = (extra) => {
+  const unitFor = (high) => {
+    const names = ["GiB", "MiB", "KiB", "B"];
+    const power = [3, 2, 1, 0].find((p) => high >= 2 * 1024 ** p) || 0;
+    return { name: names[3 - power], bytes: 1024 ** power };
+  };
+  return chartAxis({
+    splits: (u, axis, low, high) => {
+      const room = Math.max(1, (axis ? u.bbox.height / 48 : u.bbox.width / 72) / devicePixelRatio);
+      const unit = unitFor(high).bytes, rough = (high - low) / unit / room;
+      const ten = 10 ** Math.floor(Math.log10(rough));
+      const step = [1, 2, 2.5, 4, 5, 10].find((n) => n * ten >= rough) * ten * unit;
+      const splits = [];
+      for (let i = Math.ceil(low / step); i * step <= high; i++) splits.push(i * step);
+      return splits;
+    },
+    values: (u, splits) => {
+      const unit = unitFor(splits.at(-1));
+      return splits.map((n) => (n ? Number((n / unit.bytes).toPrecision(6)) + " " + unit.name : "0"));
+    },
+    ...extra,
+  });
 };
 const chartAxis = (extra) => ({
   stroke: () => Theme.colour("--muted"),

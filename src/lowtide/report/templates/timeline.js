@@ -119,7 +119,10 @@ addEventListener("DOMContentLoaded", () => {
       const y = u.valToPos(data.budget, "y", true);
       dashed(u, left, y, left + width, y, Theme.colour("--bad"));
       ctx.fillStyle = Theme.colour("--bad"); ctx.textAlign = "right";
-      ctx.fillText("budget " + Format.bytes(data.budget), left + width - 4 * devicePixelRatio, y - 5 * devicePixelRatio);
+      ctx.strokeStyle = Theme.colour("--card"); ctx.lineWidth = 4 * devicePixelRatio;
+      const words = "budget " + Format.bytes(data.budget), right = left + width - 4 * devicePixelRatio;
+      ctx.strokeText(words, right, y - 6 * devicePixelRatio);
+      ctx.fillText(words, right, y - 6 * devicePixelRatio);
     }
     for (const run of [before, after].filter(Boolean)) {
       const x = axes[axis][run === before ? "before" : "after"][run.peak];
@@ -146,7 +149,7 @@ addEventListener("DOMContentLoaded", () => {
     series: [{}, ...kindSeries, ...lineSeries],
     axes: [
       chartAxis({ values: (u, splits) => splits.map((x) => (axis === "time" ? (x ? Format.seconds(x) : "0") : String(x))) }),
-      chartAxis({ size: 74, splits: byteSplits, values: (u, splits) => splits.map(Format.tick) }),
+      byteAxis({ size: 74 }),
     ],
     hooks: {
       draw: [decorate],

@@ -56,7 +56,7 @@ addEventListener("DOMContentLoaded", () => {
       { label: "measured", stroke: () => Theme.colour("--before"), width: 2, paths: () => null, points: { ...dots(9), width: 2 } },
     ],
     axes: [
-      chartAxis({ splits: byteSplits, values: (u, splits) => splits.map(Format.tick), label: "peak memory", labelSize: 22, labelFont: "12px system-ui" }),
+      byteAxis({ label: "peak memory", labelSize: 22, labelFont: "12px system-ui" }),
       chartAxis({ size: 60, values: (u, splits) => splits.map((y) => (y < 0 ? "" : "+" + y + " %")), label: "time added", labelSize: 22, labelFont: "12px system-ui" }),
     ],
     hooks: { draw: [decorate] },
