@@ -1,0 +1,5 @@
+"""`python -m lowtide` is `lowtide`."""
+
+from lowtide.cli import main
+
+main()

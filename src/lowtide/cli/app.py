@@ -1,0 +1,55 @@
+"""The `lowtide` command: its subcommands and what is common to them."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lowtide import __version__
+from lowtide.cli.exits import Exit
+from lowtide.cli.models import models
+
+app = typer.Typer(
+    name="lowtide",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command()(models)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lowtide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def lowtide(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train a PyTorch model inside a memory budget given in bytes.
+
+    Exit codes: 0 done, 1 error, 2 usage, 3 does not fit, 4 results differ.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Run the command line and exit. A usage error is one line, too."""
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        # typer brings its own click, under a private name: known by what it can do.
+        if not hasattr(error, "format_message"):
+            raise
+        command = getattr(getattr(error, "ctx", None), "command_path", "lowtide")
+        message = " ".join(error.format_message().split())
+        typer.echo(f"error: {message} ({command} --help shows what can be said)", err=True)
+        code = Exit.USAGE
+    sys.exit(code)

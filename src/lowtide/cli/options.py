@@ -1,0 +1,47 @@
+"""The options that commands share, each with its help text."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TargetText = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A built-in name (see `lowtide models`), file.py:factory or package.module:factory.",
+        show_default=False,
+    ),
+]
+BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples in a batch.")]
+ImageSize = Annotated[
+    int | None, typer.Option(min=1, help="Height and width of images, for built-in targets that take them.")
+]
+SequenceLength = Annotated[
+    int | None, typer.Option(min=1, help="Tokens in a sequence, for built-in targets that take them.")
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        help="adam, adamw, sgd or none; a variant after a colon, as in adam:fused (foreach, fused, single). "
+        "Without it: adam for a built-in target, the factory's own otherwise."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Decides random weights and data.")]
+Budget = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Most bytes to hold at any moment: 8GiB, 500MB, a number, or 60% of the peak without recompute.",
+        show_default=False,
+    ),
+]
+Planner = Annotated[str, typer.Option(help="auto, mu-two, none, all, every-block or sqrt.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="DIR", file_okay=False, help="Folder to write files into."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of tables.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Nothing on stderr but errors.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more, and show tracebacks.")]

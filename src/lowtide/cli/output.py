@@ -1,0 +1,48 @@
+"""Tables, and the folder that a command writes into."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.errors import LowtideError
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A table; columns whose name ends in `>` are numbers, to the right and never broken.
+
+    Cells are plain text: a module named `[red]` is only a name.
+    """
+    result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        is_number = column.endswith(">")
+        result.add_column(
+            column.removesuffix(">"),
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
+        )
+    for row in rows:
+        result.add_row(*(Text(str(cell)) for cell in row))
+    return result
+
+
+def claim_folder(folder: Path | None, names: Sequence[str], *, force: bool) -> Path | None:
+    """The folder to write into, made if missing; files that are there are kept unless `force`.
+
+    Asked before the work starts, so that nobody waits for minutes to learn it.
+    """
+    if folder is None:
+        return None
+    there = [name for name in names if (folder / name).exists()]
+    if there and not force:
+        raise LowtideError(
+            f"{folder / there[0]} is already there: say --force to replace it, or choose another -o"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LowtideError(f"cannot make the folder {folder}: {error.strerror}") from error
+    return folder

@@ -1,0 +1,105 @@
+"""One command's talk with the user: data on stdout, progress and errors on stderr."""
+
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.logging import RichHandler
+
+from lowtide.cli.exits import exit_code, one_line
+from lowtide.errors import FreshProcessError
+
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe, where nobody knows the width of the reader."""
+
+
+def _stdout() -> Console:
+    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=PIPE_WIDTH if is_piped else None, highlight=False)
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class Terminal:
+    """`as_json`: one JSON value on stdout instead of tables. `quiet`: nothing on stderr but errors."""
+
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    out: Console = field(default_factory=_stdout)
+    err: Console = field(default_factory=_stderr)
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Tables and text for people; nothing under `--json`."""
+        if not self.as_json:
+            for renderable in renderables:
+                self.out.print(renderable)
+
+    def data(self, value: Any) -> None:
+        """The same for programs; nothing without `--json`."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def note(self, text: str) -> None:
+        """A line on stderr about what was done."""
+        if not self.quiet:
+            self.err.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Show that something is going on, where somebody is looking."""
+        if self.quiet or not self.err.is_terminal:
+            yield
+            return
+        with self.err.status(text):
+            yield
+
+
+@contextmanager
+def session(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Terminal]:
+    """Run a command's body. An error ends the command with one line and its exit code.
+
+    With `verbose` the traceback comes before that line, the user's own included.
+    """
+    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
+    with _logging(terminal):
+        try:
+            yield terminal
+        except (typer.Exit, BrokenPipeError):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if verbose:
+                terminal.err.print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
+                if isinstance(error, FreshProcessError):
+                    terminal.err.print(error.details, markup=False, soft_wrap=True)
+            prefix = "" if isinstance(error, KeyboardInterrupt) else "error: "
+            terminal.err.print(f"{prefix}{one_line(error)}", markup=False, soft_wrap=True)
+            raise typer.Exit(exit_code(error)) from None
+
+
+@contextmanager
+def _logging(terminal: Terminal) -> Iterator[None]:
+    """lowtide's own log lines, warnings and up unless `-q` or `-v` say otherwise, on stderr."""
+    logger = logging.getLogger("lowtide")
+    handler = RichHandler(console=terminal.err, show_time=False, show_path=False, markup=False)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(
+        logging.ERROR if terminal.quiet else logging.DEBUG if terminal.verbose else logging.WARNING
+    )
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
