@@ -14,7 +14,7 @@ from jinja2 import Environment as JinjaEnvironment
 from jinja2 import FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from lowtide.facts import Action, Activation, Decision, Solution, Step
+from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
 from lowtide.report import palette, times, words
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
 from lowtide.report.embed import script_json
@@ -87,6 +87,7 @@ def render_report(
             before=before,
             after=after,
             step=step,
+            regions=_regions(step) if step else [],
             tradeoff=points,
             step_seconds=plain_seconds,
             sweep=sweep,
@@ -138,6 +139,11 @@ def _policy(scripts: Sequence[str]) -> str:
 
 def _decision_order(decision: Decision) -> tuple[bool, int, int, str]:
     return decision.action is Action.RETAINED, -decision.nbytes, decision.creation_rank, decision.name
+
+
+def _regions(step: Step) -> list[str]:
+    present = {node.region for node in step.nodes}
+    return [str(region) for region in Region if region in present]
 
 
 def _largest(values: Sequence[float | None]) -> float:
