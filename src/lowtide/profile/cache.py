@@ -1,0 +1,81 @@
+"""Costs measured before, on disk: one JSON file for each torch version, machine and device."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from lowtide.profile.calls import OpCost
+from lowtide.profile.device import Device
+
+_log = logging.getLogger(__name__)
+
+# Raised when costs are measured in another way, so that old files are left alone.
+_METHOD = 1
+
+
+def cache_directory() -> Path:
+    """`LOWTIDE_CACHE_DIR`, else `lowtide` in `XDG_CACHE_HOME`, else `~/.cache/lowtide`."""
+    if own := os.environ.get("LOWTIDE_CACHE_DIR"):
+        return Path(own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "lowtide"
+    return Path.home() / ".cache" / "lowtide"
+
+
+class CostCache:
+    """Costs by signature, for one device of this machine.
+
+    A file that cannot be read is reported to the log and written anew. Writers replace the whole
+    file at once after merging in what others wrote, so two at a time never leave a broken one.
+    """
+
+    def __init__(self, device: Device, *, directory: Path | None = None) -> None:
+        self.key = f"method {_METHOD}; torch {torch.__version__}; {device.torch_device}; {device.identity}"
+        digest = hashlib.sha256(self.key.encode()).hexdigest()[:16]
+        self.path = (directory or cache_directory()) / f"costs-{digest}.json"
+        self._costs = self._read()
+
+    def get(self, signature: str, *, memory_limit_bytes: int) -> OpCost | None:
+        """A cost that was measured whole, or on a slice under a limit at least as large as this."""
+        cost, limit_bytes = self._costs.get(signature, (None, 0))
+        if cost is not None and cost.estimated and limit_bytes < memory_limit_bytes:
+            return None
+        return cost
+
+    def put(self, signature: str, cost: OpCost, *, memory_limit_bytes: int) -> None:
+        self._costs[signature] = (cost, memory_limit_bytes)
+
+    def save(self) -> None:
+        """Write all costs, together with those that other processes saved meanwhile."""
+        self._costs = self._read() | self._costs
+        document = {
+            "key": self.key,
+            "costs": {
+                signature: [cost.seconds, cost.workspace_bytes, cost.estimated, limit_bytes]
+                for signature, (cost, limit_bytes) in sorted(self._costs.items())
+            },
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=self.path.parent, prefix=self.path.stem, suffix=".tmp", delete=False
+        ) as file:
+            json.dump(document, file, indent=0)
+        Path(file.name).replace(self.path)
+
+    def _read(self) -> dict[str, tuple[OpCost, int]]:
+        if not self.path.exists():
+            return {}
+        try:
+            rows = json.loads(self.path.read_text())["costs"]
+            return {
+                str(signature): (OpCost(float(seconds), int(workspace), bool(estimated)), int(limit_bytes))
+                for signature, (seconds, workspace, estimated, limit_bytes) in rows.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.warning("the cost cache %s is broken and will be written anew: %s", self.path, error)
+            return {}

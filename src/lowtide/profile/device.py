@@ -1,0 +1,173 @@
+"""What differs between devices when an op is measured: the clock, the memory inside, the copy speed.
+
+`device_for` is the seam; the rest of the profiler never asks where it runs.
+"""
+
+import os
+import platform
+import resource
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COPY_BYTES = 64 << 20
+_COPY_RUNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One run: how long it took, and how often other processes took the processor away meanwhile."""
+
+    seconds: float
+    interruptions: int = 0
+
+
+def typical_seconds(timings: Sequence[Timing]) -> float:
+    """The median of the runs that were interrupted least, so that a busy machine distorts less."""
+    fewest = min(timing.interruptions for timing in timings)
+    return statistics.median(timing.seconds for timing in timings if timing.interruptions == fewest)
+
+
+class Device(ABC):
+    """A clock and an allocator that can be read."""
+
+    torch_device: torch.device
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Text that changes when times measured before no longer hold."""
+
+    @abstractmethod
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
+        """The result of `run` and how long it took, all its work on the device included."""
+
+    @abstractmethod
+    def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        """The result of `run` and the most bytes held during it above those held before."""
+
+    @abstractmethod
+    def copy_bytes_per_second(self) -> float:
+        """Measured speed of moving bytes out to host memory; a plain copy where that is the device."""
+
+    def kept_rng(self) -> AbstractContextManager[None]:
+        """Leaves the global random state as it was, whatever runs inside."""
+        devices = [self.torch_device] if self.torch_device.type == "cuda" else []
+        return torch.random.fork_rng(devices=devices)
+
+
+class Cpu(Device):
+    """The processor; the allocator is read through the memory events of torch's profiler."""
+
+    torch_device = torch.device("cpu")
+
+    @property
+    def identity(self) -> str:
+        return f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
+        before, start = _interruptions(), time.perf_counter()
+        result = run()
+        stop = time.perf_counter()
+        return result, Timing(stop - start, _interruptions() - before)
+
+    def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        # Read when the first session starts; without it every session writes two lines to stderr.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as session:
+            result = run()
+        return result, peak_of(memory_events(session))
+
+    @cache  # noqa: B019  one instance for the whole process
+    def copy_bytes_per_second(self) -> float:
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+        target = torch.ones_like(source)
+        timings = [self.timed(lambda: target.copy_(source))[1] for _ in range(_COPY_RUNS)]
+        return _COPY_BYTES / typical_seconds(timings)
+
+
+class Cuda(Device):
+    """One GPU: event pairs as clock, `torch.cuda` statistics as memory, pinned host as copy target.
+
+    Written against the documented calls of `torch.cuda`; never run by the authors, who had no GPU.
+    """
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    @property
+    def identity(self) -> str:
+        return f"{torch.cuda.get_device_name(self.torch_device)}, CUDA {torch.version.cuda}"
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
+        with torch.cuda.device(self.torch_device):
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            start.record()
+            result = run()
+            stop.record()
+            stop.synchronize()
+        return result, Timing(start.elapsed_time(stop) / 1e3)
+
+    def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        result = run()
+        torch.cuda.synchronize(self.torch_device)
+        return result, torch.cuda.max_memory_allocated(self.torch_device) - before
+
+    @cache  # noqa: B019  one instance per GPU for the whole process
+    def copy_bytes_per_second(self) -> float:
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.torch_device)
+        target = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        copies = [self.timed(lambda: target.copy_(source, non_blocking=True))[1] for _ in range(_COPY_RUNS)]
+        return _COPY_BYTES / typical_seconds(copies)
+
+
+@cache
+def device_for(torch_device: torch.device) -> Device:
+    """How to measure on `torch_device`."""
+    if torch_device.type == "cuda":
+        return Cuda(torch_device)
+    if torch_device.type == "cpu":
+        return Cpu()
+    raise ValueError(f"no way to measure on device '{torch_device}': use cpu or cuda")
+
+
+def memory_events(session: torch.autograd.profiler.profile) -> list[tuple[int, int]]:
+    """Time in ns and bytes (negative when freed) of all that a profiler session saw, in order."""
+    results = session.kineto_results
+    assert results is not None
+    seen: list[Any] = [event for event in results.events() if event.name() == "[memory]"]
+    return sorted(((event.start_ns(), event.nbytes()) for event in seen), key=lambda event: event[0])
+
+
+def peak_of(events: Sequence[tuple[int, int]]) -> int:
+    """The most bytes held at once, from (time, bytes) events in order; at least 0."""
+    held = peak = 0
+    for _, nbytes in events:
+        held += nbytes
+        peak = max(peak, held)
+    return peak
+
+
+def _interruptions() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+@cache
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,216 @@
+"""Time and inner memory of single ops, each distinct signature measured once, on random data.
+
+What makes the times hold for the whole step, found by comparing with real runs (`bench/profile_modes.py`):
+the inputs are written right before each timed run, so that they lie where a producer would have left
+them in the caches; a signature's runs are spread over several rounds with all the others in between,
+so that neither its code nor its memory is unrealistically warm, and a busy moment of the machine
+does not hit all runs of one op.
+"""
+
+import logging
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import log
+
+import torch
+
+from lowtide.profile.cache import CostCache
+from lowtide.profile.calls import OpCall, OpCost, is_view, signature, storages_bytes
+from lowtide.profile.device import Device, Timing, device_for, typical_seconds
+from lowtide.profile.samples import SAMPLE_EXTRA_BYTES, make_sample
+from lowtide.profile.shrink import Slice, shrink
+from lowtide.profile.work import Work, fresh_bytes, work_of
+
+_log = logging.getLogger(__name__)
+
+_ROUNDS = 4
+_PATIENCE_SECONDS = 15.0
+_SHORT_SECONDS = 2e-3
+_SHORT_RUNS = 3
+_SLOW_SECONDS = 0.5
+
+# An op of this share of the limit is run whole without asking a slice first what it holds inside.
+_HARMLESS_SHARE = 1 / 16
+# How much more than its slice said an op may hold inside.
+_WORKSPACE_MARGIN = 1.25
+
+Progress = Callable[[int, int], None]
+
+
+class _TooLarge(Exception):
+    """An op that neither fits nor can be reduced."""
+
+
+@dataclass
+class _Trial:
+    """A call under measurement: itself, or a slice that `factor` scales up."""
+
+    call: OpCall
+    device: Device
+    workspace_bytes: int
+    factor: float = 1.0
+    estimated: bool = False
+    timings: list[Timing] = field(default_factory=list)
+
+    @property
+    def cost(self) -> OpCost:
+        return OpCost(typical_seconds(self.timings) * self.factor, self.workspace_bytes, self.estimated)
+
+    def time(self) -> None:
+        last = self.timings[-1].seconds if self.timings else 0.0
+        if last > _SLOW_SECONDS and len(self.timings) > 1:
+            return
+        for _ in range(_SHORT_RUNS if last < _SHORT_SECONDS else 1):
+            args, kwargs = make_sample(self.call, fill=not is_view(self.call))
+            _, timing = self.device.timed(lambda: self.call.target(*args, **kwargs))  # noqa: B023
+            self.timings.append(timing)
+
+
+def profile_calls(
+    calls: Sequence[OpCall],
+    *,
+    memory_limit_bytes: int = 1 << 30,
+    cache: CostCache | None = None,
+    progress: Progress | None = None,
+) -> list[OpCost]:
+    """Costs in the order of `calls`; calls of equal signature are measured once.
+
+    Never holds more than `memory_limit_bytes` at a time: a larger op is timed on a slice and scaled.
+    What cannot be run at all is costed by its bytes. Both are marked `estimated`, the latter also
+    logged with its reason. The global random state is left as it was.
+    """
+    signatures = [signature(call) for call in calls]
+    distinct = dict(zip(reversed(signatures), reversed(calls), strict=True))
+    costs: dict[str, OpCost] = {}
+    missing: dict[str, OpCall] = {}
+    for key in dict.fromkeys(signatures):
+        known = cache.get(key, memory_limit_bytes=memory_limit_bytes) if cache is not None else None
+        if distinct[key].target is operator.getitem:
+            costs[key] = OpCost(0.0, 0, estimated=False)
+        elif known is not None:
+            costs[key] = known
+        else:
+            missing[key] = distinct[key]
+
+    measured, failed = _measure(missing, memory_limit_bytes=memory_limit_bytes, progress=progress)
+    if cache is not None and measured:
+        for key, cost in measured.items():
+            cache.put(key, cost, memory_limit_bytes=memory_limit_bytes)
+        cache.save()
+    costs |= measured
+    costs |= {key: cost_by_bytes(missing[key]) for key in failed}
+    return [costs[key] for key in signatures]
+
+
+def scaled_cost(call: OpCall, known: Mapping[str, tuple[OpCall, OpCost]]) -> OpCost:
+    """The cost of a call that was not measured, from the known call of the same op nearest in bytes.
+
+    Without one, from the bytes alone. Always `estimated`.
+    """
+    same = [(other, cost) for other, cost in known.values() if other.target is call.target]
+    if not same:
+        return cost_by_bytes(call)
+    work = work_of(call)
+    works = [(work_of(other), cost) for other, cost in same]
+    near, cost = min(works, key=lambda each: abs(log((each[0].nbytes + 1) / (work.nbytes + 1))))
+    ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
+    return OpCost(cost.seconds * work.ratio_to(near), round(cost.workspace_bytes * ratio), estimated=True)
+
+
+def cost_by_bytes(call: OpCall) -> OpCost:
+    """The time to read the inputs and to write the outputs at the device's copy speed; estimated."""
+    try:
+        nbytes = work_of(call).nbytes
+    except Exception:
+        # Not even fake tensors can run it, so there are no outputs to count.
+        nbytes = storages_bytes(call.tensors)
+    # A copied byte is read and written.
+    return OpCost(nbytes / 2 / _device_of(call).copy_bytes_per_second(), 0, estimated=True)
+
+
+def _measure(
+    calls: Mapping[str, OpCall], *, memory_limit_bytes: int, progress: Progress | None
+) -> tuple[dict[str, OpCost], list[str]]:
+    """Costs by signature, and the signatures that could not be run."""
+    trials: dict[str, _Trial] = {}
+    failed: list[str] = []
+    start, total = time.perf_counter(), len(calls) * (1 + _ROUNDS)
+    with ExitStack() as guards:
+        guards.enter_context(torch.no_grad())
+        for device in dict.fromkeys(_device_of(call) for call in calls.values()):
+            guards.enter_context(device.kept_rng())
+            guards.enter_context(torch.autocast(device.torch_device.type, enabled=False))
+        for done, (key, call) in enumerate(calls.items(), 1):
+            try:
+                trials[key] = _prepare(call, memory_limit_bytes=memory_limit_bytes)
+            except Exception as error:
+                _log.warning("costed by its bytes, since it cannot be run alone: %s: %s", key, error)
+                failed.append(key)
+            if progress is not None:
+                progress(done, total)
+        for number in range(1, _ROUNDS + 1):
+            if number > 1 and time.perf_counter() - start > _PATIENCE_SECONDS:
+                break
+            for done, trial in enumerate(trials.values(), 1):
+                trial.time()
+                if progress is not None:
+                    progress(len(calls) * number + done, total)
+    if progress is not None:
+        progress(total, total)
+    return {key: trial.cost for key, trial in trials.items()}, failed
+
+
+def _prepare(call: OpCall, *, memory_limit_bytes: int) -> _Trial:
+    """Warm up and measure the memory inside, on the whole call or on a slice that fits."""
+    device, limit = _device_of(call), memory_limit_bytes - SAMPLE_EXTRA_BYTES
+    work = work_of(call)
+    if is_view(call) and work.nbytes <= limit:
+        return _Trial(call, device, workspace_bytes=0)
+    if is_view(call):
+        # A view costs its dispatch, whatever its size.
+        tiny = OpCall(torch.ops.aten.detach.default, (torch.empty(1, device=device.torch_device),))
+        return _Trial(tiny, device, workspace_bytes=0, estimated=True)
+    if work.nbytes <= limit * _HARMLESS_SHARE:
+        return _Trial(call, device, _workspace(call, device))
+
+    small = shrink(call, work, limit_bytes=int(limit * _HARMLESS_SHARE))
+    if small is None:
+        if 2 * work.nbytes > limit:
+            raise _TooLarge(f"needs {work.nbytes} bytes of the limit of {limit}, and no size can be reduced")
+        return _Trial(call, device, _workspace(call, device))
+    small_workspace = _workspace(small.call, device)
+    needed = work.nbytes * (1 + _WORKSPACE_MARGIN * small_workspace / max(small.work.nbytes, 1))
+    if needed <= limit:
+        return _Trial(call, device, _workspace(call, device))
+
+    large = shrink(call, work, limit_bytes=int(limit * work.nbytes / needed)) or small
+    large_workspace = _workspace(large.call, device)
+    workspace = _extrapolated(work, (small, small_workspace), (large, large_workspace))
+    return _Trial(large.call, device, workspace, factor=work.ratio_to(large.work), estimated=True)
+
+
+def _workspace(call: OpCall, device: Device) -> int:
+    """Bytes that the call holds inside beyond its fresh outputs; the first run warms up."""
+    args, kwargs = make_sample(call)
+    call.target(*args, **kwargs)
+    result, peak_bytes = device.measured(lambda: call.target(*args, **kwargs))
+    return max(0, peak_bytes - fresh_bytes(result, (args, kwargs)))
+
+
+def _extrapolated(work: Work, small: tuple[Slice, int], large: tuple[Slice, int]) -> int:
+    """Workspace of `work` on the line through two slices; in proportion where they are no line."""
+    (near, near_bytes), (far, far_bytes) = small, large
+    if near.reduced != far.reduced or near.work.nbytes == far.work.nbytes:
+        return round(far_bytes * work.nbytes / far.work.nbytes)
+    slope = (far_bytes - near_bytes) / (far.work.nbytes - near.work.nbytes)
+    return max(0, round(far_bytes + slope * (work.nbytes - far.work.nbytes)))
+
+
+def _device_of(call: OpCall) -> Device:
+    named = call.kwargs.get("device")
+    for tensor in call.tensors:
+        return device_for(tensor.device)
+    return device_for(torch.device(named) if named is not None else torch.device("cpu"))

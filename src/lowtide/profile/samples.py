@@ -1,0 +1,105 @@
+"""Random inputs with the layout of a call, and values that its op accepts.
+
+Floats are spread over [-1, 1), integers are 0 or 1, unless the op has a rule (`rules`): an
+index must lie inside what it indexes, a probability in [0, 1].
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.profile.calls import OpCall, span_elements, storage_key
+from lowtide.profile.rules import Values, values_for
+
+_TILE_ELEMENTS = 1 << 14
+
+SAMPLE_EXTRA_BYTES = 3 * _TILE_ELEMENTS * 8
+"""The most that making a sample holds beyond the sample itself."""
+
+
+def make_sample(call: OpCall, *, fill: bool = True, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Real arguments for the call: same sizes, strides, dtypes, devices and sharing of storages.
+
+    Without `fill` the memory is left as it comes, which is enough for a view. The global random
+    state is neither read nor changed.
+    """
+    names, bound = _bind(call)
+    rule = values_for(_op_name(call), bound)
+    default = Values(0, min([2, *(size for t in call.tensors for size in t.shape if size > 0)]))
+    bases = _allocate(call.tensors)
+    filled: set[int] = set()
+
+    def build(value: Any, wanted: Any) -> Any:
+        if isinstance(value, Tensor):
+            base, start = bases[storage_key(value)]
+            if fill and storage_key(value) not in filled:
+                filled.add(storage_key(value))
+                generator = torch.Generator(value.device).manual_seed(seed + len(filled))
+                _fill(base.view(value.dtype), wanted or _default(value.dtype, default), generator)
+            offset = value.storage_offset() - start // value.itemsize
+            return base.view(value.dtype).as_strided(value.shape, value.stride(), offset)
+        if isinstance(value, (list, tuple)):
+            each = wanted if isinstance(wanted, list) else [wanted] * len(value)
+            items = [build(item, want) for item, want in zip(value, each, strict=True)]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {key: build(item, wanted) for key, item in value.items()}
+        return value
+
+    args = tuple(build(arg, rule.get(name)) for name, arg in zip(names, call.args, strict=True))
+    return args, {key: build(arg, rule.get(key)) for key, arg in call.kwargs.items()}
+
+
+def _op_name(call: OpCall) -> str:
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return ""
+    return call.target._schema.name
+
+
+def _bind(call: OpCall) -> tuple[list[str], dict[str, Any]]:
+    """Names of the positional arguments, and all arguments by name, defaults included."""
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return [str(index) for index in range(len(call.args))], {}
+    arguments = call.target._schema.arguments
+    names = [argument.name for argument in arguments][: len(call.args)]
+    bound = {argument.name: argument.default_value for argument in arguments}
+    return names, bound | dict(zip(names, call.args, strict=True)) | call.kwargs
+
+
+def _allocate(tensors: list[Tensor]) -> dict[int, tuple[Tensor, int]]:
+    """For each storage: bytes for what the tensors reach of it, and where in it they start."""
+    reach: dict[int, tuple[int, int, torch.device]] = {}
+    for tensor in tensors:
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        stop = start + span_elements(tensor) * tensor.itemsize
+        low, high, device = reach.get(storage_key(tensor), (start, stop, tensor.device))
+        reach[storage_key(tensor)] = (min(low, start), max(high, stop), device)
+    return {
+        key: (torch.empty(high - low, dtype=torch.uint8, device=device), low)
+        for key, (low, high, device) in reach.items()
+    }
+
+
+def _default(dtype: torch.dtype, integers: Values) -> Values:
+    return Values(-1.0, 1.0) if dtype.is_floating_point or dtype.is_complex else integers
+
+
+def _fill(flat: Tensor, values: Values, generator: torch.Generator) -> None:
+    """One tile of random numbers, copied on: drawing them all would cost more than the op."""
+    count = min(flat.numel(), _TILE_ELEMENTS)
+    if count == 0:
+        return
+    if flat.dtype == torch.bool:
+        tile = torch.randint(0, 2, (count,), generator=generator, device=flat.device)
+    elif flat.dtype.is_floating_point or flat.dtype.is_complex:
+        unit = torch.rand(count, generator=generator, device=flat.device)
+        tile = unit * (values.high - values.low) + values.low
+    else:
+        low, high = int(values.low), max(int(values.high), int(values.low) + 1)
+        tile = torch.randint(low, high, (count,), generator=generator, device=flat.device)
+    flat[:count].copy_(tile)
+    while count < flat.numel():
+        more = min(count, flat.numel() - count)
+        flat[count : count + more].copy_(flat[:more])
+        count += more

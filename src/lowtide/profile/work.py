@@ -1,0 +1,55 @@
+"""How much work a call is, without doing it: bytes and flops from a run on fake tensors."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowtide.profile.calls import OpCall, iter_tensors, storage_key, storages_bytes
+from lowtide.profile.samples import make_sample
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`flops` is 0 where torch has no formula, as for everything that only moves bytes."""
+
+    flops: int
+    input_bytes: int
+    output_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.input_bytes + self.output_bytes
+
+    def ratio_to(self, other: "Work") -> float:
+        """How many times as long as `other` this takes: by flops where both have them, else by bytes."""
+        if self.flops and other.flops:
+            return self.flops / other.flops
+        return self.nbytes / other.nbytes if other.nbytes else 1.0
+
+
+def work_of(call: OpCall) -> Work:
+    """Bytes and flops of a call; raises what the op raises when its arguments do not fit together."""
+    with torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        args, kwargs = make_sample(call, fill=False)
+        result = call.target(*args, **kwargs)
+        return Work(
+            flops=counter.get_total_flops(),
+            input_bytes=storages_bytes(call.tensors),
+            output_bytes=fresh_bytes(result, (args, kwargs)),
+        )
+
+
+def fresh_bytes(result: object, inputs: object) -> int:
+    """Bytes of the storages in `result` that are not among those of `inputs`."""
+    old = {storage_key(tensor) for tensor in iter_tensors(inputs)}
+    new = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in iter_tensors(result)}
+    return sum(nbytes for key, nbytes in new.items() if key not in old)
+
+
+def fake_tensor(shape: list[int], stride: list[int], like: Tensor) -> Tensor:
+    """A tensor without memory, with the dtype and the device of `like`."""
+    with FakeTensorMode():
+        return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
