@@ -9,7 +9,6 @@ import pytest
 import typer
 
 from lowtide import __version__
-from lowtide.cli import app
 from lowtide.cli.exits import Exit
 from lowtide.cli.output import claim_folder, table
 from lowtide.cli.terminal import Terminal, session
@@ -18,23 +17,10 @@ from lowtide.sizes import BadSize
 from lowtide.zoo import CATALOG
 
 
-@pytest.fixture
-def lowtide(monkeypatch, capsys):
-    """Run the command line here: `code, stdout, stderr = lowtide("models", "--json")`."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lowtide", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            app.main()
-        return (caught.value.code or 0, *capsys.readouterr())
-
-    return run
-
-
-def test_version_and_help(lowtide):
-    assert lowtide("--version") == (0, f"lowtide {__version__}\n", "")
+def test_version_and_help(run_lowtide):
+    assert run_lowtide("--version") == (0, f"lowtide {__version__}\n", "")
     for arguments in ((), ("--help",), ("-h",)):
-        code, out, err = lowtide(*arguments)
+        code, out, err = run_lowtide(*arguments)
         assert code == 0 and "models" in out and err == ""
 
 
@@ -56,17 +42,17 @@ def test_python_m_lowtide():
 
 
 @pytest.mark.parametrize("arguments", [("nope",), ("--nope",), ("models", "--nope"), ("models", "more")])
-def test_usage_errors_are_one_line(lowtide, arguments):
-    code, out, err = lowtide(*arguments)
+def test_usage_errors_are_one_line(run_lowtide, arguments):
+    code, out, err = run_lowtide(*arguments)
     assert code == Exit.USAGE and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and "--help" in err
 
 
-def test_models(lowtide):
-    code, out, err = lowtide("models")
+def test_models(run_lowtide):
+    code, out, err = run_lowtide("models")
     assert code == 0 and err == ""
     assert all(name in out for name in CATALOG)
-    code, out, err = lowtide("models", "--json")
+    code, out, err = run_lowtide("models", "--json")
     assert [entry["name"] for entry in json.loads(out)] == list(CATALOG) and err == ""
 
 

@@ -8,6 +8,7 @@ import typer
 from lowtide import __version__
 from lowtide.cli.exits import Exit
 from lowtide.cli.models import models
+from lowtide.cli.plan import plan
 
 app = typer.Typer(
     name="lowtide",
@@ -16,7 +17,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command()(models)
+for command in (plan, models):
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:

@@ -8,7 +8,7 @@ from lowtide.cli.terminal import session
 from lowtide.zoo.catalog import CATALOG
 
 
-def models(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
+def models(*, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """List the built-in targets and the size that each one takes."""
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         entries = CATALOG.values()

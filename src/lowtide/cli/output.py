@@ -13,9 +13,10 @@ from lowtide.errors import LowtideError
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table; columns whose name ends in `>` are numbers, to the right and never broken.
 
-    Cells are plain text: a module named `[red]` is only a name.
+    Without any column names there is no head. Cells are plain text: a module named `[red]` is only a name.
     """
     result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    result.show_header = any(column.removesuffix(">") for column in columns)
     for column in columns:
         is_number = column.endswith(">")
         result.add_column(

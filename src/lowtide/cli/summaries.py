@@ -1,0 +1,169 @@
+"""What a command tells about a profile or a plan: as data for `--json`, and as tables from that data."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from lowtide.activations import activations
+from lowtide.cli.output import table
+from lowtide.facts import Action, Activation, Decision, Kind, Solution, Step
+from lowtide.report.palette import LABELS, STACK
+from lowtide.report.times import by_region
+from lowtide.report.words import duration, percent, size
+from lowtide.simulate import Timeline, plain_order, simulate
+
+NUM_LARGEST = 10
+
+
+def profile_summary(step: Step, *, name: str) -> dict[str, Any]:
+    """Peak, where it is, its parts by kind, time by region and the largest activations."""
+    timeline = simulate(step, plain_order(step))
+    found = activations(step)
+    largest = sorted(found, key=lambda a: (-a.nbytes, a.creation_rank, a.name))[:NUM_LARGEST]
+    return {
+        "target": name,
+        "device": step.device,
+        "num_nodes": len(step.nodes),
+        "num_activations": len(found),
+        "activation_bytes": sum(activation.nbytes for activation in found),
+        "peak_bytes": timeline.peak_bytes,
+        "peak": _place(step, timeline),
+        "peak_bytes_by_kind": _by_kind(timeline),
+        "step_seconds": timeline.seconds,
+        "seconds_by_region": {row.name: row.seconds for row in by_region(step, timeline.order)},
+        "num_estimated": sum(node.estimated for node in step.nodes),
+        "largest_activations": [_activation(activation) for activation in largest],
+        "notes": list(step.notes),
+    }
+
+
+def profile_tables(summary: dict[str, Any]) -> list[RenderableType]:
+    peak, place = summary["peak_bytes"], summary["peak"]
+    lines = [
+        f"{summary['target']}: peak {size(peak)} at '{place['node']}' ({_where(place)})",
+        f"{summary['num_nodes']} nodes, {summary['num_activations']} activations of "
+        f"{size(summary['activation_bytes'])}, step {duration(summary['step_seconds'])}",
+    ]
+    if summary["num_estimated"]:
+        lines.append(f"{summary['num_estimated']} ops too large to time here: scaled from a smaller run")
+    kinds = [
+        (LABELS[Kind(kind)], size(nbytes), _share(nbytes, peak))
+        for kind, nbytes in summary["peak_bytes_by_kind"].items()
+    ]
+    seconds = [
+        (region, duration(value), _share(value, summary["step_seconds"]))
+        for region, value in summary["seconds_by_region"].items()
+    ]
+    largest = [
+        (a["name"], size(a["nbytes"]), duration(a["idle_seconds"]), _again(a), a["module"] or "–")
+        for a in summary["largest_activations"]
+    ]
+    return [
+        *(Text(line) for line in lines),
+        Text(),
+        table("Memory at the peak", ("kind", "bytes>", "share>"), kinds),
+        table("Time by region", ("region", "time>", "share>"), seconds),
+        table("Largest activations", ("name", "bytes>", "idle>", "recompute>", "module"), largest),
+        *(Text(f"note: {note}") for note in summary["notes"]),
+    ]
+
+
+def plan_summary(solution: Solution, *, name: str) -> dict[str, Any]:
+    """Peaks, cost and all decisions of a plan."""
+    return {
+        "target": name,
+        "planner": solution.planner,
+        "budget_bytes": solution.budget_bytes,
+        "peak_bytes": solution.peak_bytes,
+        "peak_node": solution.peak_node,
+        "baseline_peak_bytes": solution.baseline_peak_bytes,
+        "floor_bytes": solution.floor_bytes,
+        "step_seconds": solution.step_seconds,
+        "recompute_seconds": solution.recompute_seconds,
+        "overhead": solution.overhead,
+        "num_recomputed": sum(d.action is Action.RECOMPUTE for d in solution.decisions),
+        "decisions": [asdict(decision) for decision in solution.decisions],
+        "notes": list(solution.notes),
+    }
+
+
+def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
+    recomputed = sorted(
+        (d for d in solution.decisions if d.action is Action.RECOMPUTE),
+        key=lambda d: (-d.nbytes, d.creation_rank, d.name),
+    )
+    saved = solution.peak_bytes / solution.baseline_peak_bytes - 1 if solution.baseline_peak_bytes else None
+    figures = [
+        ("budget", size(solution.budget_bytes), ""),
+        ("predicted peak", size(solution.peak_bytes), f"{percent(saved)}, at '{solution.peak_node}'"),
+        ("peak without recompute", size(solution.baseline_peak_bytes), ""),
+        ("lowest reachable peak", size(solution.floor_bytes), ""),
+        ("recompute", duration(solution.recompute_seconds), f"{percent(solution.overhead)} of the step"),
+        (
+            "activations recomputed",
+            len(recomputed),
+            f"of {len(solution.decisions)}, {size(sum(d.nbytes for d in recomputed))} in all",
+        ),
+    ]
+    title = (
+        f"Largest activations that are recomputed ({min(NUM_LARGEST, len(recomputed))} of {len(recomputed)})"
+    )
+    columns = ("name", "bytes>", "time>", "module", "why")
+    rows = [_decision(d) for d in recomputed[:NUM_LARGEST]]
+    tables: list[RenderableType] = [table(f"Plan for {name} ({solution.planner})", ("", ">", ""), figures)]
+    if rows:
+        tables.append(table(title, columns, rows))
+    return [*tables, *(Text(f"note: {note}") for note in solution.notes)]
+
+
+def _place(step: Step, timeline: Timeline) -> dict[str, Any]:
+    node = step.nodes[timeline.peak_rank]
+    return {
+        "node": node.name,
+        "rank": node.rank,
+        "region": node.region,
+        "module": node.module,
+        "source": node.source,
+    }
+
+
+def _where(place: dict[str, Any]) -> str:
+    return ", ".join(str(place[key]) for key in ("region", "module", "source") if place[key])
+
+
+def _by_kind(timeline: Timeline) -> dict[str, int]:
+    """Bytes of each kind at the peak; kinds that are not there are left out."""
+    parts = {kind: int(timeline.bytes_by_kind[kind][timeline.peak_position]) for kind in STACK}
+    return {kind.value: nbytes for kind, nbytes in parts.items() if nbytes}
+
+
+def _activation(activation: Activation) -> dict[str, Any]:
+    return {
+        "name": activation.name,
+        "nbytes": activation.nbytes,
+        "module": activation.module,
+        "source": activation.source,
+        "idle_seconds": activation.inactive_seconds,
+        "recompute_seconds": activation.recompute_seconds,
+        "fixed": activation.fixed,
+    }
+
+
+def _again(activation: dict[str, Any]) -> str:
+    return "never" if activation["fixed"] else duration(activation["recompute_seconds"])
+
+
+def _decision(decision: Decision) -> tuple[object, ...]:
+    return (
+        decision.name,
+        size(decision.nbytes),
+        duration(decision.seconds),
+        decision.module or "–",
+        decision.reason,
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "–"
