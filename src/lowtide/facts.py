@@ -4,7 +4,7 @@ A training step is a list of nodes in the order they run, and the storages they 
 belong to storages; a view, a `getitem` or a `detach` makes none and only holds one longer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -100,12 +100,29 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """One captured graph of a step, in the order they run; segment `i` of the nodes is graph `i`.
+
+    Of its outputs, the caller holds `returned` to the end of the step, and `missing` get no gradient.
+    `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: positions in the
+    graph's forward ops followed by its backward ops, in the order that its backward pass runs them.
+    """
+
+    fingerprint: str
+    in_model: bool
+    returned: tuple[int, ...]
+    missing: tuple[int, ...]
+    schedule: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One training step: nodes in the order they run, `nodes[i].rank == i`, storages by id.
 
     Forward nodes come first, then backward, then optimizer; inputs of a region stand at its head.
     A model with graph breaks has several segments, run 0, 1, 2 forward and 2, 1, 0 backward; a
     forward node can only be run again inside the backward part of its own segment.
+    `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
     """
 
     nodes: tuple[Node, ...]
@@ -114,6 +131,8 @@ class Step:
     device: str = "cpu"
     copy_bytes_per_second: float = 0.0
     notes: tuple[str, ...] = ()
+    graphs: tuple[Graph, ...] = ()
+    identity: tuple[tuple[str, str], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -190,6 +209,15 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """What a step needs besides the model's own graphs: known bytes for planning other batch shapes."""
+
+    optimizer_state_bytes: int = 0
+    optimizer_peak_bytes: int = 0
+    loss_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """A planner's answer for one step and one budget; all bytes are simulated."""
 
@@ -204,7 +232,10 @@ class Solution:
     recompute_seconds: float
     decisions: tuple[Decision, ...]
     schedule: Schedule
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    graphs: tuple[Graph, ...] = ()
+    identity: tuple[tuple[str, str], ...] = ()
+    reserve: Reserve = Reserve()
 
     @property
     def overhead(self) -> float:

@@ -18,7 +18,7 @@ from lowtide.capture.analyse import split
 from lowtide.capture.hooks import OpOverload, boxed
 from lowtide.capture.segments import Segment, results_of
 from lowtide.capture.tangents import tangent_outputs
-from lowtide.facts import How, Region, Step
+from lowtide.facts import How
 
 aten = torch.ops.aten
 
@@ -37,25 +37,6 @@ class Rewritten:
     tangents: tuple[int, ...]
 
 
-def segment_schedules(step: Step, order: Sequence[int], *, num_segments: int) -> list[tuple[int, ...]]:
-    """A schedule over ranks as one list per graph: positions in its forward ops, then backward ops."""
-    position: dict[int, int] = {}
-    counts = [0] * num_segments
-    for region in (Region.FORWARD, Region.BACKWARD):
-        for node in step.nodes:
-            if node.region is region and node.op not in ("placeholder", "output"):
-                position[node.rank] = counts[node.segment]
-                counts[node.segment] += 1
-    schedules: list[list[int]] = [[] for _ in range(num_segments)]
-    seen: set[int] = set()
-    for rank in order:
-        node = step.nodes[rank]
-        if rank in position and (node.region is Region.BACKWARD or rank in seen):
-            schedules[node.segment].append(position[rank])
-        seen.add(rank)
-    return [tuple(schedule) for schedule in schedules]
-
-
 def plain_schedule(segment: Segment) -> tuple[int, ...]:
     """The schedule that recomputes nothing."""
     forward, backward = split(segment)
@@ -63,7 +44,7 @@ def plain_schedule(segment: Segment) -> tuple[int, ...]:
 
 
 def rewrite(segment: Segment, schedule: Sequence[int]) -> Rewritten:
-    """The forward and backward graphs of `segment` under `schedule` (see `segment_schedules`)."""
+    """The forward and backward graphs of `segment` under `schedule` (see `facts.Graph`)."""
     forward_ops, backward_ops = split(segment)
     ops = [*forward_ops, *backward_ops]
     first_backward = len(forward_ops)

@@ -1,7 +1,7 @@
 """Facts to JSON and back, compact and versioned."""
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,13 @@ from lowtide.errors import LowtideError
 from lowtide.facts import (
     Action,
     Decision,
+    Graph,
     How,
     Kind,
     Node,
     Recipe,
     Region,
+    Reserve,
     Schedule,
     Solution,
     Step,
@@ -33,6 +35,8 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "device": step.device,
         "copy_bytes_per_second": step.copy_bytes_per_second,
         "notes": list(step.notes),
+        "graphs": _table(step.graphs, Graph),
+        "identity": [list(pair) for pair in step.identity],
         "nodes": _table(step.nodes, Node),
         "storages": _table(step.storages, Storage),
     }
@@ -47,6 +51,8 @@ def step_from_dict(data: dict[str, Any]) -> Step:
         device=data["device"],
         copy_bytes_per_second=data["copy_bytes_per_second"],
         notes=tuple(data["notes"]),
+        graphs=_graphs(data["graphs"]),
+        identity=_identity(data["identity"]),
     )
 
 
@@ -58,8 +64,10 @@ def solution_to_dict(solution: Solution) -> dict[str, Any]:
             value = _table(value, Decision)
         elif spec.name == "schedule":
             value = list(value.order)
-        elif spec.name == "notes":
-            value = list(value)
+        elif spec.name == "graphs":
+            value = _table(value, Graph)
+        elif spec.name == "reserve":
+            value = asdict(value)
         result[spec.name] = value
     return result
 
@@ -72,6 +80,9 @@ def solution_from_dict(data: dict[str, Any]) -> Solution:
     )
     values["schedule"] = Schedule(order=tuple(data["schedule"]))
     values["notes"] = tuple(data["notes"])
+    values["graphs"] = _graphs(data["graphs"])
+    values["identity"] = _identity(data["identity"])
+    values["reserve"] = Reserve(**data["reserve"])
     return Solution(**values)
 
 
@@ -119,6 +130,17 @@ def _plain(value: Any) -> Any:
 
 def _rows(table: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
+    return tuple(
+        Graph(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+        for row in _rows(table)
+    )
+
+
+def _identity(pairs: list[list[str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((what, value) for what, value in pairs)
 
 
 def _node(row: dict[str, Any]) -> Node:

@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 from lowtide.capture import recipes
 from lowtide.capture.analyse import Analysis, Place, analyse
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
+from lowtide.capture.identity import identify
 from lowtide.capture.segments import Segment, Trace, name_tensors, trace
 from lowtide.errors import CaptureError
-from lowtide.facts import How, Kind, Region, Step
+from lowtide.facts import Graph, How, Kind, Region, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,6 @@ class Captured:
     recipe_calls: dict[int, Call]
     places: dict[int, Place]
     segments: list[Segment]
-    missing: list[frozenset[int]]
-    num_model_runs: int
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -82,13 +81,23 @@ def capture(
             fingerprint="+".join(segment.fingerprint for segment in analysis.segments),
             device=_device(model),
             notes=_notes(traced),
+            graphs=tuple(
+                Graph(
+                    fingerprint=segment.fingerprint,
+                    in_model=index < traced.num_model_runs,
+                    returned=tuple(sorted(output for run, output in traced.returned if run == index)),
+                    missing=tuple(sorted(missing)),
+                )
+                for index, (segment, missing) in enumerate(
+                    zip(analysis.segments, analysis.missing, strict=True)
+                )
+            ),
+            identity=identify(model, (args, kwargs)),
         ),
         calls=calls,
         recipe_calls=_recipe_calls(analysis),
         places=analysis.places,
         segments=analysis.segments,
-        missing=analysis.missing,
-        num_model_runs=traced.num_model_runs,
     )
 
 

@@ -11,6 +11,7 @@ from lowtide.planners.decisions import decide
 from lowtide.planners.hints import floor_hint
 from lowtide.planners.runs import Run, Runs
 from lowtide.planners.table import Table, make_table
+from lowtide.schedules import graph_schedules, reserve
 from lowtide.simulate import Timeline, plain_order, simulate
 
 Plan = frozenset[Run]
@@ -112,6 +113,9 @@ def solve(step: Step, *, budget_bytes: int, planner: str = "auto") -> Solution:
         recompute_seconds=timeline.recompute_seconds,
         decisions=decide(step, plain=desk.plain, planned=timeline, budget_bytes=budget_bytes),
         schedule=Schedule(order=timeline.order),
+        graphs=graph_schedules(step, timeline.order),
+        identity=step.identity,
+        reserve=reserve(step),
     )
 
 
