@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.report import times
+from lowtide.report import times, words
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
 from lowtide.report.embed import pack_integers, script_json
 from lowtide.report.html import render_report
-from lowtide.report.records import Environment
+from lowtide.report.records import Environment, tradeoff_points
 from report_cases import ENVIRONMENT, compare_rows, make_case, measurement_of, sweep_rows
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'<!--"
@@ -206,3 +206,27 @@ def test_modules_are_told_apart_at_a_useful_depth(case):
     names = [row.name for row in times.by_module(case.step, case.after.order, limit=8)]
     assert len(names) <= 8
     assert {"encoder.stages.0", "encoder.stages.3"} <= {".".join(name.split(".")[:3]) for name in names}
+
+
+def test_budgets_with_the_same_plan_give_one_point(case):
+    other = replace(case.solution, peak_bytes=case.solution.peak_bytes - 1)
+    points = tradeoff_points([other, case.solution, case.solution])
+    assert [p.peak_bytes for p in points] == [case.solution.peak_bytes, other.peak_bytes]
+    again = {d.name for d in case.solution.decisions if d.action == "RECOMPUTE"}
+    assert again
+    assert set(points[0].recomputed) == again
+
+
+def test_sources_leave_out_where_packages_are_installed():
+    assert words.short_source("/home/me/.venv/lib/site-packages/a/b.py:7") == "a/b.py:7"
+    assert words.short_source("models/mine.py:7") == "models/mine.py:7"
+
+
+def test_numbers_read_well():
+    assert [words.size(n) for n in (None, 0, 1536, 10**9, 3 * 2**30)] == [
+        "–", "0 B", "1.5 KiB", "953.7 MiB", "3.00 GiB",
+    ]  # fmt: skip
+    assert [words.percent(x) for x in (None, 0.0622, -0.38)] == ["–", "+6.2 %", "−38.0 %"]
+    assert [words.duration(x) for x in (None, 2.5, 0.25, 0.0025, 4e-6)] == [
+        "–", "2.50 s", "250 ms", "2.5 ms", "4.0 µs",
+    ]  # fmt: skip

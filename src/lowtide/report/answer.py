@@ -52,7 +52,7 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
         return Verdict(
             tone="warn",
             headline=f"Should fit: {size(peak)} simulated for a budget of {budget}",
-            why=f"{spare} to spare. Not measured yet: `lowtide verify` runs it and compares.",
+            why=f"{spare} to spare. Not measured yet: lowtide verify runs it and compares.",
         )
     return Verdict(
         tone="good",
@@ -100,7 +100,7 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
 
 def _exactness(measurement: Measurement | None) -> Tile:
     if measurement is None or measurement.exact is None:
-        return Tile(label="Results", value="not compared", note="`lowtide verify` compares", tone="warn")
+        return Tile(label="Results", value="not compared", note="lowtide verify compares", tone="warn")
     if measurement.exact:
         return Tile(
             label="Results", value="exact", note="equal to the plain step to the last bit", tone="good"

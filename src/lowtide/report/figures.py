@@ -4,7 +4,7 @@ Figures are made without pyplot, so that no window, backend or setting of the ca
 """
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +22,30 @@ _TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 def new_figure(title: str, *, width: float = 9, height: float = 4.5) -> tuple["Figure", "Axes"]:
     """An empty figure with one axes. LowtideError where matplotlib is not installed."""
+    figure, panels = new_panels(title, (1,), width=width, height=height)
+    return figure, panels[0]
+
+
+def new_panels(
+    title: str, heights: Sequence[float], *, width: float = 9, height: float = 4.5
+) -> tuple["Figure", list["Axes"]]:
+    """Axes above each other with one horizontal axis; `heights` are their relative heights."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise LowtideError("plots need matplotlib: pip install lowtide[plots]") from error
     figure = Figure(figsize=(width, height), facecolor="white")
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=18)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(MUTED)
-    axes.tick_params(colors=MUTED, labelsize=9)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    return figure, axes
+    grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=list(heights))
+    panels: list[Axes] = [row[0] for row in grid]
+    panels[0].set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=18)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(MUTED)
+        axes.tick_params(colors=MUTED, labelsize=9)
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
 def byte_unit(largest: float) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowtide.facts import Activation, Decision, Region, Solution, Step
+from lowtide.report import words
 from lowtide.report.embed import pack_integers, pack_strings
 from lowtide.report.palette import COLOURS, LABELS, STACK
 from lowtide.report.records import TradeoffPoint
@@ -45,7 +46,7 @@ def _timeline(step: Step, before: Timeline, after: Timeline | None) -> dict[str,
         "names": [node.name for node in nodes],
         "ops": pack_strings([node.op for node in nodes]),
         "modules": pack_strings([node.module for node in nodes]),
-        "sources": pack_strings([node.source for node in nodes]),
+        "sources": pack_strings([words.short_source(node.source) for node in nodes]),
         "regions": pack_integers(regions.index(node.region) for node in nodes),
         "region_names": [str(region) for region in regions],
         "plain_ns": pack_integers(round(node.seconds * 1e9) for node in nodes),

@@ -4,7 +4,10 @@ All of them are plain frozen records, so that any command can fill them and any 
 report can be left out. None stands for "not measured"; it is never shown as a number.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from lowtide.facts import Action, Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,19 @@ class TradeoffPoint:
     recomputed: tuple[str, ...] = ()
     measured_peak_bytes: int | None = None
     measured_overhead: float | None = None
+
+
+def tradeoff_points(solutions: Iterable[Solution]) -> list[TradeoffPoint]:
+    """The points of a curve, by falling peak. Budgets that gave the same plan give one point."""
+    points = {
+        (solution.peak_bytes, solution.recompute_seconds): TradeoffPoint(
+            peak_bytes=solution.peak_bytes,
+            recompute_seconds=solution.recompute_seconds,
+            recomputed=tuple(d.name for d in solution.decisions if d.action is Action.RECOMPUTE),
+        )
+        for solution in solutions
+    }
+    return sorted(points.values(), key=lambda point: (-point.peak_bytes, point.recompute_seconds))
 
 
 def relative_increase(before: float | None, after: float | None) -> float | None:

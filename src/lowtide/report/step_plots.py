@@ -15,6 +15,7 @@ from lowtide.report.figures import (
     label_axes,
     legend,
     new_figure,
+    new_panels,
     time_unit,
     write_beside,
 )
@@ -50,21 +51,20 @@ def plot_node_seconds(step: Step) -> "Figure":
 
 def plot_node_memory(step: Step, timeline: Timeline) -> "Figure":
     """Bytes held while each node of the plain step runs, and the part it reads, makes or needs itself."""
-    figure, axes = new_figure("Memory while each op runs (simulated)")
-    unit, scale = byte_unit(timeline.peak_bytes)
-    own = np.array([active_bytes(step, step.nodes[rank]) for rank in timeline.order]) / scale
+    figure, (whole, part) = new_panels("Memory while each op runs (simulated)", (3, 2), height=5.5)
+    own = np.array([active_bytes(step, step.nodes[rank]) for rank in timeline.order])
     positions = np.arange(len(timeline.order))
-    axes.step(
-        positions, timeline.bytes_held / scale, where="post", color=palette.AFTER, lw=1.4, label="all held"
-    )
-    axes.fill_between(
-        positions, own, step="post", color=palette.COLOURS[palette.STACK[-2]], lw=0, label="the op's own"
-    )
-    _mark_regions(axes, step, timeline.order)
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(0, len(timeline.order))
-    label_axes(axes, "rank of the op", f"bytes ({unit})")
-    legend(axes)
+    for axes, held, label, colour in (
+        (whole, timeline.bytes_held, "all held", palette.AFTER),
+        (part, own, "the op's own", palette.RECOMPUTE),
+    ):
+        unit, scale = byte_unit(float(held.max(initial=0)))
+        axes.vlines(positions, 0, held / scale, colors=colour, lw=0.6, rasterized=_is_dense(positions))
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(f"{label} ({unit})", color=MUTED, fontsize=10)
+    _mark_regions(whole, step, timeline.order)
+    whole.set_xlim(0, len(timeline.order))
+    part.set_xlabel("rank of the op", color=MUTED, fontsize=10)
     return figure
 
 

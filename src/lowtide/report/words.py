@@ -1,5 +1,7 @@
 """How numbers are written in the page and on the plots."""
 
+import re
+
 from markupsafe import Markup
 
 UNKNOWN = "–"
@@ -20,6 +22,11 @@ def size(nbytes: int | None) -> str:
 def breakable(name: str) -> Markup:
     """A dotted name, escaped, that may wrap after its dots."""
     return Markup(".<wbr>").join(name.split("."))
+
+
+def short_source(source: str) -> str:
+    """A source line without the folder that an installed package happens to stand in."""
+    return re.sub(r"^.*/(?:site|dist)-packages/", "", source)
 
 
 def percent(share: float | None) -> str:

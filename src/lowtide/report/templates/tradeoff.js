@@ -47,7 +47,7 @@ addEventListener("DOMContentLoaded", () => {
   const height = () => (innerWidth < 700 ? 240 : 300);
   const dots = (size) => ({ show: true, size, fill: (u, i) => Theme.colour(i === 1 ? "--accent" : "--card") });
   const chart = new uPlot({
-    width: box.clientWidth, height: height(), padding: [14, 16, 0, 0], legend: { show: false },
+    width: box.clientWidth, height: height(), padding: [14, 30, 0, 0], legend: { show: false },
     scales: { x: { time: false, range: () => [xs[0] - margin, xs.at(-1) + margin] }, y: { range: () => [-top * 0.06, top] } },
     cursor: { drag: { x: false, y: false }, points: { show: false } },
     series: [
@@ -90,6 +90,7 @@ addEventListener("DOMContentLoaded", () => {
     const kept = [...from.recomputed].filter((i) => !at.recomputed.has(i));
     const than = index + 1 < points.length ? "in the next plan with more memory" : "in the plain step";
     fill(byId("tradeoff-added"), byId("tradeoff-added-head"), added, `Recomputed here, kept ${than}`);
+    byId("tradeoff-same").hidden = added.length + kept.length > 0 || index + 1 === points.length;
     fill(byId("tradeoff-kept"), byId("tradeoff-kept-head"), kept, `Kept here, recomputed ${than}`);
     chart.redraw(false);
   };
