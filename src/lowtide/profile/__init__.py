@@ -7,14 +7,18 @@ Two ways: `profile_calls` times every distinct op alone, on random data, in litt
 from lowtide.profile.cache import CostCache
 from lowtide.profile.calls import OpCall, OpCost, call_of, signature
 from lowtide.profile.device import Device, device_for
-from lowtide.profile.ops import profile_calls, scaled_cost
+from lowtide.profile.ops import cost_by_bytes, profile_calls, scaled_cost
+from lowtide.profile.run import GraphProfiler, NodeRun
 
 __all__ = [
     "CostCache",
     "Device",
+    "GraphProfiler",
+    "NodeRun",
     "OpCall",
     "OpCost",
     "call_of",
+    "cost_by_bytes",
     "device_for",
     "profile_calls",
     "scaled_cost",
