@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Schedule, Solution, Step
@@ -35,109 +36,102 @@ class Floor:
     hint: str
 
 
-class _Desk:
-    """What is worked out once for a step and serves every budget."""
+class Desk:
+    """Plans for one step. What serves every budget is worked out once, when first needed."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.table = make_table(step)
         self.plain = simulate(step, plain_order(step))
-        self._archive: Archive | None = None
-        self._prefixes: list[mu_two.Prefix] | None = None
 
-    @property
+    @cached_property
     def archive(self) -> Archive:
-        if self._archive is None:
-            self._archive = auto.build_archive(self.table, self.prefixes)
-        return self._archive
+        return auto.build_archive(self.table, self.prefixes)
 
-    @property
+    @cached_property
     def prefixes(self) -> list[mu_two.Prefix]:
-        if self._prefixes is None:
-            self._prefixes = mu_two.policy(self.table)
-        return self._prefixes
+        return mu_two.policy(self.table)
 
     def timeline(self, plan: Plan) -> Timeline:
         runs = Runs(self.table)
         runs.go_to(plan)
         return simulate(self.step, runs.order())
 
+    def floor(self) -> Floor:
+        """The lowest reachable peak. `solve` with exactly this budget succeeds."""
+        timeline = self.timeline(self.archive.entries[0].plan)
+        hint = floor_hint(self.step, timeline)
+        return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
 
-_desks: list[_Desk] = []
+    def solve(self, *, budget_bytes: int, planner: str = "auto") -> Solution:
+        """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
 
+        BudgetTooSmall when it finds none; then its `floor_bytes` is the lowest peak this planner
+        reaches.
+        """
+        if planner not in PLANNERS:
+            raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
+        plan: Plan | None
+        if planner == "auto":
+            entry = self.archive.best(budget_bytes)
+            plan = None if entry is None else entry.plan
+        elif planner == "mu-two":
+            plan = _first_prefix(self, budget_bytes)
+        else:
+            plan = BASELINES[planner](self.table)
+        timeline = None if plan is None else self.timeline(plan)
+        if timeline is None or timeline.peak_bytes > budget_bytes:
+            raise _too_small(self, planner, budget_bytes, timeline)
+        return Solution(
+            planner=planner,
+            fingerprint=self.step.fingerprint,
+            budget_bytes=budget_bytes,
+            peak_bytes=timeline.peak_bytes,
+            peak_node=timeline.peak_node,
+            baseline_peak_bytes=self.plain.peak_bytes,
+            floor_bytes=self.archive.entries[0].peak_bytes,
+            step_seconds=self.plain.seconds,
+            recompute_seconds=timeline.recompute_seconds,
+            decisions=decide(self.step, plain=self.plain, planned=timeline, budget_bytes=budget_bytes),
+            schedule=Schedule(order=timeline.order),
+            graphs=graph_schedules(self.step, timeline.order),
+            identity=self.step.identity,
+            reserve=reserve(self.step),
+        )
 
-def _desk(step: Step) -> _Desk:
-    """The desk of this very step; the last two are kept, since an archive takes seconds to build."""
-    for desk in _desks:
-        if desk.step is step:
-            return desk
-    _desks.append(_Desk(step))
-    del _desks[:-2]
-    return _desks[-1]
+    def tradeoff(self, *, points: int = 50) -> list[Solution]:
+        """The curve of `auto`: a plan for each of `points` budgets, from the plain peak to the floor."""
+        if points < 1:
+            raise LowtideError(f"a curve needs at least one point, not {points}")
+        high, low = self.plain.peak_bytes, self.archive.entries[0].peak_bytes
+        budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
+        return [self.solve(budget_bytes=budget) for budget in budgets]
 
 
 def floor(step: Step) -> Floor:
-    """The lowest reachable peak. `solve` with exactly this budget succeeds."""
-    desk = _desk(step)
-    timeline = desk.timeline(desk.archive.entries[0].plan)
-    return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=floor_hint(step, timeline))
+    """The lowest reachable peak of a step."""
+    return Desk(step).floor()
 
 
 def solve(step: Step, *, budget_bytes: int, planner: str = "auto") -> Solution:
-    """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
-
-    BudgetTooSmall when it finds none; then its `floor_bytes` is the lowest peak this planner reaches.
-    """
-    if planner not in PLANNERS:
-        raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
-    desk = _desk(step)
-    if planner == "auto":
-        entry = desk.archive.best(budget_bytes)
-        plan = None if entry is None else entry.plan
-    elif planner == "mu-two":
-        plan = _first_prefix(desk, budget_bytes)
-    else:
-        plan = BASELINES[planner](desk.table)
-    timeline = None if plan is None else desk.timeline(plan)
-    if timeline is None or timeline.peak_bytes > budget_bytes:
-        raise _too_small(desk, planner, budget_bytes, timeline)
-    return Solution(
-        planner=planner,
-        fingerprint=step.fingerprint,
-        budget_bytes=budget_bytes,
-        peak_bytes=timeline.peak_bytes,
-        peak_node=timeline.peak_node,
-        baseline_peak_bytes=desk.plain.peak_bytes,
-        floor_bytes=desk.archive.entries[0].peak_bytes,
-        step_seconds=desk.plain.seconds,
-        recompute_seconds=timeline.recompute_seconds,
-        decisions=decide(step, plain=desk.plain, planned=timeline, budget_bytes=budget_bytes),
-        schedule=Schedule(order=timeline.order),
-        graphs=graph_schedules(step, timeline.order),
-        identity=step.identity,
-        reserve=reserve(step),
-    )
+    """One plan; for several budgets of the same step, keep a `Desk`."""
+    return Desk(step).solve(budget_bytes=budget_bytes, planner=planner)
 
 
 def tradeoff(step: Step, *, points: int = 50) -> list[Solution]:
-    """The curve of `auto`: a plan for each of `points` budgets, from the plain peak down to the floor."""
-    if points < 1:
-        raise LowtideError(f"a curve needs at least one point, not {points}")
-    desk = _desk(step)
-    high, low = desk.plain.peak_bytes, desk.archive.entries[0].peak_bytes
-    budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
-    return [solve(step, budget_bytes=budget) for budget in budgets]
+    """The curve of `auto` for a step."""
+    return Desk(step).tradeoff(points=points)
 
 
-def _first_prefix(desk: _Desk, budget_bytes: int) -> Plan | None:
+def _first_prefix(desk: Desk, budget_bytes: int) -> Plan | None:
     for last, prefix in enumerate(desk.prefixes):
         if prefix.peak_bytes <= budget_bytes:
             return mu_two.plan_of(desk.table, desk.prefixes, last)
     return None
 
 
-def _too_small(desk: _Desk, planner: str, budget_bytes: int, timeline: Timeline | None) -> BudgetTooSmall:
-    lowest = floor(desk.step)
+def _too_small(desk: Desk, planner: str, budget_bytes: int, timeline: Timeline | None) -> BudgetTooSmall:
+    lowest = desk.floor()
     if planner == "auto":
         return BudgetTooSmall(
             budget_bytes=budget_bytes, floor_bytes=lowest.floor_bytes, node=lowest.node, hint=lowest.hint

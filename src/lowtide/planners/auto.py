@@ -12,8 +12,8 @@ counts of moves, never of time, so that the same step always gives the same arch
 
 from lowtide.planners import baselines, mu_two
 from lowtide.planners.archive import Archive
-from lowtide.planners.descent import descend, trim
-from lowtide.planners.moves import View, delay
+from lowtide.planners.descent import climb, descend, trim
+from lowtide.planners.moves import delay
 from lowtide.planners.runs import Runs
 from lowtide.planners.table import Table
 
@@ -86,8 +86,7 @@ def _climb(archive: Archive, runs: Runs, limit: int) -> None:
     """Record what merging gives between here and `limit`, and come back."""
     runs.journal.clear()
     start = runs.peak_bytes()
-    for part in range(1, 5):
-        trim(runs, start + (limit - start) * part // 4)
+    for _ in climb(runs, [start + (limit - start) * part // 4 for part in range(1, 5)]):
         archive.record(runs)
     runs.rollback(0)
 
@@ -105,10 +104,9 @@ def _cut_plans(table: Table) -> list[frozenset[tuple[int, int]]]:
 def _walk_up(archive: Archive, runs: Runs, plan: frozenset[tuple[int, int]], targets: list[int]) -> None:
     runs.go_to(plan)
     delay(runs, 0)
-    archive.record(runs)
-    lowest = runs.peak_bytes()
-    if View(runs, targets[0]).excess_bytes:
+    if not archive.record(runs):
         return
+    lowest = runs.peak_bytes()
     for target in reversed(targets):
         if target >= lowest:
             trim(runs, target)

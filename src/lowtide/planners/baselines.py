@@ -36,7 +36,14 @@ def every_block(table: Table) -> Plan:
             if read < len(forward) and blocks[read] != blocks[node.rank]
         }
         plans[lazy_plan(table, kept)] = None
-    return min(plans, key=lambda plan: peak_of(table, plan))
+    if len(plans) == 1:
+        return next(iter(plans))
+    runs = Runs(table)
+    peaks: dict[Plan, int] = {}
+    for plan in plans:
+        runs.go_to(plan)
+        peaks[plan] = runs.peak_bytes()
+    return min(plans, key=peaks.__getitem__)
 
 
 def _numbers(node: Node) -> list[int]:
@@ -67,12 +74,14 @@ def cut_plan(table: Table, num_cuts: int) -> Plan:
     kept: set[int] = set()
     if num_cuts < 1 or not total:
         return lazy_plan(table, kept)
-    widths = crossing_bytes(table)
+    lives = _forward_lives(table)
+    widths = _crossing_bytes(table, lives)
     shares = [seen / total * (num_cuts + 1) for seen in accumulate(made[:-1])]
     for cut in range(1, num_cuts + 1):
         near = range(bisect_left(shares, cut - 0.25), bisect_right(shares, cut + 0.25))
         if near:
-            kept |= crossing(table, min(near, key=lambda rank: (widths[rank], abs(shares[rank] - cut), rank)))
+            at = min(near, key=lambda rank: (widths[rank], abs(shares[rank] - cut), rank))
+            kept |= {storage for storage, first, last in lives if first <= at < last}
     return lazy_plan(table, kept)
 
 
@@ -91,24 +100,10 @@ def _forward_lives(table: Table) -> list[tuple[int, int, int]]:
     return [(storage, rank, last.get(storage, rank)) for storage, rank in first.items()]
 
 
-def crossing_bytes(table: Table) -> list[int]:
+def _crossing_bytes(table: Table, lives: list[tuple[int, int, int]]) -> list[int]:
     """For each forward rank, the bytes that later forward nodes read of what was made up to it."""
-    change = [0] * (table.first_backward + 1)
-    for storage, first, last in _forward_lives(table):
+    change = [0] * table.first_backward
+    for storage, first, last in lives:
         change[first] += table.step.storages[storage].nbytes
         change[last] -= table.step.storages[storage].nbytes
-    widths, width = [], 0
-    for step_change in change[:-1]:
-        width += step_change
-        widths.append(width)
-    return widths
-
-
-def crossing(table: Table, rank: int) -> set[int]:
-    return {storage for storage, first, last in _forward_lives(table) if first <= rank < last}
-
-
-def peak_of(table: Table, plan: Plan) -> int:
-    runs = Runs(table)
-    runs.go_to(plan)
-    return runs.peak_bytes()
+    return list(accumulate(change))

@@ -1,5 +1,6 @@
 """Walk a plan below a target: evict what costs least per byte of excess, then merge what fits back."""
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from lowtide.planners.moves import (
@@ -25,14 +26,16 @@ def score(eviction: Eviction) -> float:
     return (max(eviction.seconds, 0.0) + TINY_SECONDS) / eviction.gain
 
 
-def descend(runs: Runs, target: int, *, max_moves: int) -> bool:
+def descend(runs: Runs, target: int, *, max_moves: int, banned: int = -1) -> bool:
     """Evict until every slot fits into `target`; False when nothing helps any more.
+
+    Storage `banned` is not evicted.
 
     Scores of the heap go stale as the plan changes; a popped one is estimated anew before use.
     """
     view = View(runs, target)
     least_bytes = int(view.excess.max(initial=0)) // SMALLEST_PART
-    heap = _candidates(runs, view, least_bytes=least_bytes)
+    heap = _candidates(runs, view, least_bytes=least_bytes, banned=banned)
     number = len(heap)
     moved = False
     while view.excess_bytes and max_moves:
@@ -40,7 +43,7 @@ def descend(runs: Runs, target: int, *, max_moves: int) -> bool:
             if not moved and not least_bytes:
                 return False
             least_bytes = least_bytes if moved else 0
-            heap = _candidates(runs, view, least_bytes=least_bytes)
+            heap = _candidates(runs, view, least_bytes=least_bytes, banned=banned)
             number, moved = len(heap), False
             continue
         old_score, _, block = heappop(heap)
@@ -66,14 +69,13 @@ def descend(runs: Runs, target: int, *, max_moves: int) -> bool:
     return not view.excess_bytes
 
 
-def _candidates(runs: Runs, view: View, *, least_bytes: int) -> list[tuple[float, int, Block]]:
+def _candidates(runs: Runs, view: View, *, least_bytes: int, banned: int) -> list[tuple[float, int, Block]]:
     heap: list[tuple[float, int, Block]] = []
-    for mine in runs.held.values():
-        for block in mine.values():
-            if block.nbytes >= least_bytes and mine is runs.held[block.start]:
-                eviction = best_eviction(runs, view, block)
-                if eviction is not None:
-                    heap.append((score(eviction), len(heap), block))
+    for block in (*runs.forward_blocks, *copies(runs)):
+        if block.nbytes >= least_bytes and block.storage != banned:
+            eviction = best_eviction(runs, view, block)
+            if eviction is not None:
+                heap.append((score(eviction), len(heap), block))
     heapify(heap)
     return heap
 
@@ -92,17 +94,58 @@ def _offer_new_blocks(
 
 
 def trim(runs: Runs, target: int) -> None:
-    """Merge back every copy that fits, the dearest per byte first."""
+    """Merge back every copy that fits into `target`, the dearest per byte first."""
+    _merge_what_fits(runs, target, dearest_copies(runs))
+
+
+def climb(runs: Runs, targets: list[int]) -> Iterator[int]:
+    """`trim` to rising targets, yielding after each."""
+    left = dearest_copies(runs)
+    for target in targets:
+        left = _merge_what_fits(runs, target, left)
+        yield target
+
+
+def dearest_copies(runs: Runs) -> list[Block]:
     found = [(merge_seconds(runs, b) / (b.nbytes + 1), i, b) for i, b in enumerate(copies(runs))]
     found.sort(key=lambda item: (-item[0], item[1]))
+    return [block for _, _, block in found]
+
+
+def _merge_what_fits(runs: Runs, target: int, blocks: list[Block]) -> list[Block]:
+    """Those of `blocks` that did not fit."""
     view = View(runs, target)
-    for _, _, block in found:
-        if is_live(runs, block) and may_merge(runs, view, block):
-            mark = len(runs.journal)
-            seconds = runs.recompute_seconds
-            merge(runs, block)
-            after = View(runs, target)
-            if after.excess_bytes > view.excess_bytes or runs.recompute_seconds > seconds:
-                runs.rollback(mark)
-            else:
-                view = after
+    left: list[Block] = []
+    for block in blocks:
+        if not is_live(runs, block):
+            continue
+        if not may_merge(runs, view, block):
+            left.append(block)
+            continue
+        mark = len(runs.journal)
+        seconds = runs.recompute_seconds
+        merge(runs, block)
+        after = View(runs, target)
+        if after.excess_bytes > view.excess_bytes or runs.recompute_seconds > seconds:
+            runs.rollback(mark)
+            left.append(block)
+        else:
+            view = after
+    return left
+
+
+def refine(runs: Runs, target: int, *, tries: int, max_moves: int = 40) -> None:
+    """Give one dear recompute up after another, and fit again without it if that is cheaper."""
+    tried: set[tuple[int, int]] = set()
+    for _ in range(tries):
+        block = next((b for b in dearest_copies(runs) if (b.storage, b.start) not in tried), None)
+        if block is None:
+            return
+        tried.add((block.storage, block.start))
+        mark, seconds = len(runs.journal), runs.recompute_seconds
+        merge(runs, block)
+        fits = descend(runs, target, max_moves=max_moves, banned=block.storage)
+        if fits:
+            trim(runs, target)
+        if not fits or runs.recompute_seconds >= seconds * (1 - 1e-9):
+            runs.rollback(mark)

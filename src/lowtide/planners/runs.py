@@ -54,6 +54,12 @@ class Runs:
             self._hold(self.runs[rank][0])
         for block in {id(b): b for mine in self.held.values() for b in mine.values()}.values():
             self._update_end(block)
+        self.forward_blocks = [
+            block
+            for rank in range(table.first_backward)
+            for block in self.held[self.runs[rank][0]].values()
+            if block.start == self.runs[rank][0] and not block.pinned and block.nbytes
+        ]
 
     # -- what a plan is asked for
 
