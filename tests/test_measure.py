@@ -11,7 +11,7 @@ from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, LowtideE
 from lowtide.measure import measure_here, measure_step, static_bytes, train_step
 from lowtide.measure.clock import Timing, time_steps
 from lowtide.measure.fresh import run_fresh
-from lowtide.measure.peak import can_measure_resident, profiler_peak
+from lowtide.measure.peak import can_measure_resident, peak_above_start
 from lowtide.measure.step import call, loss_of, tensors_in
 from lowtide.targets import Target, TargetSpec, load_target
 
@@ -39,7 +39,7 @@ def raise_here(text):
 # peak
 
 
-def test_profiler_peak_is_the_largest_sum_held_at_once():
+def test_the_peak_is_the_largest_sum_held_at_once():
     def step():
         first = torch.empty(10 * FLOATS_PER_MIB)
         del first
@@ -48,17 +48,17 @@ def test_profiler_peak_is_the_largest_sum_held_at_once():
         del second, third
         return torch.empty(FLOATS_PER_MIB)
 
-    assert profiler_peak(step) == 10 * MIB
+    assert peak_above_start(step) == 10 * MIB
 
 
-def test_profiler_peak_is_above_what_was_there():
+def test_what_was_there_does_not_count():
     held = [torch.empty(5 * FLOATS_PER_MIB)]
-    assert profiler_peak(lambda: held.append(torch.empty(7 * FLOATS_PER_MIB))) == 7 * MIB
+    assert peak_above_start(lambda: held.append(torch.empty(7 * FLOATS_PER_MIB))) == 7 * MIB
 
 
-def test_profiler_peak_sees_inside_ops():
+def test_the_peak_is_seen_inside_ops():
     value = torch.randn(FLOATS_PER_MIB)
-    assert profiler_peak(lambda: torch.nn.functional.gelu(value).sum()) >= MIB
+    assert peak_above_start(lambda: torch.nn.functional.gelu(value).sum()) >= MIB
 
 
 # step
@@ -127,9 +127,7 @@ def test_tensors_are_found_in_order():
 
 def test_the_profiler_prints_nothing():
     # In a process of its own: the profiler's library reads its settings once.
-    code = (
-        "import torch; from lowtide.measure.peak import profiler_peak; profiler_peak(lambda: torch.ones(3))"
-    )
+    code = "import torch, lowtide.measure.peak as peak; peak.peak_above_start(lambda: torch.ones(3))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout + run.stderr == ""
 

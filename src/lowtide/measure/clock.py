@@ -1,11 +1,12 @@
 """Time of a step: warm-up, then every run by itself, synchronised."""
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from lowtide.profile.device import device_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,9 @@ def time_steps(
     for _ in range(warm_up):
         for step in steps.values():
             step()
+    clock = device_for(device)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(runs):
         for name, step in steps.items():
-            _synchronise(device)
-            start = time.perf_counter()
-            step()
-            _synchronise(device)
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock.timed(step)[1].seconds)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -6,46 +6,27 @@ what the kernel saw of the whole process. On CUDA the allocator itself keeps the
 """
 
 import gc
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from lowtide.profile.device import device_for
+
+CPU = torch.device("cpu")
 RESIDENT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 """With these, glibc returns memory to the kernel when it is freed, so that residence follows use."""
 
 
-def peak_above_start(step: Callable[[], object], *, device: torch.device) -> int:
-    """Peak bytes that torch holds on `device` during `step()`, above those held before it."""
-    return cuda_peak(step, device=device) if device.type == "cuda" else profiler_peak(step)
+def peak_above_start(step: Callable[[], object], *, device: torch.device = CPU) -> int:
+    """Peak bytes that torch holds on `device` during `step()`, above those held before it.
 
-
-def profiler_peak(step: Callable[[], object]) -> int:
-    """Peak of the running sum of torch's CPU allocations and frees, by torch's profiler.
-
-    It does not see a block freed that was there before the start: such a step is measured too high.
+    torch's profiler on the CPU, which does not see a block freed that was there before the start: a
+    step that frees such blocks is measured too high. On CUDA, the allocator's own count.
     """
     gc.collect()
-    with (
-        _quiet_kineto(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run,
-    ):
-        step()
-    assert run.profiler is not None and run.profiler.kineto_results is not None
-    events = [
-        (event.start_ns(), event.nbytes())
-        for event in run.profiler.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type().name == "CPU"
-    ]
-    events.sort(key=lambda event: event[0])  # stable: events of one nanosecond stay in their order
-    held = peak = 0
-    for _, nbytes in events:
-        held += nbytes
-        peak = max(peak, held)
-    return peak
+    return device_for(device).measured(step)[1]
 
 
 def can_measure_resident() -> bool:
@@ -64,31 +45,6 @@ def resident_peak(step: Callable[[], object]) -> int:
     before = _status_bytes("VmRSS")
     step()
     return _status_bytes("VmHWM") - before
-
-
-def cuda_peak(step: Callable[[], object], *, device: torch.device) -> int:
-    """Growth of the CUDA allocator's peak during `step()`."""
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-@contextmanager
-def _quiet_kineto() -> Iterator[None]:
-    """Without this the profiler's library writes two lines to stderr, past Python."""
-    variable = "KINETO_LOG_LEVEL"
-    if variable in os.environ:
-        yield
-        return
-    os.environ[variable] = "99"
-    try:
-        yield
-    finally:
-        del os.environ[variable]
 
 
 def _status_bytes(field: str) -> int:
