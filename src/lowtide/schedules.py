@@ -10,7 +10,9 @@ IN_NO_GRAPH = ("placeholder", "output")
 
 
 def graph_schedules(step: Step, order: Sequence[int]) -> tuple[Graph, ...]:
-    """The step's graphs with the schedule that `order` gives each of them."""
+    """The step's graphs with the schedule that `order` gives each of them; none for an abstract step."""
+    if not step.graphs:
+        return ()
     position: dict[int, int] = {}
     counts = [0] * len(step.graphs)
     for region in (Region.FORWARD, Region.BACKWARD):

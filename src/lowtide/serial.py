@@ -134,7 +134,13 @@ def _rows(table: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
     return tuple(
-        Graph(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+        Graph(
+            fingerprint=row["fingerprint"],
+            in_model=row["in_model"],
+            returned=tuple(row["returned"]),
+            missing=tuple(row["missing"]),
+            schedule=tuple(row["schedule"]),
+        )
         for row in _rows(table)
     )
 

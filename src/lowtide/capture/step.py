@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture import recipes
 from lowtide.capture.analyse import Analysis, Place, analyse
-from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.identity import identify
+from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.segments import Segment, Trace, name_tensors, trace
 from lowtide.errors import CaptureError
 from lowtide.facts import Graph, How, Kind, Region, Step
@@ -66,38 +66,52 @@ def capture(
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
     traced = trace(model, args, kwargs, loss=loss)
-    analysis = analyse(traced)
-    _add_unread(analysis, model, (args, kwargs))
+    return captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+
+
+def captured_step(
+    analysis: Analysis,
+    traced: Trace,
+    model: nn.Module,
+    *,
+    batch: Any = (),
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Captured:
+    """Facts and ops of analysed graphs, with all else that the step holds."""
+    _add_unread(analysis, model, batch)
     calls = {
         rank: _call(place.node) for rank, place in analysis.places.items() if place.node.op == "call_function"
     }
     if optimizer is not None:
         _check_parameters(optimizer, model)
         _add_optimizer(analysis, trace_optimizer(optimizer, model, analysis.gradients), calls)
+    step = Step(
+        nodes=tuple(analysis.nodes),
+        storages=tuple(analysis.storages),
+        fingerprint="+".join(segment.fingerprint for segment in analysis.segments),
+        device=_device(model),
+        notes=_notes(traced),
+        graphs=_graphs(analysis, traced),
+        identity=identify(model, batch),
+    )
     return Captured(
-        step=Step(
-            nodes=tuple(analysis.nodes),
-            storages=tuple(analysis.storages),
-            fingerprint="+".join(segment.fingerprint for segment in analysis.segments),
-            device=_device(model),
-            notes=_notes(traced),
-            graphs=tuple(
-                Graph(
-                    fingerprint=segment.fingerprint,
-                    in_model=index < traced.num_model_runs,
-                    returned=tuple(sorted(output for run, output in traced.returned if run == index)),
-                    missing=tuple(sorted(missing)),
-                )
-                for index, (segment, missing) in enumerate(
-                    zip(analysis.segments, analysis.missing, strict=True)
-                )
-            ),
-            identity=identify(model, (args, kwargs)),
-        ),
+        step=step,
         calls=calls,
         recipe_calls=_recipe_calls(analysis),
         places=analysis.places,
         segments=analysis.segments,
+    )
+
+
+def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
+    return tuple(
+        Graph(
+            fingerprint=segment.fingerprint,
+            in_model=index < traced.num_model_runs,
+            returned=tuple(sorted(output for run, output in traced.returned if run == index)),
+            missing=tuple(sorted(missing)),
+        )
+        for index, (segment, missing) in enumerate(zip(analysis.segments, analysis.missing, strict=True))
     )
 
 

@@ -1,0 +1,69 @@
+"""Fill a captured step with the measured time and inner memory of every op."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from lowtide.capture.step import Call, Captured, with_costs
+from lowtide.facts import Step
+from lowtide.profiling.cache import CostCache
+from lowtide.profiling.calls import OpCall, OpCost, signature
+from lowtide.profiling.device import device_for
+from lowtide.profiling.ops import profile_calls, scaled_cost
+
+MEMORY_LIMIT_BYTES = 1 << 30
+
+Known = dict[str, tuple[OpCall, OpCost]]
+"""Costs by signature, with the call each was measured for."""
+
+
+def measure_costs(
+    captured: Captured,
+    *,
+    memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+    use_cache: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Step, Known]:
+    """Time every distinct op alone; never holds more than `memory_limit_bytes`."""
+    device = device_for(torch.device(captured.step.device))
+    calls = _calls(captured)
+    costs = profile_calls(
+        list(calls.values()),
+        memory_limit_bytes=memory_limit_bytes,
+        cache=CostCache(device) if use_cache else None,
+        progress=progress,
+    )
+    known = {signature(call): (call, cost) for call, cost in zip(calls.values(), costs, strict=True)}
+    step = _fill(captured, dict(zip(calls, costs, strict=True)))
+    return replace(step, copy_bytes_per_second=device.copy_bytes_per_second()), known
+
+
+def estimate_costs(captured: Captured, known: Known) -> Step:
+    """Costs from ops that were measured before, scaled where the shape is new; measures nothing."""
+    costs = {}
+    for key, call in _calls(captured).items():
+        name = signature(call)
+        costs[key] = known[name][1] if name in known else scaled_cost(call, known)
+    return _fill(captured, costs)
+
+
+def _calls(captured: Captured) -> dict[tuple[int, bool], OpCall]:
+    """Every op by rank and whether it is the recipe's."""
+    found = {(rank, False): _op_call(call) for rank, call in captured.calls.items()}
+    return found | {(rank, True): _op_call(call) for rank, call in captured.recipe_calls.items()}
+
+
+def _op_call(call: Call) -> OpCall:
+    return OpCall(call.target, call.args, call.kwargs)
+
+
+def _fill(captured: Captured, costs: dict[tuple[int, bool], OpCost]) -> Step:
+    def of(again: bool) -> dict[int, tuple[float, int, bool]]:
+        return {
+            rank: (cost.seconds, cost.workspace_bytes, cost.estimated)
+            for (rank, is_recipe), cost in costs.items()
+            if is_recipe is again
+        }
+
+    return with_costs(captured.step, of(False), of(True))

@@ -1,0 +1,92 @@
+"""A plan: what each activation's fate is, and how to put it to work."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowtide.errors import PlanMismatch
+from lowtide.facts import Decision, Solution
+from lowtide.serial import load_json, save_json, solution_from_dict, solution_to_dict
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.costing import Known
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which activations to keep and which to recompute; made by `Profile.plan`.
+
+    Peaks are predicted; `lowtide.verify` measures them.
+    """
+
+    solution: Solution
+    known: "Known | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def planner(self) -> str:
+        return self.solution.planner
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.solution.budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The planned step's predicted peak."""
+        return self.solution.peak_bytes
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """The plain step's predicted peak."""
+        return self.solution.baseline_peak_bytes
+
+    @property
+    def recompute_seconds(self) -> float:
+        return self.solution.recompute_seconds
+
+    @property
+    def overhead(self) -> float:
+        """Recompute time as a fraction of the plain step's time."""
+        return self.solution.overhead
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """One row per activation."""
+        return self.solution.decisions
+
+    def apply(self, model: "nn.Module") -> "nn.Module":
+        """Let `model` train by this plan, in place; returns the same object.
+
+        Another batch shape gets a plan of its own for the same budget when it first comes.
+        """
+        from lowtide.apply import apply_plan
+
+        return apply_plan(self, model)
+
+    def to_csv(self, folder: str | Path) -> list[Path]:
+        """Write `ac_decisions.csv`."""
+        from lowtide.report.csvs import write_decisions
+
+        return [write_decisions(Path(folder) / "ac_decisions.csv", self.decisions)]
+
+    def save(self, path: str | Path) -> None:
+        """Write a `plan.json` that `lowtide.load_plan` reads; the same plan gives the same bytes."""
+        save_json(Path(path), solution_to_dict(self.solution))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """A plan from `plan.json`."""
+    return Plan(solution_from_dict(load_json(Path(path))))
+
+
+def check_identity(plan: Plan, found: tuple[tuple[str, str], ...]) -> None:
+    """Refuse a plan that was made for something else, saying what differs."""
+    made_for = dict(plan.solution.identity)
+    for what, value in found:
+        if made_for.get(what, value) != value:
+            raise PlanMismatch(
+                f"this plan is for another {what}: it was made for '{made_for[what]}', here is '{value}'. "
+                "Profile and plan this one"
+            )

@@ -1,0 +1,93 @@
+"""A profiled training step, and what can be asked of it."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowtide.activations import activations
+from lowtide.facts import Activation, Node, Step
+from lowtide.planners import Desk
+from lowtide.plans import Plan
+from lowtide.serial import load_step, save_step
+from lowtide.simulate import Timeline, plain_order, simulate
+from lowtide.sizes import parse_budget
+
+if TYPE_CHECKING:
+    from lowtide.costing import Known
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the memory and the time of one training step go; made by `lowtide.profile`.
+
+    All bytes are predicted from the captured graphs; `seconds` are measured op by op.
+    """
+
+    step: Step
+    known: "Known | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Every op of forward, backward and optimizer, in the order they run."""
+        return self.step.nodes
+
+    @cached_property
+    def activations(self) -> tuple[Activation, ...]:
+        """Every forward value that backward reads again."""
+        return activations(self.step)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Bytes held during every op of the plain step."""
+        return simulate(self.step, plain_order(self.step))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The plain step's peak, without any recompute."""
+        return self.timeline.peak_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """The lowest peak that a plan reaches."""
+        return self._desk.floor().floor_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        return self.timeline.seconds
+
+    def plan(self, budget: str | int, planner: str = "auto") -> Plan:
+        """What to recompute so that the step's peak is at most `budget`.
+
+        `budget`: bytes, a size (`"8GiB"`) or a share of the plain peak (`"60%"`).
+        """
+        budget_bytes = parse_budget(budget, whole=self.peak_bytes)
+        solution = self._desk.solve(budget_bytes=budget_bytes, planner=planner)
+        return Plan(replace(solution, notes=self.step.notes), known=self.known)
+
+    def tradeoff(self, points: int = 50) -> list[Plan]:
+        """Plans from the plain peak down to the floor, evenly spaced in bytes."""
+        return [Plan(solution, known=self.known) for solution in self._desk.tradeoff(points=points)]
+
+    def to_csv(self, folder: str | Path) -> list[Path]:
+        """Write `node_stats.csv` and `activation_stats.csv`."""
+        from lowtide.report.csvs import write_activation_stats, write_node_stats
+
+        out = Path(folder)
+        return [
+            write_node_stats(out / "node_stats.csv", self.step, self.timeline),
+            write_activation_stats(out / "activation_stats.csv", self.activations),
+        ]
+
+    def save(self, path: str | Path) -> None:
+        """Write a `profile.json` that `lowtide.load_profile` reads."""
+        save_step(path, self.step)
+
+    @cached_property
+    def _desk(self) -> Desk:
+        return Desk(self.step)
+
+
+def load_profile(path: str | Path) -> Profile:
+    """A profile from `profile.json`."""
+    return Profile(load_step(path))
