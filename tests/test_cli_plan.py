@@ -12,7 +12,7 @@ from lowtide.cli.output import table
 from lowtide.cli.summaries import NUM_LARGEST, profile_summary, profile_tables
 from lowtide.cli.terminal import Terminal
 from lowtide.errors import LowtideError
-from lowtide.planners import floor
+from lowtide.profiles import Profile
 from lowtide.simulate import plain_order, simulate
 from lowtide.targets import TargetSpec
 from report_cases import make_case
@@ -28,12 +28,13 @@ def step():
 @pytest.fixture
 def profile(step, tmp_path):
     path = tmp_path / "profile.json"
-    save_profile(path, step, SPEC)
+    save_profile(path, Profile(step), SPEC)
     return path
 
 
 def test_profiles_keep_their_target(profile, step):
-    assert load_profile(profile) == (step, SPEC)
+    loaded, spec = load_profile(profile)
+    assert (loaded.step, spec) == (step, SPEC)
 
 
 def test_a_target_that_cannot_be_read(profile):
@@ -47,7 +48,8 @@ def test_plan_writes_its_files_and_says_so(run_lowtide, profile, step, tmp_path)
     out = tmp_path / "out"
     code, stdout, stderr = run_lowtide("plan", str(profile), "--budget", "60%", "-o", str(out))
     assert code == 0 and "predicted peak" in stdout and str(out / "plan.json") in stderr
-    solution, spec = load_plan(out / "plan.json")
+    plan, spec = load_plan(out / "plan.json")
+    solution = plan.solution
     assert spec == SPEC
     peak_bytes = simulate(step, plain_order(step)).peak_bytes
     assert solution.budget_bytes == int(peak_bytes * 0.6)
@@ -81,7 +83,7 @@ def test_does_not_fit(run_lowtide, profile, step, tmp_path):
     out = tmp_path / "out"
     code, stdout, stderr = run_lowtide("plan", str(profile), "--budget", "1KiB", "-o", str(out))
     assert code == Exit.DOES_NOT_FIT and stdout == ""
-    assert str(floor(step).floor_bytes) in stderr and stderr.count("\n") == 1
+    assert str(Profile(step).floor_bytes) in stderr and stderr.count("\n") == 1
     assert list(out.iterdir()) == []
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.facts import Solution, Step
+from lowtide.plans import Plan
+from lowtide.profiles import Profile
 from lowtide.serial import (
     load_json,
     save_json,
@@ -18,30 +19,28 @@ from lowtide.targets import TargetSpec
 
 PROFILE = "profile.json"
 PLAN = "plan.json"
+NODES = "node_stats.csv"
+ACTIVATIONS = "activation_stats.csv"
+DECISIONS = "ac_decisions.csv"
 TARGET = "target"
 
 
-def is_file(source: str) -> bool:
-    """Whether a command's SOURCE is a file of ours rather than a TARGET."""
-    return source.endswith(".json")
+def save_profile(path: Path, profile: Profile, spec: TargetSpec | None) -> None:
+    save_json(path, step_to_dict(profile.step) | _target(spec))
 
 
-def save_profile(path: Path, step: Step, spec: TargetSpec | None) -> None:
-    save_json(path, step_to_dict(step) | _target(spec))
-
-
-def load_profile(path: Path) -> tuple[Step, TargetSpec | None]:
+def load_profile(path: Path) -> tuple[Profile, TargetSpec | None]:
     data = load_json(path)
-    return step_from_dict(data), _spec(path, data)
+    return Profile(step_from_dict(data)), _spec(path, data)
 
 
-def save_plan(path: Path, solution: Solution, spec: TargetSpec | None) -> None:
-    save_json(path, solution_to_dict(solution) | _target(spec))
+def save_plan(path: Path, plan: Plan, spec: TargetSpec | None) -> None:
+    save_json(path, solution_to_dict(plan.solution) | _target(spec))
 
 
-def load_plan(path: Path) -> tuple[Solution, TargetSpec | None]:
+def load_plan(path: Path) -> tuple[Plan, TargetSpec | None]:
     data = load_json(path)
-    return solution_from_dict(data), _spec(path, data)
+    return Plan(solution_from_dict(data)), _spec(path, data)
 
 
 def _target(spec: TargetSpec | None) -> dict[str, Any]:
