@@ -185,6 +185,8 @@ def test_measuring_here_leaves_the_target_alone():
     assert torch.equal(random, torch.get_rng_state())
     without = measure_here(target, with_optimizer=False)
     assert without.static_bytes < measured.static_bytes
+    half = measure_here(target, prepare=lambda double: take_first(double, count=128))
+    assert half.static_bytes == measured.static_bytes - target.batch.nbytes // 2
 
 
 def test_measuring_here_counts_like_a_fresh_process():

@@ -2,7 +2,7 @@
 
 import copy
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,15 +65,18 @@ def measure_step(
     return replace(measured, timing=timing)
 
 
-def measure_here(target: Target, *, with_optimizer: bool = True) -> Measured:
+def measure_here(
+    target: Target, *, with_optimizer: bool = True, prepare: Callable[[Target], Target] | None = None
+) -> Measured:
     """Measure a copy of a live target in this process: by torch's own count only.
 
     For models that cannot be sent to another process. Needs memory for a second copy of the model.
+    `prepare` is called with that copy and returns the target to measure.
     """
     model, batch, optimizer = copy.deepcopy((target.model, target.batch, target.optimizer))
     double = Target(target.name, model, batch, optimizer if with_optimizer else None, target.loss)
     with torch.random.fork_rng():
-        return _measure(double, resident=False)
+        return _measure(prepare(double) if prepare is not None else double, resident=False)
 
 
 def measure_memory(
