@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import log
 
 import torch
@@ -30,7 +31,9 @@ _ROUNDS = 4
 _PATIENCE_SECONDS = 15.0
 _SHORT_SECONDS = 2e-3
 _SHORT_RUNS = 3
-_SLOW_SECONDS = 0.5
+_SLOW_SECONDS = 0.1
+_SLOW_RUNS = 3
+_ATTEMPTS = 4
 
 # An op of this share of the limit is run whole without asking a slice first what it holds inside.
 _HARMLESS_SHARE = 1 / 16
@@ -59,14 +62,19 @@ class _Trial:
     def cost(self) -> OpCost:
         return OpCost(typical_seconds(self.timings) * self.factor, self.workspace_bytes, self.estimated)
 
-    def time(self) -> None:
+    def time(self, *, deadline: float) -> None:
+        """Add the runs of one round: a few for short ops, and more when others use the processor."""
         last = self.timings[-1].seconds if self.timings else 0.0
-        if last > _SLOW_SECONDS and len(self.timings) > 1:
+        if last > _SLOW_SECONDS and len(self.timings) >= _SLOW_RUNS:
             return
-        for _ in range(_SHORT_RUNS if last < _SHORT_SECONDS else 1):
+        wanted = _SHORT_RUNS if last < _SHORT_SECONDS else 1
+        for _ in range(wanted * _ATTEMPTS):
             args, kwargs = make_sample(self.call, fill=not is_view(self.call))
-            _, timing = self.device.timed(lambda: self.call.target(*args, **kwargs))  # noqa: B023
+            _, timing = self.device.timed(partial(self.call.target, *args, **kwargs))
             self.timings.append(timing)
+            wanted -= not timing.interruptions or timing.seconds > _SLOW_SECONDS
+            if not wanted or time.perf_counter() > deadline:
+                return
 
 
 def profile_calls(
@@ -137,7 +145,7 @@ def _measure(
     """Costs by signature, and the signatures that could not be run."""
     trials: dict[str, _Trial] = {}
     failed: list[str] = []
-    start, total = time.perf_counter(), len(calls) * (1 + _ROUNDS)
+    deadline, total = time.perf_counter() + _PATIENCE_SECONDS, len(calls) * (1 + _ROUNDS)
     with ExitStack() as guards:
         guards.enter_context(torch.no_grad())
         for device in dict.fromkeys(_device_of(call) for call in calls.values()):
@@ -152,10 +160,10 @@ def _measure(
             if progress is not None:
                 progress(done, total)
         for number in range(1, _ROUNDS + 1):
-            if number > 1 and time.perf_counter() - start > _PATIENCE_SECONDS:
-                break
             for done, trial in enumerate(trials.values(), 1):
-                trial.time()
+                if trial.timings and time.perf_counter() > deadline:
+                    break
+                trial.time(deadline=deadline)
                 if progress is not None:
                     progress(len(calls) * number + done, total)
     if progress is not None:
@@ -196,7 +204,7 @@ def _workspace(call: OpCall, device: Device) -> int:
     """Bytes that the call holds inside beyond its fresh outputs; the first run warms up."""
     args, kwargs = make_sample(call)
     call.target(*args, **kwargs)
-    result, peak_bytes = device.measured(lambda: call.target(*args, **kwargs))
+    result, peak_bytes = device.measured(partial(call.target, *args, **kwargs))
     return max(0, peak_bytes - fresh_bytes(result, (args, kwargs)))
 
 
