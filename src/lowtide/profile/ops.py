@@ -69,8 +69,7 @@ class _Trial:
             return
         wanted = _SHORT_RUNS if last < _SHORT_SECONDS else 1
         for _ in range(wanted * _ATTEMPTS):
-            args, kwargs = make_sample(self.call, fill=not is_view(self.call))
-            _, timing = self.device.timed(partial(self.call.target, *args, **kwargs))
+            timing = _timed(self.call, self.device)
             self.timings.append(timing)
             wanted -= not timing.interruptions or timing.seconds > _SLOW_SECONDS
             if not wanted or time.perf_counter() > deadline:
@@ -195,9 +194,18 @@ def _prepare(call: OpCall, *, memory_limit_bytes: int) -> _Trial:
         return _Trial(call, device, _workspace(call, device))
 
     large = shrink(call, work, limit_bytes=int(limit * work.nbytes / needed)) or small
-    large_workspace = _workspace(large.call, device)
-    workspace = _extrapolated(work, (small, small_workspace), (large, large_workspace))
+    # Near each other, so that both run the same way inside.
+    half = shrink(call, work, limit_bytes=int(large.work.nbytes * 0.75)) or small
+    workspace = _extrapolated(
+        work, (half, _workspace(half.call, device)), (large, _workspace(large.call, device))
+    )
     return _Trial(large.call, device, workspace, factor=work.ratio_to(large.work), estimated=True)
+
+
+def _timed(call: OpCall, device: Device) -> Timing:
+    """One run on fresh inputs; a function of its own, so that nothing of it outlives it."""
+    args, kwargs = make_sample(call, fill=not is_view(call))
+    return device.timed(partial(call.target, *args, **kwargs))[1]
 
 
 def _workspace(call: OpCall, device: Device) -> int:

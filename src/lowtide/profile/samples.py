@@ -4,6 +4,7 @@ Floats are spread over [-1, 1), integers are 0 or 1, unless the op has a rule (`
 index must lie inside what it indexes, a probability in [0, 1].
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,29 +27,44 @@ def make_sample(call: OpCall, *, fill: bool = True, seed: int = 0) -> tuple[tupl
     """
     names, bound = _bind(call)
     rule = values_for(_op_name(call), bound)
-    default = Values(0, min([2, *(size for t in call.tensors for size in t.shape if size > 0)]))
-    bases = _allocate(call.tensors)
-    filled: set[int] = set()
+    smallest = min((int(size) for tensor in call.tensors for size in tensor.shape if size), default=1)
+    maker = _Maker(_allocate(call.tensors), Values(0, min(2, smallest)), seed if fill else None)
+    args = tuple(maker.make(arg, rule.get(name)) for name, arg in zip(names, call.args, strict=True))
+    return args, {key: maker.make(arg, rule.get(key)) for key, arg in call.kwargs.items()}
 
-    def build(value: Any, wanted: Any) -> Any:
+
+@dataclass
+class _Maker:
+    """Turns arguments into real ones, and fills each storage the first time it is met.
+
+    A class, since a recursive closure would be a cycle that keeps the memory until it is collected.
+    """
+
+    bases: dict[int, tuple[Tensor, int]]
+    integers: Values
+    seed: int | None
+    filled: set[int] = field(default_factory=set)
+
+    def make(self, value: Any, wanted: Any) -> Any:
         if isinstance(value, Tensor):
-            base, start = bases[storage_key(value)]
-            if fill and storage_key(value) not in filled:
-                filled.add(storage_key(value))
-                generator = torch.Generator(value.device).manual_seed(seed + len(filled))
-                _fill(base.view(value.dtype), wanted or _default(value.dtype, default), generator)
-            offset = value.storage_offset() - start // value.itemsize
-            return base.view(value.dtype).as_strided(value.shape, value.stride(), offset)
+            return self.tensor(value, wanted)
         if isinstance(value, (list, tuple)):
             each = wanted if isinstance(wanted, list) else [wanted] * len(value)
-            items = [build(item, want) for item, want in zip(value, each, strict=True)]
+            items = [self.make(item, want) for item, want in zip(value, each, strict=True)]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, dict):
-            return {key: build(item, wanted) for key, item in value.items()}
+            return {key: self.make(item, wanted) for key, item in value.items()}
         return value
 
-    args = tuple(build(arg, rule.get(name)) for name, arg in zip(names, call.args, strict=True))
-    return args, {key: build(arg, rule.get(key)) for key, arg in call.kwargs.items()}
+    def tensor(self, like: Tensor, wanted: Values | None) -> Tensor:
+        key = storage_key(like)
+        base, start = self.bases[key]
+        flat = base.view(like.dtype)
+        if self.seed is not None and key not in self.filled:
+            self.filled.add(key)
+            generator = torch.Generator(like.device).manual_seed(self.seed + len(self.filled))
+            _fill(flat, wanted or _default(like.dtype, self.integers), generator)
+        return flat.as_strided(like.shape, like.stride(), like.storage_offset() - start // like.itemsize)
 
 
 def _op_name(call: OpCall) -> str:

@@ -67,7 +67,12 @@ def shrink(call: OpCall, work: Work, *, limit_bytes: int) -> Slice | None:
 def _reductions(call: OpCall) -> Iterator[_Reduction]:
     """Every size of the call, those of its largest tensor first, then every length of a list."""
     tensors = sorted(call.tensors, key=lambda tensor: -tensor.numel())
-    for size in dict.fromkeys(int(size) for tensor in tensors for size in tensor.shape if size > 1):
+    sizes = [int(size) for tensor in tensors for size in tensor.shape if size > 1]
+    for arg in call.args:
+        # A factory has its sizes here alone.
+        if isinstance(arg, (list, tuple)) and all(type(size) is int for size in arg):
+            sizes += [size for size in arg if size >= _SMALLEST_SIZE_ARGUMENT]
+    for size in dict.fromkeys(sizes):
         yield _Reduction(f"size {size}", partial(_with_smaller_size, size=size))
     for length in sorted({len(arg) for arg in _lists(call)}, reverse=True):
         yield _Reduction(f"list {length}", partial(_with_shorter_lists, length=length))
@@ -98,7 +103,8 @@ def _least(start: Slice, reduction: _Reduction, *, limit_bytes: int) -> tuple[Sl
 
 def _with_smaller_size(call: OpCall, parts: int, *, size: int) -> OpCall | None:
     smaller = ceil(size / parts)
-    if parts >= 2 * size:
+    if smaller < 2:
+        # Ops treat a size of 1 in ways of its own.
         return None
     made: dict[tuple[Any, ...], Tensor] = {}
 

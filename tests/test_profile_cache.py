@@ -1,0 +1,80 @@
+"""Costs on disk survive broken files, other machines and other writers."""
+
+import json
+import logging
+import threading
+
+import pytest
+import torch
+
+from lowtide.profile import CostCache, OpCost, device_for
+from lowtide.profile.cache import cache_directory
+
+CPU = device_for(torch.device("cpu"))
+COST = OpCost(0.25, 64, False)
+LIMIT = 1 << 30
+
+
+def test_saved_costs_are_read_back(tmp_path):
+    cache = CostCache(CPU, directory=tmp_path / "new")
+    assert cache.get("mm", memory_limit_bytes=LIMIT) is None
+    cache.put("mm", COST, memory_limit_bytes=LIMIT)
+    cache.save()
+    assert CostCache(CPU, directory=tmp_path / "new").get("mm", memory_limit_bytes=LIMIT) == COST
+
+
+def test_a_slice_is_measured_again_when_more_memory_is_allowed(tmp_path):
+    cache = CostCache(CPU, directory=tmp_path)
+    cache.put("mm", OpCost(1.0, 0, True), memory_limit_bytes=100)
+    assert cache.get("mm", memory_limit_bytes=100) is not None
+    assert cache.get("mm", memory_limit_bytes=200) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"costs": {"mm": 3}}', '{"costs": []}'])
+def test_a_broken_file_is_reported_and_written_anew(tmp_path, caplog, text):
+    path = CostCache(CPU, directory=tmp_path).path
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        cache = CostCache(CPU, directory=tmp_path)
+    assert str(path) in caplog.text
+    cache.put("mm", COST, memory_limit_bytes=LIMIT)
+    cache.save()
+    assert json.loads(path.read_text())["costs"]["mm"] == [0.25, 64, False, LIMIT]
+
+
+def test_another_thread_count_has_another_file(tmp_path):
+    threads = torch.get_num_threads()
+    first = CostCache(CPU, directory=tmp_path).path
+    torch.set_num_threads(threads + 1)
+    try:
+        assert CostCache(CPU, directory=tmp_path).path != first
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_writers_at_the_same_time_leave_a_whole_file(tmp_path):
+    def write(number):
+        cache = CostCache(CPU, directory=tmp_path)
+        for step in range(20):
+            cache.put(f"op {number} {step}", COST, memory_limit_bytes=LIMIT)
+            cache.save()
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    costs = json.loads(CostCache(CPU, directory=tmp_path).path.read_text())["costs"]
+    assert len(costs) >= 20
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_directory_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "own"
+    monkeypatch.delenv("LOWTIDE_CACHE_DIR")
+    assert cache_directory() == tmp_path / "xdg" / "lowtide"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "lowtide"

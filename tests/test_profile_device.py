@@ -1,0 +1,57 @@
+"""The seam: clocks, memory and copy speed."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lowtide.profile.device import Cuda, Timing, device_for, peak_of, typical_seconds
+
+CPU = device_for(torch.device("cpu"))
+
+
+def test_typical_is_the_median_of_the_quietest_runs():
+    timings = [Timing(9.0, 3), Timing(1.0, 0), Timing(3.0, 0), Timing(2.0, 0), Timing(0.5, 1)]
+    assert typical_seconds(timings) == 2.0
+    assert typical_seconds([Timing(4.0, 2), Timing(8.0, 5)]) == 4.0
+
+
+def test_peak_is_the_highest_running_sum():
+    assert peak_of([]) == 0
+    assert peak_of([(1, 100), (2, 50), (3, -100), (4, 60)]) == 150
+    assert peak_of([(1, -100), (2, 50)]) == 0
+
+
+def test_cpu_sees_all_memory_inside():
+    def run():
+        block = torch.empty(1000, dtype=torch.uint8)
+        other = torch.empty(500, dtype=torch.uint8)
+        del block
+        return torch.cat([other, other])
+
+    result, peak = CPU.measured(run)
+    assert result.numel() == 1000
+    assert peak == 1500
+
+
+def test_cpu_times_and_returns():
+    result, timing = CPU.timed(lambda: sum(range(1000)))
+    assert result == 499500
+    assert timing.seconds > 0
+    assert 1e8 < CPU.copy_bytes_per_second() < 1e13
+
+
+def test_devices_are_found_by_type():
+    assert isinstance(device_for(torch.device("cuda", 0)), Cuda)
+    with pytest.raises(ValueError, match="meta"):
+        device_for(torch.device("meta"))
+
+
+def test_measuring_memory_writes_nothing_to_the_terminal():
+    code = (
+        "import torch; from lowtide.profile.device import device_for;"
+        "device_for(torch.device('cpu')).measured(lambda: torch.ones(3))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""

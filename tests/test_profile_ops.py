@@ -1,0 +1,235 @@
+"""Single ops: each signature once, workspace to the byte, never past the memory limit."""
+
+import logging
+import operator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.profile import CostCache, OpCall, OpCost, device_for, profile_calls, scaled_cost, signature
+from lowtide.profile import ops as ops_module
+from lowtide.profile.shrink import shrink
+from lowtide.profile.work import work_of
+
+aten = torch.ops.aten
+empty = torch.empty
+CPU = device_for(torch.device("cpu"))
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(ops_module, "_ROUNDS", 1)
+
+
+def fake(*shape, dtype=torch.float32):
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype)
+
+
+def conv(batch, *, channels=16, size=32):
+    image, weight = fake(batch, channels, size, size), fake(channels, channels, 3, 3)
+    return OpCall(aten.convolution.default, (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
+
+
+def conv_backward(batch, *, channels=16, size=32):
+    image, weight = fake(batch, channels, size, size), fake(channels, channels, 3, 3)
+    rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+    return OpCall(
+        aten.convolution_backward.default, (fake(batch, channels, size, size), image, weight, *rest)
+    )
+
+
+def test_costs_come_in_order_and_each_signature_is_run_once(monkeypatch):
+    prepared = []
+    prepare = ops_module._prepare
+    monkeypatch.setattr(ops_module, "_prepare", lambda call, **o: prepared.append(call) or prepare(call, **o))
+    large, small = OpCall(aten.mm.default, (fake(300, 300),) * 2), OpCall(aten.mm.default, (fake(2, 2),) * 2)
+    item = OpCall(operator.getitem, ([fake(2)], 0))
+    costs = profile_calls([large, small, large, item, small])
+    assert len(prepared) == 2
+    assert costs[0] == costs[2]
+    assert costs[1] == costs[4]
+    assert costs[0].seconds > costs[1].seconds > 0
+    assert costs[3] == OpCost(0.0, 0, False)
+    assert not any(cost.estimated for cost in costs)
+
+
+def test_progress_ends_at_the_total():
+    seen = []
+    call = OpCall(aten.mm.default, (fake(2, 2),) * 2)
+    profile_calls([call], progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (2, 2)
+
+
+def test_random_state_and_grad_mode_are_left_alone():
+    before = torch.get_rng_state()
+    profile_calls([OpCall(aten.native_dropout.default, (fake(100), 0.5, True))])
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+
+
+NO_WORKSPACE = {
+    "mm": OpCall(aten.mm.default, (fake(64, 64), fake(64, 64))),
+    "softmax": OpCall(aten._softmax.default, (fake(64, 64), -1, False)),
+    "embedding_backward": OpCall(
+        aten.embedding_dense_backward.default, (fake(8, 16), fake(8, dtype=torch.long), 100, -1, False)
+    ),
+    "foreach_sqrt": OpCall(aten._foreach_sqrt.default, ([fake(64), fake(32)],)),
+    "fused_adam": OpCall(
+        aten._fused_adam_.default,
+        ([fake(64)], [fake(64)], [fake(64)], [fake(64)], [], [fake()]),
+        {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+        | {"amsgrad": False, "maximize": False},
+    ),
+    "view": OpCall(aten.t.default, (fake(64, 64),)),
+}
+
+
+@pytest.mark.parametrize("name", NO_WORKSPACE)
+def test_ops_that_hold_nothing_inside(name):
+    (cost,) = profile_calls([NO_WORKSPACE[name]])
+    assert cost.workspace_bytes == 0
+
+
+def holds_inside(left):
+    """Holds three temporaries of its input's size, two of them at once."""
+    block = left + 1
+    block = block * 2
+    return block.sum() + 0 * left.new_empty(left.shape).numel()
+
+
+def test_workspace_of_a_function_is_what_it_holds_beyond_its_result():
+    (cost,) = profile_calls([OpCall(holds_inside, (fake(1000),))])
+    # The sum and one temporary are alive with the new empty block, then the block goes.
+    assert cost.workspace_bytes == pytest.approx(2 * 4000, abs=64)
+
+
+def test_workspace_of_the_layer_norm_backward_is_one_row_per_thread():
+    row, shape = 64, (8, 16, 64)
+    given = (fake(*shape), fake(*shape), [row], fake(8, 16, 1), fake(8, 16, 1), fake(row), fake(row))
+    (cost,) = profile_calls([OpCall(aten.native_layer_norm_backward.default, (*given, [True, True, True]))])
+    assert cost.workspace_bytes == 2 * row * 4 * torch.get_num_threads()
+
+
+def test_convolutions_hold_memory_inside():
+    forward, backward = profile_calls([conv(2), conv_backward(2)])
+    image = 2 * 16 * 32 * 32 * 4
+    assert forward.workspace_bytes >= image
+    assert backward.workspace_bytes >= image
+
+
+def profiled_under_watch(call, limit, monkeypatch):
+    """The cost of a call and the most bytes that profiling it held.
+
+    Profiler sessions do not nest: what the inner ones measured in a first pass is played back.
+    """
+    measure, seen = type(CPU).measured, []
+
+    def record(self, run):
+        result, peak = measure(self, run)
+        seen.append(peak)
+        return result, peak
+
+    monkeypatch.setattr(type(CPU), "measured", record)
+    profile_calls([call], memory_limit_bytes=limit)
+    monkeypatch.setattr(type(CPU), "measured", lambda self, run: (run(), seen.pop(0)))
+    (cost,), peak = measure(CPU, lambda: profile_calls([call], memory_limit_bytes=limit))
+    return cost, peak
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        conv(64),
+        conv_backward(64),
+        OpCall(aten.mm.default, (fake(8192, 128), fake(128, 256))),
+        OpCall(aten.add.Tensor, (fake(64, 128, 256), fake(64, 128, 256))),
+        OpCall(aten._foreach_add.Scalar, ([fake(1000, 100) for _ in range(20)], 1)),
+        OpCall(aten.embedding.default, (fake(30000, 64), fake(16, 512, dtype=torch.long))),
+        OpCall(aten.native_layer_norm.default, (fake(64, 128, 256), [256], fake(256), fake(256), 1e-5)),
+        OpCall(aten.full.default, ([64, 128, 256], 0)),
+    ],
+    ids=lambda call: str(call.target),
+)
+def test_memory_limit_is_kept_and_times_are_marked(call, monkeypatch):
+    limit = 4 * MIB
+    assert work_of(call).nbytes > limit
+    cost, peak = profiled_under_watch(call, limit, monkeypatch)
+    assert cost.estimated
+    assert cost.seconds > 0
+    assert limit / 16 < peak <= limit
+
+
+def test_workspace_of_a_slice_is_scaled_to_that_of_the_whole():
+    (whole,) = profile_calls([conv_backward(64)])
+    (scaled,) = profile_calls([conv_backward(64)], memory_limit_bytes=6 * MIB)
+    assert not whole.estimated
+    assert scaled.estimated
+    assert scaled.workspace_bytes == pytest.approx(whole.workspace_bytes, rel=0.02)
+
+
+def test_shrink_takes_the_batch():
+    call = conv(64)
+    part = shrink(call, work_of(call), limit_bytes=MIB)
+    assert part is not None
+    assert part.reduced == ("size 64",)
+    assert [tuple(tensor.shape) for tensor in part.call.tensors] == [(4, 16, 32, 32), (16, 16, 3, 3)]
+    assert work_of(call).ratio_to(part.work) == 16
+
+
+def test_shrink_keeps_order_and_gaps_of_strides():
+    with FakeTensorMode():
+        heads = torch.empty(32, 100, 3, 64)[:, :, 1].transpose(0, 1)
+    call = OpCall(aten.clone.default, (heads,))
+    part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 4)
+    assert part is not None
+    (small,) = part.call.tensors
+    assert small.shape == (25, 32, 64)
+    assert small.stride() == (192, 25 * 192, 1)
+
+
+def test_a_view_of_any_size_costs_its_dispatch():
+    (cost,) = profile_calls([OpCall(aten.t.default, (fake(1 << 20, 1 << 20),))])
+    assert cost.estimated
+    assert 0 < cost.seconds < 1e-2
+
+
+def refuses(tensor):
+    raise RuntimeError("not on random data")
+
+
+def test_what_cannot_run_is_costed_by_bytes_and_said_so(caplog, tmp_path):
+    call = OpCall(refuses, (fake(1000, 1000),))
+    cache = CostCache(CPU, directory=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        (cost,) = profile_calls([call], cache=cache)
+    assert "not on random data" in caplog.text
+    assert cost.estimated
+    assert cost.seconds == pytest.approx(4e6 / 2 / CPU.copy_bytes_per_second())
+    assert cache.get(signature(call), memory_limit_bytes=1) is None
+
+
+def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch):
+    call = OpCall(aten.mm.default, (fake(20, 20),) * 2)
+    first = profile_calls([call], cache=CostCache(CPU, directory=tmp_path))
+    monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
+    assert profile_calls([call], cache=CostCache(CPU, directory=tmp_path)) == first
+
+
+def test_scaled_cost_takes_the_nearest_of_the_same_op():
+    def mm(rows):
+        return OpCall(aten.mm.default, (fake(rows, 64), fake(64, 64)))
+
+    known = {
+        "a": (mm(8), OpCost(1.0, 100, False)),
+        "b": (mm(1024), OpCost(64.0, 4000, False)),
+        "c": (OpCall(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False)),
+    }
+    cost = scaled_cost(mm(512), known)
+    assert cost.estimated
+    assert cost.seconds == 32.0
+    assert 2000 <= cost.workspace_bytes < 2200
+    assert scaled_cost(OpCall(aten.sin.default, (fake(8),)), known).estimated
