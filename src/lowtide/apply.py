@@ -10,7 +10,7 @@ from lowtide.capture.identity import identify_model
 from lowtide.capture.segments import Run, Segment, Trace
 from lowtide.capture.step import captured_step
 from lowtide.capture.tangents import tangent_outputs
-from lowtide.costing import Known, estimate_costs
+from lowtide.costing import Known, estimate_costs, measure_costs
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
 from lowtide.planners import Desk
@@ -43,9 +43,10 @@ class PlanByGraph:
         return self.known[segment.fingerprint]
 
     def _plan_anew(self, segment: Segment) -> GraphPlan:
-        if len(self.graphs) != 1:
+        count = len(self.graphs)
+        if count != 1:
             raise Unsupported(
-                f"this model breaks into {len(self.graphs)} graphs, and one of them came with a shape that the "
+                f"this model breaks into {count} graphs, and one of them came with a shape that the "
                 "plan was not made for: keep the batch size, drop the last smaller batch, or plan again"
             )
         solution = self.plan.solution
@@ -81,7 +82,7 @@ def step_of(
         num_model_runs=1,
     )
     captured = captured_step(analyse(traced), traced, model)
-    step = estimate_costs(captured, known or {})
+    step = measure_costs(captured)[0] if known is None else estimate_costs(captured, known)
     return _with_reserve(step, reserve)
 
 

@@ -46,6 +46,7 @@ class Storage:
     `static`: there before the step and after it (parameters, buffers, the batch, optimizer state).
     `pinned`: made during the step and held to its end, read or not (gradients, what the model returns).
     Any other is freed after the last read of the last value that holds it.
+    `extra_eager_bytes`: how much larger eager PyTorch's own version is (a dropout mask of floats).
     """
 
     id: int
@@ -54,6 +55,7 @@ class Storage:
     name: str
     static: bool = False
     pinned: bool = False
+    extra_eager_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

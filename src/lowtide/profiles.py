@@ -9,6 +9,7 @@ from lowtide.activations import activations
 from lowtide.facts import Activation, Node, Step
 from lowtide.planners import Desk
 from lowtide.plans import Plan
+from lowtide.schedules import as_eager
 from lowtide.serial import load_step, save_step
 from lowtide.simulate import Timeline, plain_order, simulate
 from lowtide.sizes import parse_budget
@@ -39,8 +40,8 @@ class Profile:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Bytes held during every op of the plain step."""
-        return simulate(self.step, plain_order(self.step))
+        """Bytes held during every op of the plain step, as eager PyTorch runs it."""
+        return simulate(as_eager(self.step), plain_order(self.step))
 
     @property
     def peak_bytes(self) -> int:

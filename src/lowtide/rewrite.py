@@ -16,6 +16,7 @@ from torch import fx
 from lowtide.capture import recipes
 from lowtide.capture.analyse import split
 from lowtide.capture.hooks import OpOverload, boxed
+from lowtide.capture.origins import device_type
 from lowtide.capture.segments import Segment, results_of
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import How
@@ -125,7 +126,7 @@ def _forward_graph(
         new[primal] = graph.node_copy(primal)
     for node in ops:
         if node in states:
-            captured[node] = graph.call_function(recipes.random_state, (_device_type(node),))
+            captured[node] = graph.call_function(recipes.random_state, (device_type(node),))
             captured[node].meta = {**node.meta, "val": _state_value(node)}
         new[node] = _copy(graph, node, new)
     results = results_of(segment.joint)[: segment.num_forward_outputs]
@@ -200,7 +201,7 @@ def _copy_again(
     elif how is How.REPLAY:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: latest[source])
         copy = graph.call_function(
-            recipes.replay, (state[node], _device_type(node), _op(node), *args), dict(kwargs)
+            recipes.replay, (state[node], device_type(node), _op(node), *args), dict(kwargs)
         )
     else:
         copy = _copy(graph, node, latest)
@@ -213,17 +214,11 @@ def _op(node: fx.Node) -> OpOverload[..., Any]:
     return node.target
 
 
-def _device_type(node: fx.Node) -> str:
-    value = node.meta["val"]
-    tensor = value[0] if isinstance(value, (list, tuple)) else value
-    return str(tensor.device.type)
-
-
 def _state_value(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     tensor = value[0] if isinstance(value, (list, tuple)) else value
     with tensor.fake_mode:
-        return torch.empty(recipes.random_state_bytes(_device_type(node)), dtype=torch.uint8)
+        return torch.empty(recipes.random_state_bytes(device_type(node)), dtype=torch.uint8)
 
 
 def _module(segment: Segment, graph: fx.Graph) -> fx.GraphModule:

@@ -5,8 +5,17 @@ from dataclasses import replace
 
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step
 
-IN_NO_GRAPH = ("placeholder", "output")
-"""Ops that stand for the ends of a graph; a graph's schedule does not count them."""
+RANDOM_STATE = "random_state"
+"""The op that keeps a generator's state for a replay; it runs only where a plan reads it."""
+
+IN_NO_GRAPH = ("placeholder", "output", RANDOM_STATE)
+"""Ops that stand for the ends of a graph or for what a plan adds; a graph's schedule does not count them."""
+
+
+def as_eager(step: Step) -> Step:
+    """The same step with the sizes that eager PyTorch's own ops have: what a user runs today."""
+    storages = tuple(replace(s, nbytes=s.nbytes + s.extra_eager_bytes) for s in step.storages)
+    return replace(step, storages=storages)
 
 
 def graph_schedules(step: Step, order: Sequence[int]) -> tuple[Graph, ...]:

@@ -13,10 +13,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lowtide.capture import recipes
-from lowtide.capture.origins import module_path, source_line
+from lowtide.capture.origins import device_type, module_path, source_line
 from lowtide.capture.segments import Run, Segment, Trace, mutated_inputs, new_segment, results_of, storage_key
 from lowtide.capture.tangents import drop_missing, tangent_outputs
 from lowtide.facts import How, Kind, Node, Recipe, Region, Storage
+from lowtide.schedules import RANDOM_STATE
 
 OUTPUT = "output"
 
@@ -64,6 +65,7 @@ class _RunState:
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
         self.storage_of: dict[int, int] = {}
         self.changed: set[int] = set()
+        self.random: dict[fx.Node, int] = {}
         results = results_of(segment.joint)
         self.outputs = results[: segment.num_forward_outputs]
         self.grads = results[segment.num_forward_outputs :]
@@ -152,6 +154,8 @@ def _forward(analysis: Analysis, state: _RunState, run: Run, states: list[_RunSt
         _add_primal(analysis, state, index=index, node=node, link=run.links.get(index), states=states)
     ops = split(state.segment)[0]
     for node in ops:
+        if recipes.is_random(node):
+            _add_random_state(analysis, state, node)
         _add_op(analysis, state, node, Region.FORWARD)
     _find_changed(state, ops)
     for node in ops:
@@ -271,7 +275,11 @@ def _add_op(analysis: Analysis, state: _RunState, node: fx.Node, region: Region)
         key = storage_key(tensor)
         if key not in state.storage_of:
             state.storage_of[key] = analysis.add_storage(
-                nbytes=tensor.untyped_storage().nbytes(), kind=Kind.OTHER, name=name, static=static
+                nbytes=tensor.untyped_storage().nbytes(),
+                kind=Kind.OTHER,
+                name=name,
+                static=static,
+                extra_eager_bytes=_extra_eager_bytes(node, tensor),
             )
             makes.append(state.storage_of[key])
         if state.storage_of[key] not in holds:
@@ -292,6 +300,24 @@ def _add_op(analysis: Analysis, state: _RunState, node: fx.Node, region: Region)
     analysis.places[rank] = Place(state.index, node)
 
 
+def _add_random_state(analysis: Analysis, state: _RunState, node: fx.Node) -> None:
+    """The generator's state before a random op: kept only where a plan replays that op."""
+    name = f"{_node_name(state, node)}_random_state"
+    nbytes = recipes.random_state_bytes(device_type(node))
+    made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=name)
+    state.random[node] = analysis.add_node(
+        name=name,
+        op=RANDOM_STATE,
+        region=Region.FORWARD,
+        kind=Kind.OTHER,
+        module=module_path(node),
+        segment=state.index,
+        holds=(made,),
+        makes=(made,),
+        fixed="the generator's state before a random op",
+    )
+
+
 def _find_changed(state: _RunState, ops: list[fx.Node]) -> None:
     """Storages whose contents are not the same after the forward pass: a recompute must not read them."""
     for index in mutated_inputs(state.segment.joint).values():
@@ -300,6 +326,13 @@ def _find_changed(state: _RunState, ops: list[fx.Node]) -> None:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             for source in node.all_input_nodes:
                 state.changed.update(state.holds[source])
+
+
+def _extra_eager_bytes(node: fx.Node, made: torch.Tensor) -> int:
+    """Eager dropout on CPU keeps a mask of its input's type, the captured op one of bytes."""
+    if node.target is not recipes.DROPOUT or made.dtype is not torch.bool or made.device.type != "cpu":
+        return 0
+    return made.numel() * (int(node.meta["val"][0].element_size()) - 1)
 
 
 def _add_recipe(analysis: Analysis, state: _RunState, node: fx.Node, fixed: str) -> None:
@@ -315,6 +348,8 @@ def _add_recipe(analysis: Analysis, state: _RunState, node: fx.Node, fixed: str)
         pair = recipes.dropout_output(node)
         assert pair is not None
         reads, makes = tuple(state.rank[source] for source in pair), record.holds
+    elif how is How.REPLAY:
+        reads = (*reads, state.random[node])
     elif how is How.NO_STATS:
         makes = record.makes[:3]
         used = recipes.without_statistics(node)[1]
@@ -323,7 +358,8 @@ def _add_recipe(analysis: Analysis, state: _RunState, node: fx.Node, fixed: str)
         analysis.nodes[rank] = replace(record, fixed="reads what the step changes in place")
         return
     holds = makes if how in (How.MASK, How.NO_STATS) else record.holds
-    recipe = Recipe(how=how, reads=reads, holds=holds, makes=makes)
+    inside = 2 * recipes.random_state_bytes(device_type(node)) if how is How.REPLAY else 0
+    recipe = Recipe(how=how, reads=reads, holds=holds, makes=makes, workspace_bytes=inside)
     analysis.nodes[rank] = replace(record, recipe=recipe)
 
 

@@ -21,3 +21,10 @@ def source_line(node: fx.Node) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     outside = [frame for frame in frames if "/torch/" not in frame[0]]
     return "{}:{}".format(*outside[-1]) if outside else ""
+
+
+def device_type(node: fx.Node) -> str:
+    """`cpu` or `cuda`: where a node's (first) result lives."""
+    value = node.meta["val"]
+    tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return str(tensor.device.type)

@@ -225,7 +225,7 @@ def with_costs(
         recipe = node.recipe
         if recipe is not None:
             again, inside, _ = recipe_costs.get(node.rank, (seconds, workspace, estimated))
-            recipe = replace(recipe, seconds=again, workspace_bytes=inside)
+            recipe = replace(recipe, seconds=again, workspace_bytes=recipe.workspace_bytes + inside)
         nodes.append(
             replace(node, seconds=seconds, workspace_bytes=workspace, estimated=estimated, recipe=recipe)
         )

@@ -4,15 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from lowtide.activations import activations
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import Schedule, Solution, Step
+from lowtide.facts import Activation, Schedule, Solution, Step
 from lowtide.planners import auto, baselines, mu_two
 from lowtide.planners.archive import Archive
 from lowtide.planners.decisions import decide
 from lowtide.planners.hints import floor_hint
-from lowtide.planners.runs import Run, Runs
+from lowtide.planners.runs import Run, order_of
 from lowtide.planners.table import Table, make_table
-from lowtide.schedules import graph_schedules, reserve
+from lowtide.schedules import as_eager, graph_schedules, reserve
 from lowtide.simulate import Timeline, plain_order, simulate
 
 Plan = frozenset[Run]
@@ -43,6 +44,7 @@ class Desk:
         self.step = step
         self.table = make_table(step)
         self.plain = simulate(step, plain_order(step))
+        self.eager_peak_bytes = simulate(as_eager(step), plain_order(step)).peak_bytes
 
     @cached_property
     def archive(self) -> Archive:
@@ -52,10 +54,12 @@ class Desk:
     def prefixes(self) -> list[mu_two.Prefix]:
         return mu_two.policy(self.table)
 
+    @cached_property
+    def activations(self) -> tuple[Activation, ...]:
+        return activations(self.step)
+
     def timeline(self, plan: Plan) -> Timeline:
-        runs = Runs(self.table)
-        runs.go_to(plan)
-        return simulate(self.step, runs.order())
+        return simulate(self.step, order_of(self.table, plan))
 
     def floor(self) -> Floor:
         """The lowest reachable peak. `solve` with exactly this budget succeeds."""
@@ -88,11 +92,17 @@ class Desk:
             budget_bytes=budget_bytes,
             peak_bytes=timeline.peak_bytes,
             peak_node=timeline.peak_node,
-            baseline_peak_bytes=self.plain.peak_bytes,
+            baseline_peak_bytes=self.eager_peak_bytes,
             floor_bytes=self.archive.entries[0].peak_bytes,
             step_seconds=self.plain.seconds,
             recompute_seconds=timeline.recompute_seconds,
-            decisions=decide(self.step, plain=self.plain, planned=timeline, budget_bytes=budget_bytes),
+            decisions=decide(
+                self.table,
+                self.activations,
+                plain=self.plain,
+                planned=timeline,
+                budget_bytes=budget_bytes,
+            ),
             schedule=Schedule(order=timeline.order),
             graphs=graph_schedules(self.step, timeline.order),
             identity=self.step.identity,
@@ -103,7 +113,7 @@ class Desk:
         """The curve of `auto`: a plan for each of `points` budgets, from the plain peak to the floor."""
         if points < 1:
             raise LowtideError(f"a curve needs at least one point, not {points}")
-        high, low = self.plain.peak_bytes, self.archive.entries[0].peak_bytes
+        high, low = self.eager_peak_bytes, self.archive.entries[0].peak_bytes
         budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
         return [self.solve(budget_bytes=budget) for budget in budgets]
 

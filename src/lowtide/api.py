@@ -1,0 +1,103 @@
+"""The library's front door: profile, plan, apply, verify."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture.step import capture
+from lowtide.costing import MEMORY_LIMIT_BYTES, measure_costs
+from lowtide.errors import LowtideError
+from lowtide.plans import Plan, load_plan
+from lowtide.profiles import Profile, load_profile
+from lowtide.runtime import remove, runner_of
+from lowtide.sizes import parse_size
+from lowtide.targets import Target
+from lowtide.verification import Verification
+from lowtide.verification import verify as verify_target
+
+__all__ = [
+    "Plan",
+    "Profile",
+    "Verification",
+    "checkpoint",
+    "load_plan",
+    "load_profile",
+    "profile",
+    "remove",
+    "verify",
+]
+
+Loss = Callable[[Any], torch.Tensor]
+Optimizer = torch.optim.Optimizer
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    memory_limit: str | int = MEMORY_LIMIT_BYTES,
+    cache: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Capture one training step and measure its ops, without running the step.
+
+    `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `loss`: a function
+    of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
+    tensors. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
+    `cache=False`. `progress(done, total)` is called as they are.
+    """
+    if not isinstance(model, nn.Module):
+        raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
+    if runner_of(model) is not None:
+        raise LowtideError(
+            "this model already runs by a plan: call lowtide.remove(model) before profiling it"
+        )
+    captured = capture(model, batch, optimizer=optimizer, loss=loss)
+    step, known = measure_costs(
+        captured, memory_limit_bytes=parse_size(memory_limit), use_cache=cache, progress=progress
+    )
+    return Profile(step, known)
+
+
+def checkpoint(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: str | int,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    planner: str = "auto",
+) -> nn.Module:
+    """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
+
+    Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
+    """
+    return profile(model, batch, optimizer=optimizer, loss=loss).plan(budget, planner).apply(model)
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    *,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    timed_runs: int = 5,
+) -> Verification:
+    """Compare training with and without `plan` to the last bit, and measure both peaks and times.
+
+    Works on copies in fresh processes; the model here is not trained. Where the model cannot be sent
+    to another process, copies in this one are used and `fresh_process` is False.
+    """
+    applied = runner_of(model)
+    remove(model)
+    try:
+        return verify_target(
+            Target(type(model).__name__, model, batch, optimizer, loss), plan, timed_runs=timed_runs
+        )
+    finally:
+        model._compiled_call_impl = applied

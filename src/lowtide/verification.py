@@ -1,0 +1,268 @@
+"""Prove a plan: the same results to the last bit, and the true peak, in fresh processes.
+
+Eager and planned training run from the same weights, optimizer state and random state; losses,
+gradients, buffers, parameters and the random state after every step are compared with `torch.equal`.
+Some models take another path of their own code while they are captured. Where the planned run
+equals the captured graph run without any recompute, but eager does not, lowtide changed nothing:
+`exact` holds, and `eager_difference` says where eager starts to differ.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.apply import apply_plan
+from lowtide.capture.analyse import without_tangents
+from lowtide.capture.identity import identify
+from lowtide.capture.segments import Segment
+from lowtide.capture.step import split_batch
+from lowtide.errors import CannotMoveToFreshProcess
+from lowtide.measure.clock import Timing, time_steps
+from lowtide.measure.fresh import run_fresh
+from lowtide.measure.job import Measured, measure_here, measure_step
+from lowtide.measure.step import call, device_of, loss_of, train_step
+from lowtide.plans import Plan, check_identity
+from lowtide.rewrite import plain_schedule
+from lowtide.runtime import GraphPlan, install, remove
+from lowtide.serial import solution_from_dict, solution_to_dict
+from lowtide.targets import Target, TargetSpec
+
+COMPARED_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Names of what differs, the first one first; empty when all is equal to the last bit."""
+
+    differences: tuple[str, ...]
+    eager_difference: str
+    timings: dict[str, Timing]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What a plan does in truth. Peaks are measured by torch's own count of bytes, both in a fresh
+    process of their own, and once more as the process's resident high-water mark.
+
+    `eager_difference` is empty where planned training equals eager training.
+    """
+
+    exact: bool
+    differences: tuple[str, ...]
+    eager_difference: str
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    resident_peak_bytes: int | None
+    baseline_predicted_peak_bytes: int
+    baseline_measured_peak_bytes: int
+    baseline_resident_peak_bytes: int | None
+    step_timing: Timing | None
+    baseline_step_timing: Timing | None
+    fresh_process: bool
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.step_timing.median_seconds if self.step_timing else None
+
+    @property
+    def baseline_step_seconds(self) -> float | None:
+        return self.baseline_step_timing.median_seconds if self.baseline_step_timing else None
+
+    @property
+    def overhead(self) -> float | None:
+        """Measured time that the plan adds, as a fraction of eager's."""
+        if not self.step_seconds or not self.baseline_step_seconds:
+            return None
+        return self.step_seconds / self.baseline_step_seconds - 1
+
+    @property
+    def fits(self) -> bool:
+        return self.measured_peak_bytes <= self.budget_bytes
+
+
+def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> Verification:
+    """Compare and measure in fresh processes; a live model that cannot be sent there, in this one."""
+    payload = {"solution": solution_to_dict(plan.solution)}
+    try:
+        comparison: Comparison = run_fresh(
+            "lowtide.verification:compare", source=source, timed_runs=timed_runs, **payload
+        )
+        baseline = measure_step(source)
+        planned = measure_step(source, prepare="lowtide.verification:planned", payload=payload)
+    except CannotMoveToFreshProcess:
+        if isinstance(source, TargetSpec):
+            raise
+        comparison, baseline, planned = _verify_here(source, payload["solution"], timed_runs)
+    return Verification(
+        exact=not comparison.differences,
+        differences=comparison.differences,
+        eager_difference=comparison.eager_difference,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        measured_peak_bytes=planned.peak_bytes,
+        resident_peak_bytes=planned.resident_peak_bytes,
+        baseline_predicted_peak_bytes=plan.baseline_peak_bytes,
+        baseline_measured_peak_bytes=baseline.peak_bytes,
+        baseline_resident_peak_bytes=baseline.resident_peak_bytes,
+        step_timing=comparison.timings.get("planned"),
+        baseline_step_timing=comparison.timings.get("eager"),
+        fresh_process=planned.fresh_process,
+    )
+
+
+def planned(target: Target, *, solution: dict[str, Any]) -> Target:
+    """The target with its plan applied; refuses a plan that was made for another one."""
+    plan = Plan(solution_from_dict(solution))
+    check_identity(plan, identify(target.model, split_batch(target.batch)))
+    return replace(target, model=apply_plan(plan, target.model))
+
+
+def compare(
+    *, source: Target | TargetSpec, solution: dict[str, Any], timed_runs: int, steps: int = COMPARED_STEPS
+) -> Comparison:
+    """Train eagerly and by the plan, from the same start, and compare every step; then time both in turn."""
+    target = source.load() if isinstance(source, TargetSpec) else source
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        start = _Start(target)
+        eager = _record(target, start, Path(folder) / "eager", steps)
+        planned(target, solution=solution)
+        differences = _differences(target, start, eager)
+        eager_difference = ""
+        if differences:
+            install(target.model, _plain_plan(solution))
+            captured = _record(target, start, Path(folder) / "captured", steps)
+            remove(target.model)
+            planned(target, solution=solution)
+            eager_difference, differences = differences[0], _differences(target, start, captured)
+        start.restore()
+    return Comparison(
+        differences=tuple(differences),
+        eager_difference="" if differences else eager_difference,
+        timings=_time(target, timed_runs) if timed_runs else {},
+    )
+
+
+class _Start:
+    """Where both trainings start from."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.tensors = [tensor.detach().clone() for tensor in _tensors(target.model).values()]
+        self.optimizer = copy.deepcopy(target.optimizer.state_dict()) if target.optimizer else None
+        self.random = torch.get_rng_state()
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, before in zip(_tensors(self.target.model).values(), self.tensors, strict=True):
+                tensor.copy_(before)
+        if self.target.optimizer is not None and self.optimizer is not None:
+            self.target.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
+        self.target.model.zero_grad(set_to_none=True)
+        torch.set_rng_state(self.random)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = {f"parameter {name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return named | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+
+
+def _train(target: Target, start: _Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Everything that one step after the other leaves behind, by name; None gradients are left out."""
+    start.restore()
+    for _ in range(steps):
+        loss = loss_of(call(target.model, target.batch), target.loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        seen = {"loss": loss.detach()}
+        for name, parameter in target.model.named_parameters():
+            if parameter.grad is not None:
+                seen[f"gradient of {name}"] = parameter.grad
+        del loss
+        if target.optimizer is not None:
+            target.optimizer.step()
+        yield seen | _tensors(target.model) | {"random state": torch.get_rng_state()}
+        target.model.zero_grad(set_to_none=True)
+
+
+def _record(target: Target, start: _Start, stem: Path, steps: int) -> list[Path]:
+    """Results on disk, so that no second copy of the model is in memory while the other run trains."""
+    files = []
+    for number, seen in enumerate(_train(target, start, steps)):
+        files.append(stem.with_name(f"{stem.name}-{number}"))
+        torch.save(seen, files[-1])
+    return files
+
+
+def _differences(target: Target, start: _Start, expected: list[Path]) -> list[str]:
+    found = []
+    for number, seen in enumerate(_train(target, start, len(expected))):
+        wanted = torch.load(expected[number], mmap=True)
+        for name in (*wanted, *(name for name in seen if name not in wanted)):
+            words = _difference(wanted.get(name), seen.get(name))
+            if words:
+                found.append(f"{name}, step {number + 1}: {words}")
+    return found
+
+
+def _difference(wanted: torch.Tensor | None, seen: torch.Tensor | None) -> str:
+    if wanted is None or seen is None:
+        return "is None without the plan" if wanted is None else "is None with the plan"
+    if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
+        return f"{seen.dtype}{tuple(seen.shape)} instead of {wanted.dtype}{tuple(wanted.shape)}"
+    if torch.equal(wanted, seen) or _same_with_nan(wanted, seen):
+        return ""
+    off = (wanted.double() - seen.double()).abs()
+    return f"{int((wanted != seen).sum())} of {wanted.numel()} values differ, by up to {off.max().item():.3g}"
+
+
+def _same_with_nan(wanted: torch.Tensor, seen: torch.Tensor) -> bool:
+    """A model that trains to NaN is planned exactly when it does so in the same places."""
+    if not wanted.is_floating_point():
+        return False
+    return bool(((wanted == seen) | (wanted.isnan() & seen.isnan())).all())
+
+
+def _plain_plan(solution: dict[str, Any]) -> Callable[[Segment], GraphPlan]:
+    """Run the captured graphs as they are, for the same gradients as the plan."""
+    missing = {g.fingerprint: frozenset(g.missing) for g in solution_from_dict(solution).graphs}
+
+    def plan_graph(segment: Segment) -> GraphPlan:
+        absent = missing[segment.fingerprint]
+        return GraphPlan(schedule=plain_schedule(without_tangents(segment, absent)), missing=absent)
+
+    return plan_graph
+
+
+def _time(target: Target, runs: int) -> dict[str, Timing]:
+    model, runner = target.model, target.model._compiled_call_impl
+
+    def step(route: Any) -> Callable[[], object]:
+        def run() -> object:
+            model._compiled_call_impl = route
+            return train_step(model, target.batch, target.optimizer, target.loss)
+
+        return run
+
+    device = device_of(model, target.batch)
+    timings = time_steps({"eager": step(None), "planned": step(runner)}, device=device, warm_up=2, runs=runs)
+    model._compiled_call_impl = runner
+    return timings
+
+
+def _verify_here(
+    source: Target, solution: dict[str, Any], timed_runs: int
+) -> tuple[Comparison, Measured, Measured]:
+    """The same in this process, on a copy, for models that cannot be sent to another one."""
+    model, batch, optimizer = copy.deepcopy((source.model, source.batch, source.optimizer))
+    double = replace(source, model=model, batch=batch, optimizer=optimizer)
+    with torch.random.fork_rng():
+        comparison = compare(source=double, solution=solution, timed_runs=timed_runs)
+        remove(model)
+        baseline = measure_here(double)
+        return comparison, baseline, measure_here(double, prepare=lambda t: planned(t, solution=solution))
