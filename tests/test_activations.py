@@ -1,6 +1,6 @@
 """What counts as an activation, and its attributes by hand."""
 
-from hypothesis import given
+from hypothesis import given, settings
 
 from lowtide.activations import activations
 from lowtide.facts import Region
@@ -83,6 +83,7 @@ def test_what_cannot_be_recomputed_says_why():
     assert found["write_1"].recompute_ratio == 0.0
 
 
+@settings(max_examples=60, deadline=None)
 @given(steps())
 def test_activations_are_what_backward_reads(step):
     found = activations(step)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
-from lowtide.planners import PLANNERS, floor, solve, tradeoff
+from lowtide.planners import PLANNERS, Desk, floor, solve
 from lowtide.planners.auto import lower_bound_bytes
 from lowtide.planners.lazy import LazyRuns, lazy_plan
 from lowtide.planners.runs import Runs
@@ -25,12 +25,12 @@ SHAPES = {
 
 @pytest.fixture(scope="module", params=SHAPES)
 def shaped(request):
-    return SHAPES[request.param]()
+    return Desk(SHAPES[request.param]())
 
 
-def attempt(step, budget_bytes, planner):
+def attempt(desk, budget_bytes, planner):
     try:
-        return solve(step, budget_bytes=budget_bytes, planner=planner)
+        return desk.solve(budget_bytes=budget_bytes, planner=planner)
     except BudgetTooSmall as error:
         assert error.floor_bytes > budget_bytes
         return error
@@ -53,9 +53,10 @@ def check(step, solution):
 @given(steps(max_forward=10), st.floats(0.3, 1.0))
 def test_auto_is_never_worse_than_another_planner(step, share):
     budget = max(1, int(simulate(step, plain_order(step)).peak_bytes * share))
-    mine = attempt(step, budget, "auto")
+    desk = Desk(step)
+    mine = attempt(desk, budget, "auto")
     for planner in PLANNERS[1:]:
-        other = attempt(step, budget, planner)
+        other = attempt(desk, budget, planner)
         if isinstance(other, BudgetTooSmall):
             assert mine.floor_bytes <= other.floor_bytes
         else:
@@ -68,22 +69,22 @@ def test_auto_is_never_worse_than_another_planner(step, share):
 @settings(max_examples=60, deadline=None)
 @given(steps(max_forward=10), st.lists(st.floats(0.0, 1.1), min_size=2, max_size=4))
 def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares):
-    low = floor(step).floor_bytes
+    desk = Desk(step)
+    low = desk.floor().floor_bytes
     high = simulate(step, plain_order(step)).peak_bytes
     budgets = sorted(low + int((high - low) * share) for share in (0.0, *shares))
     for planner in ("auto", "mu-two"):
         seconds = [
             s.recompute_seconds
-            for s in (attempt(step, b, planner) for b in budgets)
+            for s in (attempt(desk, b, planner) for b in budgets)
             if not isinstance(s, BudgetTooSmall)
         ]
         assert seconds == sorted(seconds, reverse=True)
-    assert solve(step, budget_bytes=low).peak_bytes == low
+    assert desk.solve(budget_bytes=low).peak_bytes == low
     with pytest.raises(BudgetTooSmall) as caught:
-        solve(step, budget_bytes=low - 1)
+        desk.solve(budget_bytes=low - 1)
     assert caught.value.floor_bytes == low
-    table = make_table(step)
-    assert lower_bound_bytes(table, Runs(table)) <= low
+    assert lower_bound_bytes(desk.table, Runs(desk.table)) <= low
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,35 +101,35 @@ def test_dropping_one_by_one_equals_dropping_at_once(step, random):
 
 
 def test_shapes_of_real_models(shaped):
-    plain = simulate(shaped, plain_order(shaped))
-    fixed = sum(s.nbytes for s in shaped.storages if s.static)
+    fixed = shaped.table.static_bytes
     for share in (0.9, 0.7, 0.5):
-        budget = fixed + int((plain.peak_bytes - fixed) * share)
+        budget = fixed + int((shaped.plain.peak_bytes - fixed) * share)
         found = {planner: attempt(shaped, budget, planner) for planner in PLANNERS}
         for solution in found.values():
             if not isinstance(solution, BudgetTooSmall):
-                check(shaped, solution)
+                check(shaped.step, solution)
                 assert found["auto"].recompute_seconds <= solution.recompute_seconds
 
 
 def test_the_curve_rises_from_the_plain_step_to_the_floor(shaped):
-    curve = tradeoff(shaped, points=9)
+    curve = shaped.tradeoff(points=9)
     assert len(curve) == 9
     assert curve[0].recompute_seconds == 0
-    assert curve[-1].peak_bytes == floor(shaped).floor_bytes
+    assert curve[-1].peak_bytes == shaped.floor().floor_bytes
     seconds = [solution.recompute_seconds for solution in curve]
     assert seconds == sorted(seconds)
 
 
 def test_a_chain_is_planned_far_below_the_square_root():
-    step = chain(length=64)
-    assert floor(step).floor_bytes <= 8 * 1000
+    desk = Desk(chain(length=64))
+    assert desk.floor().floor_bytes <= 8 * 1000
     with pytest.raises(BudgetTooSmall, match="planner 'auto' meets this budget"):
-        solve(step, budget_bytes=8 * 1000, planner="sqrt")
+        desk.solve(budget_bytes=8 * 1000, planner="sqrt")
 
 
 def test_the_same_step_gives_the_same_solution():
     first, second = (solve(SHAPES["unet"](), budget_bytes=9_000_000) for _ in range(2))
+    assert floor(SHAPES["unet"]()).floor_bytes == first.floor_bytes
     assert first.recompute_seconds > 0
     assert first == second
 

@@ -1,7 +1,7 @@
 """The simulator against a naive reference, and what a schedule may not do."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.facts import Kind, Region
@@ -48,6 +48,7 @@ def reference(step, order):
     ]
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_equals_the_naive_reference(data):
     step = data.draw(steps(max_forward=8))
@@ -59,6 +60,7 @@ def test_equals_the_naive_reference(data):
     assert step.nodes[timeline.peak_rank].name == timeline.peak_node
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_kinds_add_up_and_are_never_negative(data):
     step = data.draw(steps())
@@ -67,6 +69,7 @@ def test_kinds_add_up_and_are_never_negative(data):
     assert all((held >= 0).all() for held in timeline.bytes_by_kind.values())
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_seconds_are_those_of_the_runs(data):
     step = data.draw(steps())
@@ -77,6 +80,7 @@ def test_seconds_are_those_of_the_runs(data):
     assert timeline.seconds == pytest.approx(step.seconds + timeline.recompute_seconds)
 
 
+@settings(max_examples=60, deadline=None)
 @given(steps())
 def test_all_but_static_and_pinned_is_freed_at_the_end(step):
     build = StepBuilder(nodes=list(step.nodes), storages=list(step.storages), region=Region.OPTIMIZER)

@@ -26,13 +26,14 @@ def build_archive(table: Table, prefixes: list[mu_two.Prefix]) -> Archive:
     archive = Archive(table)
     runs = Runs(table)
     archive.record(runs)
-    targets = _targets(table, runs)
+    least = lower_bound_bytes(table, runs)
+    targets = _targets(runs.peak_bytes(), least)
     if not table.uses:
         return archive
     _walk_down(archive, runs, targets)
     for plan in _cut_plans(table):
         _walk_up(archive, runs, plan, targets)
-    _walk_down_from_lowest(archive, runs)
+    _walk_down_from_lowest(archive, runs, least)
     _record_others(archive, runs, prefixes)
     return archive
 
@@ -51,9 +52,8 @@ def lower_bound_bytes(table: Table, runs: Runs) -> int:
     return most + table.static_bytes
 
 
-def _targets(table: Table, runs: Runs) -> list[int]:
+def _targets(peak: int, least: int) -> list[int]:
     """Falling targets, evenly spaced between the plain peak and the lower bound."""
-    peak, least = runs.peak_bytes(), lower_bound_bytes(table, runs)
     return [peak - (peak - least) * i // NUM_TARGETS for i in range(1, NUM_TARGETS + 1)]
 
 
@@ -115,11 +115,11 @@ def _walk_up(archive: Archive, runs: Runs, plan: frozenset[tuple[int, int]], tar
     runs.journal.clear()
 
 
-def _walk_down_from_lowest(archive: Archive, runs: Runs) -> None:
+def _walk_down_from_lowest(archive: Archive, runs: Runs, least: int) -> None:
     """From the lowest peak so far to the lowest reachable, by steps that shrink where they fail."""
     lowest = archive.entries[0]
     runs.go_to(lowest.plan)
-    step_bytes = max(1, (lowest.peak_bytes - lower_bound_bytes(archive.table, runs)) // 2)
+    step_bytes = max(1, (lowest.peak_bytes - least) // 2)
     failures = 0
     while failures < 6:
         here = runs.plan()

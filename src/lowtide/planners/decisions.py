@@ -3,28 +3,37 @@
 from collections.abc import Sequence
 from math import fsum
 
-from lowtide.activations import activations, storage_uses
+import numpy as np
+from numpy.typing import NDArray
+
 from lowtide.facts import Action, Activation, Decision, Node, Recipe, Region, Step
+from lowtide.planners.table import Table
 from lowtide.simulate import Timeline
 from lowtide.sizes import format_size
 
 
-def decide(step: Step, *, plain: Timeline, planned: Timeline, budget_bytes: int) -> tuple[Decision, ...]:
-    """The decisions of the schedule `planned`, against the plain one."""
-    found = activations(step)
-    holder_of = {storage: use.holder for storage, use in storage_uses(step).items()}
+def decide(
+    table: Table,
+    found: tuple[Activation, ...],
+    *,
+    plain: Timeline,
+    planned: Timeline,
+    budget_bytes: int,
+) -> tuple[Decision, ...]:
+    """The decisions of the schedule `planned` about the activations `found`, against the plain one."""
+    step = table.step
     dropped = _read_from_copies(step, planned.order)
     seconds = _seconds_by_storage(step, planned, dropped)
     times = [-1] * len(step.nodes)
     for rank in planned.order:
         times[rank] += 1
-    over = [i for i, nbytes in enumerate(plain.bytes_held.tolist()) if nbytes > budget_bytes]
+    over = np.flatnonzero(plain.bytes_held > budget_bytes)
     dearest = max(
         (a.recompute_seconds / a.nbytes for a in found if a.storage in dropped and a.nbytes), default=0.0
     )
     rows = []
     for a in found:
-        holder = step.nodes[holder_of[a.storage]]
+        holder = step.nodes[table.uses[a.storage].holder]
         again = a.storage in dropped
         cost = fsum(seconds.get(a.storage, ()))
         runs = times[holder.rank] if again else 0
@@ -97,12 +106,13 @@ def _why_recompute(a: Activation, seconds: float, times: int) -> str:
     return f"{idle} for {1e3 * seconds:.3g} ms{often}"
 
 
-def _why_retained(a: Activation, over: list[int], dearest: float) -> str:
+def _why_retained(a: Activation, over: NDArray[np.intp], dearest: float) -> str:
     if a.fixed:
         return f"cannot be recomputed: {a.fixed}"
-    if not over:
+    if not len(over):
         return "the budget is met without recomputing anything"
-    if not any(a.last_forward_use < rank < a.first_backward_use for rank in over):
+    following = int(np.searchsorted(over, a.last_forward_use, side="right"))
+    if following == len(over) or over[following] >= a.first_backward_use:
         return "does not live across the peak"
     if a.nbytes and a.recompute_seconds / a.nbytes > dearest:
         cost, limit = (1e3 * 2**20 * each for each in (a.recompute_seconds / a.nbytes, dearest))

@@ -18,6 +18,8 @@ from lowtide.planners.runs import Block, Runs
 
 TINY_SECONDS = 1e-9
 """Free moves compare by what they gain."""
+MAX_RUNS = 4
+"""Recompute runs per forward node: beyond, a lower peak costs more than anybody would pay."""
 SMALLEST_PART = 1000
 """Blocks below this part of the excess are tried only when nothing larger helps."""
 
@@ -38,7 +40,8 @@ def descend(runs: Runs, target: int, *, max_moves: int, banned: int = -1) -> boo
     heap = _candidates(runs, view, least_bytes=least_bytes, banned=banned)
     number = len(heap)
     moved = False
-    while view.excess_bytes and max_moves:
+    max_runs = MAX_RUNS * runs.table.first_backward
+    while view.excess_bytes and max_moves and runs.num_recomputes <= max_runs:
         if not heap:
             if not moved and not least_bytes:
                 return False

@@ -17,6 +17,18 @@ Run = tuple[int, int]
 """(slot, rank)"""
 
 
+def order_of(table: Table, plan: Iterable[Run]) -> tuple[int, ...]:
+    """The schedule of a plan."""
+    by_slot: dict[int, list[int]] = {}
+    for slot, rank in plan:
+        by_slot.setdefault(slot, []).append(rank)
+    order: list[int] = []
+    for slot in range(table.size):
+        order += sorted(by_slot.get(slot, ()), key=table.place.__getitem__)
+        order.append(slot)
+    return tuple(order)
+
+
 class Block:
     """One block of memory: made by run `start`, freed after run `end` (both keys)."""
 
@@ -39,6 +51,7 @@ class Runs:
         self.held: dict[int, dict[int, Block]] = {}
         self.slot_runs: dict[int, list[int]] = {}
         self.recompute_seconds = 0.0
+        self.num_recomputes = 0
         self.journal: list[tuple[bool, int, int]] = []
         self._horizon = table.last_key(table.size - 1) if table.size else 0
         self._ending: dict[int, list[Block]] = {}
@@ -77,11 +90,7 @@ class Runs:
         return self._peak_key[slot]
 
     def order(self) -> tuple[int, ...]:
-        order: list[int] = []
-        for slot in range(self.table.size):
-            order += [self.table.rank(key) for key in self.slot_runs.get(slot, ())]
-            order.append(slot)
-        return tuple(order)
+        return order_of(self.table, self.plan())
 
     def plan(self) -> frozenset[Run]:
         return frozenset(
@@ -138,6 +147,7 @@ class Runs:
         for block in touched.values():
             self._update_end(block)
         self.recompute_seconds += op.seconds
+        self.num_recomputes += 1
         self.journal.append((True, slot, rank))
 
     def remove(self, slot: int, rank: int) -> None:
@@ -175,6 +185,7 @@ class Runs:
             else:
                 self._forget(block)
         self.recompute_seconds -= op.seconds
+        self.num_recomputes -= 1
         self.journal.append((False, slot, rank))
 
     def rollback(self, mark: int) -> None:
