@@ -106,7 +106,7 @@ def test_no_such_profile(run_lowtide, tmp_path):
 
 
 def test_the_profile_summary_adds_up(step):
-    summary = profile_summary(step, name="x")
+    summary = profile_summary(Profile(step), name="x")
     json.dumps(summary)
     assert sum(summary["peak_bytes_by_kind"].values()) == summary["peak_bytes"]
     assert sum(summary["seconds_by_region"].values()) == pytest.approx(summary["step_seconds"])
@@ -116,7 +116,7 @@ def test_the_profile_summary_adds_up(step):
 
 
 def test_the_profile_tables_show_what_a_user_asks_for(step, capsys):
-    summary = profile_summary(step, name="tiny")
+    summary = profile_summary(Profile(step), name="tiny")
     Terminal().show(*profile_tables(summary))
     out = capsys.readouterr().out
     assert summary["peak"]["node"] in out and summary["peak"]["module"] in out

@@ -9,6 +9,9 @@ from lowtide import __version__
 from lowtide.cli.exits import Exit
 from lowtide.cli.models import models
 from lowtide.cli.plan import plan
+from lowtide.cli.profile import profile
+from lowtide.cli.run import run
+from lowtide.cli.verify import verify
 
 app = typer.Typer(
     name="lowtide",
@@ -17,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (plan, models):
+for command in (run, profile, plan, verify, models):
     app.command()(command)
 
 

@@ -22,6 +22,7 @@ PLAN = "plan.json"
 NODES = "node_stats.csv"
 ACTIVATIONS = "activation_stats.csv"
 DECISIONS = "ac_decisions.csv"
+VERIFICATION = "verification.json"
 TARGET = "target"
 
 

@@ -13,6 +13,18 @@ TargetText = Annotated[
         show_default=False,
     ),
 ]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A profile.json of `lowtide profile`, or a TARGET: a built-in name, file.py:factory or "
+        "package.module:factory.",
+        show_default=False,
+    ),
+]
+OptionalBatchSize = Annotated[
+    int | None, typer.Option("--batch-size", "-b", min=1, help="Samples in a batch, for a TARGET.")
+]
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples in a batch.")]
 ImageSize = Annotated[
     int | None, typer.Option(min=1, help="Height and width of images, for built-in targets that take them.")
@@ -36,10 +48,18 @@ Budget = Annotated[
         show_default=False,
     ),
 ]
+MemoryLimit = Annotated[
+    str, typer.Option(metavar="SIZE", help="Memory that profiling itself may take; larger ops are scaled.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew, even if it was before.")]
+TimedRuns = Annotated[int, typer.Option(min=0, help="Steps to time, without and with the plan in turn.")]
 Planner = Annotated[str, typer.Option(help="auto, mu-two, none, all, every-block or sqrt.")]
 Folder = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="DIR", file_okay=False, help="Folder to write files into."),
+]
+OutputFolder = Annotated[
+    Path, typer.Option("-o", "--output", metavar="DIR", file_okay=False, help="Folder to write files into.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of tables.")]

@@ -1,45 +1,72 @@
 """`lowtide plan`: which activations to keep and which to recompute, for a budget."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from lowtide.cli.options import Budget, Folder, Force, Json, Planner, Quiet, Verbose
+from lowtide.cli.options import (
+    Budget,
+    Folder,
+    Force,
+    ImageSize,
+    Json,
+    MemoryLimit,
+    NoCache,
+    Optimizer,
+    OptionalBatchSize,
+    Planner,
+    Quiet,
+    Seed,
+    SequenceLength,
+    Source,
+    Verbose,
+)
 from lowtide.cli.output import claim_folder
 from lowtide.cli.terminal import session
 
 
 def plan(
-    profile: Annotated[
-        Path,
-        typer.Argument(metavar="PROFILE", help="A profile.json of `lowtide profile`.", show_default=False),
-    ],
+    source: Source,
     *,
     budget: Budget,
     planner: Planner = "auto",
+    batch_size: OptionalBatchSize = None,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    optimizer: Optimizer = None,
+    seed: Seed = 0,
+    memory_limit: MemoryLimit = "1GiB",
+    no_cache: NoCache = False,
     folder: Folder = None,
     force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Decide what to recompute so that the step fits into a budget. Needs no torch.
+    """Decide what to recompute so that a step fits into a budget. From a profile.json at once, without torch.
 
     With -o writes plan.json and ac_decisions.csv.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        from lowtide.cli.files import DECISIONS, PLAN, load_profile, save_plan
+        from lowtide.cli.files import DECISIONS, PLAN, save_plan
+        from lowtide.cli.sources import open_source
         from lowtide.cli.summaries import plan_summary, plan_tables
 
         out = claim_folder(folder, (PLAN, DECISIONS), force=force)
-        measured, spec = load_profile(profile)
-        name = spec.text if spec else str(profile)
+        profile, spec = open_source(
+            source,
+            terminal,
+            batch_size=batch_size,
+            image_size=image_size,
+            sequence_length=sequence_length,
+            optimizer=optimizer,
+            seed=seed,
+            memory_limit=memory_limit,
+            cache=not no_cache,
+        )
+        name = f"{spec.text}, batch {spec.batch_size}" if spec else source
         with terminal.working("planning"):
-            made = measured.plan(budget, planner=planner)
+            made = profile.plan(budget, planner=planner)
         terminal.data(plan_summary(made.solution, name=name))
         terminal.show(*plan_tables(made.solution, name=name))
         if out is not None:
             save_plan(out / PLAN, made, spec)
             made.to_csv(out)
             terminal.note(f"wrote {out / PLAN}, {out / DECISIONS}")
+            terminal.note(f"next: lowtide verify {out / PLAN}")

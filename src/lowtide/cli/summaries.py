@@ -6,21 +6,20 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.activations import activations
 from lowtide.cli.output import table
 from lowtide.facts import Action, Activation, Decision, Kind, Solution, Step
+from lowtide.profiles import Profile
 from lowtide.report.palette import LABELS, STACK
 from lowtide.report.times import by_region
 from lowtide.report.words import duration, percent, size
-from lowtide.simulate import Timeline, plain_order, simulate
+from lowtide.simulate import Timeline
 
 NUM_LARGEST = 10
 
 
-def profile_summary(step: Step, *, name: str) -> dict[str, Any]:
+def profile_summary(profile: Profile, *, name: str) -> dict[str, Any]:
     """Peak, where it is, its parts by kind, time by region and the largest activations."""
-    timeline = simulate(step, plain_order(step))
-    found = activations(step)
+    step, timeline, found = profile.step, profile.timeline, profile.activations
     largest = sorted(found, key=lambda a: (-a.nbytes, a.creation_rank, a.name))[:NUM_LARGEST]
     return {
         "target": name,

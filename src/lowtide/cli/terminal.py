@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console, RenderableType
 from rich.logging import RichHandler
+from rich.progress import Progress
 
 from lowtide.cli.exits import exit_code, one_line
 from lowtide.errors import FreshProcessError
@@ -64,6 +65,16 @@ class Terminal:
             return
         with self.err.status(text):
             yield
+
+    @contextmanager
+    def counting(self, text: str) -> Iterator[Callable[[int, int], None]]:
+        """A bar for work that tells `(done, total)`, where somebody is looking."""
+        if self.quiet or not self.err.is_terminal:
+            yield lambda done, total: None
+            return
+        with Progress(console=self.err, transient=True) as bar:
+            task = bar.add_task(text, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""`lowtide profile`: where the memory and the time of a training step go."""
+
+from lowtide.cli.options import (
+    BatchSize,
+    Folder,
+    Force,
+    ImageSize,
+    Json,
+    MemoryLimit,
+    NoCache,
+    Optimizer,
+    Quiet,
+    Seed,
+    SequenceLength,
+    TargetText,
+    Verbose,
+)
+from lowtide.cli.output import claim_folder
+from lowtide.cli.terminal import session
+from lowtide.targets import TargetSpec
+
+
+def profile(
+    target: TargetText,
+    *,
+    batch_size: BatchSize,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    optimizer: Optimizer = None,
+    seed: Seed = 0,
+    memory_limit: MemoryLimit = "1GiB",
+    no_cache: NoCache = False,
+    folder: Folder = None,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show where the memory and the time of one training step go, without running it.
+
+    With -o writes profile.json, node_stats.csv and activation_stats.csv.
+    """
+    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
+        from lowtide.cli.files import ACTIVATIONS, NODES, PROFILE, save_profile
+        from lowtide.cli.sources import profile_target
+        from lowtide.cli.summaries import profile_summary, profile_tables
+
+        out = claim_folder(folder, (PROFILE, NODES, ACTIVATIONS), force=force)
+        spec = TargetSpec(
+            text=target,
+            batch_size=batch_size,
+            image_size=image_size,
+            sequence_length=sequence_length,
+            optimizer=optimizer,
+            seed=seed,
+        )
+        measured = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache)
+        summary = profile_summary(measured, name=f"{target}, batch {batch_size}")
+        terminal.data(summary)
+        terminal.show(*profile_tables(summary))
+        if out is not None:
+            save_profile(out / PROFILE, measured, spec)
+            measured.to_csv(out)
+            terminal.note(f"wrote {out / PROFILE}, {out / NODES}, {out / ACTIVATIONS}")
+            terminal.note(f"next: lowtide plan {out / PROFILE} --budget 60% -o {out}")

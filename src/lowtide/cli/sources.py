@@ -1,0 +1,60 @@
+"""From what was typed to a profile: capture and measure a target, or read a file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowtide.cli.terminal import Terminal
+from lowtide.errors import TargetError
+from lowtide.targets import TargetSpec
+
+if TYPE_CHECKING:
+    from lowtide.profiles import Profile
+
+
+def profile_target(spec: TargetSpec, terminal: Terminal, *, memory_limit: str, cache: bool) -> "Profile":
+    """Load the target and profile one step of it."""
+    with terminal.working(f"loading {spec.text}"):
+        from lowtide import api
+
+        target = spec.load()
+    # Nothing tells how far capture is; the bar starts to move when ops are measured.
+    with terminal.counting(f"profiling {spec.text}") as progress:
+        return api.profile(
+            target.model,
+            target.batch,
+            optimizer=target.optimizer,
+            loss=target.loss,
+            memory_limit=memory_limit,
+            cache=cache,
+            progress=progress,
+        )
+
+
+def open_source(
+    source: str,
+    terminal: Terminal,
+    *,
+    batch_size: int | None,
+    image_size: int | None,
+    sequence_length: int | None,
+    optimizer: str | None,
+    seed: int,
+    memory_limit: str,
+    cache: bool,
+) -> tuple["Profile", TargetSpec | None]:
+    """A profile from a `profile.json`, or of a TARGET; and what it is a profile of, where known."""
+    if source.endswith(".json"):
+        from lowtide.cli.files import load_profile
+
+        return load_profile(Path(source))
+    if batch_size is None:
+        raise TargetError(f"how large a batch of '{source}'? Say --batch-size N")
+    spec = TargetSpec(
+        text=source,
+        batch_size=batch_size,
+        image_size=image_size,
+        sequence_length=sequence_length,
+        optimizer=optimizer,
+        seed=seed,
+    )
+    return profile_target(spec, terminal, memory_limit=memory_limit, cache=cache), spec

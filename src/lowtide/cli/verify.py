@@ -1,0 +1,51 @@
+"""`lowtide verify`: a plan's true peak, and its results against eager training."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowtide.cli.options import Folder, Force, Json, Quiet, TimedRuns, Verbose
+from lowtide.cli.output import claim_folder
+from lowtide.cli.terminal import session
+from lowtide.errors import TargetError
+
+
+def verify(
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A plan.json of `lowtide plan`.", show_default=False)
+    ],
+    *,
+    timed_runs: TimedRuns = 5,
+    folder: Folder = None,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train without and with a plan in fresh processes: compare to the last bit, measure peaks and times.
+
+    The target is the one that the plan was made for. With -o writes verification.json.
+    Exits with 4 when results differ, with 3 when the measured peak is above the budget.
+    """
+    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
+        from lowtide.cli.files import VERIFICATION, load_plan
+        from lowtide.cli.results import verification_data, verification_exit, verification_tables
+        from lowtide.serial import save_json
+
+        out = claim_folder(folder, (VERIFICATION,), force=force)
+        made, spec = load_plan(plan)
+        if spec is None:
+            raise TargetError(f"'{plan}' does not say what it was made for: make it with `lowtide plan`")
+        with terminal.working(f"verifying {spec.text}"):
+            from lowtide import verification
+
+            result = verification.verify(spec, made, timed_runs=timed_runs)
+        name = f"{spec.text}, batch {spec.batch_size}"
+        data = verification_data(result, name=name)
+        terminal.data(data)
+        terminal.show(*verification_tables(result, name=name))
+        if out is not None:
+            save_json(out / VERIFICATION, data)
+            terminal.note(f"wrote {out / VERIFICATION}")
+        raise typer.Exit(verification_exit(result))
