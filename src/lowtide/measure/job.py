@@ -19,6 +19,10 @@ from lowtide.measure.peak import (
 from lowtide.measure.step import device_of, static_bytes, train_step
 from lowtide.targets import Target, TargetSpec
 
+WARM_UP_STEPS = 2
+"""The first makes the optimizer's state and all that torch allocates only once; a compiled model also
+does so in the second."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -116,7 +120,8 @@ def _load(
 
 def _measure(target: Target, *, resident: bool) -> Measured:
     target.model.zero_grad(set_to_none=True)
-    _step(target)  # makes the optimizer's state, and all that torch allocates only once
+    for _ in range(WARM_UP_STEPS):
+        _step(target)
     device = device_of(target.model, target.batch)
     above = resident_peak(lambda: _step(target)) if resident and device.type == "cpu" else None
     peak = peak_above_start(lambda: _step(target), device=device)
