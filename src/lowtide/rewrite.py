@@ -6,7 +6,8 @@ them copies of forward ops, each reading the latest earlier copy of what it need
 backward still reads from the forward pass are saved; nothing else is.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,11 @@ def _saved_values(
     made: set[fx.Node] = set(tangents)
     saved: dict[fx.Node, None] = {}
     for node in runs:
-        for source in _again_inputs(node) if node in in_forward else node.all_input_nodes:
+        again = node in in_forward
+        if again and _unpacks(node, made):
+            saved[node] = None
+            continue
+        for source in _again_inputs(node) if again else node.all_input_nodes:
             if source not in made:
                 saved[source] = None
         made.add(node)
@@ -106,6 +111,11 @@ def _saved_values(
     position = {node: index for index, node in enumerate(segment.joint.graph.nodes)}
     ordered = sorted(saved, key=lambda node: (_no_version_check(node), position[node]))
     return ordered, replayed
+
+
+def _unpacks(node: fx.Node, made: Container[fx.Node]) -> bool:
+    """Whether a copy of `node` would only unpack the forward pass's tuple: its first run is that value."""
+    return node.target is operator.getitem and node.args[0] not in made and not recipes.dropout_output(node)
 
 
 def _no_version_check(node: fx.Node) -> bool:
@@ -168,6 +178,8 @@ def _backward_graph(
     receive(list(tangents))
     for index in schedule:
         node = ops[index]
+        if index < first_backward and _unpacks(node, latest):
+            continue
         if index < first_backward:
             latest[node] = _copy_again(graph, node, latest, state)
         else:

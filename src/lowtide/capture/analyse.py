@@ -247,8 +247,15 @@ def _add_tangent(
     if len(givers) == 1 and givers[0][1].meta["val"].stride() == value.stride():
         holds = givers[0][0].holds[givers[0][1]]
     else:
+        nbytes = value.numel() * value.element_size()
         made = analysis.add_storage(
-            nbytes=value.numel() * value.element_size(), kind=Kind.OTHER, name=_node_name(state, node)
+            nbytes=nbytes,
+            kind=Kind.OTHER,
+            name=_node_name(state, node),
+            # a compiled graph wants its gradients contiguous and copies them; eager reads them as they are
+            extra_eager_bytes=-nbytes if len(givers) == 1 else 0,
+            # `loss.backward()` itself holds the gradient that it starts from
+            pinned=not givers and value.numel() == 1,
         )
         holds = makes = (made,)
     state.holds[node] = holds
@@ -358,7 +365,7 @@ def _add_recipe(analysis: Analysis, state: _RunState, node: fx.Node, fixed: str)
         analysis.nodes[rank] = replace(record, fixed="reads what the step changes in place")
         return
     holds = makes if how in (How.MASK, How.NO_STATS) else record.holds
-    inside = 2 * recipes.random_state_bytes(device_type(node)) if how is How.REPLAY else 0
+    inside = recipes.random_state_bytes(device_type(node)) if how is How.REPLAY else 0
     recipe = Recipe(how=how, reads=reads, holds=holds, makes=makes, workspace_bytes=inside)
     analysis.nodes[rank] = replace(record, recipe=recipe)
 

@@ -25,7 +25,11 @@ def apply_mask(value: torch.Tensor, mask: torch.Tensor, probability: float) -> t
     That op rounds the scale to the input's type before it multiplies: with a Python number instead,
     bfloat16 results differ in the last bit.
     """
-    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    return scale_mask(value, mask, 0.0 if probability == 1 else 1 / (1 - probability))
+
+
+def scale_mask(value: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """`value * mask * scale`, the scale rounded to the value's type first, as eager dropout does."""
     return value.mul(mask).mul_(torch.tensor(scale, dtype=value.dtype))
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture import hooks
 from lowtide.capture.fingerprint import fingerprint
-from lowtide.capture.recipes import dropout_output
+from lowtide.capture.recipes import dropout_output, scale_mask
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind
 from lowtide.sizes import format_size
@@ -172,6 +172,7 @@ def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_out
     new_output = graph.graph.output(value)
     new_output.meta = dict(output.meta)
     _masks_first(graph.graph)
+    _dropout_as_eager(graph.graph)
     graph.recompile()
     return Segment(
         joint=graph,
@@ -188,6 +189,14 @@ def _masks_first(graph: fx.Graph) -> None:
         pair = dropout_output(node)
         if pair is not None:
             node.prepend(pair[1])
+
+
+def _dropout_as_eager(graph: fx.Graph) -> None:
+    """Eager dropout rounds its scale to half precision, forward and backward; the captured op does not."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout_backward.default):
+        value = node.meta["val"]
+        if value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16):
+            node.target = scale_mask
 
 
 def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin]) -> list[Origin]:
