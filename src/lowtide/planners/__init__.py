@@ -11,6 +11,7 @@ from lowtide.planners import auto, baselines, mu_two
 from lowtide.planners.archive import Archive
 from lowtide.planners.decisions import decide
 from lowtide.planners.hints import floor_hint
+from lowtide.planners.polish import Polish
 from lowtide.planners.runs import Run, order_of
 from lowtide.planners.table import Table, make_table
 from lowtide.schedules import as_eager, graph_schedules, reserve
@@ -51,6 +52,10 @@ class Desk:
         return auto.build_archive(self.table, self.prefixes)
 
     @cached_property
+    def polish(self) -> Polish:
+        return Polish(self.archive)
+
+    @cached_property
     def prefixes(self) -> list[mu_two.Prefix]:
         return mu_two.policy(self.table)
 
@@ -77,7 +82,7 @@ class Desk:
             raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
         plan: Plan | None
         if planner == "auto":
-            entry = self.archive.best(budget_bytes)
+            entry = self.polish.best(budget_bytes)
             plan = None if entry is None else entry.plan
         elif planner == "mu-two":
             plan = _first_prefix(self, budget_bytes)

@@ -124,7 +124,9 @@ def _walk_down(graph: Graph, start: Sequence[int], budget_bytes: int) -> tuple[i
         target = peak - (peak - budget_bytes) * part // NUM_TARGETS
         descend(runs, target, max_moves=4000)
         trim(runs, target)
-    refine(runs, budget_bytes, tries=min(60, len(graph.nbytes)))
+    for _ in range(NUM_TARGETS):
+        if not refine(runs, budget_bytes, tries=60):
+            break
     return tuple(start[rank] for rank in runs.order())
 
 

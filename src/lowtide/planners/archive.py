@@ -42,11 +42,19 @@ class Archive:
             return False
         return self.add(peak_bytes, runs.plan())
 
-    def add(self, peak_bytes: int, plan: frozenset[Run]) -> bool:
+    def entry(self, runs: Runs) -> Entry:
+        return self._entry(runs.peak_bytes(), runs.plan())
+
+    def _entry(self, peak_bytes: int, plan: frozenset[Run]) -> Entry:
+        # The simulator adds up in the same exact way: equal plans have equal seconds.
         seconds = fsum(op.seconds for _, rank in plan if (op := self.table.again[rank]) is not None)
+        return Entry(peak_bytes, seconds, plan)
+
+    def add(self, peak_bytes: int, plan: frozenset[Run]) -> bool:
+        entry = self._entry(peak_bytes, plan)
+        seconds = entry.seconds
         if not self.would_keep(peak_bytes, seconds):
             return False
-        entry = Entry(peak_bytes, seconds, plan)
         i = bisect_right(self.entries, peak_bytes, key=lambda e: e.peak_bytes)
         if i and self.entries[i - 1].peak_bytes == peak_bytes:
             i -= 1

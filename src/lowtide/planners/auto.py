@@ -8,17 +8,23 @@ counts of moves, never of time, so that the same step always gives the same arch
    byte won (`descent`), merge back what still fits, then `_climb` halfway back up.
 2. `_walk_up`: from plans with few, narrow cuts (deep models need them near their floor), merge
    back what fits into rising targets.
+3. `_walk_down_from_lowest`: shrinking steps to the lowest peak there is.
+4. `_refine_some`: at some budgets, exchange dear recomputes for cheaper ones.
+
+What lies between two plans of the archive is worked out when a budget asks for it: see `polish`.
 """
 
 from lowtide.planners import baselines, mu_two
 from lowtide.planners.archive import Archive
-from lowtide.planners.descent import climb, descend, trim
+from lowtide.planners.descent import climb, descend, refine, trim
 from lowtide.planners.moves import delay
 from lowtide.planners.runs import Runs
 from lowtide.planners.table import Table
 
 NUM_TARGETS = 24
 MAX_MOVES = 4000
+REFINE_WORK = 3000
+"""Budgets that are refined, times blocks of the forward pass."""
 
 
 def build_archive(table: Table, prefixes: list[mu_two.Prefix]) -> Archive:
@@ -35,6 +41,7 @@ def build_archive(table: Table, prefixes: list[mu_two.Prefix]) -> Archive:
         _walk_up(archive, runs, plan, targets)
     _walk_down_from_lowest(archive, runs, least)
     _record_others(archive, runs, prefixes)
+    _refine_some(archive, runs)
     return archive
 
 
@@ -133,3 +140,18 @@ def _walk_down_from_lowest(archive: Archive, runs: Runs, least: int) -> None:
             step_bytes = max(1, step_bytes // 3)
             if not better:
                 runs.go_to(here)
+
+
+def _refine_some(archive: Archive, runs: Runs) -> None:
+    """Refine the best plan at some budgets, the lowest first; large steps get fewer of them."""
+    low, high = archive.entries[0].peak_bytes, archive.entries[-1].peak_bytes
+    count = min(NUM_TARGETS, REFINE_WORK // max(1, len(runs.forward_blocks)))
+    for part in range(count):
+        budget = low + (high - low) * part // count
+        entry = archive.best(budget)
+        assert entry is not None
+        runs.go_to(entry.plan)
+        for _ in range(3):
+            if not refine(runs, budget, tries=20):
+                break
+        archive.record(runs)

@@ -20,37 +20,53 @@ TINY_SECONDS = 1e-9
 """Free moves compare by what they gain."""
 MAX_RUNS = 4
 """Recompute runs per forward node: beyond, a lower peak costs more than anybody would pay."""
+REFINE_MOVES = 12
+"""Evictions that may take the place of one."""
 SMALLEST_PART = 1000
 """Blocks below this part of the excess are tried only when nothing larger helps."""
+
+
+Candidate = tuple[float, int, Block]
+"""(score, number that breaks ties, block)"""
 
 
 def score(eviction: Eviction) -> float:
     return (max(eviction.seconds, 0.0) + TINY_SECONDS) / eviction.gain
 
 
-def descend(runs: Runs, target: int, *, max_moves: int, banned: int = -1) -> bool:
-    """Evict until every slot fits into `target`; False when nothing helps any more.
-
-    Storage `banned` is not evicted.
-
-    Scores of the heap go stale as the plan changes; a popped one is estimated anew before use.
-    """
+def descend(runs: Runs, target: int, *, max_moves: int) -> bool:
+    """Evict until every slot fits into `target`; False when nothing helps any more."""
     view = View(runs, target)
     least_bytes = int(view.excess.max(initial=0)) // SMALLEST_PART
-    heap = _candidates(runs, view, least_bytes=least_bytes, banned=banned)
-    number = len(heap)
-    moved = False
-    max_runs = MAX_RUNS * runs.table.first_backward
-    while view.excess_bytes and max_moves and runs.num_recomputes <= max_runs:
-        if not heap:
-            if not moved and not least_bytes:
+    while view.excess_bytes:
+        heap = _candidates(runs, view, least_bytes=least_bytes)
+        before = view.excess_bytes
+        max_moves -= _evict_cheapest(runs, target, heap, max_moves=max_moves)
+        view = View(runs, target)
+        if view.excess_bytes == before:
+            if not least_bytes:
                 return False
-            least_bytes = least_bytes if moved else 0
-            heap = _candidates(runs, view, least_bytes=least_bytes, banned=banned)
-            number, moved = len(heap), False
-            continue
+            least_bytes = 0
+        if max_moves <= 0 or runs.num_recomputes > MAX_RUNS * runs.table.first_backward:
+            break
+    return not view.excess_bytes
+
+
+def _evict_cheapest(
+    runs: Runs, target: int, heap: list[Candidate], *, max_moves: int, banned: int = -1
+) -> int:
+    """Evict the candidates with the best scores until all fits; the number of moves tried.
+
+    Scores go stale as the plan changes; a popped one is estimated anew before use. Storage `banned`
+    is left alone.
+    """
+    view = View(runs, target)
+    number = len(heap)
+    moves = 0
+    max_runs = MAX_RUNS * runs.table.first_backward
+    while view.excess_bytes and heap and moves < max_moves and runs.num_recomputes <= max_runs:
         old_score, _, block = heappop(heap)
-        if not is_live(runs, block):
+        if block.storage == banned or not is_live(runs, block):
             continue
         eviction = best_eviction(runs, view, block)
         if eviction is None:
@@ -60,22 +76,22 @@ def descend(runs: Runs, target: int, *, max_moves: int, banned: int = -1) -> boo
             number += 1
             heappush(heap, (new_score, number, block))
             continue
-        max_moves -= 1
+        moves += 1
         mark = len(runs.journal)
         evict(runs, eviction)
         after = View(runs, target)
         if after.excess_bytes >= view.excess_bytes:
             runs.rollback(mark)
             continue
-        view, moved = after, True
+        view = after
         number = _offer_new_blocks(runs, view, eviction, heap, number)
-    return not view.excess_bytes
+    return moves
 
 
-def _candidates(runs: Runs, view: View, *, least_bytes: int, banned: int) -> list[tuple[float, int, Block]]:
-    heap: list[tuple[float, int, Block]] = []
+def _candidates(runs: Runs, view: View, *, least_bytes: int) -> list[Candidate]:
+    heap: list[Candidate] = []
     for block in (*runs.forward_blocks, *copies(runs)):
-        if block.nbytes >= least_bytes and block.storage != banned:
+        if block.nbytes >= least_bytes:
             eviction = best_eviction(runs, view, block)
             if eviction is not None:
                 heap.append((score(eviction), len(heap), block))
@@ -83,9 +99,7 @@ def _candidates(runs: Runs, view: View, *, least_bytes: int, banned: int) -> lis
     return heap
 
 
-def _offer_new_blocks(
-    runs: Runs, view: View, eviction: Eviction, heap: list[tuple[float, int, Block]], number: int
-) -> int:
+def _offer_new_blocks(runs: Runs, view: View, eviction: Eviction, heap: list[Candidate], number: int) -> int:
     for rank in eviction.again:
         key = runs.table.key(eviction.slot, rank)
         for block in runs.held.get(key, {}).values():
@@ -137,18 +151,29 @@ def _merge_what_fits(runs: Runs, target: int, blocks: list[Block]) -> list[Block
     return left
 
 
-def refine(runs: Runs, target: int, *, tries: int, max_moves: int = 40) -> None:
-    """Give one dear recompute up after another, and fit again without it if that is cheaper."""
+def refine(runs: Runs, target: int, *, tries: int) -> bool:
+    """Give one dear recompute up after another, and fit again without it if that is cheaper.
+
+    True when that won anything.
+    """
+    if not runs.num_recomputes:
+        return False
+    start_seconds = runs.recompute_seconds
+    lower = View(runs, target - target // 50)
+    heap = _candidates(runs, lower, least_bytes=int(lower.excess.max(initial=0)) // SMALLEST_PART)
     tried: set[tuple[int, int]] = set()
-    for _ in range(tries):
-        block = next((b for b in dearest_copies(runs) if (b.storage, b.start) not in tried), None)
-        if block is None:
-            return
+    waiting = dearest_copies(runs)
+    while waiting and len(tried) < tries:
+        block = waiting.pop(0)
+        if (block.storage, block.start) in tried or not is_live(runs, block):
+            continue
         tried.add((block.storage, block.start))
         mark, seconds = len(runs.journal), runs.recompute_seconds
         merge(runs, block)
-        fits = descend(runs, target, max_moves=max_moves, banned=block.storage)
-        if fits:
+        _evict_cheapest(runs, target, heap[:], max_moves=REFINE_MOVES, banned=block.storage)
+        if runs.peak_bytes() <= target and runs.recompute_seconds < seconds * (1 - 1e-9):
             trim(runs, target)
-        if not fits or runs.recompute_seconds >= seconds * (1 - 1e-9):
+            waiting = dearest_copies(runs)
+        else:
             runs.rollback(mark)
+    return runs.recompute_seconds < start_seconds * (1 - 1e-9)
