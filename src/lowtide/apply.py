@@ -35,7 +35,7 @@ class PlanByGraph:
         self.plan = plan
         self.model = model
         self.graphs = [graph for graph in plan.solution.graphs if graph.in_model]
-        self.known = {graph.fingerprint: _graph_plan(graph) for graph in self.graphs}
+        self.known = {graph.fingerprint: graph_plan(graph) for graph in self.graphs}
 
     def __call__(self, segment: Segment) -> GraphPlan:
         if segment.fingerprint not in self.known:
@@ -59,7 +59,7 @@ class PlanByGraph:
             format_size(answer.peak_bytes),
             solution.budget_bytes,
         )
-        return _graph_plan(answer.graphs[0])
+        return graph_plan(answer.graphs[0])
 
 
 def step_of(
@@ -108,5 +108,6 @@ def _with_reserve(step: Step, reserve: Reserve) -> Step:
     return replace(step, storages=(*step.storages, *storages), nodes=(*step.nodes, node))
 
 
-def _graph_plan(graph: Graph) -> GraphPlan:
+def graph_plan(graph: Graph) -> GraphPlan:
+    """What a planned graph runs, as the runtime takes it."""
     return GraphPlan(schedule=graph.schedule, missing=frozenset(graph.missing))

@@ -5,7 +5,7 @@ backend that rewrites every captured graph by its plan; without gradients, or in
 model's own code runs as if lowtide were not there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +37,13 @@ class Backend:
     `graphs` lists what was compiled, in order, for tests and reports.
     """
 
-    def __init__(self, plan_graph: PlanGraph, *, origins: Callable[[], Mapping[int, Origin]]) -> None:
+    def __init__(self, plan_graph: PlanGraph, *, origins: Callable[[fx.GraphModule], list[Origin]]) -> None:
         self.plan_graph = plan_graph
         self.origins = origins
         self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        origins = describe_inputs(graph, self.origins())
+        origins = self.origins(graph)
         rewritten: Rewritten | None = None
         plan: GraphPlan | None = None
 
@@ -112,7 +112,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, plan_graph: PlanGraph) -> None:
         self.model = model
-        self.backend = Backend(plan_graph, origins=lambda: name_tensors(model, ()))
+        self.backend = Backend(plan_graph, origins=lambda g: describe_inputs(g, name_tensors(model, ())))
         self.compiled = torch.compile(hooks.own_code(call_model), backend=self.backend, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -71,6 +71,8 @@ class _SavedState(runtime_wrappers._AutogradSavedState):
     """Leave an output's missing gradient undefined instead of filling a zero tensor of its size."""
 
     def save_from_forward(self, ctx: Any, fw_outs: Sequence[Any]) -> None:
+        # no graph of ours reuses a saved tensor's memory: `retain_graph=True` is safe
+        self.metadata.bw_donated_idxs = []
         super().save_from_forward(ctx, fw_outs)
         ctx.set_materialize_grads(False)
 
