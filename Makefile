@@ -36,7 +36,8 @@ format: install
 	$(BIN)/ruff check --fix .
 
 bench: install
-	$(BIN)/python -m bench
+	$(BIN)/python bench/peaks.py -o bench/out/peaks.csv
+	$(BIN)/python bench/profile_modes.py transformer:8 bert-base:4 resnet152:4 -o bench/out/modes.csv
 
 clean:
 	rm -rf .venv build dist lowtide-out
