@@ -23,7 +23,7 @@ from lowtide.planners.table import Table
 
 NUM_TARGETS = 24
 MAX_MOVES = 4000
-REFINE_WORK = 3000
+REFINE_WORK = 900
 """Budgets that are refined, times blocks of the forward pass."""
 
 
@@ -147,11 +147,11 @@ def _refine_some(archive: Archive, runs: Runs) -> None:
     low, high = archive.entries[0].peak_bytes, archive.entries[-1].peak_bytes
     count = min(NUM_TARGETS, REFINE_WORK // max(1, len(runs.forward_blocks)))
     for part in range(count):
-        budget = low + (high - low) * part // count
+        budget = low + (high - low) * (part + 1) // (count + 1)
         entry = archive.best(budget)
         assert entry is not None
         runs.go_to(entry.plan)
         for _ in range(3):
-            if not refine(runs, budget, tries=20):
+            if not refine(runs, budget, tries=40):
                 break
         archive.record(runs)

@@ -20,6 +20,8 @@ TINY_SECONDS = 1e-9
 """Free moves compare by what they gain."""
 MAX_RUNS = 4
 """Recompute runs per forward node: beyond, a lower peak costs more than anybody would pay."""
+REFINE_CHANGES = 2500
+"""Runs put in or taken out in one refinement: near the floor a single try can be long."""
 REFINE_MOVES = 12
 """Evictions that may take the place of one."""
 SMALLEST_PART = 1000
@@ -163,7 +165,8 @@ def refine(runs: Runs, target: int, *, tries: int) -> bool:
     heap = _candidates(runs, lower, least_bytes=int(lower.excess.max(initial=0)) // SMALLEST_PART)
     tried: set[tuple[int, int]] = set()
     waiting = dearest_copies(runs)
-    while waiting and len(tried) < tries:
+    until = runs.num_changes + REFINE_CHANGES
+    while waiting and len(tried) < tries and runs.num_changes < until:
         block = waiting.pop(0)
         if (block.storage, block.start) in tried or not is_live(runs, block):
             continue

@@ -11,7 +11,7 @@ from lowtide.planners.runs import Runs
 
 RUNGS = 3
 ROUNDS = 2
-TRIES = 20
+TRIES = 40
 
 
 class Polish:

@@ -52,6 +52,7 @@ class Runs:
         self.slot_runs: dict[int, list[int]] = {}
         self.recompute_seconds = 0.0
         self.num_recomputes = 0
+        self.num_changes = 0
         self.journal: list[tuple[bool, int, int]] = []
         self._horizon = table.last_key(table.size - 1) if table.size else 0
         self._ending: dict[int, list[Block]] = {}
@@ -148,6 +149,7 @@ class Runs:
             self._update_end(block)
         self.recompute_seconds += op.seconds
         self.num_recomputes += 1
+        self.num_changes += 1
         self.journal.append((True, slot, rank))
 
     def remove(self, slot: int, rank: int) -> None:
@@ -186,6 +188,7 @@ class Runs:
                 self._forget(block)
         self.recompute_seconds -= op.seconds
         self.num_recomputes -= 1
+        self.num_changes += 1
         self.journal.append((False, slot, rank))
 
     def rollback(self, mark: int) -> None:
