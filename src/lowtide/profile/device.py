@@ -20,6 +20,10 @@ import torch
 
 _COPY_BYTES = 64 << 20
 _COPY_RUNS = 5
+_REST_SECONDS = 0.03
+
+SLOW_SECONDS = 0.1
+"""What takes longer is interrupted now and then on any machine, and is hurt less by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +33,25 @@ class Timing:
     seconds: float
     interruptions: int = 0
 
+    @property
+    def avoidable(self) -> bool:
+        """Whether it was interrupted although it is short enough to run in one piece."""
+        return self.interruptions > 0 and self.seconds < SLOW_SECONDS
+
 
 def typical_seconds(timings: Sequence[Timing]) -> float:
-    """The median of the runs that were interrupted least, so that a busy machine distorts less."""
-    fewest = min(timing.interruptions for timing in timings)
-    return statistics.median(timing.seconds for timing in timings if timing.interruptions == fewest)
+    """The median of the undisturbed runs; on a machine too busy for any, the fastest.
+
+    Being interrupted only ever makes a run longer, several times so where threads wait for each other.
+    """
+    undisturbed = [timing.seconds for timing in timings if not timing.interruptions]
+    return statistics.median(undisturbed) if undisturbed else min(timing.seconds for timing in timings)
+
+
+def rest_after(timing: Timing) -> None:
+    """Pause after an interrupted run: who used less than its share is then left alone for a while."""
+    if timing.avoidable:
+        time.sleep(_REST_SECONDS)
 
 
 class Device(ABC):

@@ -20,7 +20,7 @@ import torch
 
 from lowtide.profile.cache import CostCache
 from lowtide.profile.calls import OpCall, OpCost, is_view, signature, storages_bytes
-from lowtide.profile.device import Device, Timing, device_for, typical_seconds
+from lowtide.profile.device import SLOW_SECONDS, Device, Timing, device_for, rest_after, typical_seconds
 from lowtide.profile.samples import SAMPLE_EXTRA_BYTES, make_sample
 from lowtide.profile.shrink import Slice, shrink
 from lowtide.profile.work import Work, fresh_bytes, work_of
@@ -28,10 +28,10 @@ from lowtide.profile.work import Work, fresh_bytes, work_of
 _log = logging.getLogger(__name__)
 
 _ROUNDS = 4
-_PATIENCE_SECONDS = 15.0
+_PATIENCE_SECONDS = 12.0
+_MORE_PATIENCE = 2
 _SHORT_SECONDS = 2e-3
 _SHORT_RUNS = 3
-_SLOW_SECONDS = 0.1
 _SLOW_RUNS = 3
 _ATTEMPTS = 4
 
@@ -62,18 +62,23 @@ class _Trial:
     def cost(self) -> OpCost:
         return OpCost(typical_seconds(self.timings) * self.factor, self.workspace_bytes, self.estimated)
 
+    @property
+    def settled(self) -> bool:
+        return any(not timing.avoidable for timing in self.timings)
+
     def time(self, *, deadline: float) -> None:
         """Add the runs of one round: a few for short ops, and more when others use the processor."""
         last = self.timings[-1].seconds if self.timings else 0.0
-        if last > _SLOW_SECONDS and len(self.timings) >= _SLOW_RUNS:
+        if last > SLOW_SECONDS and len(self.timings) >= _SLOW_RUNS:
             return
         wanted = _SHORT_RUNS if last < _SHORT_SECONDS else 1
         for _ in range(wanted * _ATTEMPTS):
             timing = _timed(self.call, self.device)
             self.timings.append(timing)
-            wanted -= not timing.interruptions or timing.seconds > _SLOW_SECONDS
-            if not wanted or time.perf_counter() > deadline:
+            wanted -= not timing.avoidable or time.perf_counter() > deadline
+            if not wanted:
                 return
+            rest_after(timing)
 
 
 def profile_calls(
@@ -144,7 +149,7 @@ def _measure(
     """Costs by signature, and the signatures that could not be run."""
     trials: dict[str, _Trial] = {}
     failed: list[str] = []
-    deadline, total = time.perf_counter() + _PATIENCE_SECONDS, len(calls) * (1 + _ROUNDS)
+    total = len(calls) * (1 + _ROUNDS)
     with ExitStack() as guards:
         guards.enter_context(torch.no_grad())
         for device in dict.fromkeys(_device_of(call) for call in calls.values()):
@@ -158,11 +163,13 @@ def _measure(
                 failed.append(key)
             if progress is not None:
                 progress(done, total)
+        start = time.perf_counter()
         for number in range(1, _ROUNDS + 1):
             for done, trial in enumerate(trials.values(), 1):
-                if trial.timings and time.perf_counter() > deadline:
-                    break
-                trial.time(deadline=deadline)
+                # Those that never ran undisturbed get more time to do so.
+                patience = _PATIENCE_SECONDS * (1 if trial.settled else _MORE_PATIENCE)
+                if not trial.timings or time.perf_counter() < start + patience:
+                    trial.time(deadline=start + patience)
                 if progress is not None:
                     progress(len(calls) * number + done, total)
     if progress is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from lowtide.profile.calls import iter_tensors, storage_key
-from lowtide.profile.device import Timing, device_for, typical_seconds
+from lowtide.profile.device import Timing, device_for, rest_after, typical_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class GraphProfiler(fx.Interpreter):
             return result
         result, timing = self.device.timed(lambda: run(n.target, args, kwargs))
         self._timings.setdefault(n.name, []).append(timing)
+        rest_after(timing)
         if self._memory is not None:
             freed = [self.env[node] for node in self.user_to_last_uses.get(n, [])]
             self._memory.enter(n.name, result, freed if n.users else [*freed, result])
