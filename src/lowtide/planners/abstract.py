@@ -157,4 +157,7 @@ def _table(graph: Graph, order: Sequence[int]) -> Table:
         static_bytes=0,
         first_backward=size,
         uses={},
+        own=((),) * size,
+        first_need=(size,) * size,
+        readers_first=(),
     )

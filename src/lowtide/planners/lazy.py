@@ -63,26 +63,16 @@ class LazyRuns(Runs):
 
 def lazy_plan(table: Table, kept: Iterable[int]) -> frozenset[Run]:
     """The plan that retains only the storages `kept` and what can never be run again."""
-    step = table.step
     stays = set(kept)
-    need = [table.size] * table.size
-    for node in step.nodes[table.first_backward :]:
-        for read in node.reads:
-            if table.may_run(read, node.rank):
-                need[read] = min(need[read], node.rank)
+    need = list(table.first_need)
     plan: set[Run] = set()
-    # Readers before what they read: every need is known when its rank comes.
-    for rank in sorted(range(table.first_backward), key=lambda r: -table.place[r]):
+    for rank in table.readers_first:
         op = table.again[rank]
         slot = need[rank]
-        if op is None or slot == table.size:
-            continue
-        if all(
-            s in stays or step.storages[s].static or step.storages[s].pinned for s in step.nodes[rank].holds
-        ):
+        if op is None or slot == table.size or stays.issuperset(table.own[rank]):
             continue
         plan.add((slot, rank))
         for read in op.reads:
-            if table.may_run(read, slot):
-                need[read] = min(need[read], slot)
+            if slot < need[read] and table.may_run(read, slot):
+                need[read] = slot
     return frozenset(plan)

@@ -305,18 +305,23 @@ class Runs:
                 self._peak_key[slot] = last
                 continue
             keys = [*keys, last]
-            missing = sum(
-                block.nbytes for key in keys for block in self.held[key].values() if block.start == key
-            )
-            most, where = -missing - 1, last
-            change = -missing
+            made = []
             for key in keys:
-                change += sum(block.nbytes for block in self.held[key].values() if block.start == key)
+                new = 0
+                for block in self.held[key].values():
+                    if block.start == key:
+                        new += block.nbytes
+                made.append(new)
+            change = -sum(made)
+            most, where = change - 1, last
+            for key, new in zip(keys, made, strict=True):
+                change += new
                 here = change + self.table.op(key).workspace_bytes
                 if here > most:
                     most, where = here, key
                 if key != last:
-                    change -= sum(block.nbytes for block in self._ending.get(key, ()))
+                    for block in self._ending.get(key, ()):
+                        change -= block.nbytes
             self._extra[slot] = most
             self._peak_key[slot] = where
         self._dirty.clear()

@@ -41,6 +41,12 @@ class Table:
     first_backward: int
     uses: dict[int, Uses]
     """by storage, of the activations"""
+    own: tuple[tuple[int, ...], ...]
+    """storages that each rank holds and that can be dropped: neither static nor pinned"""
+    first_need: tuple[int, ...]
+    """the first slot that reads each rank and where it may run again; `size` when there is none"""
+    readers_first: tuple[int, ...]
+    """forward ranks, each after all recipes that read it"""
 
     def key(self, slot: int, rank: int) -> int:
         return slot * self.width + self.place[rank]
@@ -71,24 +77,38 @@ def make_table(step: Step) -> Table:
     rank_at = [0] * len(place)
     for rank, where in enumerate(place):
         rank_at[where] = rank
+    again = tuple(
+        _op(step, node.recipe, first=False)
+        if node.recipe is not None and node.region is Region.FORWARD
+        else None
+        for node in step.nodes
+    )
+    slot_segment = recompute_slots(step)
+    need = [len(step.nodes)] * len(step.nodes)
+    for node in reversed(step.nodes):
+        for read in node.reads:
+            if again[read] is not None and step.nodes[read].segment == slot_segment[node.rank]:
+                need[read] = node.rank
+    storages = step.storages
     return Table(
         step=step,
         size=len(step.nodes),
         width=len(step.nodes) + 1,
         plain=tuple(_op(step, node, first=True) for node in step.nodes),
-        again=tuple(
-            _op(step, node.recipe, first=False)
-            if node.recipe is not None and node.region is Region.FORWARD
-            else None
-            for node in step.nodes
-        ),
+        again=again,
         place=tuple(place),
         rank_at=tuple(rank_at),
         segment=tuple(node.segment for node in step.nodes),
-        slot_segment=recompute_slots(step),
+        slot_segment=slot_segment,
         static_bytes=sum(storage.nbytes for storage in step.storages if storage.static),
         first_backward=step.first_backward_rank,
         uses=storage_uses(step),
+        own=tuple(
+            tuple(s for s in node.holds if not storages[s].static and not storages[s].pinned)
+            for node in step.nodes
+        ),
+        first_need=tuple(need),
+        readers_first=tuple(sorted(range(step.first_backward_rank), key=lambda rank: -place[rank])),
     )
 
 
