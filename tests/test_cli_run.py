@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lowtide import verification
 from lowtide.cli.exits import Exit
 from lowtide.cli.files import load_plan, load_profile
 from lowtide.cli.results import verdict, verification_exit
@@ -93,11 +94,33 @@ def test_a_plan_from_the_files_of_a_run(ran, run_lowtide):
     assert json.loads(stdout)["decisions"] == data["plan"]["decisions"]
 
 
-def test_verify_a_plan_from_its_file(ran, run_lowtide):
+@pytest.mark.parametrize(
+    ("changes", "code"), [({}, Exit.DONE), ({"exact": False, "differences": ("loss",)}, Exit.RESULTS_DIFFER)]
+)
+def test_verify_a_plan_from_its_file(ran, run_lowtide, monkeypatch, tmp_path, changes, code):
     out, _, _ = ran
-    code, stdout, stderr = run_lowtide("verify", str(out / "plan.json"), "--timed-runs", "0")
-    assert code == 0 and "equal to the last bit" in stdout and "users_model.py:make" in stdout
-    assert stderr == ""
+    asked = []
+
+    def verify(source, plan, *, timed_runs):
+        asked.append((source, plan.solution, timed_runs))
+        return result_with(**changes)
+
+    monkeypatch.setattr(verification, "verify", verify)
+    found, stdout, stderr = run_lowtide(
+        "verify", str(out / "plan.json"), "--timed-runs", "3", "-o", str(tmp_path)
+    )
+    plan, spec = load_plan(out / "plan.json")
+    assert asked == [(spec, plan.solution, 3)]
+    assert found == code and "users_model.py:make" in stdout and "verification.json" in stderr
+    assert json.loads((tmp_path / "verification.json").read_text())["exact"] is (code == Exit.DONE)
+
+
+def test_verify_needs_to_know_the_target(ran, run_lowtide, tmp_path):
+    out, _, _ = ran
+    plan, _ = load_plan(out / "plan.json")
+    plan.save(tmp_path / "plan.json")
+    code, _, stderr = run_lowtide("verify", str(tmp_path / "plan.json"))
+    assert code == Exit.ERROR and "does not say what it was made for" in stderr
 
 
 def test_run_does_not_replace_a_run(ran, run_lowtide):

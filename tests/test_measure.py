@@ -154,11 +154,10 @@ def test_steps_are_timed_in_turn():
 
 
 @pytest.mark.skipif(not can_measure_resident(), reason="the resident high-water mark is Linux only")
-@pytest.mark.parametrize("with_optimizer", [True, False])
-def test_both_methods_agree_in_a_fresh_process(with_optimizer):
+def test_both_methods_agree_in_a_fresh_process():
     spec = TargetSpec(text="tiny-transformer", batch_size=32, sequence_length=128)
-    measured = measure_step(spec, with_optimizer=with_optimizer)
-    assert measured.fresh_process and measured.with_optimizer is with_optimizer
+    measured = measure_step(spec, with_optimizer=False)
+    assert measured.fresh_process and not measured.with_optimizer
     above = measured.peak_bytes - measured.static_bytes
     assert above > 30 * MIB
     assert measured.resident_peak_bytes - measured.static_bytes == pytest.approx(above, rel=0.02)
