@@ -7,10 +7,10 @@ import torch
 
 from lowtide.capture.step import Call, Captured, with_costs
 from lowtide.facts import Step
-from lowtide.profile.cache import CostCache
-from lowtide.profile.calls import OpCall, OpCost, signature
-from lowtide.profile.device import device_for
-from lowtide.profile.ops import profile_calls, scaled_cost
+from lowtide.profiling.cache import CostCache
+from lowtide.profiling.calls import OpCall, OpCost, signature
+from lowtide.profiling.device import device_for
+from lowtide.profiling.ops import profile_calls, scaled_cost
 
 MEMORY_LIMIT_BYTES = 1 << 30
 

@@ -24,8 +24,8 @@ from lowtide.cli.results import measurement_of, verification_data
 from lowtide.facts import Action
 from lowtide.files import write_atomic
 from lowtide.plans import Plan
-from lowtide.profile.device import device_for
 from lowtide.profiles import Profile
+from lowtide.profiling.device import device_for
 from lowtide.report.csvs import write_tradeoff
 from lowtide.report.html import render_report
 from lowtide.report.plots import write_plots

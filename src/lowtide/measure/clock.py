@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.profile.device import device_for
+from lowtide.profiling.device import device_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lowtide.profile.device import device_for
+from lowtide.profiling.device import device_for
 
 CPU = torch.device("cpu")
 RESIDENT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.profile.calls import OpCall, map_leaves, storage_key
-from lowtide.profile.work import Work, fake_tensor, work_of
+from lowtide.profiling.calls import OpCall, map_leaves, storage_key
+from lowtide.profiling.work import Work, fake_tensor, work_of
 
 _MOST_REDUCTIONS = 3
 

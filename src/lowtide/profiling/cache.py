@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from lowtide.profile.calls import OpCost
-from lowtide.profile.device import Device
+from lowtide.profiling.calls import OpCost
+from lowtide.profiling.device import Device
 
 _log = logging.getLogger(__name__)
 

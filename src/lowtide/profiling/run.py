@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.profile.calls import iter_tensors, storage_key
-from lowtide.profile.device import Timing, device_for, rest_after, typical_seconds
+from lowtide.profiling.calls import iter_tensors, storage_key
+from lowtide.profiling.device import Timing, device_for, rest_after, typical_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from lowtide.profile.calls import OpCall, call_of, is_view, signature, storages_bytes
-from lowtide.profile.work import Work, fresh_bytes, work_of
+from lowtide.profiling.calls import OpCall, call_of, is_view, signature, storages_bytes
+from lowtide.profiling.work import Work, fresh_bytes, work_of
 
 aten = torch.ops.aten
 

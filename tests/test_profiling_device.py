@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from lowtide.profile.device import Cuda, Timing, device_for, peak_of, typical_seconds
+from lowtide.profiling.device import Cuda, Timing, device_for, peak_of, typical_seconds
 
 CPU = device_for(torch.device("cpu"))
 
@@ -50,7 +50,7 @@ def test_devices_are_found_by_type():
 
 def test_measuring_memory_writes_nothing_to_the_terminal():
     code = (
-        "import torch; from lowtide.profile.device import device_for;"
+        "import torch; from lowtide.profiling.device import device_for;"
         "device_for(torch.device('cpu')).measured(lambda: torch.ones(3))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.profile.calls import OpCall, span_elements, storage_key
-from lowtide.profile.rules import Values, values_for
+from lowtide.profiling.calls import OpCall, span_elements, storage_key
+from lowtide.profiling.rules import Values, values_for
 
 _TILE_ELEMENTS = 1 << 14
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.profile.calls import OpCall, iter_tensors, storage_key, storages_bytes
-from lowtide.profile.samples import make_sample
+from lowtide.profiling.calls import OpCall, iter_tensors, storage_key, storages_bytes
+from lowtide.profiling.samples import make_sample
 
 
 @dataclass(frozen=True, slots=True)

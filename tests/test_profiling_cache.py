@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from lowtide.profile import CostCache, OpCost, device_for
-from lowtide.profile.cache import cache_directory
+from lowtide.profiling import CostCache, OpCost, device_for
+from lowtide.profiling.cache import cache_directory
 
 CPU = device_for(torch.device("cpu"))
 COST = OpCost(0.25, 64, False)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.profile import CostCache, OpCall, OpCost, device_for, profile_calls, scaled_cost, signature
-from lowtide.profile import ops as ops_module
-from lowtide.profile.shrink import shrink
-from lowtide.profile.work import work_of
+from lowtide.profiling import CostCache, OpCall, OpCost, device_for, profile_calls, scaled_cost, signature
+from lowtide.profiling import ops as ops_module
+from lowtide.profiling.shrink import shrink
+from lowtide.profiling.work import work_of
 
 aten = torch.ops.aten
 empty = torch.empty

@@ -4,11 +4,11 @@ Two ways: `profile_calls` times every distinct op alone, on random data, in litt
 `GraphProfiler` runs the whole graph for real.
 """
 
-from lowtide.profile.cache import CostCache
-from lowtide.profile.calls import OpCall, OpCost, call_of, signature
-from lowtide.profile.device import Device, device_for
-from lowtide.profile.ops import cost_by_bytes, profile_calls, scaled_cost
-from lowtide.profile.run import GraphProfiler, NodeRun
+from lowtide.profiling.cache import CostCache
+from lowtide.profiling.calls import OpCall, OpCost, call_of, signature
+from lowtide.profiling.device import Device, device_for
+from lowtide.profiling.ops import cost_by_bytes, profile_calls, scaled_cost
+from lowtide.profiling.run import GraphProfiler, NodeRun
 
 __all__ = [
     "CostCache",

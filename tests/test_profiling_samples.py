@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lowtide.profile.calls import OpCall, storage_key
-from lowtide.profile.samples import make_sample
+from lowtide.profiling.calls import OpCall, storage_key
+from lowtide.profiling.samples import make_sample
 
 aten = torch.ops.aten
 empty = torch.empty

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from lowtide.profile import GraphProfiler, call_of, profile_calls
+from lowtide.profiling import GraphProfiler, call_of, profile_calls
 
 aten = torch.ops.aten
 KIB = 1024

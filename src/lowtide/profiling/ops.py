@@ -18,27 +18,29 @@ from math import log
 
 import torch
 
-from lowtide.profile.cache import CostCache
-from lowtide.profile.calls import OpCall, OpCost, is_view, signature, storages_bytes
-from lowtide.profile.device import SLOW_SECONDS, Device, Timing, device_for, rest_after, typical_seconds
-from lowtide.profile.samples import SAMPLE_EXTRA_BYTES, make_sample
-from lowtide.profile.shrink import Slice, shrink
-from lowtide.profile.work import Work, fresh_bytes, work_of
+from lowtide.profiling.cache import CostCache
+from lowtide.profiling.calls import OpCall, OpCost, is_view, signature, storages_bytes
+from lowtide.profiling.device import SLOW_SECONDS, Device, Timing, device_for, rest_after, typical_seconds
+from lowtide.profiling.samples import SAMPLE_EXTRA_BYTES, make_sample
+from lowtide.profiling.shrink import Slice, shrink
+from lowtide.profiling.work import Work, fresh_bytes, work_of
 
 _log = logging.getLogger(__name__)
 
-_ROUNDS = 4
+_ROUNDS = 8
 _PATIENCE_SECONDS = 12.0
 _MORE_PATIENCE = 2
 _SHORT_SECONDS = 2e-3
-_SHORT_RUNS = 3
-_SLOW_RUNS = 3
+_SLOW_ROUNDS = 5
 _ATTEMPTS = 4
 
 # An op of this share of the limit is run whole without asking a slice first what it holds inside.
 _HARMLESS_SHARE = 1 / 16
 # How much more than its slice said an op may hold inside.
 _WORKSPACE_MARGIN = 1.25
+# From one slice to the next: at most, and at least to be worth a try.
+_GROWTH = 4
+_LEAST_GROWTH = 1.25
 
 Progress = Callable[[int, int], None]
 
@@ -67,18 +69,20 @@ class _Trial:
         return any(not timing.avoidable for timing in self.timings)
 
     def time(self, *, deadline: float) -> None:
-        """Add the runs of one round: a few for short ops, and more when others use the processor."""
-        last = self.timings[-1].seconds if self.timings else 0.0
-        if last > SLOW_SECONDS and len(self.timings) >= _SLOW_RUNS:
-            return
-        wanted = _SHORT_RUNS if last < _SHORT_SECONDS else 1
-        for _ in range(wanted * _ATTEMPTS):
+        """Add an undisturbed run, or as many disturbed ones as it is worth."""
+        for _ in range(_ATTEMPTS):
             timing = _timed(self.call, self.device)
             self.timings.append(timing)
-            wanted -= not timing.avoidable or time.perf_counter() > deadline
-            if not wanted:
+            if not timing.avoidable or time.perf_counter() > deadline:
                 return
             rest_after(timing)
+
+    def takes_part(self, number: int) -> bool:
+        """Whether it runs in this round: short ops in all, slow ones in the first few."""
+        last = self.timings[-1].seconds if self.timings else 0.0
+        return number <= (_SLOW_ROUNDS if last > SLOW_SECONDS else _ROUNDS) and (
+            last < _SHORT_SECONDS or number % 2 == 1
+        )
 
 
 def profile_calls(
@@ -167,9 +171,9 @@ def _measure(
         for number in range(1, _ROUNDS + 1):
             for done, trial in enumerate(trials.values(), 1):
                 # Those that never ran undisturbed get more time to do so.
-                patience = _PATIENCE_SECONDS * (1 if trial.settled else _MORE_PATIENCE)
-                if not trial.timings or time.perf_counter() < start + patience:
-                    trial.time(deadline=start + patience)
+                deadline = start + _PATIENCE_SECONDS * (1 if trial.settled else _MORE_PATIENCE)
+                if number == 1 or (trial.takes_part(number) and time.perf_counter() < deadline):
+                    trial.time(deadline=deadline)
                 if progress is not None:
                     progress(len(calls) * number + done, total)
     if progress is not None:
@@ -190,23 +194,27 @@ def _prepare(call: OpCall, *, memory_limit_bytes: int) -> _Trial:
     if work.nbytes <= limit * _HARMLESS_SHARE:
         return _Trial(call, device, _workspace(call, device))
 
-    small = shrink(call, work, limit_bytes=int(limit * _HARMLESS_SHARE))
-    if small is None:
+    part = shrink(call, work, limit_bytes=int(limit * _HARMLESS_SHARE))
+    if part is None:
         if 2 * work.nbytes > limit:
             raise _TooLarge(f"needs {work.nbytes} bytes of the limit of {limit}, and no size can be reduced")
         return _Trial(call, device, _workspace(call, device))
-    small_workspace = _workspace(small.call, device)
-    needed = work.nbytes * (1 + _WORKSPACE_MARGIN * small_workspace / max(small.work.nbytes, 1))
-    if needed <= limit:
-        return _Trial(call, device, _workspace(call, device))
-
-    large = shrink(call, work, limit_bytes=int(limit * work.nbytes / needed)) or small
+    while True:
+        # Grow step by step: a small slice may run in another way inside, and hold another share.
+        inside = _workspace(part.call, device) / part.work.nbytes
+        allowed = min(limit / (1 + _WORKSPACE_MARGIN * inside), part.work.nbytes * _GROWTH)
+        if work.nbytes <= allowed:
+            return _Trial(call, device, _workspace(call, device))
+        larger = shrink(call, work, limit_bytes=int(allowed))
+        if larger is None or larger.work.nbytes < part.work.nbytes * _LEAST_GROWTH:
+            break
+        part = larger
     # Near each other, so that both run the same way inside.
-    half = shrink(call, work, limit_bytes=int(large.work.nbytes * 0.75)) or small
+    half = shrink(call, work, limit_bytes=int(part.work.nbytes * 0.75)) or part
     workspace = _extrapolated(
-        work, (half, _workspace(half.call, device)), (large, _workspace(large.call, device))
+        work, (half, _workspace(half.call, device)), (part, _workspace(part.call, device))
     )
-    return _Trial(large.call, device, workspace, factor=work.ratio_to(large.work), estimated=True)
+    return _Trial(part.call, device, workspace, factor=work.ratio_to(part.work), estimated=True)
 
 
 def _timed(call: OpCall, device: Device) -> Timing:
