@@ -19,11 +19,11 @@ from math import log
 import torch
 
 from lowtide.profiling.cache import CostCache
-from lowtide.profiling.calls import OpCall, OpCost, is_view, signature, storages_bytes
+from lowtide.profiling.calls import OpCall, OpCost, is_view, signature
 from lowtide.profiling.device import SLOW_SECONDS, Device, Timing, device_for, rest_after, typical_seconds
 from lowtide.profiling.samples import SAMPLE_EXTRA_BYTES, make_sample
 from lowtide.profiling.shrink import Slice, shrink
-from lowtide.profiling.work import Work, fresh_bytes, work_of
+from lowtide.profiling.work import Work, fresh_bytes, visible_work_of, work_of
 
 _log = logging.getLogger(__name__)
 
@@ -129,8 +129,8 @@ def scaled_cost(call: OpCall, known: Mapping[str, tuple[OpCall, OpCost]]) -> OpC
     same = [(other, cost) for other, cost in known.values() if other.target is call.target]
     if not same:
         return cost_by_bytes(call)
-    work = work_of(call)
-    works = [(work_of(other), cost) for other, cost in same]
+    work = visible_work_of(call)
+    works = [(visible_work_of(other), cost) for other, cost in same]
     near, cost = min(works, key=lambda each: abs(log((each[0].nbytes + 1) / (work.nbytes + 1))))
     ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
     return OpCost(cost.seconds * work.ratio_to(near), round(cost.workspace_bytes * ratio), estimated=True)
@@ -138,13 +138,10 @@ def scaled_cost(call: OpCall, known: Mapping[str, tuple[OpCall, OpCost]]) -> OpC
 
 def cost_by_bytes(call: OpCall) -> OpCost:
     """The time to read the inputs and to write the outputs at the device's copy speed; estimated."""
-    try:
-        nbytes = work_of(call).nbytes
-    except Exception:
-        # Not even fake tensors can run it, so there are no outputs to count.
-        nbytes = storages_bytes(call.tensors)
     # A copied byte is read and written.
-    return OpCost(nbytes / 2 / _device_of(call).copy_bytes_per_second(), 0, estimated=True)
+    return OpCost(
+        visible_work_of(call).nbytes / 2 / _device_of(call).copy_bytes_per_second(), 0, estimated=True
+    )
 
 
 def _measure(

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.profiling.calls import OpCall, iter_tensors, storage_key, storages_bytes
+from lowtide.profiling.calls import OpCall, iter_tensors, signature, storage_key, storages_bytes
 from lowtide.profiling.samples import make_sample
 
 
@@ -30,8 +30,29 @@ class Work:
         return self.nbytes / other.nbytes if other.nbytes else 1.0
 
 
+_KNOWN: dict[str, Work] = {}
+
+
 def work_of(call: OpCall) -> Work:
     """Bytes and flops of a call; raises what the op raises when its arguments do not fit together."""
+    if not isinstance(call.target, torch._ops.OpOverload):
+        # Two functions can have one name.
+        return _work_of(call)
+    key = signature(call)
+    if key not in _KNOWN:
+        _KNOWN[key] = _work_of(call)
+    return _KNOWN[key]
+
+
+def visible_work_of(call: OpCall) -> Work:
+    """As `work_of`; of an op that cannot run on fake tensors, the inputs alone."""
+    try:
+        return work_of(call)
+    except Exception:
+        return Work(flops=0, input_bytes=storages_bytes(call.tensors), output_bytes=0)
+
+
+def _work_of(call: OpCall) -> Work:
     with torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
         args, kwargs = make_sample(call, fill=False)
         result = call.target(*args, **kwargs)
