@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: install
-	$(BIN)/lowtide run tiny-bert-base --batch-size 8 --budget 70% -o lowtide-out --force
+	$(BIN)/lowtide run tiny-gpt2 --batch-size 16 --sequence-length 128 --budget 60% -o lowtide-out --force
 
 test: install
 	$(BIN)/python -m pytest

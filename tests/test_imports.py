@@ -11,7 +11,7 @@ from importlinter import cli as import_linter
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lowtide"
-MAY_USE_PRIVATE_TORCH = ("capture", "profile", "profiling")
+MAY_USE_PRIVATE_TORCH = ("capture", "profiling")
 """The profiler runs ops on fake tensors, which torch only offers as a private module."""
 TORCH_FREE = (
     "facts", "errors", "files", "serial", "sizes", "simulate", "activations", "planners", "report",
