@@ -10,7 +10,9 @@ from lowtide.facts import Step
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.calls import OpCall, OpCost, signature
 from lowtide.profiling.device import device_for
+from lowtide.profiling.opaque import real_result_bytes, untracked_bytes
 from lowtide.profiling.ops import profile_calls, scaled_cost
+from lowtide.profiling.samples import make_sample
 
 MEMORY_LIMIT_BYTES = 1 << 30
 
@@ -35,7 +37,7 @@ def measure_costs(
         progress=progress,
     )
     known = {signature(call): (call, cost) for call, cost in zip(calls.values(), costs, strict=True)}
-    step = _fill(captured, dict(zip(calls, costs, strict=True)))
+    step = _with_real_sizes(_fill(captured, dict(zip(calls, costs, strict=True))), calls)
     return replace(step, copy_bytes_per_second=device.copy_bytes_per_second()), known
 
 
@@ -45,7 +47,21 @@ def estimate_costs(captured: Captured, known: Known) -> Step:
     for key, call in _calls(captured).items():
         name = signature(call)
         costs[key] = known[name][1] if name in known else scaled_cost(call, known)
-    return _fill(captured, costs)
+    return _with_real_sizes(_fill(captured, costs), _calls(captured))
+
+
+def _with_real_sizes(step: Step, calls: dict[tuple[int, bool], OpCall]) -> Step:
+    """Correct what fake tensors get wrong: sizes of opaque results, and bytes inside their backward op."""
+    storages, nodes = list(step.storages), list(step.nodes)
+    for (rank, _), call in calls.items():
+        sizes = real_result_bytes(call, make_sample)
+        if sizes is not None:
+            for storage, nbytes in zip(nodes[rank].makes, sizes, strict=True):
+                storages[storage] = replace(storages[storage], nbytes=nbytes)
+        more = untracked_bytes(call)
+        if more:
+            nodes[rank] = replace(nodes[rank], workspace_bytes=nodes[rank].workspace_bytes + more)
+    return replace(step, storages=tuple(storages), nodes=tuple(nodes))
 
 
 def _calls(captured: Captured) -> dict[tuple[int, bool], OpCall]:

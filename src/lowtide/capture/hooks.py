@@ -15,6 +15,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 from torch import fx
+from torch._decomp import decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 from torch._functorch._aot_autograd import runtime_wrappers
@@ -108,15 +109,53 @@ def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor | None]:
     return examples
 
 
+def _layer_inputs(params: Any, hidden: Any, layer: int, bidirectional: bool) -> tuple[Any, Any, Any, Any]:
+    if not bidirectional:
+        return params[layer], hidden[layer], None, None
+    return params[2 * layer], hidden[2 * layer], params[2 * layer + 1], hidden[2 * layer + 1]
+
+
+def _recurrent_layers(  # noqa: PLR0917 - torch calls it so
+    value: torch.Tensor,
+    hidden: Any,
+    params: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    layer_fn: Callable[..., Any],
+) -> tuple[torch.Tensor, list[Any]]:
+    """The layers of an RNN one after the other, with the dropout between them that torch 2.13 loses."""
+    value = value.transpose(0, 1) if batch_first else value
+    last_states = []
+    for layer in range(num_layers):
+        own, state, back, back_state = _layer_inputs(params, hidden, layer, bidirectional)
+        result, end = layer_fn(value, state, own, has_biases)
+        last_states.append(end)
+        if bidirectional:
+            backwards, end = layer_fn(value, back_state, back, has_biases, reverse=True)
+            last_states.append(end)
+            result = torch.cat([result, backwards], result.dim() - 1)
+        value = result
+        if dropout and train and layer < num_layers - 1:
+            value = torch.dropout(value, dropout, train=True)
+    return value.transpose(0, 1) if batch_first else value, last_states
+
+
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Dynamo's settings while lowtide traces a model; the user's own come back afterwards."""
-    with torch._dynamo.config.patch(
-        allow_rnn=True,
-        recompile_limit=GRAPHS_PER_FUNCTION,
-        accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
-        fail_on_recompile_limit_hit=True,
-        suppress_errors=False,
+    """torch's settings while lowtide traces a model; the user's own come back afterwards."""
+    with (
+        unittest.mock.patch.object(decompositions, "_rnn_helper", _recurrent_layers),
+        torch._dynamo.config.patch(
+            allow_rnn=True,
+            recompile_limit=GRAPHS_PER_FUNCTION,
+            accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
+            fail_on_recompile_limit_hit=True,
+            suppress_errors=False,
+        ),
     ):
         yield
 

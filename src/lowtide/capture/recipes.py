@@ -33,6 +33,16 @@ def scale_mask(value: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.T
     return value.mul(mask).mul_(torch.tensor(scale, dtype=value.dtype))
 
 
+def recurrent_layer(value: torch.Tensor, *args: Any) -> Any:
+    """`aten.mkldnn_rnn_layer` with the workspace that its backward reads.
+
+    The op makes it only where autograd would record it, which a captured graph's forward does not.
+    """
+    with torch.enable_grad():
+        results = aten.mkldnn_rnn_layer(value.detach().requires_grad_(), *args)
+    return tuple(result.detach() for result in results)
+
+
 def reason_fixed(node: fx.Node) -> str:
     """Why a forward node can never be run again; empty when it can."""
     if node.op == "placeholder":
@@ -42,6 +52,8 @@ def reason_fixed(node: fx.Node) -> str:
     target = node.target
     if target is operator.getitem:
         return "running statistics are counted once" if _is_statistic(node) else ""
+    if target is recurrent_layer:
+        return "its workspace belongs to one run"
     if not isinstance(target, torch._ops.OpOverload):
         return "a higher-order op"
     if target._schema.is_mutable:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture import hooks
 from lowtide.capture.fingerprint import fingerprint
-from lowtide.capture.recipes import dropout_output, scale_mask
+from lowtide.capture.recipes import dropout_output, recurrent_layer, scale_mask
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind
 from lowtide.sizes import format_size
@@ -173,6 +173,8 @@ def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_out
     new_output.meta = dict(output.meta)
     _masks_first(graph.graph)
     _dropout_as_eager(graph.graph)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
+        node.target = recurrent_layer
     graph.recompile()
     return Segment(
         joint=graph,

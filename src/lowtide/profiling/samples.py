@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.profiling.calls import OpCall, span_elements, storage_key
+from lowtide.profiling.opaque import with_forward_results
 from lowtide.profiling.rules import Values, values_for
 
 _TILE_ELEMENTS = 1 << 14
@@ -30,7 +31,8 @@ def make_sample(call: OpCall, *, fill: bool = True, seed: int = 0) -> tuple[tupl
     smallest = min((int(size) for tensor in call.tensors for size in tensor.shape if size), default=1)
     maker = _Maker(_allocate(call.tensors), Values(0, min(2, smallest)), seed if fill else None)
     args = tuple(maker.make(arg, rule.get(name)) for name, arg in zip(names, call.args, strict=True))
-    return args, {key: maker.make(arg, rule.get(key)) for key, arg in call.kwargs.items()}
+    kwargs = {key: maker.make(arg, rule.get(key)) for key, arg in call.kwargs.items()}
+    return with_forward_results(call, args), kwargs
 
 
 @dataclass
