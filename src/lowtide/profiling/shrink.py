@@ -50,11 +50,14 @@ def shrink(call: OpCall, work: Work, *, limit_bytes: int) -> Slice | None:
     for _ in range(_MOST_REDUCTIONS):
         if current.work.nbytes <= limit_bytes:
             break
-        found = [
-            best
-            for reduction in _reductions(current.call)
-            if (best := _least(current, reduction, limit_bytes=limit_bytes)) is not None
-        ]
+        found = []
+        for reduction in _reductions(current.call):
+            best = _least(current, reduction, limit_bytes=limit_bytes)
+            if best is None:
+                continue
+            found.append(best)
+            if best[0].work.nbytes <= limit_bytes and best[1] == 0:
+                break
         if not found:
             return None
         fitting = [each for each in found if each[0].work.nbytes <= limit_bytes]

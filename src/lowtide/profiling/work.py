@@ -1,5 +1,8 @@
 """How much work a call is, without doing it: bytes and flops from a run on fake tensors."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +56,7 @@ def visible_work_of(call: OpCall) -> Work:
 
 
 def _work_of(call: OpCall) -> Work:
-    with torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
+    with _unlogged(), torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
         args, kwargs = make_sample(call, fill=False)
         result = call.target(*args, **kwargs)
         return Work(
@@ -61,6 +64,17 @@ def _work_of(call: OpCall) -> Work:
             input_bytes=storages_bytes(call.tensors),
             output_bytes=fresh_bytes(result, (args, kwargs)),
         )
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep torch from also logging, with a traceback, what it raises for arguments that do not fit."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def fresh_bytes(result: object, inputs: object) -> int:
