@@ -28,11 +28,11 @@ from lowtide.profiling.work import Work, fresh_bytes, visible_work_of, work_of
 _log = logging.getLogger(__name__)
 
 _ROUNDS = 8
-_PATIENCE_SECONDS = 12.0
+_PATIENCE_SECONDS = 8.0
 _MORE_PATIENCE = 2
 _SHORT_SECONDS = 2e-3
 _SLOW_ROUNDS = 5
-_ATTEMPTS = 4
+_ATTEMPTS = 2
 
 # An op of this share of the limit is run whole without asking a slice first what it holds inside.
 _HARMLESS_SHARE = 1 / 16
@@ -68,14 +68,14 @@ class _Trial:
     def settled(self) -> bool:
         return any(not timing.avoidable for timing in self.timings)
 
-    def time(self, *, deadline: float) -> None:
-        """Add an undisturbed run, or as many disturbed ones as it is worth."""
-        for _ in range(_ATTEMPTS):
-            timing = _timed(self.call, self.device)
-            self.timings.append(timing)
-            if not timing.avoidable or time.perf_counter() > deadline:
+    def time(self, *, attempts: int) -> None:
+        """Add an undisturbed run, or as many disturbed ones as may be tried."""
+        for attempt in range(attempts):
+            if attempt:
+                rest_after(self.timings[-1])
+            self.timings.append(_timed(self.call, self.device))
+            if not self.timings[-1].avoidable:
                 return
-            rest_after(timing)
 
     def takes_part(self, number: int) -> bool:
         """Whether it runs in this round: short ops in all, slow ones in the first few."""
@@ -168,9 +168,11 @@ def _measure(
         for number in range(1, _ROUNDS + 1):
             for done, trial in enumerate(trials.values(), 1):
                 # Those that never ran undisturbed get more time to do so.
-                deadline = start + _PATIENCE_SECONDS * (1 if trial.settled else _MORE_PATIENCE)
-                if number == 1 or (trial.takes_part(number) and time.perf_counter() < deadline):
-                    trial.time(deadline=deadline)
+                patience = _PATIENCE_SECONDS * (1 if trial.settled else _MORE_PATIENCE)
+                if number == 1:
+                    trial.time(attempts=1)
+                elif trial.takes_part(number) and time.perf_counter() < start + patience:
+                    trial.time(attempts=_ATTEMPTS)
                 if progress is not None:
                     progress(len(calls) * number + done, total)
     if progress is not None:
