@@ -9,7 +9,6 @@ Shortcoming: annealing evaluates the whole sequence for every move; beyond a few
 default number of moves takes longer than half a minute.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,14 @@ from lowtide.planners.annealing import anneal, excess_and_cost
 from lowtide.planners.descent import descend, refine, trim
 from lowtide.planners.runs import Runs
 from lowtide.planners.table import Op, Table
+from lowtide.serial import load_json
 
 NUM_TARGETS = 12
 WORK = 60_000_000
 """Reads that annealing may look at in all; about what fits into a third of a minute."""
+
+MOVES_PER_NODE = 10_000
+"""More are no use for a graph of a few nodes, which would else take as long as one of thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,7 @@ class GraphSolution:
 
 def load_graph(path: str | Path) -> Graph:
     """Read `{"nodes": [{"id", "bytes", "cost"}], "edges": [[parent, child]]}`."""
-    data = json.loads(Path(path).read_text())
+    data = load_json(Path(path))
     try:
         nodes = sorted(data["nodes"], key=lambda node: node["id"])
         if [node["id"] for node in nodes] != list(range(len(nodes))):
@@ -80,6 +83,8 @@ def load_graph(path: str | Path) -> Graph:
         )
     except KeyError as error:
         raise LowtideError(f"{path}: not a graph, {error} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise LowtideError(f"{path}: not a graph, {error}") from error
 
 
 def solve_graph(graph: Graph, *, budget_bytes: int, work: int = WORK) -> GraphSolution:
@@ -87,7 +92,7 @@ def solve_graph(graph: Graph, *, budget_bytes: int, work: int = WORK) -> GraphSo
     if not graph.nbytes:
         raise LowtideError(f"graph '{graph.name}' has no nodes")
     num_reads = sum(map(len, graph.parents)) + len(graph.nbytes)
-    num_moves = max(200, work // max(1, num_reads))
+    num_moves = max(200, min(work // max(1, num_reads), MOVES_PER_NODE * len(graph.nbytes)))
     plain = tuple(range(len(graph.nbytes)))
     placed = anneal(graph, plain, budget_bytes, num_moves=num_moves // 3, recompute=False)
     found = [placed]
