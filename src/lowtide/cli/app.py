@@ -11,6 +11,7 @@ from lowtide.cli.models import models
 from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
 from lowtide.cli.run import run
+from lowtide.cli.solve import solve
 from lowtide.cli.verify import verify
 
 app = typer.Typer(
@@ -20,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (run, profile, plan, verify, models):
+for command in (run, profile, plan, verify, solve, models):
     app.command()(command)
 
 
