@@ -130,17 +130,17 @@ def compare(
     """Train eagerly and by the plan, from the same start, and compare every step; then time both in turn."""
     target = source.load() if isinstance(source, TargetSpec) else source
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
-        start = _Start(target)
-        eager = _record(target, start, Path(folder) / "eager", steps)
+        start = Start(target)
+        eager = record(target, start, Path(folder) / "eager", steps)
         planned(target, solution=solution)
-        differences = _differences(target, start, eager)
+        differences = differences_from(target, start, eager)
         eager_difference = ""
         if differences:
-            install(target.model, _plain_plan(solution))
-            captured = _record(target, start, Path(folder) / "captured", steps)
+            install(target.model, plain_plan(solution))
+            captured = record(target, start, Path(folder) / "captured", steps)
             remove(target.model)
             planned(target, solution=solution)
-            eager_difference, differences = differences[0], _differences(target, start, captured)
+            eager_difference, differences = differences[0], differences_from(target, start, captured)
         start.restore()
     return Comparison(
         differences=tuple(differences),
@@ -149,7 +149,7 @@ def compare(
     )
 
 
-class _Start:
+class Start:
     """Where both trainings start from."""
 
     def __init__(self, target: Target) -> None:
@@ -173,7 +173,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return named | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
 
 
-def _train(target: Target, start: _Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+def _train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:
     """Everything that one step after the other leaves behind, by name; None gradients are left out."""
     start.restore()
     for _ in range(steps):
@@ -190,7 +190,7 @@ def _train(target: Target, start: _Start, steps: int) -> Iterator[dict[str, torc
         target.model.zero_grad(set_to_none=True)
 
 
-def _record(target: Target, start: _Start, stem: Path, steps: int) -> list[Path]:
+def record(target: Target, start: Start, stem: Path, steps: int) -> list[Path]:
     """Results on disk, so that no second copy of the model is in memory while the other run trains."""
     files = []
     for number, seen in enumerate(_train(target, start, steps)):
@@ -199,7 +199,7 @@ def _record(target: Target, start: _Start, stem: Path, steps: int) -> list[Path]
     return files
 
 
-def _differences(target: Target, start: _Start, expected: list[Path]) -> list[str]:
+def differences_from(target: Target, start: Start, expected: list[Path]) -> list[str]:
     found = []
     for number, seen in enumerate(_train(target, start, len(expected))):
         wanted = torch.load(expected[number], mmap=True)
@@ -228,7 +228,7 @@ def _same_with_nan(wanted: torch.Tensor, seen: torch.Tensor) -> bool:
     return bool(((wanted == seen) | (wanted.isnan() & seen.isnan())).all())
 
 
-def _plain_plan(solution: dict[str, Any]) -> Callable[[Segment], GraphPlan]:
+def plain_plan(solution: dict[str, Any]) -> Callable[[Segment], GraphPlan]:
     """Run the captured graphs as they are, for the same gradients as the plan."""
     missing = {g.fingerprint: frozenset(g.missing) for g in solution_from_dict(solution).graphs}
 

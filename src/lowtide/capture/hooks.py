@@ -4,6 +4,7 @@ Everything else in lowtide takes these from here, so that a new torch release is
 """
 
 import contextlib
+import functools
 import logging
 import types
 import unittest.mock
@@ -24,7 +25,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     TangentAOTInput,
 )
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -57,6 +58,7 @@ __all__ = [
     "default_partition",
     "graph_inputs",
     "own_code",
+    "partitioned_by_torch",
     "quiet",
     "takes_list",
     "user_errors",
@@ -96,6 +98,40 @@ def compile_graph(
         functorch_config.patch(donated_buffer=False, enable_autograd_cache=False),
     ):
         compiled: Callable[..., Any] = compiler(graph, inputs)
+    return compiled
+
+
+def partitioned_by_torch(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, memory_budget: float | None
+) -> Callable[..., Any]:
+    """A torch.compile backend that leaves recomputing to torch's own partitioner, for comparison.
+
+    `memory_budget` is `torch._functorch.config.activation_memory_budget`; None recomputes nothing.
+    Decompositions are those of Inductor, since without them the partitioner fails on batch norm; ops
+    run eagerly, and values are freed after their last use as in lowtide's own graphs.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
+        module.graph = boxed(module.graph)
+        module.recompile()
+        run = module.forward
+        return takes_list(lambda args: run(args))
+
+    partition = (
+        default_partition
+        if memory_budget is None
+        else functools.partial(min_cut_rematerialization_partition, compiler="inductor")
+    )
+    compile_with = aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        decompositions=select_decomp_table,
+        partition_fn=partition,
+    )
+    budget = 1.0 if memory_budget is None else memory_budget
+    with functorch_config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
+        compiled: Callable[..., Any] = compile_with(graph, inputs)
     return compiled
 
 
