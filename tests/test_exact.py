@@ -35,8 +35,8 @@ def _check(target: Target) -> None:
         assert differences(expected, train(planned)) == [], share
         measured = measured_peak(planned)
         assert measured <= plan.budget_bytes, share
-        # the kilobyte is for models of a few hundred, where a generator's state alone is 2 %
-        assert measured == pytest.approx(plan.peak_bytes, rel=0.01, abs=1100), share
+        # the bytes are for models of a few hundred kilobytes, where the scalars beside a graph count
+        assert measured == pytest.approx(plan.peak_bytes, rel=0.01, abs=2100), share
         tried += 1
     assert tried >= 2
 

@@ -212,9 +212,11 @@ def _copy_again(
         copy = graph.call_function(target, fx.node.map_arg(args, lambda source: latest[source]))
     elif how is How.REPLAY:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: latest[source])
-        copy = graph.call_function(
-            recipes.replay, (state[node], device_type(node), _op(node), *args), dict(kwargs)
-        )
+        first = (state[node], device_type(node))
+        if node.target is recipes.eager_dropout:
+            copy = graph.call_function(recipes.replay_dropout, (*first, *args))
+        else:
+            copy = graph.call_function(recipes.replay, (*first, _op(node), *args), dict(kwargs))
     else:
         copy = _copy(graph, node, latest)
     copy.meta = {**node.meta, "lowtide_recompute": node.name, "partitioner_tag": "is_backward"}

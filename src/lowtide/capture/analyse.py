@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lowtide.capture import recipes
+from lowtide.capture.hooks import OpOverload
 from lowtide.capture.origins import device_type, module_path, source_line
 from lowtide.capture.segments import Run, Segment, Trace, mutated_inputs, new_segment, results_of, storage_key
 from lowtide.capture.tangents import drop_missing, tangent_outputs
@@ -330,14 +331,14 @@ def _find_changed(state: _RunState, ops: list[fx.Node]) -> None:
     for index in mutated_inputs(state.segment.joint).values():
         state.changed.update(state.holds[state.primals[index]])
     for node in ops:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             for source in node.all_input_nodes:
                 state.changed.update(state.holds[source])
 
 
 def _extra_eager_bytes(node: fx.Node, made: torch.Tensor) -> int:
     """Eager dropout on CPU keeps a mask of its input's type, the captured op one of bytes."""
-    if node.target is not recipes.DROPOUT or made.dtype is not torch.bool or made.device.type != "cpu":
+    if node.target is not recipes.eager_dropout or made.dtype is not torch.bool:
         return 0
     return made.numel() * (int(node.meta["val"][0].element_size()) - 1)
 

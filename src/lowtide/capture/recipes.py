@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.capture.hooks import FakeTensor, OpOverload
 from lowtide.facts import How
 
 aten = torch.ops.aten
@@ -14,23 +15,43 @@ aten = torch.ops.aten
 BATCH_NORM_WITH_STATISTICS = {aten._native_batch_norm_legit_functional.default}
 """Functional batch norms: outputs are (result, mean, inverse deviation, new running mean, new variance)."""
 
-DROPOUT = aten.native_dropout.default
+MASKED_PIECE = 1 << 17
+"""Elements that `apply_mask` works on at a time."""
 
 REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
 
 
-def apply_mask(value: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
-    """A dropout's output from its input and its mask; the arithmetic of `aten.native_dropout` on CPU.
+def eager_dropout(value: torch.Tensor, probability: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(result, mask) of a dropout, bit for bit as eager PyTorch computes it on CPU.
 
-    That op rounds the scale to the input's type before it multiplies: with a Python number instead,
-    bfloat16 results differ in the last bit.
+    `aten.native_dropout`, which capture records instead, rounds its scale otherwise: for one in seven
+    probabilities its results differ from eager's in the last bit.
     """
-    return scale_mask(value, mask, 0.0 if probability == 1 else 1 / (1 - probability))
+    assert train, "a dropout that drops nothing is not captured as one"
+    if probability == 1:
+        mask = torch.zeros_like(value, dtype=torch.bool)
+    else:
+        mask = torch.empty_like(value, dtype=torch.bool).bernoulli_(1 - probability)
+    return apply_mask(value, mask, probability), mask
 
 
-def scale_mask(value: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """`value * mask * scale`, the scale rounded to the value's type first, as eager dropout does."""
-    return value.mul(mask).mul_(torch.tensor(scale, dtype=value.dtype))
+def apply_mask(value: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+    """A dropout's result, or its gradient, from the kept mask: eager's arithmetic, without eager's mask.
+
+    Works in pieces, since torch makes a float copy of whatever bool tensor it multiplies with.
+    """
+    scale = torch.zeros((), dtype=value.dtype)
+    if probability != 1:
+        scale = torch.ones((), dtype=value.dtype).div_(1 - probability)
+    whole = isinstance(value, FakeTensor) or value.numel() <= MASKED_PIECE
+    if whole or not (value.is_contiguous() and mask.is_contiguous()):
+        return value.mul(mask).mul_(scale)
+    result = torch.empty_like(value)
+    flat = (value.view(-1), mask.view(-1), result.view(-1))
+    for one, kept, out in zip(*(torch.split(tensor, MASKED_PIECE) for tensor in flat), strict=True):
+        torch.mul(one, kept, out=out)
+        out.mul_(scale)
+    return result
 
 
 def recurrent_layer(value: torch.Tensor, *args: Any) -> Any:
@@ -50,11 +71,13 @@ def reason_fixed(node: fx.Node) -> str:
     if node.op == "get_attr":
         return "a constant"
     target = node.target
+    if target is eager_dropout:
+        return ""
     if target is operator.getitem:
         return "running statistics are counted once" if _is_statistic(node) else ""
     if target is recurrent_layer:
         return "its workspace belongs to one run"
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return "a higher-order op"
     if target._schema.is_mutable:
         return "writes to one of its inputs"
@@ -81,10 +104,12 @@ def _is_tensors(value: Any) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
+    if node.target is eager_dropout:
+        return True
     return (
-        isinstance(node.target, torch._ops.OpOverload)
+        isinstance(node.target, OpOverload)
         and torch.Tag.nondeterministic_seeded in node.target.tags
-        and not (node.target is DROPOUT and node.args[2] is False)
+        and not (node.target is aten.native_dropout.default and node.args[2] is False)
     )
 
 
@@ -100,16 +125,14 @@ def how_again(node: fx.Node) -> How:
 
 
 def dropout_output(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(input, mask) when `node` is the result of a dropout on CPU that drew a mask."""
+    """(input, mask) when `node` is the result of an eager dropout."""
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
     dropout = node.args[0]
-    if not isinstance(dropout, fx.Node) or dropout.target is not DROPOUT or dropout.args[2] is False:
+    if not isinstance(dropout, fx.Node) or dropout.target is not eager_dropout:
         return None
     source = dropout.args[0]
     assert isinstance(source, fx.Node)
-    if source.meta["val"].device.type != "cpu":
-        return None
     for user in dropout.users:
         if user.target is operator.getitem and user.args[1] == 1:
             return source, user
@@ -140,3 +163,13 @@ def replay(state: torch.Tensor, device: str, target: Callable[..., Any], *args: 
         return target(*args, **kwargs)
     finally:
         set_state(now)
+
+
+def replay_dropout(
+    state: torch.Tensor, device: str, value: torch.Tensor, probability: float, train: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`eager_dropout` from an earlier generator state."""
+    result: tuple[torch.Tensor, torch.Tensor] = replay(
+        state, device, eager_dropout, value, probability, train
+    )
+    return result

@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from lowtide.capture import hooks
+from lowtide.capture.eager import as_eager_computes
 from lowtide.capture.fingerprint import fingerprint
-from lowtide.capture.recipes import dropout_output, recurrent_layer, scale_mask
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind
 from lowtide.sizes import format_size
@@ -171,10 +171,7 @@ def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_out
     value, output = result
     new_output = graph.graph.output(value)
     new_output.meta = dict(output.meta)
-    _masks_first(graph.graph)
-    _dropout_as_eager(graph.graph)
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
-        node.target = recurrent_layer
+    as_eager_computes(graph.graph)
     graph.recompile()
     return Segment(
         joint=graph,
@@ -183,22 +180,6 @@ def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_out
         differentiable=num_forward_outputs is not None,
         fingerprint=fingerprint(graph, num_forward_outputs),
     )
-
-
-def _masks_first(graph: fx.Graph) -> None:
-    """Take a dropout's mask before its result, since the result can be made again from the mask."""
-    for node in graph.nodes:
-        pair = dropout_output(node)
-        if pair is not None:
-            node.prepend(pair[1])
-
-
-def _dropout_as_eager(graph: fx.Graph) -> None:
-    """Eager dropout rounds its scale to half precision, forward and backward; the captured op does not."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout_backward.default):
-        value = node.meta["val"]
-        if value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16):
-            node.target = scale_mask
 
 
 def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin]) -> list[Origin]:

@@ -16,7 +16,7 @@ from lowtide.capture.segments import Segment, Trace, name_tensors, trace
 from lowtide.errors import CaptureError
 from lowtide.facts import Graph, How, Kind, Region, Step
 
-BETWEEN_GRAPHS_BYTES = 1024
+SCALARS_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def captured_step(
 ) -> Captured:
     """Facts and ops of analysed graphs, with all else that the step holds."""
     _add_unread(analysis, model, batch)
-    _add_between(analysis, traced)
+    _add_scalars(analysis, traced)
     calls = {
         rank: _call(place.node) for rank, place in analysis.places.items() if place.node.op == "call_function"
     }
@@ -144,11 +144,11 @@ def _notes(traced: Trace) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _add_between(analysis: Analysis, traced: Trace) -> None:
-    """Python holds small values between two graphs: what a graph break was for."""
-    for run in range(1, traced.num_model_runs):
-        name = f"held by Python before graph {run}"
-        analysis.add_storage(nbytes=BETWEEN_GRAPHS_BYTES, kind=Kind.OTHER, name=name, static=True)
+def _add_scalars(analysis: Analysis, traced: Trace) -> None:
+    """Python and autograd hold a few numbers around each graph that no graph shows."""
+    for run in range(traced.num_model_runs):
+        name = f"scalars around graph {run}"
+        analysis.add_storage(nbytes=SCALARS_BYTES, kind=Kind.OTHER, name=name, static=True)
 
 
 def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
