@@ -54,6 +54,7 @@ class _Recorder(TorchDispatchMode):
         self.ops: list[OptimizerOp] = []
         self.sizes: dict[int, int] = {}
         self._live: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._layout: dict[Any, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,10 +84,13 @@ class _Recorder(TorchDispatchMode):
         def plain(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            key = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            if key not in self._layout:
+                with self.mode:
+                    self._layout[key] = torch.empty_strided(*key[:2], dtype=leaf.dtype, device=leaf.device)
+            return self._layout[key]
 
-        with self.mode:
-            return pytree.tree_map(plain, tree)
+        return pytree.tree_map(plain, tree)
 
     def _name(self, key: int) -> int:
         return self._live[key][0] if key in self._live else key
@@ -111,9 +115,8 @@ def trace_optimizer(optimizer: Optimizer, model: nn.Module, gradients: Mapping[s
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            with _Recorder(mode):
-                _give_gradients(fakes, names, gradients)
-                double.step()
+            _give_gradients(fakes, names, gradients)
+            double.step()
             kept = _state_tensors(double)
             recorder = _Recorder(mode)
             with recorder:
