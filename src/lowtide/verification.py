@@ -133,14 +133,14 @@ def compare(
         start = Start(target)
         eager = record(target, start, Path(folder) / "eager", steps)
         planned(target, solution=solution)
-        differences = differences_from(target, start, eager)
+        differences = _differences(target, start, eager)
         eager_difference = ""
         if differences:
             install(target.model, plain_plan(solution))
             captured = record(target, start, Path(folder) / "captured", steps)
             remove(target.model)
             planned(target, solution=solution)
-            eager_difference, differences = differences[0], differences_from(target, start, captured)
+            eager_difference, differences = differences[0], _differences(target, start, captured)
         start.restore()
     return Comparison(
         differences=tuple(differences),
@@ -173,7 +173,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return named | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
 
 
-def _train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:
     """Everything that one step after the other leaves behind, by name; None gradients are left out."""
     start.restore()
     for _ in range(steps):
@@ -193,15 +193,15 @@ def _train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch
 def record(target: Target, start: Start, stem: Path, steps: int) -> list[Path]:
     """Results on disk, so that no second copy of the model is in memory while the other run trains."""
     files = []
-    for number, seen in enumerate(_train(target, start, steps)):
+    for number, seen in enumerate(train(target, start, steps)):
         files.append(stem.with_name(f"{stem.name}-{number}"))
         torch.save(seen, files[-1])
     return files
 
 
-def differences_from(target: Target, start: Start, expected: list[Path]) -> list[str]:
+def _differences(target: Target, start: Start, expected: list[Path]) -> list[str]:
     found = []
-    for number, seen in enumerate(_train(target, start, len(expected))):
+    for number, seen in enumerate(train(target, start, len(expected))):
         wanted = torch.load(expected[number], mmap=True)
         for name in (*wanted, *(name for name in seen if name not in wanted)):
             words = _difference(wanted.get(name), seen.get(name))

@@ -110,13 +110,17 @@ def partitioned_by_torch(
     Decompositions are those of Inductor, since without them the partitioner fails on batch norm; ops
     run eagerly, and values are freed after their last use as in lowtide's own graphs.
     """
-    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.compile_fx import select_decomp_table  # with the lowerings that it needs
 
     def compiler(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
         module.graph = boxed(module.graph)
         module.recompile()
         run = module.forward
-        return takes_list(lambda args: run(args))
+
+        def call(args: list[Any]) -> Any:
+            return run(args)
+
+        return takes_list(call)
 
     partition = (
         default_partition
