@@ -233,3 +233,10 @@ def test_scaled_cost_takes_the_nearest_of_the_same_op():
     assert cost.seconds == 32.0
     assert 2000 <= cost.workspace_bytes < 2200
     assert scaled_cost(OpCall(aten.sin.default, (fake(8),)), known).estimated
+
+
+def test_shrink_never_leaves_a_size_of_one():
+    call = OpCall(aten.add.Tensor, (fake(4, 1000), fake(4, 1000)))
+    part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 4)
+    assert part is not None
+    assert part.call.tensors[0].shape == (4, 250)
