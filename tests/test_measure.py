@@ -12,7 +12,8 @@ from lowtide.measure import measure_here, measure_step, static_bytes, train_step
 from lowtide.measure.clock import Timing, time_steps
 from lowtide.measure.fresh import run_fresh
 from lowtide.measure.peak import can_measure_resident, peak_above_start
-from lowtide.measure.step import call, loss_of, tensors_in
+from lowtide.measure.step import tensors_in
+from lowtide.outputs import call, loss_of
 from lowtide.targets import Target, TargetSpec, load_target
 
 MIB = 2**20

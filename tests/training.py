@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lowtide.measure.peak import peak_above_start
-from lowtide.measure.step import call, loss_of, static_bytes, train_step
+from lowtide.measure.step import static_bytes, train_step
+from lowtide.outputs import call, loss_of
 from lowtide.targets import Target
 
 Results = list[tuple[str, torch.Tensor | None]]

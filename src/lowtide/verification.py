@@ -26,7 +26,8 @@ from lowtide.errors import CannotMoveToFreshProcess
 from lowtide.measure.clock import Timing, time_steps
 from lowtide.measure.fresh import run_fresh
 from lowtide.measure.job import Measured, measure_here, measure_step
-from lowtide.measure.step import call, device_of, loss_of, train_step
+from lowtide.measure.step import device_of, train_step
+from lowtide.outputs import call, loss_of
 from lowtide.plans import Plan, check_identity
 from lowtide.rewrite import plain_schedule
 from lowtide.runtime import GraphPlan, install, remove

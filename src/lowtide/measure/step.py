@@ -1,19 +1,19 @@
 """The canonical training step, and the bytes that are there before it starts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.errors import LowtideError
+from lowtide.outputs import Loss, call, loss_of
 
 
 def train_step(
     model: nn.Module,
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: Loss | None = None,
 ) -> torch.Tensor:
     """Forward, loss, backward, optimizer step, gradients dropped. Returns the loss, detached.
 
@@ -28,29 +28,6 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
     model.zero_grad(set_to_none=True)
     return value.detach()
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """`model` on a batch: a dict as keywords, a tuple or list as positional arguments, else one argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-def loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
-    """What a step differentiates: `loss(output)`, else the output's own loss, else a one-element
-    output, else the sum of the floating outputs."""
-    if loss is not None:
-        return loss(output)
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, torch.Tensor):
-        return own
-    if isinstance(output, torch.Tensor) and output.numel() == 1:
-        return output
-    sums = [tensor.sum() for tensor in tensors_in(output) if tensor.is_floating_point()]
-    if not sums:
-        raise LowtideError("the model returns no floating tensor: pass `loss=` a function of its output")
-    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> int:

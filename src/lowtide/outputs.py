@@ -1,0 +1,57 @@
+"""How a model is called and what a step differentiates: one answer for capture, measuring and verifying."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import LowtideError
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a batch: a tensor, a tuple (or list), or a mapping."""
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), {str(key): batch[key] for key in batch}
+    raise LowtideError(
+        f"the batch is a {type(batch).__name__}: give a tensor, a tuple of positional arguments "
+        "or a dict of keyword arguments"
+    )
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """`model` on a batch."""
+    args, kwargs = split_batch(batch)
+    return model(*args, **kwargs)
+
+
+def own_loss(output: Any) -> torch.Tensor | None:
+    """The scalar that a model returns itself: `.loss`, `["loss"]` or a one-element output."""
+    candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if candidate is None and isinstance(output, torch.Tensor) and output.numel() == 1:
+        candidate = output
+    return candidate if isinstance(candidate, torch.Tensor) else None
+
+
+def sum_of_floats(output: Any) -> torch.Tensor:
+    """The loss of a model that has none: the sum of its floating outputs."""
+    leaves = pytree.tree_leaves(output)
+    sums = [leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    if not sums:
+        raise LowtideError("the model returns no floating tensor: pass `loss=` a function of its output")
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def loss_of(output: Any, loss: Loss | None = None) -> torch.Tensor:
+    """What a step differentiates: `loss(output)`, else the model's own loss, else `sum_of_floats`."""
+    if loss is not None:
+        return loss(output)
+    own = own_loss(output)
+    return own if own is not None else sum_of_floats(output)
