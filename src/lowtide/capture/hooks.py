@@ -9,6 +9,7 @@ import logging
 import types
 import unittest.mock
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 from torch import fx
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._decomp import decompositions
+from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 from torch._functorch._aot_autograd import runtime_wrappers
@@ -56,12 +59,14 @@ __all__ = [
     "compile_graph",
     "compiling",
     "default_partition",
+    "forgotten",
     "graph_inputs",
     "own_code",
     "partitioned_by_torch",
     "quiet",
     "takes_list",
     "user_errors",
+    "weakly",
 ]
 
 CHECKED_TORCH = "2.13.0"
@@ -110,7 +115,8 @@ def partitioned_by_torch(
     Decompositions are those of Inductor, since without them the partitioner fails on batch norm; ops
     run eagerly, and values are freed after their last use as in lowtide's own graphs.
     """
-    from torch._inductor.compile_fx import select_decomp_table  # with the lowerings that it needs
+    import torch._inductor.lowering  # some of the decompositions need it, and do not import it
+    from torch._inductor.decomposition import select_decomp_table
 
     def compiler(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
         module.graph = boxed(module.graph)
@@ -201,11 +207,31 @@ def compiling() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """Drop what torch compiles inside, afterwards: it would keep the graphs for good.
+
+    Code that the user has compiled before keeps all it has.
+    """
+    users = {id(code) for code in _compiled_codes()}
+    try:
+        yield
+    finally:
+        for code in _compiled_codes():
+            if id(code) not in users:
+                reset_code(code)
+
+
+def _compiled_codes() -> list[types.CodeType]:
+    seen = [reference() for reference in convert_frame.input_codes.seen]
+    return [code for code in seen if code is not None and _debug_get_cache_entry_list(code)]
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep torch's own warnings and log lines about tracing off the user's screen."""
     logger = logging.getLogger("torch")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)  # what torch logs as an error, it also raises
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -220,6 +246,18 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
     )
+
+
+def weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend for torch.compile that goes when its owner goes: torch itself keeps every one it saw."""
+    reference = weakref.ref(backend)
+
+    def call(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        alive = reference()
+        assert alive is not None, "a backend must outlive what it compiles"
+        return alive(graph, inputs, **options)
+
+    return call
 
 
 def boxed(graph: fx.Graph) -> fx.Graph:

@@ -5,20 +5,22 @@ the first one hands fake outputs to the second, so nothing is computed and no me
 Only a model whose Python code looks at values between two graphs needs a real forward pass.
 """
 
+import contextlib
 import logging
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from lowtide.capture import hooks
+from lowtide.capture import failures, forecast, hooks
 from lowtide.capture.eager import as_eager_computes
 from lowtide.capture.fingerprint import fingerprint
-from lowtide.errors import CaptureError
+from lowtide.capture.untouched import untouched
+from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
 from lowtide.sizes import format_size
 
@@ -83,13 +85,17 @@ def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
 
 
 class Collector:
-    """A torch.compile backend that keeps every joint graph and computes nothing."""
+    """A torch.compile backend that keeps every joint graph and computes nothing, unless it is `real`.
+
+    `forward_bytes`: the most that one of the forward graphs so far holds when it is run for real.
+    """
 
     def __init__(self, *, origins: Mapping[int, Origin], real: bool) -> None:
         self.origins = origins
         self.real = real
         self.segments: list[Segment] = []
         self.runs: list[Run] = []
+        self.forward_bytes = 0
         self._made: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
 
@@ -121,6 +127,8 @@ class Collector:
         assert isinstance(outputs, (list, tuple))
         values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
         mutated = mutated_inputs(segment.joint)
+        alone = _without_saving(module, segment.num_forward_outputs)
+        self.forward_bytes = max(self.forward_bytes, forecast.peak_bytes(alone.graph))
 
         def run(args: list[Any]) -> list[Any]:
             links = {
@@ -130,9 +138,8 @@ class Collector:
             }
             self.runs.append(Run(segment, links))
             if self.real:
-                results = list(module(*args))
-                for index in range(segment.num_forward_outputs, len(results)):
-                    results[index] = torch.empty(0)  # nothing runs backward: save no activation
+                results = list(alone(*args))
+                results += [torch.empty(0)] * (len(values) - len(results))
             else:
                 results = [_fresh_fake(value) for value in values]
             for index, source in mutated.items():
@@ -145,6 +152,14 @@ class Collector:
             return results
 
         return hooks.takes_list(run)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the results go: through autograd they hold what made them, where no garbage is collected."""
+        self._made.clear()
+        self._alive.clear()
 
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The (run, output) that made this tensor."""
@@ -223,17 +238,23 @@ def trace(
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> Trace:
     """Trace one forward pass and its loss; the real forward only where fake values are not enough."""
+    collector = Collector(origins=name_tensors(model, (args, kwargs)), real=False)
     try:
-        return _trace(model, args, kwargs, loss=loss, real=False)
-    except (hooks.DataDependentOutputException, hooks.DynamicOutputShapeException) as error:
-        nbytes = sum(p.nbytes for p in model.parameters())
+        with collector:
+            return _trace(model, args, kwargs, loss=loss, collector=collector)
+    except failures.NeedsValues as wanted:
+        own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         logger.warning(
-            "the model's Python code reads tensor values between two graphs (%s): one real forward pass "
-            "without saved activations is needed to capture it, on top of %s of parameters",
-            error,
-            format_size(nbytes),
+            "the model's Python code needs real values between two graphs (%s): capturing it runs one real "
+            "forward pass now, without saved activations. It takes at least %s: %s of parameters and "
+            "buffers, and %s for the largest graph so far",
+            wanted,
+            format_size(own + collector.forward_bytes),
+            format_size(own),
+            format_size(collector.forward_bytes),
         )
-    return _trace(model, args, kwargs, loss=loss, real=True)
+    with Collector(origins=name_tensors(model, (args, kwargs)), real=True) as collector:
+        return _trace(model, args, kwargs, loss=loss, collector=collector)
 
 
 def _trace(
@@ -242,33 +263,32 @@ def _trace(
     kwargs: dict[str, Any],
     *,
     loss: Callable[[Any], torch.Tensor] | None,
-    real: bool,
+    collector: Collector,
 ) -> Trace:
-    collector = Collector(origins=name_tensors(model, (args, kwargs)), real=real)
-    state = torch.get_rng_state()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if real else []
-    try:
-        with hooks.quiet(), hooks.compiling(), torch.enable_grad():
+    with (
+        untouched(model, values=collector.real),
+        hooks.quiet(),
+        hooks.compiling(),
+        hooks.forgotten(),
+        torch.enable_grad(),
+    ):
+        with failures.explained("the model"), _values_if_needed(collector):
             output = _compiled(call_model, collector)(model, args, kwargs)
-            num_model_runs = len(collector.runs)
-            if not num_model_runs:
-                raise CaptureError(
-                    "nothing of this model could be captured: torch.compile skipped it whole. "
-                    "Is its forward disabled with torch._dynamo.disable, or a function outside of Python?"
-                )
-            returned = frozenset(
-                place
-                for leaf in pytree.tree_leaves(output)
-                if isinstance(leaf, torch.Tensor) and (place := collector.where(leaf)) is not None
+        num_model_runs = len(collector.runs)
+        if not num_model_runs:
+            raise CaptureError(
+                "nothing of this model could be captured: torch.compile skipped it whole. "
+                "Is its forward disabled with torch._dynamo.disable, or a function outside of Python?"
             )
-            value = find_loss(output, loss)
-            if value is None:
+        returned = frozenset(
+            place
+            for leaf in pytree.tree_leaves(output)
+            if isinstance(leaf, torch.Tensor) and (place := collector.where(leaf)) is not None
+        )
+        value = find_loss(output, loss)
+        if value is None:
+            with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(loss or sum_of_floats, collector)(output)
-    finally:
-        torch.set_rng_state(state)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
     place = collector.where(value) if isinstance(value, torch.Tensor) else None
     if place is None or not value.requires_grad:
         raise CaptureError(
@@ -285,8 +305,21 @@ def _trace(
         returned=returned | {place},
         given=frozenset({place}),
         num_model_runs=num_model_runs,
-        real_forward=real,
+        real_forward=collector.real,
     )
+
+
+@contextlib.contextmanager
+def _values_if_needed(collector: Collector) -> Iterator[None]:
+    """Code between two graphs that fails on fake values may well run on real ones."""
+    try:
+        yield
+    except (LowtideError, hooks.TorchDynamoException):
+        raise
+    except Exception as error:
+        if collector.real or not collector.runs:
+            raise
+        raise failures.NeedsValues(failures.describe(error)) from error
 
 
 def find_loss(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor | None:
@@ -311,7 +344,7 @@ def sum_of_floats(output: Any) -> torch.Tensor:
 def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, types.FunctionType) and function.__closure__ is None:
         function = hooks.own_code(function)
-    compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(function, backend=hooks.weakly(backend), dynamic=False)
     return compiled
 
 
@@ -322,8 +355,22 @@ def _fresh_fake(value: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+def _without_saving(module: fx.GraphModule, num_forward_outputs: int) -> fx.GraphModule:
+    """A forward graph that returns its outputs alone, and nothing for a backward pass."""
+    alone = fx.GraphModule(module, fx.Graph())
+    results = alone.graph.graph_copy(module.graph, {})
+    assert isinstance(results, (list, tuple))
+    alone.graph.output(list(results[:num_forward_outputs]))
+    alone.graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
+    alone.recompile()
+    return alone
+
+
 def _never_run(_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
     def run(_args: list[Any]) -> None:
-        raise AssertionError("captured graphs are not run backward")
+        raise CaptureError(
+            "the model differentiates inside of its own forward (backward() or torch.autograd.grad): "
+            "lowtide plans steps with one backward pass, after the forward"
+        )
 
     return hooks.takes_list(run)

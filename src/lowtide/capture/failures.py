@@ -1,0 +1,65 @@
+"""Say in one line what of a model could not be captured, and where in the user's source."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lowtide.capture import hooks
+from lowtide.errors import CaptureError, LowtideError
+
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+class NeedsValues(Exception):
+    """The model's Python code wants from fake tensors what only real ones have."""
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn whatever tracing raises into a `CaptureError`, with the first cause as its `__cause__`."""
+    try:
+        yield
+    except (LowtideError, NeedsValues):
+        raise
+    except Exception as error:
+        cause = first_cause(error)
+        if isinstance(cause, LowtideError):
+            raise cause from None
+        raise CaptureError(f"{what} cannot be captured: {describe(error)}. {_hint(what)}") from cause
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What torch's compiler wrapped."""
+    while isinstance(error, hooks.TorchDynamoException):
+        inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+        if inner is None:
+            break
+        error = inner
+    return error
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError at model.py:12: its message`, on one line."""
+    cause = first_cause(error)
+    lines = str(cause).strip().splitlines() or [""]
+    where = _user_line(error)
+    words = f"{type(cause).__name__} at {where}" if where else type(cause).__name__
+    return f"{words}: {lines[0].rstrip('.')}"
+
+
+def _user_line(error: BaseException) -> str:
+    """`file:line` of the deepest frame that is neither torch's nor lowtide's."""
+    stack = getattr(error, "real_stack", None)
+    frames = list(stack) if stack else list(traceback.extract_tb(error.__traceback__))
+    own = [frame for frame in frames if not frame.filename.startswith((*NOT_THE_USERS, "<"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _hint(what: str) -> str:
+    return (
+        f"Does {what} run without lowtide? If so, put @torch._dynamo.disable on the function that "
+        "torch.compile cannot follow"
+    )
