@@ -113,7 +113,8 @@ class Runner:
     def __init__(self, model: nn.Module, plan_graph: PlanGraph) -> None:
         self.model = model
         self.backend = Backend(plan_graph, origins=lambda g: describe_inputs(g, name_tensors(model, ())))
-        self.compiled = torch.compile(hooks.own_code(call_model), backend=self.backend, dynamic=False)
+        own = hooks.own_code(call_model)
+        self.compiled = torch.compile(own, backend=hooks.weakly(self.backend), dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.model.training and torch.is_grad_enabled()):
