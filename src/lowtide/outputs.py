@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lowtide.errors import LowtideError
+from lowtide.errors import CaptureError
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -20,7 +20,7 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(batch), {}
     if isinstance(batch, Mapping):
         return (), {str(key): batch[key] for key in batch}
-    raise LowtideError(
+    raise CaptureError(
         f"the batch is a {type(batch).__name__}: give a tensor, a tuple of positional arguments "
         "or a dict of keyword arguments"
     )
@@ -45,7 +45,7 @@ def sum_of_floats(output: Any) -> torch.Tensor:
     leaves = pytree.tree_leaves(output)
     sums = [leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     if not sums:
-        raise LowtideError("the model returns no floating tensor: pass `loss=` a function of its output")
+        raise CaptureError("the model returns no floating tensor: pass `loss=` a function of its output")
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 

@@ -21,13 +21,12 @@ from lowtide.apply import apply_plan
 from lowtide.capture.analyse import without_tangents
 from lowtide.capture.identity import identify
 from lowtide.capture.segments import Segment
-from lowtide.capture.step import split_batch
 from lowtide.errors import CannotMoveToFreshProcess
 from lowtide.measure.clock import Timing, time_steps
 from lowtide.measure.fresh import run_fresh
 from lowtide.measure.job import Measured, measure_here, measure_step
 from lowtide.measure.step import device_of, train_step
-from lowtide.outputs import call, loss_of
+from lowtide.outputs import call, loss_of, split_batch
 from lowtide.plans import Plan, check_identity
 from lowtide.rewrite import plain_schedule
 from lowtide.runtime import GraphPlan, install, remove

@@ -22,6 +22,7 @@ from lowtide.capture.fingerprint import fingerprint
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
+from lowtide.outputs import own_loss, sum_of_floats
 from lowtide.sizes import format_size
 
 logger = logging.getLogger("lowtide")
@@ -285,7 +286,7 @@ def _trace(
             for leaf in pytree.tree_leaves(output)
             if isinstance(leaf, torch.Tensor) and (place := collector.where(leaf)) is not None
         )
-        value = find_loss(output, loss)
+        value = own_loss(output) if loss is None else None
         if value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(loss or sum_of_floats, collector)(output)
@@ -320,25 +321,6 @@ def _values_if_needed(collector: Collector) -> Iterator[None]:
         if collector.real or not collector.runs:
             raise
         raise failures.NeedsValues(failures.describe(error)) from error
-
-
-def find_loss(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor | None:
-    """The scalar that a model returns itself: `.loss`, `["loss"]` or a one-element output."""
-    if loss is not None:
-        return None
-    candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if candidate is None and isinstance(output, torch.Tensor) and output.numel() == 1:
-        candidate = output
-    return candidate if isinstance(candidate, torch.Tensor) else None
-
-
-def sum_of_floats(output: Any) -> torch.Tensor:
-    """The loss of a model that has none: the sum of its floating outputs."""
-    leaves = pytree.tree_leaves(output)
-    floats = [leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    if not floats:
-        raise CaptureError("the model returns no floating tensor: pass `loss=` a function of its output")
-    return torch.stack(floats).sum() if len(floats) > 1 else floats[0]
 
 
 def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:

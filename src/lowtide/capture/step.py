@@ -15,6 +15,7 @@ from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.segments import Segment, Trace, name_tensors, trace
 from lowtide.errors import CaptureError
 from lowtide.facts import Graph, How, Kind, Region, Step
+from lowtide.outputs import split_batch
 
 SCALARS_BYTES = 1024
 
@@ -40,20 +41,6 @@ class Captured:
     recipe_calls: dict[int, Call]
     places: dict[int, Place]
     segments: list[Segment]
-
-
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a batch: a tensor, a tuple (or list), or a mapping."""
-    if isinstance(batch, torch.Tensor):
-        return (batch,), {}
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118 - BatchEncoding is no dict
-    raise CaptureError(
-        f"the batch is a {type(batch).__name__}: give a tensor, a tuple of positional arguments "
-        "or a dict of keyword arguments"
-    )
 
 
 def capture(
