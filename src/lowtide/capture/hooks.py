@@ -5,6 +5,7 @@ Everything else in lowtide takes these from here, so that a new torch release is
 
 import contextlib
 import functools
+import importlib
 import logging
 import types
 import unittest.mock
@@ -115,7 +116,7 @@ def partitioned_by_torch(
     Decompositions are those of Inductor, since without them the partitioner fails on batch norm; ops
     run eagerly, and values are freed after their last use as in lowtide's own graphs.
     """
-    import torch._inductor.lowering  # some of the decompositions need it, and do not import it
+    importlib.import_module("torch._inductor.lowering")  # some decompositions need it, and do not import it
     from torch._inductor.decomposition import select_decomp_table
 
     def compiler(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
@@ -208,22 +209,23 @@ def compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
-    """Drop what torch compiles inside, afterwards: it would keep the graphs for good.
+    """Drop afterwards what torch compiles inside, and what it gave up on.
 
-    Code that the user has compiled before keeps all it has.
+    It would keep the graphs for good, and never again look into a function that failed once. Code
+    that the user has compiled before keeps all it has.
     """
-    users = {id(code) for code in _compiled_codes()}
+    users = {id(code) for code in _seen_codes() if _debug_get_cache_entry_list(code)}
     try:
         yield
     finally:
-        for code in _compiled_codes():
+        for code in _seen_codes():
             if id(code) not in users:
                 reset_code(code)
 
 
-def _compiled_codes() -> list[types.CodeType]:
+def _seen_codes() -> list[types.CodeType]:
     seen = [reference() for reference in convert_frame.input_codes.seen]
-    return [code for code in seen if code is not None and _debug_get_cache_entry_list(code)]
+    return [code for code in seen if code is not None]
 
 
 @contextlib.contextmanager
