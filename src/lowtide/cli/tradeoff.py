@@ -1,0 +1,187 @@
+"""`lowtide tradeoff`: the curve of peak memory against time added."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from lowtide.cli.exits import Exit
+from lowtide.cli.options import (
+    Folder,
+    Force,
+    ImageSize,
+    Json,
+    MemoryLimit,
+    NoCache,
+    Optimizer,
+    OptionalBatchSize,
+    Quiet,
+    Seed,
+    SequenceLength,
+    Source,
+    TimedRuns,
+    Verbose,
+)
+from lowtide.cli.output import claim_folder, table
+from lowtide.cli.terminal import session
+from lowtide.errors import TargetError
+from lowtide.report.words import UNKNOWN, duration, percent, size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lowtide.profiles import Profile
+    from lowtide.report.records import TradeoffPoint
+
+CSV, JSON = "tradeoff.csv", "tradeoff.json"
+MAX_ROWS = 20
+
+
+def tradeoff(
+    source: Source,
+    *,
+    points: Annotated[int, typer.Option(min=1, help="Budgets to plan for, evenly spaced in bytes.")] = 50,
+    measure: Annotated[
+        int, typer.Option(min=0, help="Plans of the curve to measure in fresh processes; 0 for none.")
+    ] = 3,
+    timed_runs: TimedRuns = 5,
+    batch_size: OptionalBatchSize = None,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    optimizer: Optimizer = None,
+    seed: Seed = 0,
+    memory_limit: MemoryLimit = "1GiB",
+    no_cache: NoCache = False,
+    folder: Folder = None,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show what every budget costs: peak memory against recompute time, from no recompute to the floor.
+
+    A few plans of the curve are measured in fresh processes, in turn with eager, unless --measure 0;
+    from a profile.json that needs no torch. With -o writes tradeoff.csv, tradeoff.json, plots and a
+    report. Exits with 4 when a measured plan's results differ.
+    """
+    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
+        from lowtide.cli.pages import PLOTS, REPORT
+        from lowtide.cli.sources import open_source
+        from lowtide.experiments.curve import distinct_plans, measure_points
+
+        out = claim_folder(folder, (CSV, JSON, REPORT, PLOTS), force=force)
+        profile, spec = open_source(
+            source,
+            terminal,
+            batch_size=batch_size,
+            image_size=image_size,
+            sequence_length=sequence_length,
+            optimizer=optimizer,
+            seed=seed,
+            memory_limit=memory_limit,
+            cache=not no_cache,
+        )
+        name = f"{spec.text}, batch {spec.batch_size}" if spec else source
+        if measure and spec is None:
+            raise TargetError(f"'{source}' does not say what it is a profile of: say --measure 0")
+        with terminal.working("planning"):
+            plans = distinct_plans(profile.tradeoff(points=points))
+        wrong: list[str] = []
+        if measure and spec is not None:
+            from lowtide.experiments.machine import check_memory
+
+            check_memory(profile.step, peak_bytes=profile.peak_bytes, what="the step without a plan")
+            with terminal.counting(f"measuring {measure} plans") as progress:
+                curve, wrong = measure_points(
+                    spec, plans, count=measure, timed_runs=timed_runs, progress=progress
+                )
+        else:
+            from lowtide.experiments.curve import point_of
+
+            curve = [point_of(plan) for plan in plans]
+        data = _data(profile, curve, wrong, name=name)
+        terminal.data(data)
+        terminal.show(*_tables(data))
+        if out is not None:
+            with terminal.working("writing the report"):
+                _write(out, profile, curve, data)
+            terminal.note(f"wrote {out / CSV}, {out / JSON}")
+            terminal.note(f"report: {out / REPORT}")
+        raise typer.Exit(Exit.RESULTS_DIFFER if wrong else Exit.DONE)
+
+
+def _data(profile: "Profile", curve: "list[TradeoffPoint]", wrong: list[str], *, name: str) -> dict[str, Any]:
+    seconds = profile.step_seconds
+    return {
+        "target": name,
+        "baseline_peak_bytes": profile.peak_bytes,
+        "floor_bytes": profile.floor_bytes,
+        "step_seconds": seconds,
+        "differences": wrong,
+        "points": [
+            asdict(point) | {"overhead": point.recompute_seconds / seconds if seconds else None}
+            for point in curve
+        ],
+    }
+
+
+def _tables(data: dict[str, Any]) -> list[RenderableType]:
+    """Some twenty rows of the curve, with every measured one among them."""
+    points, plain = data["points"], data["baseline_peak_bytes"]
+    stride = max(1, -(-len(points) // MAX_ROWS))
+    shown = [
+        point
+        for index, point in enumerate(points)
+        if index % stride == 0 or index == len(points) - 1 or point["measured_peak_bytes"] is not None
+    ]
+    rows = [
+        (
+            size(point["peak_bytes"]),
+            percent(point["peak_bytes"] / plain - 1),
+            duration(point["recompute_seconds"]),
+            percent(point["overhead"]),
+            len(point["recomputed"]),
+            *_measured(point),
+        )
+        for point in shown
+    ]
+    columns = ("peak>", "memory>", "recompute>", "time>", "activations>", "measured peak>", "time>")
+    title = f"{data['target']}: peak against time added"
+    left = len(points) - len(shown)
+    return [
+        table(title, columns, rows),
+        *([Text(f"{left} more points are in {CSV} (-o DIR) and in --json")] if left else []),
+        *(Text(f"results DIFFER: {text}") for text in data["differences"]),
+    ]
+
+
+def _measured(point: dict[str, Any]) -> tuple[str, str]:
+    if point["measured_peak_bytes"] is None:
+        return "", ""
+    overhead = point["measured_overhead"]
+    return size(point["measured_peak_bytes"]), UNKNOWN if overhead is None else percent(overhead)
+
+
+def _write(
+    out: "Path", profile: "Profile", curve: "list[TradeoffPoint]", data: dict[str, Any]
+) -> "list[Path]":
+    from lowtide.cli.pages import REPORT, environment, plots_if_possible
+    from lowtide.files import write_atomic
+    from lowtide.report.csvs import write_tradeoff
+    from lowtide.report.html import render_report
+    from lowtide.serial import save_json
+
+    save_json(out / JSON, data)
+    files = [out / JSON, write_tradeoff(out / CSV, curve, step_seconds=profile.step_seconds)]
+    files += plots_if_possible(out, tradeoff=curve, step_seconds=profile.step_seconds)
+    page = render_report(
+        title=f"{data['target']}: trade-off",
+        environment=environment(profile.step.device),
+        step=profile.step,
+        before=profile.timeline,
+        activations=profile.activations,
+        tradeoff=curve,
+    )
+    return [*files, write_atomic(out / REPORT, page)]

@@ -1,0 +1,146 @@
+"""lowtide next to other ways to save memory, measured on the same step and in the same manner.
+
+The others come first; then lowtide's planners get the peaks that the others reached as budgets.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowtide.errors import BudgetTooSmall, FreshProcessError
+from lowtide.experiments.machine import check_memory
+from lowtide.experiments.methods import Method, plan_method
+from lowtide.experiments.mistakes import EXACT
+from lowtide.experiments.trial import Trial, try_method
+from lowtide.profiles import Profile
+from lowtide.report.records import CompareRow
+from lowtide.report.words import size
+from lowtide.targets import TargetSpec
+
+MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
+PLANNERS = ("mu-two", "auto")
+EAGER = Method(name="none (eager)", kind="eager")
+BLOCKS = Method(name="checkpoint per block", kind="blocks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodResult:
+    """One line of the comparison. `kind` is the method's; `first_difference` names a tensor.
+
+    `predicted_peak_bytes` and `predicted_overhead` are lowtide's own, None for other methods.
+    """
+
+    method: str
+    kind: str
+    verdict: str
+    peak_bytes: int | None = None
+    time_ratio: float | None = None
+    first_difference: str = ""
+    predicted_peak_bytes: int | None = None
+    predicted_overhead: float | None = None
+
+    @property
+    def row(self) -> CompareRow:
+        return CompareRow(
+            method=self.method, peak_bytes=self.peak_bytes, time_ratio=self.time_ratio, verdict=self.verdict
+        )
+
+
+def rivals(memory_budgets: Sequence[float] = MEMORY_BUDGETS) -> list[Method]:
+    """Everything but lowtide."""
+    partitioner = [
+        Method(name=f"partitioner, budget {budget:g}", kind="partitioner", memory_budget=budget)
+        for budget in memory_budgets
+    ]
+    return [EAGER, BLOCKS, *partitioner]
+
+
+def compare(
+    source: TargetSpec,
+    profile: Profile,
+    *,
+    timed_runs: int = 5,
+    memory_budgets: Sequence[float] = MEMORY_BUDGETS,
+    progress: Callable[[str], None] = lambda method: None,
+) -> Iterator[MethodResult]:
+    """One method after the other, each in a fresh process. NotEnoughMemory where eager does not fit."""
+    check_memory(profile.step, peak_bytes=profile.peak_bytes, what="the step without a plan")
+    found: list[MethodResult] = []
+    for method in rivals(memory_budgets):
+        progress(method.name)
+        found.append(_try(source, method, timed_runs))
+        yield found[-1]
+    for budget_bytes, whose in budgets_of(found):
+        for planner in PLANNERS:
+            progress(f"{planner} at the peak of {whose}")
+            yield _plan(
+                source, profile, planner, budget_bytes=budget_bytes, whose=whose, timed_runs=timed_runs
+            )
+
+
+def budgets_of(found: Sequence[MethodResult]) -> list[tuple[int, str]]:
+    """The peaks that others reach, highest first: checkpointing by block, and the partitioner at its best."""
+    eager = next((result.peak_bytes for result in found if result.kind == "eager"), None)
+    budgets = {}
+    for kind, whose in (("blocks", "blocks"), ("partitioner", "partitioner")):
+        peaks = [result.peak_bytes for result in found if result.kind == kind and result.peak_bytes]
+        if peaks and (eager is None or min(peaks) < eager):
+            budgets[min(peaks)] = whose
+    return sorted(budgets.items(), reverse=True)
+
+
+def _try(source: TargetSpec, method: Method, timed_runs: int, **predicted: Any) -> MethodResult:
+    try:
+        trial = try_method(source, method, timed_runs=timed_runs)
+    except FreshProcessError as error:
+        text = " ".join(str(error).split())
+        kind = f"{error.kind}: " if error.kind not in ("", "LowtideError") else ""
+        return MethodResult(
+            method=method.name, kind=method.kind, verdict=f"crashed: {kind}{text}", **predicted
+        )
+    return MethodResult(
+        method=method.name,
+        kind=method.kind,
+        verdict=trial.verdict,
+        peak_bytes=trial.peak_bytes,
+        time_ratio=1.0 if method.kind == "eager" else trial.time_ratio,
+        first_difference=_first(trial),
+        **predicted,
+    )
+
+
+def _first(trial: Trial) -> str:
+    if not trial.mistakes:
+        return ""
+    first = next((mistake for mistake in trial.mistakes if mistake.wrong), trial.mistakes[0])
+    return f"{first.name}, step {first.step}: relative error {first.error:.2g}"
+
+
+def _plan(
+    source: TargetSpec, profile: Profile, planner: str, *, budget_bytes: int, whose: str, timed_runs: int
+) -> MethodResult:
+    name = f"{planner}, {size(budget_bytes)} as {whose}"
+    try:
+        plan = profile.plan(budget_bytes, planner)
+    except BudgetTooSmall as error:
+        return MethodResult(
+            method=name, kind="plan", verdict=f"does not reach it: lowest peak {size(error.floor_bytes)}"
+        )
+    return _try(
+        source,
+        plan_method(name, plan),
+        timed_runs,
+        predicted_peak_bytes=plan.peak_bytes,
+        predicted_overhead=plan.overhead,
+    )
+
+
+def ours_are_exact(found: Sequence[MethodResult]) -> bool:
+    """Whether every plan of lowtide's that ran gave eager's results, or those of the captured graph."""
+    return all(
+        result.verdict == EXACT or not result.first_difference for result in found if result.kind == "plan"
+    )
+
+
+def result_to_dict(result: MethodResult) -> dict[str, Any]:
+    return asdict(result)

@@ -1,0 +1,61 @@
+"""The curve of peak against recompute time, with some of its plans measured for real."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lowtide.facts import Action
+from lowtide.plans import Plan
+from lowtide.report.records import TradeoffPoint
+from lowtide.targets import TargetSpec
+
+
+def distinct_plans(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans of a curve by falling peak; budgets that gave the same plan give one."""
+    found = {(plan.peak_bytes, plan.recompute_seconds): plan for plan in reversed(plans)}
+    return sorted(found.values(), key=lambda plan: (-plan.peak_bytes, plan.recompute_seconds))
+
+
+def point_of(plan: Plan) -> TradeoffPoint:
+    return TradeoffPoint(
+        peak_bytes=plan.peak_bytes,
+        recompute_seconds=plan.recompute_seconds,
+        recomputed=tuple(d.name for d in plan.decisions if d.action is Action.RECOMPUTE),
+    )
+
+
+def spread_over(count: int, total: int) -> list[int]:
+    """`count` of the indices below `total`, evenly spread, the last one always among them."""
+    wanted = min(count, total)
+    return sorted({total - 1 - (total - 1) * i // max(1, wanted) for i in range(wanted)})
+
+
+def measure_points(
+    source: TargetSpec,
+    plans: Sequence[Plan],
+    *,
+    count: int,
+    timed_runs: int,
+    progress: Callable[[int, int], None],
+) -> tuple[list[TradeoffPoint], list[str]]:
+    """The points of a curve, `count` of them with measured peak and time added.
+
+    Each is measured in a fresh process, in turn with eager. Also returned: what was not exact, in words.
+    """
+    from lowtide.experiments.methods import plan_method
+    from lowtide.experiments.mistakes import EXACT
+    from lowtide.experiments.trial import try_method
+
+    points = [point_of(plan) for plan in plans]
+    chosen = spread_over(count, len(plans))
+    wrong = []
+    for done, index in enumerate(chosen):
+        progress(done, len(chosen))
+        name = f"plan of {plans[index].peak_bytes} bytes"
+        trial = try_method(source, plan_method(name, plans[index]), timed_runs=timed_runs)
+        points[index] = replace(
+            points[index], measured_peak_bytes=trial.peak_bytes, measured_overhead=trial.overhead
+        )
+        if trial.verdict != EXACT and trial.mistakes:
+            wrong.append(f"{name}: {trial.verdict}")
+    progress(len(chosen), len(chosen))
+    return points, wrong

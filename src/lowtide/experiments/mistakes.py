@@ -1,0 +1,83 @@
+"""What a method leaves behind that eager training does not: equal, rounded otherwise, or wrong.
+
+Bits are compared over all steps. Whether a difference is a mistake or rounding is judged after the
+first step alone, since every optimizer blows up rounding in the next ones.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowtide.targets import Target
+from lowtide.verification import Start, train
+
+ROUNDING = 1e-3
+"""The largest error, relative to the tensor's largest value, that still passes for rounding."""
+NEGLIGIBLE = 1e-5
+"""Gradients below this share of the model's largest are zero but for rounding."""
+
+EXACT = "exact"
+UNLIKE_EAGER = "recompute exact, unlike eager"
+GRADIENT, BUFFER = "gradient of ", "buffer "
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A tensor whose bits differ after `step`; `error` is relative, infinite where it cannot be said."""
+
+    name: str
+    step: int
+    error: float
+
+    @property
+    def wrong(self) -> bool:
+        return self.step == 1 and not self.error <= ROUNDING
+
+
+def mistakes(target: Target, start: Start, expected: Sequence[Path]) -> list[Mistake]:
+    """Train from `start` and compare with the results on disk; the first difference comes first."""
+    found: list[Mistake] = []
+    for step, (seen, path) in enumerate(
+        zip(train(target, start, len(expected)), expected, strict=True), start=1
+    ):
+        wanted = torch.load(path, mmap=True)
+        found += [Mistake(name, step, error) for name, error in _errors(wanted, seen)]
+    return found
+
+
+def _errors(wanted: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
+    largest = max((_size(value) for name, value in wanted.items() if name.startswith(GRADIENT)), default=0.0)
+    for name in dict.fromkeys((*wanted, *seen)):
+        if name not in wanted or name not in seen or wanted[name].shape != seen[name].shape:
+            yield name, float("inf")
+        elif not torch.equal(wanted[name], seen[name]):
+            scale = max(_size(wanted[name]), NEGLIGIBLE * largest if name.startswith(GRADIENT) else 0.0)
+            off = (wanted[name].double() - seen[name].double()).abs().max().item()
+            exact_kind = not wanted[name].is_floating_point()
+            yield name, float("inf") if exact_kind or not scale else off / scale
+
+
+def _size(value: torch.Tensor) -> float:
+    return value.double().abs().max().item() if value.numel() else 0.0
+
+
+def verdict(found: Sequence[Mistake], *, num_gradients: int, unlike_eager: bool = False) -> str:
+    """`exact`, `gradients wrong (72 of 73)`, `buffers wrong: 12`, or that only rounding differs.
+
+    `unlike_eager`: the comparison was with the method's own graph, since eager's results are others.
+    """
+    if not found:
+        return UNLIKE_EAGER if unlike_eager else EXACT
+    wrong = list(dict.fromkeys(mistake.name for mistake in found if mistake.wrong))
+    gradients = sum(name.startswith(GRADIENT) for name in wrong)
+    buffers = sum(name.startswith(BUFFER) for name in wrong)
+    words = [f"gradients wrong ({gradients} of {num_gradients})"] if gradients else []
+    words += [f"buffers wrong: {buffers}"] if buffers else []
+    if not words and wrong:
+        words.append(f"{wrong[0]} wrong")
+    if words:
+        return ", ".join(words)
+    rounded = len({mistake.name for mistake in found if mistake.name.startswith(GRADIENT)})
+    return f"not exact: rounding ({rounded} of {num_gradients} gradients)"

@@ -1,0 +1,135 @@
+"""Batch sizes side by side: peak and latency without and with a plan, for one budget."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from lowtide import api, verification
+from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.experiments.machine import why_not
+from lowtide.plans import Plan
+from lowtide.profiles import Profile
+from lowtide.report.records import StepMeasurement, SweepRow
+from lowtide.report.words import size
+from lowtide.sizes import parse_budget
+from lowtide.targets import TargetSpec
+from lowtide.verification import Verification
+
+MEASURED = "measured"
+PREDICTED = "predicted only"
+TOO_SMALL = "does not fit"
+
+logger = logging.getLogger("lowtide")
+
+Profiler = Callable[[TargetSpec], Profile]
+
+
+def sweep(
+    source: TargetSpec,
+    *,
+    batch_sizes: Sequence[int],
+    budget: str,
+    planner: str = "auto",
+    timed_runs: int = 5,
+    measure: bool = True,
+    done: Sequence[SweepRow] = (),
+    profile: Profiler | None = None,
+) -> Iterator[SweepRow]:
+    """One row after the other, in the order of `batch_sizes`; those `done` before are not run again.
+
+    What this machine cannot hold, and everything without `measure`, is predicted only. A size that
+    fails is a row that says so.
+    """
+    known = {row.batch_size: row for row in done}
+    for batch_size in batch_sizes:
+        if batch_size in known:
+            yield known[batch_size]
+            continue
+        spec = replace(source, batch_size=batch_size)
+        try:
+            found = (profile or profile_spec)(spec)
+            yield row_of(spec, found, budget=budget, planner=planner, timed_runs=timed_runs, measure=measure)
+        except Exception as error:  # whatever a user's model raises: the other sizes shall run
+            logger.debug("batch %s failed", batch_size, exc_info=error)
+            yield _failed(batch_size, error)
+
+
+def profile_spec(spec: TargetSpec) -> Profile:
+    target = spec.load()
+    return api.profile(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
+
+
+def row_of(
+    spec: TargetSpec, profile: Profile, *, budget: str, planner: str, timed_runs: int, measure: bool
+) -> SweepRow:
+    """Plan one batch size, and measure it where it fits."""
+    peak_bytes = profile.peak_bytes
+    row = SweepRow(
+        batch_size=spec.batch_size,
+        budget_bytes=parse_budget(budget, whole=peak_bytes),
+        baseline=StepMeasurement(predicted_peak_bytes=peak_bytes),
+        planned=StepMeasurement(),
+        status=PREDICTED,
+    )
+    try:
+        plan = profile.plan(budget, planner)
+    except BudgetTooSmall as error:
+        return replace(row, status=f"{TOO_SMALL}: lowest reachable peak {size(error.floor_bytes)}")
+    row = replace(row, planned=StepMeasurement(predicted_peak_bytes=plan.peak_bytes))
+    if not measure:
+        return row
+    reason = why_not(profile.step, peak_bytes=peak_bytes)
+    if reason:
+        logger.warning("batch %s is predicted only: the step without a plan %s", spec.batch_size, reason)
+        return row
+    return _measured(row, plan, verification.verify(spec, plan, timed_runs=timed_runs))
+
+
+def _measured(row: SweepRow, plan: Plan, result: Verification) -> SweepRow:
+    def step(predicted: int, measured: int, timing: Any) -> StepMeasurement:
+        return StepMeasurement(
+            predicted_peak_bytes=predicted,
+            measured_peak_bytes=measured,
+            seconds_median=timing.median_seconds if timing else None,
+            seconds_spread=timing.spread_seconds if timing else None,
+        )
+
+    return replace(
+        row,
+        baseline=step(
+            plan.baseline_peak_bytes, result.baseline_measured_peak_bytes, result.baseline_step_timing
+        ),
+        planned=step(plan.peak_bytes, result.measured_peak_bytes, result.step_timing),
+        exact=result.exact,
+        status=MEASURED,
+    )
+
+
+def _failed(batch_size: int, error: Exception) -> SweepRow:
+    text = " ".join(str(error).split())
+    if not isinstance(error, LowtideError):
+        text = f"{type(error).__name__}: {text}"
+    return SweepRow(
+        batch_size=batch_size,
+        budget_bytes=None,
+        baseline=StepMeasurement(),
+        planned=StepMeasurement(),
+        status=f"failed: {text}",
+    )
+
+
+def is_final(row: SweepRow) -> bool:
+    """Whether running this size again could tell nothing new: a failure may have been the machine's."""
+    return row.status == MEASURED or row.status.startswith(TOO_SMALL)
+
+
+def row_to_dict(row: SweepRow) -> dict[str, Any]:
+    return asdict(row) | {"reduction": row.reduction, "overhead": row.overhead}
+
+
+def row_from_dict(data: dict[str, Any]) -> SweepRow:
+    fields = {key: value for key, value in data.items() if key not in ("reduction", "overhead")}
+    fields["baseline"] = StepMeasurement(**fields["baseline"])
+    fields["planned"] = StepMeasurement(**fields["planned"])
+    return SweepRow(**fields)
