@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from lowtide.capture import recipes
-from lowtide.capture.analyse import split
 from lowtide.capture.hooks import OpOverload, boxed
 from lowtide.capture.origins import device_type
+from lowtide.capture.regions import split
 from lowtide.capture.segments import Segment, results_of
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import How

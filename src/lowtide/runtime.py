@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from lowtide.capture import hooks
-from lowtide.capture.analyse import without_tangents
+from lowtide.capture.regions import without_tangents
 from lowtide.capture.segments import Origin, Segment, call_model, describe_inputs, name_tensors, new_segment
 from lowtide.capture.tangents import drop_zeros
 from lowtide.errors import LowtideError, Unsupported

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from lowtide.apply import apply_plan
-from lowtide.capture.analyse import without_tangents
 from lowtide.capture.identity import identify
+from lowtide.capture.regions import without_tangents
 from lowtide.capture.segments import Segment
 from lowtide.errors import CannotMoveToFreshProcess
 from lowtide.measure.clock import Timing, time_steps

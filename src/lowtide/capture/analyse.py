@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 from lowtide.capture import recipes
 from lowtide.capture.hooks import OpOverload
 from lowtide.capture.origins import device_type, module_path, source_line
-from lowtide.capture.segments import Run, Segment, Trace, mutated_inputs, new_segment, results_of, storage_key
-from lowtide.capture.tangents import drop_missing, tangent_outputs
+from lowtide.capture.regions import specialise, split
+from lowtide.capture.segments import Run, Segment, Trace, mutated_inputs, results_of, storage_key
+from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import How, Kind, Node, Recipe, Region, Storage
 from lowtide.schedules import RANDOM_STATE
 
@@ -91,31 +92,6 @@ def analyse(trace: Trace) -> Analysis:
     return analysis
 
 
-def specialise(trace: Trace) -> tuple[list[Run], list[frozenset[int]]]:
-    """Copies of the captured graphs without the gradients that nobody asks for, last run first."""
-    wanted: set[tuple[int, int]] = set(trace.given)
-    runs: list[Run] = []
-    missing: list[frozenset[int]] = []
-    for index in reversed(range(len(trace.runs))):
-        run = trace.runs[index]
-        outputs = set(tangent_outputs(run.segment.joint).values())
-        absent = frozenset(output for output in outputs if (index, output) not in wanted)
-        segment = without_tangents(run.segment, absent)
-        grads = results_of(segment.joint)[segment.num_forward_outputs :]
-        wanted |= {place for primal, place in run.links.items() if primal < len(grads) and grads[primal]}
-        runs.append(Run(segment, run.links))
-        missing.append(absent)
-    return runs[::-1], missing[::-1]
-
-
-def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:
-    """A copy of `segment` whose backward part assumes no gradient for the outputs `missing`."""
-    outputs = segment.num_forward_outputs if segment.differentiable else None
-    copy = new_segment(segment.joint, segment.origins, num_forward_outputs=outputs)
-    drop_missing(copy.joint, missing=missing)
-    return replace(copy, fingerprint=segment.fingerprint)
-
-
 def _repeated(trace: Trace) -> dict[int, str]:
     counts: dict[int, int] = defaultdict(int)
     for run in trace.runs:
@@ -125,29 +101,6 @@ def _repeated(trace: Trace) -> dict[int, str]:
     for run in trace.runs[trace.num_model_runs :]:
         fixed[id(run.segment)] = "part of the loss, which lowtide leaves to you"
     return fixed
-
-
-def is_forward(node: fx.Node, after: set[fx.Node]) -> bool:
-    """Whether a joint graph's node runs in the forward pass; `after` are those known to run later."""
-    if node in after or any(source in after for source in node.all_input_nodes):
-        return False
-    return str(node.meta.get("partitioner_tag", "is_forward")) == "is_forward"
-
-
-def split(segment: Segment) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Forward and backward ops of a joint graph, in its order, inputs and output left out."""
-    after: set[fx.Node] = set(tangent_outputs(segment.joint))
-    forward: list[fx.Node] = []
-    backward: list[fx.Node] = []
-    for node in segment.joint.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if not segment.differentiable or is_forward(node, after):
-            forward.append(node)
-        else:
-            after.add(node)
-            backward.append(node)
-    return forward, backward
 
 
 def _forward(analysis: Analysis, state: _RunState, run: Run, states: list[_RunState], *, fixed: str) -> None:

@@ -1,0 +1,56 @@
+"""Which nodes of a joint graph run forward and which backward, for the gradients that are asked for."""
+
+from dataclasses import replace
+
+from torch import fx
+
+from lowtide.capture.segments import Run, Segment, Trace, new_segment, results_of
+from lowtide.capture.tangents import drop_missing, tangent_outputs
+
+
+def specialise(trace: Trace) -> tuple[list[Run], list[frozenset[int]]]:
+    """Copies of the captured graphs without the gradients that nobody asks for, last run first."""
+    wanted: set[tuple[int, int]] = set(trace.given)
+    runs: list[Run] = []
+    missing: list[frozenset[int]] = []
+    for index in reversed(range(len(trace.runs))):
+        run = trace.runs[index]
+        outputs = set(tangent_outputs(run.segment.joint).values())
+        absent = frozenset(output for output in outputs if (index, output) not in wanted)
+        segment = without_tangents(run.segment, absent)
+        grads = results_of(segment.joint)[segment.num_forward_outputs :]
+        wanted |= {place for primal, place in run.links.items() if primal < len(grads) and grads[primal]}
+        runs.append(Run(segment, run.links))
+        missing.append(absent)
+    return runs[::-1], missing[::-1]
+
+
+def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:
+    """A copy of `segment` whose backward part assumes no gradient for the outputs `missing`."""
+    outputs = segment.num_forward_outputs if segment.differentiable else None
+    copy = new_segment(segment.joint, segment.origins, num_forward_outputs=outputs)
+    drop_missing(copy.joint, missing=missing)
+    return replace(copy, fingerprint=segment.fingerprint)
+
+
+def is_forward(node: fx.Node, after: set[fx.Node]) -> bool:
+    """Whether a joint graph's node runs in the forward pass; `after` are those known to run later."""
+    if node in after or any(source in after for source in node.all_input_nodes):
+        return False
+    return str(node.meta.get("partitioner_tag", "is_forward")) == "is_forward"
+
+
+def split(segment: Segment) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Forward and backward ops of a joint graph, in its order, inputs and output left out."""
+    after: set[fx.Node] = set(tangent_outputs(segment.joint))
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
+    for node in segment.joint.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if not segment.differentiable or is_forward(node, after):
+            forward.append(node)
+        else:
+            after.add(node)
+            backward.append(node)
+    return forward, backward
