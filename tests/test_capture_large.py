@@ -27,8 +27,8 @@ profile = lowtide.profile(
 )
 plan = profile.plan("60%")
 high_water = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-answer = [profile.peak_bytes, plan.peak_bytes, plan.budget_bytes, plan.overhead, int(high_water.split()[1]) * 1024]
-print(json.dumps(answer))
+resident = int(high_water.split()[1]) * 1024
+print(json.dumps([profile.peak_bytes, plan.peak_bytes, plan.budget_bytes, plan.overhead, resident]))
 """
 
 
