@@ -73,15 +73,14 @@ def test_state_and_peak_are_those_of_a_real_step(name: str, variant: str) -> Non
 
 
 def test_a_foreach_optimizer_holds_a_temporary_per_parameter() -> None:
+    model = nn.Sequential(*(nn.Linear(60, 60) for _ in range(5)))
+    largest, whole = 60 * 60 * 4, sum(p.nbytes for p in model.parameters())
     peaks = {}
     for variant in ("loop", "foreach"):
-        model = small()
         step = capture(model, torch.randn(4, 60), optimizer=make("Adam", variant, model)).step
         peaks[variant] = reserve(step).optimizer_peak_bytes
-    whole = sum(p.nbytes for p in small().parameters())
-    largest = max(p.nbytes for p in small().parameters())
     assert peaks["foreach"] >= whole
-    assert peaks["loop"] <= 2 * largest + 64
+    assert peaks["loop"] < 3 * largest
 
 
 def test_two_groups_and_a_parameter_without_gradient() -> None:
