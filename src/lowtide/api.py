@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture.segments import real_tensors
 from lowtide.capture.step import capture
 from lowtide.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.errors import LowtideError
+from lowtide.outputs import split_batch
 from lowtide.plans import Plan, load_plan
 from lowtide.profiles import Profile, load_profile
 from lowtide.runtime import remove, runner_of
@@ -16,6 +18,7 @@ from lowtide.sizes import parse_size
 from lowtide.targets import Target
 from lowtide.verification import Verification
 from lowtide.verification import verify as verify_target
+from lowtide.whole_run import run_costs
 
 __all__ = [
     "Plan",
@@ -29,6 +32,8 @@ __all__ = [
     "verify",
 ]
 
+MODES = ("ops", "run")
+
 Loss = Callable[[Any], torch.Tensor]
 Optimizer = torch.optim.Optimizer
 
@@ -41,6 +46,7 @@ def profile(
     loss: Loss | None = None,
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
+    mode: str = "ops",
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Capture one training step and measure its ops, without running the step.
@@ -48,8 +54,11 @@ def profile(
     `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `loss`: a function
     of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
     tensors. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
-    `cache=False`. `progress(done, total)` is called as they are.
+    `cache=False`. `progress(done, total)` is called as they are. With `mode="run"` the captured graphs
+    are run whole instead, which needs the memory of the step.
     """
+    if mode not in MODES:
+        raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
     if not isinstance(model, nn.Module):
         raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
     if runner_of(model) is not None:
@@ -57,6 +66,8 @@ def profile(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
         )
     captured = capture(model, batch, optimizer=optimizer, loss=loss)
+    if mode == "run":
+        return Profile(*run_costs(captured, real_tensors(model, split_batch(batch))))
     step, known = measure_costs(
         captured, memory_limit_bytes=parse_size(memory_limit), use_cache=cache, progress=progress
     )

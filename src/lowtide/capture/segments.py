@@ -219,6 +219,13 @@ def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
     return origins
 
 
+def real_tensors(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """The tensors themselves by the names that `name_tensors` gives them."""
+    every = (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))
+    by_identity = {id(tensor): tensor for tensor in every if isinstance(tensor, torch.Tensor)}
+    return {origin.name: by_identity[key] for key, origin in name_tensors(model, batch).items()}
+
+
 def _path_name(path: tuple[Any, ...]) -> str:
     """`input_ids` for a keyword argument, `input_0` for a positional one."""
     keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[1:]]

@@ -51,6 +51,10 @@ Budget = Annotated[
 MemoryLimit = Annotated[
     str, typer.Option(metavar="SIZE", help="Memory that profiling itself may take; larger ops are scaled.")
 ]
+Mode = Annotated[
+    str,
+    typer.Option(help="ops: time each distinct op alone. run: run the step's graphs whole, in its memory."),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew, even if it was before.")]
 TimedRuns = Annotated[int, typer.Option(min=0, help="Steps to time, without and with the plan in turn.")]
 Planner = Annotated[str, typer.Option(help="auto, mu-two, none, all, every-block or sqrt.")]

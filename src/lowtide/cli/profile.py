@@ -7,6 +7,7 @@ from lowtide.cli.options import (
     ImageSize,
     Json,
     MemoryLimit,
+    Mode,
     NoCache,
     Optimizer,
     Quiet,
@@ -30,13 +31,14 @@ def profile(
     seed: Seed = 0,
     memory_limit: MemoryLimit = "1GiB",
     no_cache: NoCache = False,
+    mode: Mode = "ops",
     folder: Folder = None,
     force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show where the memory and the time of one training step go, without running it.
+    """Show where the memory and the time of one training step go, without running it (unless --mode run).
 
     With -o writes profile.json, node_stats.csv and activation_stats.csv.
     """
@@ -54,7 +56,7 @@ def profile(
             optimizer=optimizer,
             seed=seed,
         )
-        measured = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache)
+        measured = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache, mode=mode)
         summary = profile_summary(measured, name=f"{target}, batch {batch_size}")
         terminal.data(summary)
         terminal.show(*profile_tables(summary))

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from lowtide.profiles import Profile
 
 
-def profile_target(spec: TargetSpec, terminal: Terminal, *, memory_limit: str, cache: bool) -> "Profile":
+def profile_target(
+    spec: TargetSpec, terminal: Terminal, *, memory_limit: str, cache: bool, mode: str = "ops"
+) -> "Profile":
     """Load the target and profile one step of it."""
     with terminal.working(f"loading {spec.text}"):
         from lowtide import api
@@ -26,6 +28,7 @@ def profile_target(spec: TargetSpec, terminal: Terminal, *, memory_limit: str, c
             loss=target.loss,
             memory_limit=memory_limit,
             cache=cache,
+            mode=mode,
             progress=progress,
         )
 
