@@ -12,6 +12,7 @@ from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
 from lowtide.cli.run import run
 from lowtide.cli.solve import solve
+from lowtide.cli.sweep import sweep
 from lowtide.cli.tradeoff import tradeoff
 from lowtide.cli.verify import verify
 
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (run, profile, plan, verify, tradeoff, solve, models):
+for command in (run, profile, plan, verify, tradeoff, sweep, solve, models):
     app.command()(command)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -35,11 +36,12 @@ def sweep(
     measure: bool = True,
     done: Sequence[SweepRow] = (),
     profile: Profiler | None = None,
+    working: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Iterator[SweepRow]:
     """One row after the other, in the order of `batch_sizes`; those `done` before are not run again.
 
     What this machine cannot hold, and everything without `measure`, is predicted only. A size that
-    fails is a row that says so.
+    fails is a row that says so. `working` is told what takes long, and is open as long as it does.
     """
     known = {row.batch_size: row for row in done}
     for batch_size in batch_sizes:
@@ -49,10 +51,14 @@ def sweep(
         spec = replace(source, batch_size=batch_size)
         try:
             found = (profile or profile_spec)(spec)
-            yield row_of(spec, found, budget=budget, planner=planner, timed_runs=timed_runs, measure=measure)
+            with working(f"batch {batch_size}: planning and verifying"):
+                row = row_of(
+                    spec, found, budget=budget, planner=planner, timed_runs=timed_runs, measure=measure
+                )
         except Exception as error:  # whatever a user's model raises: the other sizes shall run
             logger.debug("batch %s failed", batch_size, exc_info=error)
-            yield _failed(batch_size, error)
+            row = _failed(batch_size, error)
+        yield row
 
 
 def profile_spec(spec: TargetSpec) -> Profile:
