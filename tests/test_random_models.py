@@ -1,0 +1,52 @@
+"""Whatever the layers: the same results to the last bit, and the peak that was promised."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from lowtide.api import profile
+from lowtide.targets import Target
+from models import Design, designs
+from training import differences, measured_peak, train, twin
+
+POINTS = 3
+"""Budgets per model, from the lowest reachable peak upward."""
+
+# no shrinking: a failing design is small enough to read, and each try takes seconds
+SAME_EVERY_TIME = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def check(design: Design) -> None:
+    torch.manual_seed(0)
+    model = design.build()
+    target = Target("random", model, design.batch(), torch.optim.Adam(model.parameters(), lr=1e-3))
+    expected = train(twin(target))
+    found = profile(target.model, target.batch, optimizer=target.optimizer)
+    low, high = found.floor_bytes, max(found.peak_bytes, found.floor_bytes)
+    for point in range(POINTS):
+        plan = found.plan(low + (high - low) * point // POINTS)
+        planned = twin(target)
+        plan.apply(planned.model)
+        assert differences(expected, train(planned)) == [], point
+        measured = measured_peak(planned)
+        assert measured <= plan.budget_bytes, point
+        assert measured == pytest.approx(plan.peak_bytes, rel=0.01, abs=2048), point
+
+
+@settings(SAME_EVERY_TIME, max_examples=10)
+@given(designs())
+def test_random_models(design: Design) -> None:
+    check(design)
+
+
+@pytest.mark.long
+@settings(SAME_EVERY_TIME, max_examples=70)
+@given(designs(max_layers=16))
+def test_many_random_models(design: Design) -> None:
+    check(design)
