@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lowtide import __version__
+from lowtide.cli.compare import compare
 from lowtide.cli.exits import Exit
 from lowtide.cli.models import models
 from lowtide.cli.plan import plan
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (run, profile, plan, verify, tradeoff, sweep, solve, models):
+for command in (run, profile, plan, verify, tradeoff, sweep, compare, solve, models):
     app.command()(command)
 
 

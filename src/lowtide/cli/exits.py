@@ -3,6 +3,7 @@
 from enum import IntEnum
 
 from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.experiments.machine import NotEnoughMemory
 from lowtide.sizes import BadSize
 
 
@@ -19,7 +20,7 @@ def exit_code(error: BaseException) -> Exit:
     match error:
         case KeyboardInterrupt():
             return Exit.INTERRUPTED
-        case BudgetTooSmall():
+        case BudgetTooSmall() | NotEnoughMemory():
             return Exit.DOES_NOT_FIT
         case BadSize():
             return Exit.USAGE

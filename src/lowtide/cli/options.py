@@ -1,9 +1,16 @@
 """The options that commands share, each with its help text."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+class ProfileMode(StrEnum):
+    OPS = "ops"
+    RUN = "run"
+
 
 TargetText = Annotated[
     str,
@@ -52,8 +59,11 @@ MemoryLimit = Annotated[
     str, typer.Option(metavar="SIZE", help="Memory that profiling itself may take; larger ops are scaled.")
 ]
 Mode = Annotated[
-    str,
-    typer.Option(help="ops: time each distinct op alone. run: run the step's graphs whole, in its memory."),
+    ProfileMode,
+    typer.Option(
+        help="ops: time each distinct op alone, in little memory. run: run the whole step for real, which "
+        "takes the step's memory."
+    ),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew, even if it was before.")]
 TimedRuns = Annotated[int, typer.Option(min=0, help="Steps to time, without and with the plan in turn.")]

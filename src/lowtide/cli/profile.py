@@ -10,6 +10,7 @@ from lowtide.cli.options import (
     Mode,
     NoCache,
     Optimizer,
+    ProfileMode,
     Quiet,
     Seed,
     SequenceLength,
@@ -31,7 +32,7 @@ def profile(
     seed: Seed = 0,
     memory_limit: MemoryLimit = "1GiB",
     no_cache: NoCache = False,
-    mode: Mode = "ops",
+    mode: Mode = ProfileMode.OPS,
     folder: Folder = None,
     force: Force = False,
     as_json: Json = False,
@@ -40,7 +41,8 @@ def profile(
 ) -> None:
     """Show where the memory and the time of one training step go, without running it (unless --mode run).
 
-    With -o writes profile.json, node_stats.csv and activation_stats.csv.
+    With -o writes profile.json, node_stats.csv and activation_stats.csv. Exits with 3 when --mode run
+    does not fit into this machine's memory.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.files import ACTIVATIONS, NODES, PROFILE, save_profile

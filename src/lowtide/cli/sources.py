@@ -14,11 +14,16 @@ if TYPE_CHECKING:
 def profile_target(
     spec: TargetSpec, terminal: Terminal, *, memory_limit: str, cache: bool, mode: str = "ops"
 ) -> "Profile":
-    """Load the target and profile one step of it."""
+    """Load the target and profile one step of it; in mode `run` by running it, if it fits."""
     with terminal.working(f"loading {spec.text}"):
         from lowtide import api
 
         target = spec.load()
+    if mode == "run":
+        from lowtide.experiments.real_run import profile_by_running
+
+        with terminal.working(f"running {spec.text}"):
+            return profile_by_running(target)
     # Nothing tells how far capture is; the bar starts to move when ops are measured.
     with terminal.counting(f"profiling {spec.text}") as progress:
         return api.profile(
@@ -28,7 +33,6 @@ def profile_target(
             loss=target.loss,
             memory_limit=memory_limit,
             cache=cache,
-            mode=mode,
             progress=progress,
         )
 

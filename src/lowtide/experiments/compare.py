@@ -4,6 +4,7 @@ The others come first; then lowtide's planners get the peaks that the others rea
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,21 +62,22 @@ def compare(
     *,
     timed_runs: int = 5,
     memory_budgets: Sequence[float] = MEMORY_BUDGETS,
-    progress: Callable[[str], None] = lambda method: None,
+    working: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Iterator[MethodResult]:
     """One method after the other, each in a fresh process. NotEnoughMemory where eager does not fit."""
     check_memory(profile.step, peak_bytes=profile.peak_bytes, what="the step without a plan")
     found: list[MethodResult] = []
     for method in rivals(memory_budgets):
-        progress(method.name)
-        found.append(_try(source, method, timed_runs))
+        with working(f"measuring {method.name}"):
+            found.append(_try(source, method, timed_runs))
         yield found[-1]
     for budget_bytes, whose in budgets_of(found):
         for planner in PLANNERS:
-            progress(f"{planner} at the peak of {whose}")
-            yield _plan(
-                source, profile, planner, budget_bytes=budget_bytes, whose=whose, timed_runs=timed_runs
-            )
+            with working(f"measuring {planner} at the peak of {whose}"):
+                result = _plan(
+                    source, profile, planner, budget_bytes=budget_bytes, whose=whose, timed_runs=timed_runs
+                )
+            yield result
 
 
 def budgets_of(found: Sequence[MethodResult]) -> list[tuple[int, str]]:

@@ -1,0 +1,132 @@
+"""`lowtide compare`: other ways to save memory next to lowtide's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from lowtide.cli.exits import Exit
+from lowtide.cli.options import (
+    BatchSize,
+    Folder,
+    Force,
+    ImageSize,
+    Json,
+    MemoryLimit,
+    NoCache,
+    Optimizer,
+    Quiet,
+    Seed,
+    SequenceLength,
+    TargetText,
+    TimedRuns,
+    Verbose,
+)
+from lowtide.cli.output import claim_folder, table
+from lowtide.cli.terminal import session
+from lowtide.report.words import UNKNOWN, percent, size
+from lowtide.targets import TargetSpec
+
+if TYPE_CHECKING:
+    from lowtide.experiments.compare import MethodResult
+
+CSV, JSON = "compare.csv", "compare.json"
+
+
+def compare(
+    target: TargetText,
+    *,
+    batch_size: BatchSize,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    optimizer: Optimizer = None,
+    seed: Seed = 0,
+    memory_limit: MemoryLimit = "1GiB",
+    no_cache: NoCache = False,
+    timed_runs: TimedRuns = 5,
+    folder: Folder = None,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure other ways to save memory next to lowtide's: peak, time, and whether results are exact.
+
+    None, torch.utils.checkpoint around every repeated block, PyTorch's partitioner at memory budgets
+    from 0.9 to 0, and then mu-two and auto at the peaks that these reach. Each runs in a fresh process,
+    timed in turn with eager. With -o writes compare.csv, compare.json and a report. Exits with 4 when
+    results of lowtide's own differ.
+    """
+    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
+        from lowtide.cli.pages import REPORT
+        from lowtide.cli.sources import profile_target
+        from lowtide.experiments import compare as experiment
+
+        out = claim_folder(folder, (CSV, JSON, REPORT), force=force)
+        spec = TargetSpec(
+            text=target,
+            batch_size=batch_size,
+            image_size=image_size,
+            sequence_length=sequence_length,
+            optimizer=optimizer,
+            seed=seed,
+        )
+        name = f"{target}, batch {batch_size}"
+        profile = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache)
+        found: list[MethodResult] = []
+        results = experiment.compare(spec, profile, timed_runs=timed_runs, working=terminal.working)
+        for result in results:
+            found.append(result)
+            terminal.note(f"{result.method}: {result.verdict}")
+            if out is not None:
+                _write(out, found, name=name, device=profile.step.device)
+        terminal.data(compare_data(found, name=name))
+        terminal.show(*compare_tables(found, name=name))
+        if out is not None:
+            terminal.note(f"wrote {out / CSV}, {out / JSON}")
+            terminal.note(f"report: {out / REPORT}")
+        raise typer.Exit(Exit.DONE if experiment.ours_are_exact(found) else Exit.RESULTS_DIFFER)
+
+
+def compare_data(found: "Sequence[MethodResult]", *, name: str) -> dict[str, Any]:
+    from lowtide.experiments.compare import result_to_dict
+
+    return {"target": name, "methods": [result_to_dict(result) for result in found]}
+
+
+def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[RenderableType]:
+    plain = next((result.peak_bytes for result in found if result.kind == "eager"), None)
+    rows = [
+        (
+            result.method,
+            size(result.peak_bytes),
+            percent(result.peak_bytes / plain - 1) if plain and result.peak_bytes else UNKNOWN,
+            UNKNOWN if result.time_ratio is None else f"× {result.time_ratio:.2f}",
+            result.verdict,
+        )
+        for result in found
+    ]
+    columns = ("method", "measured peak>", "memory>", "time>", "results")
+    wrong = [result for result in found if result.first_difference]
+    return [
+        table(f"{name}: methods", columns, rows),
+        *(Text(f"{result.method}: first at {result.first_difference}") for result in wrong),
+    ]
+
+
+def _write(out: Path, found: "Sequence[MethodResult]", *, name: str, device: str) -> None:
+    """All files for the methods so far."""
+    from lowtide.cli.pages import REPORT, environment
+    from lowtide.files import write_atomic
+    from lowtide.report.csvs import write_compare
+    from lowtide.report.html import render_report
+    from lowtide.serial import save_json
+
+    rows = [result.row for result in found]
+    write_compare(out / CSV, rows)
+    save_json(out / JSON, compare_data(found, name=name))
+    page = render_report(title=f"{name}: methods", environment=environment(device), compare=rows)
+    write_atomic(out / REPORT, page)
