@@ -35,7 +35,9 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Hours; it goes on where it was stopped. `make bench ONLY=bert-base` runs the pieces that begin so.
 bench: install
+	$(BIN)/python bench/results.py --only "$(ONLY)"
 	$(BIN)/python bench/peaks.py -o bench/out/peaks.csv
 	$(BIN)/python bench/profile_modes.py transformer:8 bert-base:4 resnet152:4 -o bench/out/modes.csv
 

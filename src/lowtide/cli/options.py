@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from lowtide.cli import completion
+
 
 class ProfileMode(StrEnum):
     OPS = "ops"
@@ -18,6 +20,7 @@ TargetText = Annotated[
         metavar="TARGET",
         help="A built-in name (see `lowtide models`), file.py:factory or package.module:factory.",
         show_default=False,
+        autocompletion=completion.targets,
     ),
 ]
 Source = Annotated[
@@ -27,6 +30,7 @@ Source = Annotated[
         help="A profile.json of `lowtide profile`, or a TARGET: a built-in name, file.py:factory or "
         "package.module:factory.",
         show_default=False,
+        autocompletion=completion.sources,
     ),
 ]
 OptionalBatchSize = Annotated[
@@ -43,7 +47,8 @@ Optimizer = Annotated[
     str | None,
     typer.Option(
         help="adam, adamw, sgd or none; a variant after a colon, as in adam:fused (foreach, fused, single). "
-        "Without it: adam for a built-in target, the factory's own otherwise."
+        "Without it: adam for a built-in target, the factory's own otherwise.",
+        autocompletion=completion.optimizers,
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Decides random weights and data.")]
@@ -67,7 +72,10 @@ Mode = Annotated[
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew, even if it was before.")]
 TimedRuns = Annotated[int, typer.Option(min=0, help="Steps to time, without and with the plan in turn.")]
-Planner = Annotated[str, typer.Option(help="auto, mu-two, none, all, every-block or sqrt.")]
+Planner = Annotated[
+    str,
+    typer.Option(help="auto, mu-two, none, all, every-block or sqrt.", autocompletion=completion.planners),
+]
 Folder = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="DIR", file_okay=False, help="Folder to write files into."),

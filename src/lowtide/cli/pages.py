@@ -28,12 +28,13 @@ def plots_if_possible(folder: Path, **data: Any) -> list[Path]:
     return write_plots(folder / PLOTS, **data)
 
 
-def environment(device: str) -> Environment:
-    """How this command's figures were measured."""
+def environment(device: str, *, measured: bool = True) -> Environment:
+    """How this command's figures were measured; torch is only asked where they were."""
+    here = _device(device) if measured else "planned from a file, nothing measured"
     return Environment(
         command=f"lowtide {shlex.join(sys.argv[1:])}",
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        machine=f"{_device(device)}, {platform.system()} {platform.machine()}",
+        machine=f"{here}, {platform.system()} {platform.machine()}",
         versions=(("python", platform.python_version()), *_versions("lowtide", "torch", "transformers")),
     )
 

@@ -1,5 +1,6 @@
 """`lowtide run`: profile, plan, verify and report in one."""
 
+import shlex
 from pathlib import Path
 
 import typer
@@ -25,6 +26,8 @@ from lowtide.cli.options import (
 from lowtide.cli.output import claim_folder
 from lowtide.cli.terminal import session
 from lowtide.targets import TargetSpec
+
+PROFILE, PLAN = "profile.json", "plan.json"
 
 
 def run(
@@ -52,7 +55,6 @@ def run(
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.bundle import FILES, write_bundle
-        from lowtide.cli.files import PLAN, PROFILE
         from lowtide.cli.results import verification_data, verification_exit, verification_tables
         from lowtide.cli.sources import profile_target
         from lowtide.cli.summaries import plan_summary, plan_tables, profile_summary, profile_tables
@@ -90,6 +92,17 @@ def run(
             }
         )
         terminal.note(f"report: {out / 'report.html'}")
-        terminal.note(f"next: lowtide plan {out / PROFILE} --budget SIZE   (another budget, at once)")
-        terminal.note(f"      lowtide verify {out / PLAN}   (verify again)")
+        for line in next_commands(out, floor_bytes=plan.solution.floor_bytes):
+            terminal.note(line)
         raise typer.Exit(verification_exit(result))
+
+
+def next_commands(out: Path, *, floor_bytes: int) -> list[str]:
+    """What to type next, ready to be copied."""
+    profile, plan = (shlex.quote(str(out / name)) for name in (PROFILE, PLAN))
+    return [
+        f"next: lowtide plan {profile} --budget {floor_bytes}   # the lowest reachable peak, at once",
+        f"      lowtide tradeoff {profile} --measure 0   # what every budget costs",
+        f"      lowtide verify {plan}   # again",
+        f"      model = lowtide.load_plan({str(out / PLAN)!r}).apply(model)   # in your own training script",
+    ]

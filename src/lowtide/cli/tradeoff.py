@@ -106,7 +106,7 @@ def tradeoff(
         terminal.show(*_tables(data))
         if out is not None:
             with terminal.working("writing the report"):
-                _write(out, profile, curve, data)
+                _write(out, profile, curve, data, measured=not source.endswith(".json") or bool(measure))
             terminal.note(f"wrote {out / CSV}, {out / JSON}")
             terminal.note(f"report: {out / REPORT}")
         raise typer.Exit(Exit.RESULTS_DIFFER if wrong else Exit.DONE)
@@ -165,8 +165,8 @@ def _measured(point: dict[str, Any]) -> tuple[str, str]:
 
 
 def _write(
-    out: "Path", profile: "Profile", curve: "list[TradeoffPoint]", data: dict[str, Any]
-) -> "list[Path]":
+    out: "Path", profile: "Profile", curve: "list[TradeoffPoint]", data: dict[str, Any], *, measured: bool
+) -> None:
     from lowtide.cli.pages import REPORT, environment, plots_if_possible
     from lowtide.files import write_atomic
     from lowtide.report.csvs import write_tradeoff
@@ -174,14 +174,14 @@ def _write(
     from lowtide.serial import save_json
 
     save_json(out / JSON, data)
-    files = [out / JSON, write_tradeoff(out / CSV, curve, step_seconds=profile.step_seconds)]
-    files += plots_if_possible(out, tradeoff=curve, step_seconds=profile.step_seconds)
+    write_tradeoff(out / CSV, curve, step_seconds=profile.step_seconds)
+    plots_if_possible(out, tradeoff=curve, step_seconds=profile.step_seconds)
     page = render_report(
         title=f"{data['target']}: trade-off",
-        environment=environment(profile.step.device),
+        environment=environment(profile.step.device, measured=measured),
         step=profile.step,
         before=profile.timeline,
         activations=profile.activations,
         tradeoff=curve,
     )
-    return [*files, write_atomic(out / REPORT, page)]
+    write_atomic(out / REPORT, page)

@@ -1,0 +1,123 @@
+"""Everything that the results page tells, piece by piece; what is there is not run again.
+
+    python bench/results.py                        # all pieces, then docs/results/DATE.md
+    python bench/results.py --only bert-base       # pieces whose name starts so; also bert-base-sweep
+    python bench/results.py --page                 # the page alone, from what is there
+    python bench/results.py --tiny -o /tmp/x.md    # minutes instead of hours: does it work?
+
+A piece is a `lowtide` command in a process of its own; its JSON goes to bench/out/results/. Delete a
+file there to run its piece again.
+"""
+
+import argparse
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lowtide.files import write_atomic
+from results_page import Piece, render_page
+
+ROOT = Path(__file__).parent.parent
+FINISHED = (0, 3, 4)
+"""Exit codes of commands that found something out: done, does not fit, results differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is asked of one target. `predicted` are the sizes of others that no CPU here can hold."""
+
+    name: str
+    sizes: tuple[int, ...]
+    budget: str
+    predicted: tuple[int, ...]
+    profiled: int
+    compared: int
+
+
+MODELS = (
+    Model(name="resnet152", sizes=(4, 8, 16), budget="75%", predicted=(32, 64), profiled=16, compared=4),
+    Model(name="bert-base", sizes=(8, 16, 32), budget="70%", predicted=(64,), profiled=16, compared=16),
+    Model(
+        name="transformer",
+        sizes=(2, 4, 8, 16, 32, 64),
+        budget="80%",
+        predicted=(128, 256),
+        profiled=32,
+        compared=32,
+    ),
+)
+
+
+def tiny(model: Model) -> Model:
+    return replace(model, name=f"tiny-{model.name}", sizes=(4, 8), predicted=(16,), profiled=8, compared=8)
+
+
+def pieces(model: Model, *, timed_runs: int) -> list[Piece]:
+    """The commands for one model, cheapest first."""
+
+    def sizes(numbers: Sequence[int]) -> str:
+        return ",".join(map(str, numbers))
+
+    name, runs = model.name, ("--timed-runs", str(timed_runs))
+    sweep = ("sweep", name, "--budget", model.budget)
+    return [
+        Piece(name, "profile", ("profile", name, "-b", str(model.profiled))),
+        Piece(name, "predicted", (*sweep, "-b", sizes(model.predicted), "--predict")),
+        Piece(name, "sweep", (*sweep, "-b", sizes(model.sizes), *runs)),
+        Piece(name, "compare", ("compare", name, "-b", str(model.compared), *runs)),
+    ]
+
+
+def run(piece: Piece, folder: Path) -> bool:
+    """Run a piece unless its file is there; whether it is there now."""
+    if piece.path(folder).exists():
+        print(f"{piece.name}: there already", file=sys.stderr)
+        return True
+    command = [sys.executable, "-m", "lowtide", *piece.command, "--json"]
+    if piece.kind == "sweep":
+        # every size is kept as it comes, so that a sweep stopped half-way goes on from there
+        command += ["-o", str(folder / piece.name), "--resume"]
+    print(f"{piece.name}: {shlex.join(('lowtide', *piece.command))}", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode not in FINISHED or not done.stdout:
+        print(f"{piece.name}: failed with exit code {done.returncode}", file=sys.stderr)
+        return False
+    seconds = round(time.perf_counter() - start)
+    write_atomic(piece.path(folder), json.dumps({"seconds": seconds, "data": json.loads(done.stdout)}))
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PIECE", help="pieces by their beginning")
+    parser.add_argument("--page", action="store_true", help="run nothing, write the page from what is there")
+    parser.add_argument("--tiny", action="store_true", help="small variants of the models")
+    parser.add_argument("--timed-runs", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=ROOT / "bench" / "out" / "results")
+    parser.add_argument("-o", "--output", type=Path, help="the page; docs/results/DATE.md without it")
+    options = parser.parse_args()
+    models = [tiny(model) for model in MODELS] if options.tiny else list(MODELS)
+    found = [piece for model in models for piece in pieces(model, timed_runs=options.timed_runs)]
+    chosen = [piece for piece in found if piece.name.startswith(tuple(options.only))]
+    if not chosen:
+        parser.error(f"no piece starts with {options.only}: there are {', '.join(p.name for p in found)}")
+    failed = [] if options.page else [piece.name for piece in chosen if not run(piece, options.folder)]
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    output = options.output or ROOT / "docs" / "results" / f"{today}.md"
+    command = shlex.join(["python", "bench/results.py", *sys.argv[1:]])
+    write_atomic(output, render_page(found, options.folder, date=today, command=command))
+    print(output)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
