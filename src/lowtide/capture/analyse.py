@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture import recipes
 from lowtide.capture.hooks import OpOverload
-from lowtide.capture.origins import device_type, module_path, source_line
+from lowtide.capture.origins import device_type, module_path, source_line, target_name
 from lowtide.capture.regions import specialise, split
 from lowtide.capture.segments import Run, Segment, Trace, mutated_inputs, results_of, storage_key
 from lowtide.capture.tangents import tangent_outputs
@@ -248,7 +248,7 @@ def _add_op(analysis: Analysis, state: _RunState, node: fx.Node, region: Region)
     state.holds[node] = tuple(holds)
     state.rank[node] = rank = analysis.add_node(
         name=name,
-        op=str(node.target),
+        op=target_name(node.target),
         region=region,
         kind=Kind.OTHER,
         module=module_path(node),

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.capture.origins import target_name
+
 
 def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None) -> str:
     """A short hash of a graph's ops, their order, arguments and the shapes they make."""
@@ -18,7 +20,7 @@ def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None) -> str:
             return "[" + ",".join(plain(item) for item in value) + "]"
         if isinstance(value, dict):
             return "{" + ",".join(f"{key}:{plain(value[key])}" for key in sorted(value)) + "}"
-        return repr(value)
+        return target_name(value) if callable(value) else repr(value)
 
     def made(value: Any) -> str:
         if isinstance(value, torch.Tensor):
@@ -29,7 +31,7 @@ def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None) -> str:
 
     digest = hashlib.sha256(f"{torch.__version__}|{num_forward_outputs}".encode())
     for node in graph.graph.nodes:
-        target = node.target if isinstance(node.target, str) else str(node.target)
-        line = f"{node.op} {target} {plain(node.args)} {plain(node.kwargs)} {made(node.meta.get('val'))}\n"
+        inputs = f"{plain(node.args)} {plain(node.kwargs)}"
+        line = f"{node.op} {target_name(node.target)} {inputs} {made(node.meta.get('val'))}\n"
         digest.update(line.encode())
     return digest.hexdigest()[:16]

@@ -12,6 +12,7 @@ from lowtide.capture import recipes
 from lowtide.capture.analyse import Analysis, Place, analyse
 from lowtide.capture.identity import identify
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
+from lowtide.capture.origins import target_name
 from lowtide.capture.segments import Segment, Trace, name_tensors, trace
 from lowtide.errors import CaptureError
 from lowtide.facts import Graph, How, Kind, Region, Step
@@ -198,7 +199,7 @@ def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[int, 
         used = [key for key in (*op.reads, *op.frees) if key in maker and key not in op.makes]
         rank = analysis.add_node(
             name=name,
-            op=str(op.target),
+            op=target_name(op.target),
             region=Region.OPTIMIZER,
             kind=Kind.OTHER,
             reads=tuple(dict.fromkeys(maker[key] for key in used)),
