@@ -21,7 +21,7 @@ from lowtide.apply import apply_plan
 from lowtide.capture.identity import identify
 from lowtide.capture.regions import without_tangents
 from lowtide.capture.segments import Segment
-from lowtide.errors import CannotMoveToFreshProcess
+from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
 from lowtide.measure.clock import Timing, time_steps
 from lowtide.measure.fresh import run_fresh
 from lowtide.measure.job import Measured, measure_here, measure_step
@@ -29,7 +29,7 @@ from lowtide.measure.step import device_of, train_step
 from lowtide.outputs import call, loss_of, split_batch
 from lowtide.plans import Plan, check_identity
 from lowtide.rewrite import plain_schedule
-from lowtide.runtime import GraphPlan, install, remove
+from lowtide.runtime import GraphPlan, install, remove, runner_of
 from lowtide.serial import solution_from_dict, solution_to_dict
 from lowtide.targets import Target, TargetSpec
 
@@ -90,6 +90,8 @@ class Verification:
 def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> Verification:
     """Compare and measure in fresh processes; a live model that cannot be sent there, in this one."""
     payload = {"solution": solution_to_dict(plan.solution)}
+    if isinstance(source, Target):
+        check_identity(plan, identify(source.model, split_batch(source.batch)))
     try:
         comparison: Comparison = run_fresh(
             "lowtide.verification:compare", source=source, timed_runs=timed_runs, **payload
@@ -100,6 +102,10 @@ def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> V
         if isinstance(source, TargetSpec):
             raise
         comparison, baseline, planned = _verify_here(source, payload["solution"], timed_runs)
+    except FreshProcessError as error:
+        if error.kind == PlanMismatch.__name__:
+            raise PlanMismatch(str(error)) from error
+        raise
     return Verification(
         exact=not comparison.differences,
         differences=comparison.differences,
@@ -134,6 +140,7 @@ def compare(
         eager = record(target, start, Path(folder) / "eager", steps)
         planned(target, solution=solution)
         differences = _differences(target, start, eager)
+        _check_graphs(target, solution)
         eager_difference = ""
         if differences:
             install(target.model, plain_plan(solution))
@@ -147,6 +154,18 @@ def compare(
         eager_difference="" if differences else eager_difference,
         timings=_time(target, timed_runs) if timed_runs else {},
     )
+
+
+def _check_graphs(target: Target, solution: dict[str, Any]) -> None:
+    """Refuse to call a plan proven that did not run: other code makes another graph, planned anew."""
+    runner = runner_of(target.model)
+    assert runner is not None
+    ran = {segment.fingerprint for segment, _, _ in runner.backend.graphs}
+    if not ran & {graph.fingerprint for graph in solution_from_dict(solution).graphs}:
+        raise PlanMismatch(
+            "this plan is for another graph: the model's code or settings changed since it was made. "
+            "Profile and plan again"
+        )
 
 
 class Start:
@@ -259,9 +278,9 @@ def _verify_here(
     source: Target, solution: dict[str, Any], timed_runs: int
 ) -> tuple[Comparison, Measured, Measured]:
     """The same in this process, on a copy, for models that cannot be sent to another one."""
-    model, batch, optimizer = copy.deepcopy((source.model, source.batch, source.optimizer))
-    double = replace(source, model=model, batch=batch, optimizer=optimizer)
     with torch.random.fork_rng():
+        model, batch, optimizer = copy.deepcopy((source.model, source.batch, source.optimizer))
+        double = replace(source, model=model, batch=batch, optimizer=optimizer)
         comparison = compare(source=double, solution=solution, timed_runs=timed_runs)
         remove(model)
         baseline = measure_here(double)
