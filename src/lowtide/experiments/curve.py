@@ -26,7 +26,7 @@ def point_of(plan: Plan) -> TradeoffPoint:
 def spread_over(count: int, total: int) -> list[int]:
     """`count` of the indices below `total`, evenly spread, the last one always among them."""
     wanted = min(count, total)
-    return sorted({total - 1 - (total - 1) * i // max(1, wanted) for i in range(wanted)})
+    return sorted(total - 1 - total * i // wanted for i in range(wanted))
 
 
 def measure_points(

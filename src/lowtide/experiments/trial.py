@@ -4,6 +4,7 @@ All in one process, so that a method is compiled once and its time is a ratio wi
 peak is torch's own count of bytes, which does not depend on what the process did before.
 """
 
+import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +44,11 @@ class Trial:
 
     @property
     def time_ratio(self) -> float | None:
+        """The median over pairs of runs that followed each other: a slow moment hits both of a pair."""
         if self.timing is None or self.baseline_timing is None:
             return None
-        return self.timing.median_seconds / self.baseline_timing.median_seconds
+        pairs = zip(self.timing.runs, self.baseline_timing.runs, strict=True)
+        return statistics.median(seconds / eager for seconds, eager in pairs)
 
     @property
     def overhead(self) -> float | None:

@@ -1,0 +1,220 @@
+"""Sweep, curve and comparison with made-up measurements: which rows there are, and what they say."""
+
+from dataclasses import replace
+
+import pytest
+
+from lowtide import verification
+from lowtide.errors import FreshProcessError, TargetError
+from lowtide.experiments import compare, sweep, trial
+from lowtide.experiments.curve import distinct_plans, measure_points, spread_over
+from lowtide.experiments.mistakes import Mistake
+from lowtide.experiments.trial import Trial
+from lowtide.measure.clock import Timing
+from lowtide.profiles import Profile
+from lowtide.targets import TargetSpec
+from lowtide.verification import Verification
+from report_cases import make_case
+
+SPEC = TargetSpec(text="tiny-bert-base", batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return Profile(make_case().step)
+
+
+def verified(spec, plan, *, timed_runs, exact=True):
+    return Verification(
+        exact=exact,
+        differences=() if exact else ("loss, step 1",),
+        eager_difference="",
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        measured_peak_bytes=plan.peak_bytes - 10,
+        resident_peak_bytes=None,
+        baseline_predicted_peak_bytes=plan.baseline_peak_bytes,
+        baseline_measured_peak_bytes=plan.baseline_peak_bytes - 10,
+        baseline_resident_peak_bytes=None,
+        step_timing=Timing((1.2, 1.4, 1.3)),
+        baseline_step_timing=Timing((1.0, 1.0, 1.0)),
+        fresh_process=True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(verification, "verify", verified)
+    monkeypatch.setattr(sweep, "why_not", lambda step, *, peak_bytes: "")
+
+
+def run_sweep(profile, *, sizes=(4, 8), budget="75%", **options):
+    return list(sweep.sweep(SPEC, batch_sizes=sizes, budget=budget, profile=lambda spec: profile, **options))
+
+
+def test_a_measured_size(profile):
+    row = run_sweep(profile, sizes=(4,))[0]
+    assert (row.status, row.exact, row.batch_size) == ("measured", True, 4)
+    assert row.budget_bytes == int(0.75 * profile.peak_bytes) >= row.planned.predicted_peak_bytes
+    assert row.baseline.measured_peak_bytes == row.baseline.predicted_peak_bytes - 10
+    assert row.overhead == pytest.approx(0.3) and row.planned.seconds_spread == pytest.approx(0.1)
+
+
+def test_what_the_machine_cannot_hold_is_not_run(profile, monkeypatch, caplog):
+    monkeypatch.setattr(sweep, "why_not", lambda step, *, peak_bytes: "needs 9.0 GiB")
+    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
+    row = run_sweep(profile, sizes=(4,))[0]
+    assert row.status == "predicted only" and row.exact is None and not row.peaks_are_measured
+    assert row.reduction > 0.2 and "batch 4 is predicted only" in caplog.text and "9.0 GiB" in caplog.text
+
+
+def test_prediction_alone_runs_nothing(profile, monkeypatch):
+    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
+    assert [row.status for row in run_sweep(profile, measure=False)] == ["predicted only"] * 2
+
+
+def test_a_budget_that_is_too_small_is_a_row(profile):
+    row = run_sweep(profile, sizes=(4,), budget="1KiB")[0]
+    assert row.status.startswith("does not fit: lowest reachable peak") and row.budget_bytes == 1024
+    assert row.baseline.predicted_peak_bytes == profile.peak_bytes
+    assert row.planned.predicted_peak_bytes is None and sweep.is_final(row)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (TargetError("no such\nfile"), "failed: no such file"),
+        (ValueError("bad shape"), "failed: ValueError: bad shape"),
+        (FreshProcessError("was killed"), "failed: was killed"),
+    ],
+)
+def test_a_failed_size_does_not_end_the_sweep(profile, error, status):
+    def profile_of(spec):
+        if spec.batch_size == 4:
+            raise error
+        return profile
+
+    rows = list(sweep.sweep(SPEC, batch_sizes=(4, 8), budget="75%", profile=profile_of))
+    assert [row.status for row in rows] == [status, "measured"]
+    assert not sweep.is_final(rows[0]) and sweep.is_final(rows[1])
+
+
+def test_interrupting_is_no_failure(profile):
+    def profile_of(spec):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(sweep.sweep(SPEC, batch_sizes=(4,), budget="75%", profile=profile_of))
+
+
+def test_sizes_that_are_done_are_not_run_again(profile, monkeypatch):
+    done = run_sweep(profile, sizes=(4,))
+    monkeypatch.setattr(
+        verification, "verify", lambda spec, plan, **_: verified(spec, plan, timed_runs=0, exact=False)
+    )
+    rows = run_sweep(profile, sizes=(8, 4), done=done)
+    assert [(row.batch_size, row.exact) for row in rows] == [(8, False), (4, True)]
+    assert rows[1] is done[0]
+
+
+def test_rows_survive_their_file(profile):
+    for row in run_sweep(profile, budget="75%") + run_sweep(profile, budget="1KiB"):
+        data = sweep.row_to_dict(row)
+        assert data["reduction"] == row.reduction
+        assert sweep.row_from_dict(data) == row
+
+
+def tried(peak_bytes, *, ratio=1.5, mistakes=()):
+    return Trial(
+        peak_bytes=peak_bytes,
+        baseline_peak_bytes=1000,
+        timing=Timing((ratio,)),
+        baseline_timing=Timing((1.0,)),
+        mistakes=tuple(mistakes),
+        unlike_eager=False,
+        num_gradients=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "total", "chosen"), [(3, 50, [16, 33, 49]), (1, 50, [49]), (9, 2, [0, 1]), (2, 1, [0])]
+)
+def test_measured_points_are_spread_over_the_curve(count, total, chosen):
+    assert spread_over(count, total) == chosen
+
+
+def test_the_curve_with_measured_points(profile, monkeypatch):
+    plans = distinct_plans(profile.tradeoff(points=8))
+    assert [plan.peak_bytes for plan in plans] == sorted({p.peak_bytes for p in plans}, reverse=True)
+    asked, steps = [], []
+
+    def try_method(source, method, *, timed_runs):
+        asked.append(method)
+        return tried(77, mistakes=[Mistake("loss", 1, 0.5)] if len(asked) == 2 else ())
+
+    monkeypatch.setattr(trial, "try_method", try_method)
+    points, wrong = measure_points(
+        SPEC, plans, count=2, timed_runs=1, progress=lambda done, total: steps.append((done, total))
+    )
+    measured = [point for point in points if point.measured_peak_bytes == 77]
+    assert len(asked) == len(measured) == 2 and points[-1] in measured
+    assert measured[0].measured_overhead == pytest.approx(0.5)
+    assert len(wrong) == 1 and "loss wrong" in wrong[0] and steps == [(0, 2), (1, 2), (2, 2)]
+
+
+def compared(profile, monkeypatch, answers):
+    """Results by method, where `answers` say what a trial of each kind or name gives."""
+    monkeypatch.setattr(compare, "check_memory", lambda step, *, peak_bytes, what: None)
+
+    def try_method(source, method, *, timed_runs):
+        answer = answers.get(method.name, answers.get(method.kind))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(compare, "try_method", try_method)
+    return {result.method: result for result in compare.compare(SPEC, profile, timed_runs=1)}
+
+
+def test_compare_gives_the_planners_the_peaks_of_the_others(profile, monkeypatch):
+    middle = (profile.peak_bytes + profile.floor_bytes) // 2
+    found = compared(
+        profile,
+        monkeypatch,
+        {
+            "eager": tried(profile.peak_bytes),
+            "blocks": tried(middle, mistakes=[Mistake("buffer x", 1, 0.9)]),
+            "partitioner": tried(profile.peak_bytes, mistakes=[Mistake("gradient of a", 1, 0.9)]),
+            "partitioner, budget 0.3": tried(10),
+            "partitioner, budget 0": FreshProcessError("out of\nluck", kind="RuntimeError"),
+            "plan": tried(middle),
+        },
+    )
+    assert len(found) == 8 + 4 and found["none (eager)"].time_ratio == 1.0
+    assert found["checkpoint per block"].verdict == "buffers wrong: 1"
+    assert found["partitioner, budget 0.9"].verdict == "gradients wrong (1 of 3)"
+    assert "gradient of a, step 1" in found["partitioner, budget 0.9"].first_difference
+    assert found["partitioner, budget 0"].verdict == "crashed: RuntimeError: out of luck"
+    assert found["partitioner, budget 0"].peak_bytes is None
+    ours = [result for result in found.values() if result.kind == "plan"]
+    exact, unreachable = ours[:2], ours[2:]
+    assert [result.verdict for result in exact] == ["exact", "exact"]
+    assert all(result.predicted_peak_bytes <= middle for result in exact)
+    assert all(result.verdict.startswith("does not reach it") for result in unreachable)
+    assert compare.ours_are_exact(ours)
+    wrong = replace(exact[0], verdict="gradients wrong (1 of 3)", first_difference="gradient of a")
+    assert not compare.ours_are_exact([*ours, wrong])
+
+
+def test_rivals_that_save_nothing_give_no_budget(profile, monkeypatch):
+    found = compared(
+        profile,
+        monkeypatch,
+        {
+            "eager": tried(profile.peak_bytes),
+            "blocks": FreshProcessError("no repeated blocks", kind="LowtideError"),
+            "partitioner": tried(profile.peak_bytes),
+        },
+    )
+    assert found["checkpoint per block"].verdict == "crashed: no repeated blocks"
+    assert not any(result.kind == "plan" for result in found.values())
