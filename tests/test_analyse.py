@@ -94,6 +94,21 @@ def test_aliases_own_nothing(step: Step, op: str) -> None:
         assert node.makes == () and node.holds
 
 
+def test_views_of_the_gradient_of_logits_beside_a_loss_own_nothing() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.head(x)
+            return {"loss": logits.square().mean(), "logits": logits}
+
+    step = capture(Beside(), torch.randn(ROWS, WIDTH)).step
+    found = nodes(step, "aten.t.default", Region.BACKWARD)
+    assert found and all(node.makes == () for node in found)
+
+
 def test_kinds_of_what_is_there_before(step: Step, model: Mixed) -> None:
     def bytes_of(kind: Kind) -> dict[str, int]:
         return {s.name: s.nbytes for s in step.storages if s.kind is kind and s.static}

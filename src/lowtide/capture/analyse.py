@@ -17,7 +17,7 @@ from lowtide.capture.hooks import OpOverload
 from lowtide.capture.origins import device_type, module_path, source_line, target_name
 from lowtide.capture.regions import specialise, split
 from lowtide.capture.segments import Run, Segment, Trace, mutated_inputs, results_of, storage_key
-from lowtide.capture.tangents import tangent_outputs
+from lowtide.capture.tangents import stands_for, tangent_outputs
 from lowtide.facts import How, Kind, Node, Recipe, Region, Storage
 from lowtide.schedules import RANDOM_STATE
 
@@ -213,7 +213,8 @@ def _add_tangent(
         )
         holds = makes = (made,)
     state.holds[node] = holds
-    state.storage_of[storage_key(value)] = holds[0]
+    for same in (value, *stands_for(node)):
+        state.storage_of[storage_key(same)] = holds[0]
     state.rank[node] = analysis.add_node(
         name=_node_name(state, node),
         op="placeholder",
@@ -245,6 +246,8 @@ def _add_op(analysis: Analysis, state: _RunState, node: fx.Node, region: Region)
             makes.append(state.storage_of[key])
         if state.storage_of[key] not in holds:
             holds.append(state.storage_of[key])
+    for same in stands_for(node):
+        state.storage_of[storage_key(same)] = holds[0]
     state.holds[node] = tuple(holds)
     state.rank[node] = rank = analysis.add_node(
         name=name,

@@ -14,6 +14,14 @@ from lowtide.capture import hooks
 
 aten = torch.ops.aten
 
+STANDS_FOR = "lowtide_stands_for"
+
+
+def stands_for(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Fake values of removed nodes whose place a node has taken."""
+    values: tuple[torch.Tensor, ...] = node.meta.get(STANDS_FOR, ())
+    return values
+
 
 def tangent_outputs(joint: fx.GraphModule) -> dict[fx.Node, int]:
     """For every tangent input of a joint graph, the index of the output it is the gradient of."""
@@ -73,6 +81,8 @@ def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> None
         other = next(arg for arg in node.args if arg not in zeros)
         if isinstance(other, fx.Node) and _same_layout(other, node):
             node.replace_all_uses_with(other)
+            # views of the sum are views of this now, though their fake values do not show it
+            other.meta[STANDS_FOR] = (*stands_for(other), node.meta["val"], *stands_for(node))
             return
     with graph.inserting_before(node):
         for source in zeros:
