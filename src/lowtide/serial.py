@@ -1,6 +1,8 @@
 """Facts to JSON and back, compact and versioned."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,13 @@ def step_to_dict(step: Step) -> dict[str, Any]:
 
 
 def step_from_dict(data: dict[str, Any]) -> Step:
-    _check_format(data, STEP_FORMAT)
+    with _reading(data, STEP_FORMAT):
+        step = _step(data)
+        _check_references(step)
+        return step
+
+
+def _step(data: dict[str, Any]) -> Step:
     return Step(
         nodes=tuple(_node(row) for row in _rows(data["nodes"])),
         storages=tuple(Storage(**{**row, "kind": Kind(row["kind"])}) for row in _rows(data["storages"])),
@@ -73,7 +81,11 @@ def solution_to_dict(solution: Solution) -> dict[str, Any]:
 
 
 def solution_from_dict(data: dict[str, Any]) -> Solution:
-    _check_format(data, SOLUTION_FORMAT)
+    with _reading(data, SOLUTION_FORMAT):
+        return _solution(data)
+
+
+def _solution(data: dict[str, Any]) -> Solution:
     values = {spec.name: data[spec.name] for spec in fields(Solution)}
     values["decisions"] = tuple(
         Decision(**{**row, "action": Action(row["action"])}) for row in _rows(data["decisions"])
@@ -111,10 +123,35 @@ def save_step(path: str | Path, step: Step) -> None:
     save_json(Path(path), step_to_dict(step))
 
 
-def _check_format(data: dict[str, Any], expected: str) -> None:
+@contextmanager
+def _reading(data: dict[str, Any], expected: str) -> Iterator[None]:
+    """Tell in one line what is no data of this format, or was once and is damaged."""
     found = data.get("format")
     if found != expected:
         raise LowtideError(f"expected data of the format '{expected}', found {found!r}: make the file again")
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise LowtideError(
+            f"damaged data of the format '{expected}' ({what}): make the file again"
+        ) from error
+
+
+def _check_references(step: Step) -> None:
+    """A rank or a storage that is not there would only be noticed deep inside a planner."""
+    for position, node in enumerate(step.nodes):
+        recipe = node.recipe
+        again = recipe.reads if recipe else ()
+        held = (*node.holds, *node.makes, *((*recipe.holds, *recipe.makes) if recipe else ()))
+        if node.rank != position or not all(0 <= read < position for read in node.reads):
+            raise ValueError(f"node {position} is out of order")
+        if not all(0 <= read < len(step.nodes) for read in again):
+            raise ValueError(f"node {position} is made again from what is not there")
+        if not all(0 <= storage < len(step.storages) for storage in held):
+            raise ValueError(f"node {position} holds a storage that is not there")
+    if any(storage.id != position for position, storage in enumerate(step.storages)):
+        raise ValueError("storages are out of order")
 
 
 def _table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
