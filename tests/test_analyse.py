@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowtide.capture.origins import target_name
 from lowtide.capture.step import Captured, capture
 from lowtide.facts import How, Kind, Node, Region, Step, Storage
 from lowtide.schedules import RANDOM_STATE
@@ -236,8 +237,13 @@ def test_recipes_read_only_what_comes_before(step: Step) -> None:
 def test_every_rank_has_its_graph_node(captured: Captured) -> None:
     for node in captured.step.nodes:
         if node.region is not Region.OPTIMIZER and node.op not in ("placeholder", "output", RANDOM_STATE):
-            assert str(captured.places[node.rank].node.target) == node.op
+            assert target_name(captured.places[node.rank].node.target) == node.op
             assert captured.places[node.rank].node.graph is captured.segments[node.segment].joint.graph
+
+
+def test_no_name_has_an_address_in_it(step: Step) -> None:
+    """They would not be the same in another process, and a plan would not find its graph."""
+    assert not any("0x" in words or "<" in words for node in step.nodes for words in (node.op, node.name))
 
 
 def test_the_same_model_gives_the_same_step() -> None:

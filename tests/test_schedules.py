@@ -1,0 +1,141 @@
+"""From an order of ranks to what each graph runs, and what a step needs besides its graphs."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.facts import Graph, Kind, Node, Region, Step, Storage
+from lowtide.schedules import IN_NO_GRAPH, RANDOM_STATE, as_eager, graph_schedules, reserve
+from lowtide.simulate import plain_order, simulate
+from strategies import orders, steps
+from synthetic import chain
+
+
+def graph(in_model: bool = True) -> Graph:
+    return Graph(fingerprint="", in_model=in_model, returned=(), missing=())
+
+
+def node(rank: int, op: str, region: Region, *, segment: int = 0, **fields: object) -> Node:
+    return Node(rank=rank, name=f"n{rank}", op=op, region=region, kind=Kind.OTHER, segment=segment, **fields)
+
+
+@pytest.fixture
+def two_graphs() -> Step:
+    """Ranks by graph: forward 1 2 4 | 7 8, backward 12 13 | 16."""
+    forward, backward = Region.FORWARD, Region.BACKWARD
+    ops = [
+        ("placeholder", forward, 0),
+        ("a", forward, 0),
+        ("b", forward, 0),
+        (RANDOM_STATE, forward, 0),
+        ("c", forward, 0),
+        ("output", forward, 0),
+        ("placeholder", forward, 1),
+        ("d", forward, 1),
+        ("e", forward, 1),
+        ("output", forward, 1),
+        ("placeholder", backward, 1),
+        ("f", backward, 1),
+        ("output", backward, 1),
+        ("placeholder", backward, 0),
+        ("g", backward, 0),
+        ("h", backward, 0),
+        ("output", backward, 0),
+        ("step", Region.OPTIMIZER, 0),
+    ]
+    nodes = tuple(node(rank, op, region, segment=s) for rank, (op, region, s) in enumerate(ops))
+    return Step(nodes=nodes, storages=(), graphs=(graph(), graph()))
+
+
+def test_a_plain_step_runs_each_backward_op_once(two_graphs: Step) -> None:
+    first, second = graph_schedules(two_graphs, range(18))
+    assert first.schedule == (3, 4)
+    assert second.schedule == (2,)
+
+
+def test_runs_again_stand_where_the_order_has_them(two_graphs: Step) -> None:
+    order = [*range(11), 8, 11, 12, 13, 4, 1, 14, 2, 4, 15, 16, 17]
+    first, second = graph_schedules(two_graphs, order)
+    assert second.schedule == (1, 2)
+    assert first.schedule == (2, 0, 3, 1, 2, 4)
+
+
+def test_an_abstract_step_has_no_graphs() -> None:
+    assert graph_schedules(chain(length=3), (0, 1, 2)) == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.data())
+def test_every_run_of_an_order_is_in_one_schedule(step: Step, data: st.DataObject) -> None:
+    segments = 1 + max(n.segment for n in step.nodes)
+    step = Step(nodes=step.nodes, storages=step.storages, graphs=tuple(graph() for _ in range(segments)))
+    order = data.draw(orders(step))
+    schedules = graph_schedules(step, order)
+    for index, made in enumerate(schedules):
+        mine = [n for n in step.nodes if n.segment == index and n.op not in IN_NO_GRAPH]
+        ops = [n.rank for n in mine if n.region is Region.FORWARD]
+        ops += [n.rank for n in mine if n.region is Region.BACKWARD]
+        seen: set[int] = set()
+        expected = []
+        for rank in order:
+            if rank in ops and (step.nodes[rank].region is Region.BACKWARD or rank in seen):
+                expected.append(rank)
+            seen.add(rank)
+        assert [ops[position] for position in made.schedule] == expected
+
+
+def test_eager_sizes() -> None:
+    storages = (
+        Storage(id=0, nbytes=10, kind=Kind.ACTIVATION, name="mask", extra_eager_bytes=30),
+        Storage(id=1, nbytes=10, kind=Kind.OTHER, name="copy", extra_eager_bytes=-10),
+    )
+    step = Step(nodes=(), storages=storages)
+    assert [storage.nbytes for storage in as_eager(step).storages] == [40, 0]
+    assert [storage.nbytes for storage in step.storages] == [10, 10]
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_the_reserve_of_an_optimizer_is_what_its_region_adds(step: Step) -> None:
+    """Temporaries alone: state is there all along, and what backward made is not the optimizer's."""
+    sizes = {storage.id: storage.nbytes for storage in step.storages}
+    optimizer = [n for n in step.nodes if n.region is Region.OPTIMIZER]
+    found = reserve(step)
+    assert found.optimizer_state_bytes == sum(
+        s.nbytes for s in step.storages if s.kind is Kind.OPTIMIZER_STATE
+    )
+    assert found.optimizer_peak_bytes == max(
+        (sum(sizes[s] for s in n.makes) + n.workspace_bytes for n in optimizer), default=0
+    )
+    assert found.optimizer_peak_bytes <= simulate(step, plain_order(step)).peak_bytes
+
+
+def test_temporaries_of_an_optimizer_live_until_they_are_last_read() -> None:
+    optimizer = Region.OPTIMIZER
+    storages = tuple(
+        Storage(id=i, nbytes=size, kind=Kind.OTHER, name=f"s{i}") for i, size in enumerate((100, 10, 1, 1000))
+    )
+    nodes = (
+        node(0, "a", optimizer, makes=(0,), holds=(0,)),
+        node(1, "b", optimizer, makes=(1,), holds=(1,), reads=(0,)),
+        node(2, "c", optimizer, makes=(2,), holds=(2,), workspace_bytes=5),
+        node(3, "d", optimizer, reads=(1, 2)),
+        node(4, "e", optimizer, makes=(3,), holds=(3,), workspace_bytes=7),
+    )
+    assert reserve(Step(nodes=nodes[:4], storages=storages)).optimizer_peak_bytes == 110
+    assert reserve(Step(nodes=nodes[2:4], storages=storages)).optimizer_peak_bytes == 6
+    assert reserve(Step(nodes=nodes, storages=storages)).optimizer_peak_bytes == 1007
+
+
+def test_a_loss_outside_of_the_model_is_reserved() -> None:
+    storages = tuple(
+        Storage(id=i, nbytes=size, kind=Kind.OTHER, name=f"s{i}", static=i == 0)
+        for i, size in enumerate((1000, 30, 4))
+    )
+    nodes = (
+        node(0, "placeholder", Region.FORWARD, makes=(0,), holds=(0,)),
+        node(1, "loss", Region.FORWARD, segment=1, makes=(1,), holds=(1,), workspace_bytes=8),
+        node(2, "grad", Region.BACKWARD, segment=1, makes=(2,), holds=(2,), workspace_bytes=2),
+    )
+    step = Step(nodes=nodes, storages=storages, graphs=(graph(), graph(in_model=False)))
+    assert reserve(step).loss_bytes == 30 + 4 + 8
