@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 CSV, JSON = "tradeoff.csv", "tradeoff.json"
 MAX_ROWS = 20
+MEASURED_COLUMNS = ("measured>", "time>")
 
 
 def tradeoff(
@@ -136,6 +137,7 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
         for index, point in enumerate(points)
         if index % stride == 0 or index == len(points) - 1 or point["measured_peak_bytes"] is not None
     ]
+    measured = any(point["measured_peak_bytes"] is not None for point in points)
     rows = [
         (
             size(point["peak_bytes"]),
@@ -143,11 +145,11 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
             duration(point["recompute_seconds"]),
             percent(point["overhead"]),
             len(point["recomputed"]),
-            *_measured(point),
+            *(_measured(point) if measured else ()),
         )
         for point in shown
     ]
-    columns = ("peak>", "memory>", "recompute>", "time>", "activations>", "measured peak>", "time>")
+    columns = ("peak>", "memory>", "recompute>", "time>", "tensors>", *(MEASURED_COLUMNS if measured else ()))
     title = f"{data['target']}: peak against time added"
     left = len(points) - len(shown)
     return [
