@@ -185,17 +185,17 @@ def test_compare_gives_the_planners_the_peaks_of_the_others(profile, monkeypatch
             "eager": tried(profile.peak_bytes),
             "blocks": tried(middle, mistakes=[Mistake("buffer x", 1, 0.9)]),
             "partitioner": tried(profile.peak_bytes, mistakes=[Mistake("gradient of a", 1, 0.9)]),
-            "partitioner, budget 0.3": tried(10),
-            "partitioner, budget 0": FreshProcessError("out of\nluck", kind="RuntimeError"),
+            "partitioner 0.3": tried(10),
+            "partitioner 0": FreshProcessError("out of\nluck", kind="RuntimeError"),
             "plan": tried(middle),
         },
     )
     assert len(found) == 8 + 4 and found["none (eager)"].time_ratio == 1.0
     assert found["checkpoint per block"].verdict == "buffers wrong: 1"
-    assert found["partitioner, budget 0.9"].verdict == "gradients wrong (1 of 3)"
-    assert "gradient of a, step 1" in found["partitioner, budget 0.9"].first_difference
-    assert found["partitioner, budget 0"].verdict == "crashed: RuntimeError: out of luck"
-    assert found["partitioner, budget 0"].peak_bytes is None
+    assert found["partitioner 0.9"].verdict == "gradients wrong (1 of 3)"
+    assert "gradient of a, step 1" in found["partitioner 0.9"].first_difference
+    assert found["partitioner 0"].verdict == "crashed: RuntimeError: out of luck"
+    assert found["partitioner 0"].peak_bytes is None
     ours = [result for result in found.values() if result.kind == "plan"]
     exact, unreachable = ours[:2], ours[2:]
     assert [result.verdict for result in exact] == ["exact", "exact"]

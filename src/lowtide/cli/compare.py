@@ -109,10 +109,10 @@ def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[Render
         )
         for result in found
     ]
-    columns = ("method", "measured peak>", "memory>", "time>", "results")
+    columns = ("method", "peak>", "memory>", "time>", "results")
     wrong = [result for result in found if result.first_difference]
     return [
-        table(f"{name}: methods", columns, rows),
+        table(f"{name}: methods, measured", columns, rows),
         *(Text(f"{result.method}: first at {result.first_difference}") for result in wrong),
     ]
 

@@ -50,7 +50,7 @@ class MethodResult:
 def rivals(memory_budgets: Sequence[float] = MEMORY_BUDGETS) -> list[Method]:
     """Everything but lowtide."""
     partitioner = [
-        Method(name=f"partitioner, budget {budget:g}", kind="partitioner", memory_budget=budget)
+        Method(name=f"partitioner {budget:g}", kind="partitioner", memory_budget=budget)
         for budget in memory_budgets
     ]
     return [EAGER, BLOCKS, *partitioner]
@@ -71,24 +71,22 @@ def compare(
         with working(f"measuring {method.name}"):
             found.append(_try(source, method, timed_runs))
         yield found[-1]
-    for budget_bytes, whose in budgets_of(found):
+    for budget_bytes in budgets_of(found):
         for planner in PLANNERS:
-            with working(f"measuring {planner} at the peak of {whose}"):
-                result = _plan(
-                    source, profile, planner, budget_bytes=budget_bytes, whose=whose, timed_runs=timed_runs
-                )
+            with working(f"measuring {planner} at {size(budget_bytes)}"):
+                result = _plan(source, profile, planner, budget_bytes=budget_bytes, timed_runs=timed_runs)
             yield result
 
 
-def budgets_of(found: Sequence[MethodResult]) -> list[tuple[int, str]]:
+def budgets_of(found: Sequence[MethodResult]) -> list[int]:
     """The peaks that others reach, highest first: checkpointing by block, and the partitioner at its best."""
     eager = next((result.peak_bytes for result in found if result.kind == "eager"), None)
-    budgets = {}
-    for kind, whose in (("blocks", "blocks"), ("partitioner", "partitioner")):
+    budgets = set()
+    for kind in ("blocks", "partitioner"):
         peaks = [result.peak_bytes for result in found if result.kind == kind and result.peak_bytes]
         if peaks and (eager is None or min(peaks) < eager):
-            budgets[min(peaks)] = whose
-    return sorted(budgets.items(), reverse=True)
+            budgets.add(min(peaks))
+    return sorted(budgets, reverse=True)
 
 
 def _try(source: TargetSpec, method: Method, timed_runs: int, **predicted: Any) -> MethodResult:
@@ -119,9 +117,9 @@ def _first(trial: Trial) -> str:
 
 
 def _plan(
-    source: TargetSpec, profile: Profile, planner: str, *, budget_bytes: int, whose: str, timed_runs: int
+    source: TargetSpec, profile: Profile, planner: str, *, budget_bytes: int, timed_runs: int
 ) -> MethodResult:
-    name = f"{planner}, {size(budget_bytes)} as {whose}"
+    name = f"{planner} ≤ {size(budget_bytes)}"
     try:
         plan = profile.plan(budget_bytes, planner)
     except BudgetTooSmall as error:
