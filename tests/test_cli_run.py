@@ -179,7 +179,7 @@ def test_interrupted_leaves_no_half_written_files(folder):
     assert process.stdout.readline() == "on\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == Exit.INTERRUPTED and stderr == "interrupted\n"
     assert list(out.iterdir()) == []
 
