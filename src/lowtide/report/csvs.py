@@ -33,7 +33,7 @@ DECISION_COLUMNS = (
 SWEEP_COLUMNS = (
     "batch_size", "status", "budget_bytes", "baseline_predicted_peak_bytes", "baseline_measured_peak_bytes",
     "planned_predicted_peak_bytes", "planned_measured_peak_bytes", "reduction", "baseline_median_s",
-    "baseline_spread_s", "planned_median_s", "planned_spread_s", "overhead", "exact",
+    "baseline_spread_s", "planned_median_s", "planned_spread_s", "overhead", "exact", "predicted_overhead",
 )  # fmt: skip
 COMPARE_COLUMNS = ("method", "peak_bytes", "time_ratio", "verdict")
 TRADEOFF_COLUMNS = (
@@ -101,6 +101,7 @@ def write_sweep(path: Path, rows: Sequence[SweepRow]) -> Path:
             row.planned.predicted_peak_bytes, row.planned.measured_peak_bytes, row.reduction,
             row.baseline.seconds_median, row.baseline.seconds_spread,
             row.planned.seconds_median, row.planned.seconds_spread, row.overhead, _flag(row.exact),
+            row.predicted_overhead,
         )
         for row in rows
     )  # fmt: skip

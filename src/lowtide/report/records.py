@@ -51,7 +51,8 @@ class Environment:
 class SweepRow:
     """One batch size, without (`baseline`) and with (`planned`) recompute.
 
-    `status` is "measured", "predicted only" or "failed: why".
+    `status` is "measured", "predicted only", "does not fit: why" or "failed: why".
+    `predicted_overhead` is recompute time over the plain step's time.
     """
 
     batch_size: int
@@ -60,6 +61,7 @@ class SweepRow:
     planned: StepMeasurement
     exact: bool | None = None
     status: str = "measured"
+    predicted_overhead: float | None = None
 
     @property
     def peaks(self) -> tuple[int | None, int | None]:
