@@ -41,12 +41,12 @@ class Model:
 
 
 MODELS = (
-    Model(name="resnet152", sizes=(4, 8, 16), budget="75%", predicted=(32, 64), profiled=16, compared=4),
+    Model(name="resnet152", sizes=(4, 8, 16), budget="70%", predicted=(32, 64), profiled=16, compared=4),
     Model(name="bert-base", sizes=(8, 16, 32), budget="70%", predicted=(64,), profiled=16, compared=16),
     Model(
         name="transformer",
         sizes=(2, 4, 8, 16, 32, 64),
-        budget="80%",
+        budget="70%",
         predicted=(128, 256),
         profiled=32,
         compared=32,
@@ -75,14 +75,14 @@ def pieces(model: Model, *, timed_runs: int) -> list[Piece]:
 
 
 def run(piece: Piece, folder: Path) -> bool:
-    """Run a piece unless its file is there; whether it is there now."""
-    if piece.path(folder).exists():
+    """Run a piece unless it was run before, by the same command; whether it is there now."""
+    if piece.load(folder) is not None:
         print(f"{piece.name}: there already", file=sys.stderr)
         return True
     command = [sys.executable, "-m", "lowtide", *piece.command, "--json"]
     if piece.kind == "sweep":
         # every size is kept as it comes, so that a sweep stopped half-way goes on from there
-        command += ["-o", str(folder / piece.name), "--resume"]
+        command += ["-o", str(folder / "-".join(piece.command).replace("%", "")), "--resume"]
     print(f"{piece.name}: {shlex.join(('lowtide', *piece.command))}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -90,7 +90,8 @@ def run(piece: Piece, folder: Path) -> bool:
         print(f"{piece.name}: failed with exit code {done.returncode}", file=sys.stderr)
         return False
     seconds = round(time.perf_counter() - start)
-    write_atomic(piece.path(folder), json.dumps({"seconds": seconds, "data": json.loads(done.stdout)}))
+    found = {"command": piece.command, "seconds": seconds, "data": json.loads(done.stdout)}
+    write_atomic(piece.path(folder), json.dumps(found))
     return True
 
 

@@ -30,6 +30,13 @@ class Piece:
     def path(self, folder: Path) -> Path:
         return folder / f"{self.name}.json"
 
+    def load(self, folder: Path) -> dict[str, Any] | None:
+        """What the piece found out; None where it was never run, or by another command."""
+        if not self.path(folder).exists():
+            return None
+        data: dict[str, Any] = json.loads(self.path(folder).read_text())
+        return data if data["command"] == list(self.command) else None
+
 
 # Peaks in MiB without and with, change in time: what others published, on one NVIDIA GPU.
 PUBLISHED = (
@@ -53,11 +60,7 @@ PUBLISHED = (
 
 
 def render_page(pieces: Sequence[Piece], folder: Path, *, date: str, command: str) -> str:
-    found = {
-        piece.name: json.loads(piece.path(folder).read_text())
-        for piece in pieces
-        if piece.path(folder).exists()
-    }
+    found = {piece.name: data for piece in pieces if (data := piece.load(folder)) is not None}
     where = environment("cpu")
     versions = ", ".join(f"{name} {version}" for name, version in where.versions)
     parts = [
@@ -138,11 +141,23 @@ def _sweep(data: dict[str, Any], *, title: str = "Batch sizes") -> list[str]:
             _time(row["baseline"]),
             _time(row["planned"]),
             percent(row["overhead"]),
+            percent(row["predicted_overhead"]),
             {True: "exact", False: "**differ**", None: row["status"]}[row["exact"]],
         )
         for row in data["rows"]
     ]
-    columns = ("batch", "budget", "peak without", "with", "memory", "step without", "with", "time", "results")
+    columns = (
+        "batch",
+        "budget",
+        "peak without",
+        "with",
+        "memory",
+        "step without",
+        "with",
+        "time",
+        "predicted",
+        "results",
+    )
     return [f"### {title}, budget {data['settings']['budget']}", _table(columns, rows)]
 
 

@@ -28,6 +28,7 @@ ROW = {
     "planned": STEP,
     "reduction": 0.5,
     "overhead": 0.25,
+    "predicted_overhead": 0.2,
     "exact": True,
     "status": "measured",
 }
@@ -68,7 +69,7 @@ def run(monkeypatch, tmp_path, answers):
 def test_all_pieces_of_all_models(run):
     code, page, ran = run()
     assert code == 0 and len(ran) == 12 and "**not run**" not in page
-    assert ran[2][:6] == ["sweep", "resnet152", "--budget", "75%", "-b", "4,8,16"]
+    assert ran[2][:6] == ["sweep", "resnet152", "--budget", "70%", "-b", "4,8,16"]
     assert "--resume" in ran[2] and "--predict" in ran[1]
     for text in ("## resnet152", "## bert-base", "## transformer", "| +1.00 % |", "a/b", "ResNet-152"):
         assert text in page
@@ -81,6 +82,13 @@ def test_what_is_there_is_not_run_again(run):
     again = run("--only", "bert-base")
     assert again[0] == 0 and [words[0] for words in again[2]] == ["sweep", "sweep"]
     assert run("--page")[2] == []
+
+
+def test_a_piece_of_another_command_counts_as_missing(run):
+    run("--only", "bert-base-sweep", "--timed-runs", "3")
+    code, page, ran = run("--only", "bert-base-profile", "--timed-runs", "5")
+    assert code == 0 and len(ran) == 1 and page.count("**not run**") == 11
+    assert len(run("--only", "bert-base-sweep", "--timed-runs", "5")[2]) == 1
 
 
 def test_a_failed_piece_is_told_and_tried_again(run):

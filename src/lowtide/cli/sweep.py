@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
@@ -33,6 +33,9 @@ from lowtide.errors import LowtideError
 from lowtide.report.records import StepMeasurement, SweepRow
 from lowtide.report.words import UNKNOWN, duration, percent, size
 from lowtide.targets import TargetSpec
+
+if TYPE_CHECKING:
+    from lowtide.profiles import Profile
 
 CSV, JSON = "sweep.csv", "sweep.json"
 FAILED = "failed"
@@ -101,6 +104,13 @@ def sweep(
         done = earlier_rows(folder / JSON, settings) if resume and folder is not None else []
         out = claim_folder(folder, () if resume else (CSV, JSON, REPORT, PLOTS), force=force)
         rows: list[SweepRow] = []
+        devices = ["cpu"]
+
+        def profile(one: TargetSpec) -> "Profile":
+            found = profile_target(one, terminal, memory_limit=memory_limit, cache=not no_cache)
+            devices.append(found.step.device)
+            return found
+
         known = {row.batch_size for row in done}
         for row in run_sweep(
             spec,
@@ -110,14 +120,14 @@ def sweep(
             timed_runs=timed_runs,
             measure=not predict,
             done=done,
-            profile=lambda one: profile_target(one, terminal, memory_limit=memory_limit, cache=not no_cache),
+            profile=profile,
             working=terminal.working,
         ):
             rows.append(row)
             again = "taken from before" if row.batch_size in known else row.status
             terminal.note(f"batch {row.batch_size}: {again} ({len(rows)} of {len(sizes)})")
             if out is not None:
-                _write(out, rows, settings, name=target)
+                _write(out, rows, settings, name=target, device=devices[-1])
         data = _data(rows, settings)
         terminal.data(data)
         terminal.show(*sweep_tables(rows, name=target))
@@ -155,6 +165,7 @@ def sweep_tables(rows: Sequence[SweepRow], *, name: str) -> list[RenderableType]
             _peak(row.baseline),
             _peak(row.planned),
             percent(None if row.reduction is None else -row.reduction),
+            percent(row.predicted_overhead),
             _status(row),
         )
         for row in rows
@@ -164,7 +175,7 @@ def sweep_tables(rows: Sequence[SweepRow], *, name: str) -> list[RenderableType]
         for row in rows
         if row.planned.seconds_median is not None
     ]
-    columns = ("batch>", "budget>", "peak without>", "peak with>", "memory>", "results")
+    columns = ("batch>", "budget>", "peak without>", "peak with>", "memory>", "recompute>", "results")
     tables: list[RenderableType] = [table(f"{name}: peak memory", columns, peaks)]
     if any(_is_predicted(row) for row in rows):
         tables.append(Text("~ predicted, not measured\n"))
@@ -219,7 +230,7 @@ def _data(rows: Sequence[SweepRow], settings: dict[str, Any]) -> dict[str, Any]:
     return {"settings": settings, "rows": [row_to_dict(row) for row in rows]}
 
 
-def _write(out: Path, rows: Sequence[SweepRow], settings: dict[str, Any], *, name: str) -> None:
+def _write(out: Path, rows: Sequence[SweepRow], settings: dict[str, Any], *, name: str, device: str) -> None:
     """All files for the sizes so far, so that whoever stops the sweep has them."""
     from lowtide.cli.pages import REPORT, environment, plots_if_possible
     from lowtide.files import write_atomic
@@ -230,7 +241,7 @@ def _write(out: Path, rows: Sequence[SweepRow], settings: dict[str, Any], *, nam
     write_sweep(out / CSV, rows)
     save_json(out / JSON, _data(rows, settings))
     plots_if_possible(out, sweep=rows)
-    page = render_report(title=f"{name}: batch sizes", environment=environment("cpu"), sweep=rows)
+    page = render_report(title=f"{name}: batch sizes", environment=environment(device), sweep=rows)
     write_atomic(out / REPORT, page)
 
 

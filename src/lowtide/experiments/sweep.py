@@ -82,7 +82,11 @@ def row_of(
         plan = profile.plan(budget, planner)
     except BudgetTooSmall as error:
         return replace(row, status=f"{TOO_SMALL}: lowest reachable peak {size(error.floor_bytes)}")
-    row = replace(row, planned=StepMeasurement(predicted_peak_bytes=plan.peak_bytes))
+    row = replace(
+        row,
+        planned=StepMeasurement(predicted_peak_bytes=plan.peak_bytes),
+        predicted_overhead=plan.overhead,
+    )
     if not measure:
         return row
     reason = why_not(profile.step, peak_bytes=peak_bytes)
