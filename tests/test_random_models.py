@@ -12,6 +12,11 @@ from training import differences, measured_peak, train, twin
 POINTS = 3
 """Budgets per model, from the lowest reachable peak upward."""
 
+SLACK = 0.03
+"""A plan that reads one part of a tuple again counts the other parts as held too: a mask, a statistic."""
+
+SCALARS_BYTES = 2048
+
 # no shrinking: a failing design is small enough to read, and each try takes seconds
 SAME_EVERY_TIME = settings(
     deadline=None,
@@ -35,8 +40,8 @@ def check(design: Design) -> None:
         plan.apply(planned.model)
         assert differences(expected, train(planned)) == [], point
         measured = measured_peak(planned)
-        assert measured <= plan.budget_bytes, point
-        assert measured == pytest.approx(plan.peak_bytes, rel=0.01, abs=2048), point
+        assert measured <= plan.peak_bytes <= plan.budget_bytes, point
+        assert measured >= plan.peak_bytes * (1 - SLACK) - SCALARS_BYTES, point
 
 
 @settings(SAME_EVERY_TIME, max_examples=10)
