@@ -17,6 +17,7 @@ from lowtide.capture.regions import without_tangents
 from lowtide.capture.segments import Origin, Segment, call_model, describe_inputs, name_tensors, new_segment
 from lowtide.capture.tangents import drop_zeros
 from lowtide.errors import LowtideError, Unsupported
+from lowtide.first_calls import make_first_calls
 from lowtide.rewrite import Rewritten, rewrite
 
 
@@ -128,6 +129,7 @@ def install(model: nn.Module, plan_graph: PlanGraph) -> Runner:
     current = model._compiled_call_impl
     if current is not None and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
+    make_first_calls()
     runner = Runner(model, plan_graph)
     model._compiled_call_impl = runner
     return runner

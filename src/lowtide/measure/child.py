@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lowtide.first_calls import make_first_calls
+
 
 def answer_request(function: str, request: Path) -> dict[str, Any]:
     """Load the arguments, call the function: its result, or what went wrong and when."""
@@ -31,6 +33,7 @@ def answer_request(function: str, request: Path) -> dict[str, Any]:
 
 
 def main(function: str, request: str, answer: str) -> None:
+    make_first_calls()
     reply = answer_request(function, Path(request))
     # Written whole under another name first: a file that is there is complete.
     partial = Path(f"{answer}.partial")
