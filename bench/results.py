@@ -3,7 +3,7 @@
     python bench/results.py                        # all pieces, then docs/results/DATE.md
     python bench/results.py --only bert-base       # pieces whose name starts so; also bert-base-sweep
     python bench/results.py --page                 # the page alone, from what is there
-    python bench/results.py --tiny -o /tmp/x.md    # minutes instead of hours: does it work?
+    python bench/results.py --tiny -o page.md       # minutes instead of hours: does it work?
 
 A piece is a `lowtide` command in a process of its own; its JSON goes to bench/out/results/. Delete a
 file there to run its piece again.
@@ -42,14 +42,14 @@ class Model:
 
 MODELS = (
     Model(name="resnet152", sizes=(4, 8, 16), budget="70%", predicted=(32, 64), profiled=16, compared=4),
-    Model(name="bert-base", sizes=(8, 16, 32), budget="70%", predicted=(64,), profiled=16, compared=16),
+    Model(name="bert-base", sizes=(8, 16, 32), budget="70%", predicted=(64,), profiled=16, compared=8),
     Model(
         name="transformer",
         sizes=(2, 4, 8, 16, 32, 64),
         budget="70%",
         predicted=(128, 256),
         profiled=32,
-        compared=32,
+        compared=8,
     ),
 )
 

@@ -132,6 +132,7 @@ def measurement_of(solution: Solution, *, exact: bool = True) -> Measurement:
             seconds_median=solution.step_seconds * 1.1 + solution.recompute_seconds,
             seconds_spread=0.03,
         ),
+        overhead=solution.recompute_seconds / (solution.step_seconds * 1.1),
         exact=exact,
         differences=() if exact else ("gradient of encoder.stages.0.layers.1.conv.weight", "loss"),
         method="fresh process, torch.profiler memory events; 9 interleaved steps after 2 to warm up",
@@ -166,6 +167,7 @@ def sweep_rows() -> tuple[SweepRow, ...]:
                     seconds_median=0.43 * batch_size if measured else None,
                     seconds_spread=0.03 * batch_size if measured else None,
                 ),
+                overhead=0.075 if measured else None,
                 exact=True if measured else None,
                 status="measured" if measured else "predicted only",
             )

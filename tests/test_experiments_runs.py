@@ -64,8 +64,22 @@ def test_what_the_machine_cannot_hold_is_not_run(profile, monkeypatch, caplog):
     monkeypatch.setattr(sweep, "why_not", lambda step, *, peak_bytes: "needs 9.0 GiB")
     monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
     row = run_sweep(profile, sizes=(4,))[0]
-    assert row.status == "predicted only" and row.exact is None and not row.peaks_are_measured
+    assert row.status == "predicted only" and row.exact is None and not row.planned.is_measured
     assert row.reduction > 0.2 and "batch 4 is predicted only" in caplog.text and "9.0 GiB" in caplog.text
+
+
+def test_a_step_that_only_a_plan_makes_small_enough_is_measured_alone(monkeypatch, caplog):
+    profile = sweep.profile_spec(SPEC)
+    plain = profile.peak_bytes
+    monkeypatch.setattr(
+        sweep, "why_not", lambda step, *, peak_bytes: "is large" if peak_bytes >= plain else ""
+    )
+    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
+    (row,) = run_sweep(profile, sizes=(4,), timed_runs=2)
+    assert row.status == "plan measured" and row.exact is None and row.overhead is None
+    assert not row.baseline.is_measured and row.planned.measured_peak_bytes <= row.budget_bytes
+    assert row.planned.seconds_median > 0 and row.reduction > 0.2 and sweep.is_final(row)
+    assert "batch 4 runs only with its plan: without one it is large" in caplog.text
 
 
 def test_prediction_alone_runs_nothing(profile, monkeypatch):

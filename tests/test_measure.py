@@ -143,6 +143,13 @@ def test_timing_summary():
     assert Timing((1.0,)).spread_seconds == 0.0
 
 
+def test_added_time_is_of_runs_that_followed_each_other():
+    slow_moment = Timing((1.1, 11.0, 1.1)), Timing((1.0, 10.0, 1.0))
+    assert slow_moment[0].added_to(slow_moment[1]) == pytest.approx(0.1)
+    drifting = Timing((1.1, 1.4, 2.2, 3.3, 4.4)), Timing((1.0, 2.0, 2.0, 3.0, 4.0))
+    assert drifting[0].added_to(drifting[1]) == pytest.approx(0.1)
+
+
 def test_steps_are_timed_in_turn():
     ran = []
     steps = {name: lambda name=name: ran.append(name) for name in "ab"}

@@ -175,6 +175,8 @@ def test_verdicts(case):
     assert sweep_verdict(sweep_rows()).headline.startswith(
         "Fits up to batch size 16 with the plan, 8 without"
     )
+    shares = [replace(row, budget_bytes=int(0.7 * row.peaks[0])) for row in sweep_rows()]
+    assert sweep_verdict(shares).headline == "4 of 5 batch sizes fit their own budget with the plan"
     assert sweep_verdict([replace(r, exact=False) for r in sweep_rows()]).tone == "bad"
     assert "430.0 MiB with auto" in compare_verdict(compare_rows()).headline
     assert compare_verdict(compare_rows()[2:4]).tone == "bad"

@@ -22,6 +22,7 @@ from lowtide.capture.identity import identify
 from lowtide.capture.regions import without_tangents
 from lowtide.capture.segments import Segment
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
+from lowtide.first_calls import make_first_calls
 from lowtide.measure.clock import Timing, time_steps
 from lowtide.measure.fresh import run_fresh
 from lowtide.measure.job import Measured, measure_here, measure_step
@@ -78,9 +79,9 @@ class Verification:
     @property
     def overhead(self) -> float | None:
         """Measured time that the plan adds, as a fraction of eager's."""
-        if not self.step_seconds or not self.baseline_step_seconds:
+        if self.step_timing is None or self.baseline_step_timing is None:
             return None
-        return self.step_seconds / self.baseline_step_seconds - 1
+        return self.step_timing.added_to(self.baseline_step_timing)
 
     @property
     def fits(self) -> bool:
@@ -97,7 +98,7 @@ def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> V
             "lowtide.verification:compare", source=source, timed_runs=timed_runs, **payload
         )
         baseline = measure_step(source)
-        planned = measure_step(source, prepare="lowtide.verification:planned", payload=payload)
+        planned = measure_plan(source, plan)
     except CannotMoveToFreshProcess:
         if isinstance(source, TargetSpec):
             raise
@@ -123,6 +124,14 @@ def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> V
     )
 
 
+def measure_plan(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 0) -> Measured:
+    """The planned step alone, in fresh processes: for a step that only a plan makes small enough."""
+    payload = {"solution": solution_to_dict(plan.solution)}
+    return measure_step(
+        source, prepare="lowtide.verification:planned", payload=payload, timed_runs=timed_runs
+    )
+
+
 def planned(target: Target, *, solution: dict[str, Any]) -> Target:
     """The target with its plan applied; refuses a plan that was made for another one."""
     plan = Plan(solution_from_dict(solution))
@@ -136,6 +145,7 @@ def compare(
     """Train eagerly and by the plan, from the same start, and compare every step; then time both in turn."""
     target = source.load() if isinstance(source, TargetSpec) else source
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        make_first_calls()
         start = Start(target)
         eager = record(target, start, Path(folder) / "eager", steps)
         planned(target, solution=solution)

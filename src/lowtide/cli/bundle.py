@@ -13,8 +13,9 @@ from lowtide.cli.files import (
     save_profile,
 )
 from lowtide.cli.pages import PLOTS, REPORT, environment, plots_if_possible
-from lowtide.cli.results import measurement_of, verification_data
+from lowtide.cli.results import verification_data
 from lowtide.experiments.curve import distinct_plans, point_of
+from lowtide.experiments.measured import measurement_of
 from lowtide.files import write_atomic
 from lowtide.plans import Plan
 from lowtide.profiles import Profile

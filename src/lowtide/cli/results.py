@@ -1,4 +1,4 @@
-"""What a verification tells: as data for `--json`, as a table, and as the report's records."""
+"""What a verification tells: as data for `--json` and as a table."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from rich.text import Text
 
 from lowtide.cli.exits import Exit
 from lowtide.cli.output import table
-from lowtide.report.records import Measurement, StepMeasurement, relative_increase
+from lowtide.report.records import relative_increase
 from lowtide.report.words import UNKNOWN, duration, percent, size
 
 if TYPE_CHECKING:
@@ -72,30 +72,6 @@ def verification_exit(result: "Verification") -> Exit:
     if not result.exact:
         return Exit.RESULTS_DIFFER
     return Exit.DONE if result.fits else Exit.DOES_NOT_FIT
-
-
-def measurement_of(result: "Verification") -> Measurement:
-    """The record that the report shows."""
-    return Measurement(
-        baseline=_step(
-            result.baseline_predicted_peak_bytes,
-            result.baseline_measured_peak_bytes,
-            result.baseline_step_timing,
-        ),
-        planned=_step(result.predicted_peak_bytes, result.measured_peak_bytes, result.step_timing),
-        exact=result.exact,
-        differences=result.differences,
-        method="torch's count of bytes, " + ("fresh processes" if result.fresh_process else "in one process"),
-    )
-
-
-def _step(predicted: int, measured: int, timing: Any) -> StepMeasurement:
-    return StepMeasurement(
-        predicted_peak_bytes=predicted,
-        measured_peak_bytes=measured,
-        seconds_median=timing.median_seconds if timing else None,
-        seconds_spread=timing.spread_seconds if timing else None,
-    )
 
 
 def _timing(timing: Any) -> str:

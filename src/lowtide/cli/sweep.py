@@ -80,8 +80,9 @@ def sweep(
 ) -> None:
     """Show peak and latency against batch size, without and with a plan, measured in fresh processes.
 
-    A budget in bytes is the same for every size, a share is of each size's own peak. A size that does
-    not fit into this machine's memory is predicted only; one that fails does not end the sweep. With
+    A budget in bytes is the same for every size, a share is of each size's own peak. Where only
+    the planned step fits into this machine's memory it is measured alone, where neither does both are
+    predicted. A size that fails does not end the sweep. With
     -o writes sweep.csv, sweep.json, two plots and a report, anew after every size.
     """
     sizes = batch_sizes_of(batch_sizes)
@@ -196,6 +197,8 @@ def _peak(step: StepMeasurement) -> str:
 
 
 def _time(step: StepMeasurement) -> str:
+    if step.seconds_median is None:
+        return UNKNOWN
     return f"{duration(step.seconds_median)} ± {duration((step.seconds_spread or 0.0) / 2)}"
 
 

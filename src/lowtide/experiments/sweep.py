@@ -9,15 +9,16 @@ from typing import Any
 from lowtide import api, verification
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.experiments.machine import why_not
+from lowtide.experiments.measured import measurement_of, step_measurement
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
 from lowtide.report.records import StepMeasurement, SweepRow
 from lowtide.report.words import size
 from lowtide.sizes import parse_budget
 from lowtide.targets import TargetSpec
-from lowtide.verification import Verification
 
 MEASURED = "measured"
+PLAN_MEASURED = "plan measured"
 PREDICTED = "predicted only"
 TOO_SMALL = "does not fit"
 
@@ -40,8 +41,10 @@ def sweep(
 ) -> Iterator[SweepRow]:
     """One row after the other, in the order of `batch_sizes`; those `done` before are not run again.
 
-    What this machine cannot hold, and everything without `measure`, is predicted only. A size that
-    fails is a row that says so. `working` is told what takes long, and is open as long as it does.
+    Where this machine can hold the planned step but not the plain one, the planned one is measured
+    alone, and nothing is compared. What it can hold in neither way, and everything without `measure`,
+    is predicted only. A size that fails is a row that says so. `working` is told what takes long, and
+    is open as long as it does.
     """
     known = {row.batch_size: row for row in done}
     for batch_size in batch_sizes:
@@ -90,30 +93,27 @@ def row_of(
     if not measure:
         return row
     reason = why_not(profile.step, peak_bytes=peak_bytes)
-    if reason:
+    if not reason:
+        found = measurement_of(verification.verify(spec, plan, timed_runs=timed_runs))
+        return replace(
+            row,
+            baseline=found.baseline,
+            planned=found.planned,
+            overhead=found.overhead,
+            exact=found.exact,
+            status=MEASURED,
+        )
+    if why_not(profile.step, peak_bytes=plan.peak_bytes):
         logger.warning("batch %s is predicted only: the step without a plan %s", spec.batch_size, reason)
         return row
-    return _measured(row, plan, verification.verify(spec, plan, timed_runs=timed_runs))
+    logger.warning("batch %s runs only with its plan: without one it %s", spec.batch_size, reason)
+    return replace(row, planned=_measured_alone(spec, plan, timed_runs), status=PLAN_MEASURED)
 
 
-def _measured(row: SweepRow, plan: Plan, result: Verification) -> SweepRow:
-    def step(predicted: int, measured: int, timing: Any) -> StepMeasurement:
-        return StepMeasurement(
-            predicted_peak_bytes=predicted,
-            measured_peak_bytes=measured,
-            seconds_median=timing.median_seconds if timing else None,
-            seconds_spread=timing.spread_seconds if timing else None,
-        )
-
-    return replace(
-        row,
-        baseline=step(
-            plan.baseline_peak_bytes, result.baseline_measured_peak_bytes, result.baseline_step_timing
-        ),
-        planned=step(plan.peak_bytes, result.measured_peak_bytes, result.step_timing),
-        exact=result.exact,
-        status=MEASURED,
-    )
+def _measured_alone(spec: TargetSpec, plan: Plan, timed_runs: int) -> StepMeasurement:
+    """Peak and time of the planned step where the machine cannot hold the plain one to compare with."""
+    found = verification.measure_plan(spec, plan, timed_runs=timed_runs)
+    return step_measurement(predicted=plan.peak_bytes, measured=found.peak_bytes, timing=found.timing)
 
 
 def _failed(batch_size: int, error: Exception) -> SweepRow:
@@ -131,15 +131,15 @@ def _failed(batch_size: int, error: Exception) -> SweepRow:
 
 def is_final(row: SweepRow) -> bool:
     """Whether running this size again could tell nothing new: a failure may have been the machine's."""
-    return row.status == MEASURED or row.status.startswith(TOO_SMALL)
+    return row.status in (MEASURED, PLAN_MEASURED) or row.status.startswith(TOO_SMALL)
 
 
 def row_to_dict(row: SweepRow) -> dict[str, Any]:
-    return asdict(row) | {"reduction": row.reduction, "overhead": row.overhead}
+    return asdict(row) | {"reduction": row.reduction}
 
 
 def row_from_dict(data: dict[str, Any]) -> SweepRow:
-    fields = {key: value for key, value in data.items() if key not in ("reduction", "overhead")}
+    fields = {key: value for key, value in data.items() if key != "reduction"}
     fields["baseline"] = StepMeasurement(**fields["baseline"])
     fields["planned"] = StepMeasurement(**fields["planned"])
     return SweepRow(**fields)

@@ -4,7 +4,6 @@ All in one process, so that a method is compiled once and its time is a ratio wi
 peak is torch's own count of bytes, which does not depend on what the process did before.
 """
 
-import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from lowtide.measure.fresh import run_fresh
 from lowtide.measure.job import WARM_UP_STEPS
 from lowtide.measure.peak import peak_above_start
 from lowtide.measure.step import device_of, static_bytes, train_step
-from lowtide.report.records import relative_increase
 from lowtide.targets import Target, TargetSpec
 from lowtide.verification import Start, record
 
@@ -43,16 +41,15 @@ class Trial:
     num_gradients: int
 
     @property
-    def time_ratio(self) -> float | None:
-        """The median over pairs of runs that followed each other: a slow moment hits both of a pair."""
+    def overhead(self) -> float | None:
+        """Measured time that the method adds, as a fraction of eager's."""
         if self.timing is None or self.baseline_timing is None:
             return None
-        pairs = zip(self.timing.runs, self.baseline_timing.runs, strict=True)
-        return statistics.median(seconds / eager for seconds, eager in pairs)
+        return self.timing.added_to(self.baseline_timing)
 
     @property
-    def overhead(self) -> float | None:
-        return None if self.time_ratio is None else relative_increase(1.0, self.time_ratio)
+    def time_ratio(self) -> float | None:
+        return None if self.overhead is None else 1 + self.overhead
 
     @property
     def verdict(self) -> str:

@@ -27,6 +27,13 @@ class Timing:
         low, _, high = statistics.quantiles(self.runs, n=4, method="inclusive")
         return high - low
 
+    def added_to(self, baseline: "Timing") -> float:
+        """Share of `baseline`'s time that this adds: the median over pairs of runs that followed each
+        other, since a slow moment of the machine hits both of a pair.
+        """
+        pairs = zip(self.runs, baseline.runs, strict=True)
+        return statistics.median(seconds / before for seconds, before in pairs) - 1
+
 
 def time_steps(
     steps: Mapping[str, Callable[[], object]], *, device: torch.device, warm_up: int = 1, runs: int = 5

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.facts import Action, Solution
-from lowtide.report.records import CompareRow, Measurement, SweepRow, relative_increase
+from lowtide.report.records import CompareRow, Measurement, SweepRow
 from lowtide.report.words import duration, percent, size
 
 
@@ -68,7 +68,7 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
         measured = (measurement.baseline.measured_peak_bytes, measurement.planned.measured_peak_bytes)
         if measured[0] is not None and measured[1] is not None:
             before, after, basis = measured[0], measured[1], "measured"
-        slower = relative_increase(measurement.baseline.seconds_median, measurement.planned.seconds_median)
+        slower = measurement.overhead
     again = [d for d in solution.decisions if d.action is Action.RECOMPUTE]
     tiles = [
         Tile(
@@ -109,14 +109,13 @@ def _exactness(measurement: Measurement | None) -> Tile:
 
 
 def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
-    """Up to which batch size the step fits, without and with the plan."""
+    """Up to which batch size the step fits, without and with the plan; for budgets that are a share of
+    each size's own peak, which no plain step keeps, how many sizes the plan brings below them.
+    """
     wrong = [row.batch_size for row in rows if row.exact is False]
     if wrong:
         return Verdict(tone="bad", headline=f"Results differ at batch size {', '.join(map(str, wrong))}")
-    largest = [
-        max((row.batch_size for row in rows if _within(row.peaks[i], row.budget_bytes)), default=None)
-        for i in (0, 1)
-    ]
+    without, fitting = ([row for row in rows if _within(row.peaks[i], row.budget_bytes)] for i in (0, 1))
     failed = [row for row in rows if row.status.startswith("failed")]
     predicted = [row for row in rows if row.status == "predicted only"]
     caveats = []
@@ -124,19 +123,22 @@ def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
         caveats.append(f"{len(predicted)} of {len(rows)} sizes are simulated only.")
     if failed:
         caveats.append(f"{len(failed)} failed.")
-    if largest[1] is None:
+    if not fitting:
         return Verdict(tone="bad", headline="No batch size fits the budget", why=" ".join(caveats))
-    without = "none fits without" if largest[0] is None else f"{largest[0]} without"
     return Verdict(
         tone="warn" if failed or predicted else "good",
-        headline=f"Fits up to batch size {largest[1]} with the plan, {without}{_one_budget(rows)}",
+        headline=_one_budget(without, fitting)
+        if len({row.budget_bytes for row in rows}) == 1
+        else f"{len(fitting)} of {len(rows)} batch sizes fit their own budget with the plan",
         why=" ".join(caveats) or "Every size measured.",
     )
 
 
-def _one_budget(rows: Sequence[SweepRow]) -> str:
-    budgets = {row.budget_bytes for row in rows}
-    return f" (budget {size(budgets.pop())})" if len(budgets) == 1 and None not in budgets else ""
+def _one_budget(without: Sequence[SweepRow], fitting: Sequence[SweepRow]) -> str:
+    largest = max(fitting, key=lambda row: row.batch_size)
+    plain = f"{max(row.batch_size for row in without)} without" if without else "none fits without"
+    budget = f" (budget {size(largest.budget_bytes)})" if largest.budget_bytes is not None else ""
+    return f"Fits up to batch size {largest.batch_size} with the plan, {plain}{budget}"
 
 
 def _within(peak_bytes: int | None, budget_bytes: int | None) -> bool:

@@ -28,14 +28,15 @@ _DASHES = (0, (5, 3))
 def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     """Peak without and with the plan per batch size, the reduction above the bars, and the budget."""
     figure, axes = new_figure("Peak memory against batch size")
-    largest = max((peak for row in rows for peak in row.peaks if peak is not None), default=0)
+    largest = max((step.peak_bytes or 0 for row in rows for step in (row.baseline, row.planned)), default=0)
     unit, scale = byte_unit(largest)
     for column, (label, colour) in enumerate((("without", palette.BEFORE), ("with the plan", palette.AFTER))):
         for measured in (True, False):
             found = [
                 (index, peak / scale)
                 for index, row in enumerate(rows)
-                if (peak := row.peaks[column]) is not None and row.peaks_are_measured is measured
+                if (step := (row.baseline, row.planned)[column]).is_measured is measured
+                and (peak := step.peak_bytes) is not None
             ]
             if found:
                 axes.bar(
@@ -49,7 +50,7 @@ def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
                     label=label if measured else f"{label} (simulated)",
                 )
     for index, row in enumerate(rows):
-        after = row.peaks[1]
+        after = row.planned.peak_bytes
         if row.reduction is not None and after is not None:
             _above(axes, index + _WIDTH / 2, after / scale, percent(-row.reduction))
     _budgets(axes, rows, scale)
@@ -63,26 +64,31 @@ def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
 def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     """Measured median step time without and with the plan, with the spread and the overhead."""
     figure, axes = new_figure("Step time against batch size (measured median, whiskers span the quartiles)")
-    timed = [row for row in rows if None not in (row.baseline.seconds_median, row.planned.seconds_median)]
+    timed = [row for row in rows if row.planned.seconds_median is not None]
     largest = max(
         (s.seconds_median or 0.0 for row in timed for s in (row.baseline, row.planned)), default=0.0
     )
     unit, scale = time_unit(largest)
     for column, (label, colour) in enumerate((("without", palette.BEFORE), ("with the plan", palette.AFTER))):
-        runs = [(row.baseline, row.planned)[column] for row in timed]
+        runs = [
+            (index, step.seconds_median, step.seconds_spread or 0.0)
+            for index, row in enumerate(timed)
+            if (step := (row.baseline, row.planned)[column]).seconds_median is not None
+        ]
         if runs:
             axes.bar(
-                [index + (column - 0.5) * _WIDTH for index in range(len(runs))],
-                [(run.seconds_median or 0.0) / scale for run in runs],
+                [index + (column - 0.5) * _WIDTH for index, _, _ in runs],
+                [seconds / scale for _, seconds, _ in runs],
                 _WIDTH * 0.94,
-                yerr=[(run.seconds_spread or 0.0) / 2 / scale for run in runs],
+                yerr=[spread / 2 / scale for _, _, spread in runs],
                 error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 3},
                 color=colour,
                 label=label,
             )
     for index, row in enumerate(timed):
         top = ((row.planned.seconds_median or 0.0) + (row.planned.seconds_spread or 0.0) / 2) / scale
-        _above(axes, index + _WIDTH / 2, top, percent(row.overhead))
+        if row.overhead is not None:
+            _above(axes, index + _WIDTH / 2, top, percent(row.overhead))
     _batch_axis(axes, timed)
     axes.set_ylim(0, 1.15 * largest / scale if largest else 1)
     label_axes(axes, "batch size", f"step time ({unit})")

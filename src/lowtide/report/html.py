@@ -91,7 +91,13 @@ def render_report(
             tradeoff=points,
             step_seconds=plain_seconds,
             sweep=sweep,
-            sweep_whole=_largest([peak for row in sweep for peak in (*row.peaks, row.budget_bytes)]),
+            sweep_whole=_largest(
+                [
+                    peak
+                    for row in sweep
+                    for peak in (row.baseline.peak_bytes, row.planned.peak_bytes, row.budget_bytes)
+                ]
+            ),
             sweep_slowest=_largest([s.seconds_median for row in sweep for s in (row.baseline, row.planned)]),
             compare=compare,
             compare_whole=_largest([row.peak_bytes for row in compare]),

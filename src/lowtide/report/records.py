@@ -22,16 +22,28 @@ class StepMeasurement:
     seconds_median: float | None = None
     seconds_spread: float | None = None
 
+    @property
+    def is_measured(self) -> bool:
+        return self.measured_peak_bytes is not None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The measured peak, else the predicted one."""
+        return self.measured_peak_bytes if self.is_measured else self.predicted_peak_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """The step without and with the plan, run side by side.
 
-    `exact` is None where nobody compared. `differences` name what was not equal to the last bit.
+    `overhead` is the share of the plain step's measured time that the plan adds, by pairs of runs in
+    turn: near the ratio of the two medians, and steadier. `exact` is None where nobody compared.
+    `differences` name what was not equal to the last bit.
     """
 
     baseline: StepMeasurement
     planned: StepMeasurement
+    overhead: float | None = None
     exact: bool | None = None
     differences: tuple[str, ...] = ()
     method: str = ""
@@ -51,7 +63,8 @@ class Environment:
 class SweepRow:
     """One batch size, without (`baseline`) and with (`planned`) recompute.
 
-    `status` is "measured", "predicted only", "does not fit: why" or "failed: why".
+    `status` is "measured", "plan measured" (the plain step is too large for the machine), "predicted
+    only", "does not fit: why" or "failed: why". `overhead` is measured as in `Measurement`;
     `predicted_overhead` is recompute time over the plain step's time.
     """
 
@@ -59,6 +72,7 @@ class SweepRow:
     budget_bytes: int | None
     baseline: StepMeasurement
     planned: StepMeasurement
+    overhead: float | None = None
     exact: bool | None = None
     status: str = "measured"
     predicted_overhead: float | None = None
@@ -72,19 +86,10 @@ class SweepRow:
         return self.baseline.predicted_peak_bytes, self.planned.predicted_peak_bytes
 
     @property
-    def peaks_are_measured(self) -> bool:
-        return None not in (self.baseline.measured_peak_bytes, self.planned.measured_peak_bytes)
-
-    @property
     def reduction(self) -> float | None:
         """Share of the peak that the plan saves, 0.25 for a quarter."""
         before, after = self.peaks
         return 1 - after / before if before and after is not None else None
-
-    @property
-    def overhead(self) -> float | None:
-        """Share of the step's measured time that the plan adds."""
-        return relative_increase(self.baseline.seconds_median, self.planned.seconds_median)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
