@@ -177,6 +177,8 @@ def test_verdicts(case):
     )
     shares = [replace(row, budget_bytes=int(0.7 * row.peaks[0])) for row in sweep_rows()]
     assert sweep_verdict(shares).headline == "4 of 5 batch sizes fit their own budget with the plan"
+    alone = [replace(row, status="plan measured", exact=None) for row in sweep_rows()[:1]]
+    assert sweep_verdict(alone).why == "1 of 1 sizes ran with the plan only, and were not compared."
     assert sweep_verdict([replace(r, exact=False) for r in sweep_rows()]).tone == "bad"
     assert "430.0 MiB with auto" in compare_verdict(compare_rows()).headline
     assert compare_verdict(compare_rows()[2:4]).tone == "bad"

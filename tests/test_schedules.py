@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.facts import Graph, Kind, Node, Region, Step, Storage
-from lowtide.schedules import IN_NO_GRAPH, RANDOM_STATE, as_eager, graph_schedules, reserve
+from lowtide.facts import Graph, How, Kind, Node, Recipe, Region, Step, Storage
+from lowtide.schedules import (
+    IN_NO_GRAPH,
+    RANDOM_STATE,
+    as_eager,
+    graph_schedules,
+    reserve,
+    without_needless_runs,
+)
 from lowtide.simulate import plain_order, simulate
 from strategies import orders, steps
 from synthetic import chain
@@ -45,6 +52,43 @@ def two_graphs() -> Step:
     ]
     nodes = tuple(node(rank, op, region, segment=s) for rank, (op, region, s) in enumerate(ops))
     return Step(nodes=nodes, storages=(), graphs=(graph(), graph()))
+
+
+@pytest.fixture
+def tuple_step() -> Step:
+    """Rank 0 makes a pair of 100 and 10 bytes, ranks 1 and 2 take its parts, backward reads both."""
+
+    def forward(rank: int, **fields: tuple[int, ...]) -> Node:
+        ways = {"reads": (), "holds": (), "makes": ()} | fields
+        return node(rank, "op", Region.FORWARD, recipe=Recipe(how=How.AGAIN, **ways), **ways)
+
+    nodes = (
+        forward(0, makes=(0, 1), holds=(0, 1)),
+        forward(1, reads=(0,), holds=(0,)),
+        forward(2, reads=(0,), holds=(1,)),
+        node(3, "uses the small part", Region.BACKWARD, reads=(2,)),
+        node(4, "uses the large part", Region.BACKWARD, reads=(1,)),
+        node(5, "makes room", Region.BACKWARD, makes=(2,), holds=(2,)),
+    )
+    storages = tuple(Storage(id=i, nbytes=n, kind=Kind.OTHER, name="") for i, n in enumerate((100, 10, 50)))
+    return Step(nodes=nodes, storages=storages)
+
+
+def test_a_part_of_a_kept_tuple_is_not_taken_again(tuple_step: Step) -> None:
+    order = (0, 1, 2, 2, 3, 0, 1, 2, 4, 5)
+    kept = (0, 1, 2, 3, 0, 1, 2, 4, 5)
+    assert without_needless_runs(tuple_step, order) == kept
+    assert simulate(tuple_step, order).bytes_held[3] == simulate(tuple_step, kept).bytes_held[3] == 10
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_leaving_out_needless_runs_never_costs_memory(data: st.DataObject) -> None:
+    step = data.draw(steps())
+    order = data.draw(orders(step))
+    planned, kept = simulate(step, order), simulate(step, without_needless_runs(step, order))
+    assert kept.peak_bytes <= planned.peak_bytes
+    assert kept.recompute_seconds == planned.recompute_seconds
 
 
 def test_a_plain_step_runs_each_backward_op_once(two_graphs: Step) -> None:

@@ -28,8 +28,18 @@ def reference(step, order):
                 return block_of(sources[read], storage)
         raise AssertionError("holds what it cannot have")
 
+    def reads(reader, position):
+        """Whether the run `reader` needs all that `position` made: a part of a first value stands alone."""
+        rank, what, sources = runs[reader]
+        if position not in sources.values():
+            return False
+        again, makes_nothing = order.index(rank) != reader, not what.makes and len(what.reads) == 1
+        of_first_value = order.index(runs[position][0]) == position
+        is_part = set(what.holds) < set(step.nodes[runs[position][0]].holds)
+        return not (again and makes_nothing and of_first_value and is_part)
+
     def read_until(position):
-        return max([position] + [p for p, (_, _, sources) in enumerate(runs) if position in sources.values()])
+        return max([position] + [p for p in range(len(runs)) if reads(p, position)])
 
     blocks = {}
     for position, (rank, what, _) in enumerate(runs):

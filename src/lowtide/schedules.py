@@ -1,4 +1,4 @@
-"""From a schedule over a whole step to what each captured graph runs."""
+"""Schedules over a whole step: without runs that make nothing, and as what each captured graph runs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +16,25 @@ def as_eager(step: Step) -> Step:
     """The same step with the sizes that eager PyTorch's own ops have: what a user runs today."""
     storages = tuple(replace(s, nbytes=s.nbytes + s.extra_eager_bytes) for s in step.storages)
     return replace(step, storages=storages)
+
+
+def without_needless_runs(step: Step, order: Sequence[int]) -> tuple[int, ...]:
+    """Leave out every run that makes nothing from what stands since the forward pass.
+
+    A view, or a part of a tuple, is then the same value as its first run.
+    """
+    seen: set[int] = set()
+    again: set[int] = set()
+    kept = []
+    for rank in order:
+        if rank in seen:
+            recipe = step.nodes[rank].recipe
+            if recipe is not None and not recipe.makes and again.isdisjoint(recipe.reads):
+                continue
+            again.add(rank)
+        seen.add(rank)
+        kept.append(rank)
+    return tuple(kept)
 
 
 def graph_schedules(step: Step, order: Sequence[int]) -> tuple[Graph, ...]:

@@ -4,6 +4,8 @@ The model: a run makes fresh blocks, holds its workspace while it runs, and give
 every value whose last read it was. A block is freed when no live value holds it. Static blocks are
 always there; a pinned one stays from the run that first makes it to the end of the step. A run
 reads the latest earlier run of each rank it needs; a rank that comes again is run by its recipe.
+A part taken again from a tuple that stands since the forward pass is the part's first value: it
+holds that part and not the rest of the tuple.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,6 +62,15 @@ def recompute_slots(step: Step) -> tuple[int, ...]:
     )
 
 
+def tuple_of(step: Step, node: Node) -> int | None:
+    """The rank whose value `node` only takes a part of when it runs again; None for any other node."""
+    recipe = node.recipe
+    if recipe is None or recipe.makes or len(recipe.reads) != 1:
+        return None
+    whole = recipe.reads[0]
+    return whole if set(recipe.holds) < set(step.nodes[whole].holds) else None
+
+
 def check_order(step: Step, order: Sequence[int]) -> None:
     """Raise ValueError when `order` is not a schedule of `step`."""
     nodes = step.nodes
@@ -114,6 +125,7 @@ def simulate(step: Step, order: Sequence[int]) -> Timeline:
     static = [storage.static for storage in storages]
     num_runs = len(order)
     latest = [-1] * len(nodes)
+    first_value = [False] * len(nodes)
     last_read = list(range(num_runs))
     held: list[dict[int, int]] = []
     block_storage: list[int] = []
@@ -126,8 +138,10 @@ def simulate(step: Step, order: Sequence[int]) -> Timeline:
         node = nodes[rank]
         again = latest[rank] >= 0
         source: Node | Recipe = node.recipe if again and node.recipe is not None else node
-        for read in source.reads:
-            last_read[latest[read]] = position
+        first_value[rank] = not again
+        if not (again and (whole := tuple_of(step, node)) is not None and first_value[whole]):
+            for read in source.reads:
+                last_read[latest[read]] = position
         mine: dict[int, int] = {}
         for storage in source.makes:
             if not static[storage]:

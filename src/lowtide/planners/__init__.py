@@ -14,7 +14,7 @@ from lowtide.planners.hints import floor_hint
 from lowtide.planners.polish import Polish
 from lowtide.planners.runs import Run, order_of
 from lowtide.planners.table import Table, make_table
-from lowtide.schedules import as_eager, graph_schedules, reserve
+from lowtide.schedules import as_eager, graph_schedules, reserve, without_needless_runs
 from lowtide.simulate import Timeline, plain_order, simulate
 
 Plan = frozenset[Run]
@@ -64,7 +64,8 @@ class Desk:
         return activations(self.step)
 
     def timeline(self, plan: Plan) -> Timeline:
-        return simulate(self.step, order_of(self.table, plan))
+        order = without_needless_runs(self.step, order_of(self.table, plan))
+        return simulate(self.step, order)
 
     def floor(self) -> Floor:
         """The lowest reachable peak. `solve` with exactly this budget succeeds."""

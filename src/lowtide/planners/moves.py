@@ -47,7 +47,7 @@ class Eviction:
 def block_uses(runs: Runs, block: Block) -> list[int]:
     uses = [block.start]
     for holder in block.holders:
-        uses += runs.readers[holder]
+        uses += runs.uses(holder)
     uses.sort()
     return uses
 
@@ -131,7 +131,7 @@ def _walk_back(runs: Runs, gap: Gap, small_bytes: int) -> tuple[list[int], dict[
     """
     table, slot, block = runs.table, gap.slot, gap.block
     start_of_slot = slot * runs.width
-    stack = [table.rank(h) for h in block.holders if h <= gap.before and runs.last_read(h) > gap.before]
+    stack = [table.rank(h) for h in block.holders if h <= gap.before and runs.last_use(h) > gap.before]
     again: set[int] = set()
     lengthened: dict[int, Block] = {}
     passes_through = False

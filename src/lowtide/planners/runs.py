@@ -109,9 +109,19 @@ class Runs:
         i = bisect_right(keys, key)
         return keys[i] if i < len(keys) else None
 
-    def last_read(self, key: int) -> int:
+    def uses(self, key: int) -> list[int]:
+        """Keys of the runs that need all of the value of `key`: its readers, but for those that take a
+        part of a first value again, which stands by itself.
+        """
         readers = self.readers[key]
-        return readers[-1] if readers else key
+        if key not in self.table.tuple_keys:
+            return readers
+        last = self.width - 1
+        return [k for k in readers if k % self.width == last or self.table.rank(k) not in self.table.parts]
+
+    def last_use(self, key: int) -> int:
+        uses = self.uses(key)
+        return uses[-1] if uses else key
 
     # -- changes
 
@@ -267,9 +277,7 @@ class Runs:
         else:
             end = block.start
             for holder in block.holders:
-                readers = self.readers[holder]
-                last = readers[-1] if readers else holder
-                end = max(end, last)
+                end = max(end, self.last_use(holder))
         old = block.end
         if end == old:
             return

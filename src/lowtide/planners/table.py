@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lowtide.activations import Uses, storage_uses
 from lowtide.facts import Node, Recipe, Region, Step
-from lowtide.simulate import recompute_slots
+from lowtide.simulate import recompute_slots, tuple_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,10 @@ class Table:
     """the first slot that reads each rank and where it may run again; `size` when there is none"""
     readers_first: tuple[int, ...]
     """forward ranks, each after all recipes that read it"""
+    parts: frozenset[int] = frozenset()
+    """ranks that only take a part of a tuple when they run again"""
+    tuple_keys: frozenset[int] = frozenset()
+    """keys of the first runs of those tuples"""
 
     def key(self, slot: int, rank: int) -> int:
         return slot * self.width + self.place[rank]
@@ -90,6 +94,7 @@ def make_table(step: Step) -> Table:
             if again[read] is not None and step.nodes[read].segment == slot_segment[node.rank]:
                 need[read] = node.rank
     storages = step.storages
+    tuples = {node.rank: whole for node in step.nodes if (whole := tuple_of(step, node)) is not None}
     return Table(
         step=step,
         size=len(step.nodes),
@@ -109,6 +114,8 @@ def make_table(step: Step) -> Table:
         ),
         first_need=tuple(need),
         readers_first=tuple(sorted(range(step.first_backward_rank), key=lambda rank: -place[rank])),
+        parts=frozenset(tuples),
+        tuple_keys=frozenset(whole * (len(step.nodes) + 1) + len(step.nodes) for whole in tuples.values()),
     )
 
 

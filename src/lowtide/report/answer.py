@@ -118,18 +118,22 @@ def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
     without, fitting = ([row for row in rows if _within(row.peaks[i], row.budget_bytes)] for i in (0, 1))
     failed = [row for row in rows if row.status.startswith("failed")]
     predicted = [row for row in rows if row.status == "predicted only"]
+    alone = [row for row in rows if row.status == "plan measured"]
     caveats = []
+    if alone:
+        caveats.append(f"{len(alone)} of {len(rows)} sizes ran with the plan only, and were not compared.")
     if predicted:
         caveats.append(f"{len(predicted)} of {len(rows)} sizes are simulated only.")
     if failed:
         caveats.append(f"{len(failed)} failed.")
     if not fitting:
         return Verdict(tone="bad", headline="No batch size fits the budget", why=" ".join(caveats))
+    budgets = {row.budget_bytes for row in rows} - {None}
     return Verdict(
-        tone="warn" if failed or predicted else "good",
-        headline=_one_budget(without, fitting)
-        if len({row.budget_bytes for row in rows}) == 1
-        else f"{len(fitting)} of {len(rows)} batch sizes fit their own budget with the plan",
+        tone="warn" if failed or predicted or alone else "good",
+        headline=f"{len(fitting)} of {len(rows)} batch sizes fit their own budget with the plan"
+        if len(budgets) > 1
+        else _one_budget(without, fitting),
         why=" ".join(caveats) or "Every size measured.",
     )
 
