@@ -49,7 +49,7 @@ MODELS = (
         budget="70%",
         predicted=(128, 256),
         profiled=32,
-        compared=8,
+        compared=4,
     ),
 )
 

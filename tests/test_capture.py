@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.capture import segments
@@ -176,6 +177,34 @@ def test_a_model_that_torch_skips_whole() -> None:
 
     with pytest.raises(CaptureError, match=r"nothing of this model could be captured"):
         capture(Skipped(), rows())
+
+
+def test_a_graph_break_inside_a_loop_says_what_broke() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))
+            self.layers[0].register_full_backward_hook(lambda module, grad_in, grad_out: None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    with pytest.raises(CaptureError, match=r"gave up on its forward \(Module-level backwards hooks .*loop"):
+        capture(Loop(), rows())
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(WIDTH, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError, match=r"layout torch.sparse_coo, and only dense"):
+        capture(model, torch.randint(0, WIDTH, (ROWS,)))
+
+
+def test_checkpointing_by_the_model_itself_is_noted() -> None:
+    step = capture(Net(tail=lambda x: checkpoint(torch.tanh, x, use_reentrant=False)), rows()).step
+    assert len(step.notes) == 1 and "torch.utils.checkpoint" in step.notes[0]
+    assert capture(Net(), rows()).step.notes == ()
 
 
 def test_more_arguments_than_the_model_takes() -> None:

@@ -18,6 +18,7 @@ from lowtide.capture.origins import device_type, module_path, source_line, targe
 from lowtide.capture.regions import specialise, split
 from lowtide.capture.segments import Run, Segment, Trace, mutated_inputs, results_of, storage_key
 from lowtide.capture.tangents import stands_for, tangent_outputs
+from lowtide.errors import CaptureError
 from lowtide.facts import How, Kind, Node, Recipe, Region, Storage
 from lowtide.schedules import RANDOM_STATE
 
@@ -234,6 +235,11 @@ def _add_op(analysis: Analysis, state: _RunState, node: fx.Node, region: Region)
     makes: list[int] = []
     holds: list[int] = []
     for tensor in _tensors(node.meta.get("val")):
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"'{name}' makes a tensor of layout {tensor.layout}, and only dense ones can be planned: "
+                "leave sparse gradients out, such as those of nn.Embedding(sparse=True)"
+            )
         key = storage_key(tensor)
         if key not in state.storage_of:
             state.storage_of[key] = analysis.add_storage(

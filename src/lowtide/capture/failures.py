@@ -1,7 +1,7 @@
 """Say in one line what of a model could not be captured, and where in the user's source."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,6 +48,21 @@ def describe(error: BaseException) -> str:
     where = _user_line(error)
     words = f"{type(cause).__name__} at {where}" if where else type(cause).__name__
     return f"{words}: {lines[0].rstrip('.')}"
+
+
+def nothing_captured(reasons: Iterable[str]) -> str:
+    """Why torch.compile left a whole model alone, from the reasons of its graph breaks."""
+    why = next(iter(reasons), "")
+    if not why:
+        return (
+            "nothing of this model could be captured: torch.compile skipped it whole. "
+            "Is its forward disabled with torch._dynamo.disable, or a function outside of Python?"
+        )
+    return (
+        f"nothing of this model could be captured: torch.compile gave up on its forward ({why}). "
+        "It cannot break a graph inside a loop: take the cause away, or write the loop's body as a module "
+        "with a forward of its own"
+    )
 
 
 def _user_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import types
 import unittest.mock
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch._decomp import decompositions
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
+from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
@@ -240,6 +242,19 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def graph_breaks() -> Counter[str]:
+    """How often torch.compile gave up on something in this process, by reason, each in one line."""
+    found: Counter[str] = Counter()
+    for reason, times in counters["graph_break"].items():
+        found[reason.splitlines()[0].rstrip(".")] += times
+    return found
+
+
+def has_own_checkpoint(node: fx.Node) -> bool:
+    """Whether `node` stands inside a call of torch.utils.checkpoint."""
+    return "recompute" in node.meta
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:

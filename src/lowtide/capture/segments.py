@@ -280,14 +280,12 @@ def _trace(
         hooks.forgotten(),
         torch.enable_grad(),
     ):
+        breaks = hooks.graph_breaks()
         with failures.explained("the model"), _values_if_needed(collector):
             output = _compiled(call_model, collector)(model, args, kwargs)
         num_model_runs = len(collector.runs)
         if not num_model_runs:
-            raise CaptureError(
-                "nothing of this model could be captured: torch.compile skipped it whole. "
-                "Is its forward disabled with torch._dynamo.disable, or a function outside of Python?"
-            )
+            raise CaptureError(failures.nothing_captured(hooks.graph_breaks() - breaks))
         returned = frozenset(
             place
             for leaf in pytree.tree_leaves(output)

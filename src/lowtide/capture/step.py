@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from lowtide.capture import recipes
+from lowtide.capture import hooks, recipes
 from lowtide.capture.analyse import Analysis, Place, analyse
 from lowtide.capture.identity import identify
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
@@ -81,7 +81,7 @@ def captured_step(
         storages=tuple(analysis.storages),
         fingerprint="+".join(segment.fingerprint for segment in analysis.segments),
         device=_device(model),
-        notes=_notes(traced),
+        notes=_notes(analysis, traced),
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
     )
@@ -121,8 +121,15 @@ def _device(model: nn.Module) -> str:
     return "cpu" if parameter is None else parameter.device.type
 
 
-def _notes(traced: Trace) -> tuple[str, ...]:
+def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
     notes = []
+    if any(
+        hooks.has_own_checkpoint(node) for segment in analysis.segments for node in segment.joint.graph.nodes
+    ):
+        notes.append(
+            "the model calls torch.utils.checkpoint: its activations are planned like all others, and the "
+            "peak without a plan is that of a model without these calls"
+        )
     if traced.num_model_runs > 1:
         notes.append(
             f"the model breaks into {traced.num_model_runs} graphs; nothing is recomputed across them"
