@@ -265,6 +265,35 @@ class IntegersAndBools(nn.Module):
         return self.last(torch.where(mask, spread, hidden.sort(dim=1).values)).cummax(1).values
 
 
+class Constants(nn.Module):
+    """Tensors that forward makes from numbers, read again by backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            slopes = torch.tensor([float(number + i % 3) for i in range(WIDTH)])
+            x = torch.tanh(layer(x) * slopes) * torch.tensor(0.5)
+        return x
+
+
+class Upsampling(nn.Module):
+    """Ops that torch traces by decompositions which round differently, in the channels-last layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(6, 6, 3, stride=2, padding=1) for _ in range(4))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        for layer, mode in zip(self.layers, ("nearest", "bilinear", "bicubic", "nearest-exact"), strict=True):
+            x = F.interpolate(F.softshrink(layer(x), 0.01), scale_factor=2, mode=mode) + F.hardshrink(x, 0.01)
+        return x
+
+
 class Views(nn.Module):
     """Transposes, splits, expands and overlapping reads of one storage."""
 
@@ -318,6 +347,8 @@ TROUBLE = {
     "counts-calls": Trouble(CountsCalls, ROWS),
     "integers-and-bools": Trouble(IntegersAndBools, ROWS),
     "views": Trouble(Views, ROWS),
+    "constants": Trouble(Constants, ROWS),
+    "upsampling": Trouble(Upsampling, _floats(4, 6, 16, 16)),
     "double": Trouble(lambda: SharedModule().double(), _floats(BATCH, WIDTH, dtype=torch.float64)),
     "bfloat16": Trouble(lambda: SharedModule().bfloat16(), _floats(BATCH, WIDTH, dtype=torch.bfloat16)),
 }

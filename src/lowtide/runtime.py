@@ -98,8 +98,9 @@ class Backward:
                 "loss that does not use it. Pass `loss=` the function that your loop really uses"
             )
         source = self.rewritten.backward
-        module = fx.GraphModule(source, fx.Graph())
-        module.graph.output(module.graph.graph_copy(source.graph, {}))
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(source.graph, {}))
+        module = fx.GraphModule(source, graph)
         inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
         by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
         drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})

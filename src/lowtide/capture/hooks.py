@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import re
 import types
 import unittest.mock
 import warnings
@@ -78,6 +79,12 @@ CHECKED_TORCH = "2.13.0"
 GRAPHS_PER_FUNCTION = 256
 
 
+# torch traces these by decompositions of its own, which round differently from the ops that eager runs
+# and hold far more memory: a bilinear upsampling becomes some fifty ops.
+WHOLE_OPS = re.compile(r"_?upsample_.*|(hard|soft)shrink|multi_margin_loss|multilabel_margin_loss_forward")
+TRACED_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 class _SavedState(runtime_wrappers._AutogradSavedState):
     """Leave an output's missing gradient undefined instead of filling a zero tensor of its size."""
 
@@ -104,9 +111,30 @@ def compile_graph(
     with (
         unittest.mock.patch.object(runtime_wrappers, "_AutogradSavedState", _SavedState),
         functorch_config.patch(donated_buffer=False, enable_autograd_cache=False),
+        _undivided(),
     ):
         compiled: Callable[..., Any] = compiler(graph, inputs)
     return compiled
+
+
+@functools.cache
+def _whole_ops() -> tuple[OpOverload[..., Any], ...]:
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if WHOLE_OPS.fullmatch(name)]
+    return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+@contextlib.contextmanager
+def _undivided() -> Iterator[None]:
+    """Trace `WHOLE_OPS` as the ops they are."""
+    divided = {op: {key: op.py_kernels.pop(key, None) for key in TRACED_KEYS} for op in _whole_ops()}
+    for op in divided:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernels in divided.items():
+            op.py_kernels.update({key: kernel for key, kernel in kernels.items() if kernel is not None})
+            op._dispatch_cache.clear()
 
 
 def partitioned_by_torch(

@@ -180,15 +180,13 @@ def mutated_inputs(joint: fx.GraphModule) -> dict[int, int]:
 
 def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_outputs: int | None) -> Segment:
     """A segment with a graph of its own; None outputs means a graph without backward."""
-    graph = fx.GraphModule(joint, fx.Graph())
-    copied: dict[fx.Node, fx.Node] = {}
-    result = graph.graph.graph_copy(joint.graph, copied, return_output_node=True)
+    new = fx.Graph()
+    result = new.graph_copy(joint.graph, {}, return_output_node=True)
     assert isinstance(result, tuple)
     value, output = result
-    new_output = graph.graph.output(value)
-    new_output.meta = dict(output.meta)
-    as_eager_computes(graph.graph)
-    graph.recompile()
+    new.output(value).meta = dict(output.meta)
+    as_eager_computes(new)
+    graph = fx.GraphModule(joint, new)
     return Segment(
         joint=graph,
         num_forward_outputs=len(results_of(graph)) if num_forward_outputs is None else num_forward_outputs,
@@ -344,10 +342,11 @@ def _fresh_fake(value: Any) -> Any:
 
 def _without_saving(module: fx.GraphModule, num_forward_outputs: int) -> fx.GraphModule:
     """A forward graph that returns its outputs alone, and nothing for a backward pass."""
-    alone = fx.GraphModule(module, fx.Graph())
-    results = alone.graph.graph_copy(module.graph, {})
+    graph = fx.Graph()
+    results = graph.graph_copy(module.graph, {})
     assert isinstance(results, (list, tuple))
-    alone.graph.output(list(results[:num_forward_outputs]))
+    graph.output(list(results[:num_forward_outputs]))
+    alone = fx.GraphModule(module, graph)
     alone.graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
     alone.recompile()
     return alone
