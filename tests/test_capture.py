@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.capture import segments
-from lowtide.capture.hooks import FakeTensor
+from lowtide.capture.hooks import FakeTensor, FakeTensorMode
 from lowtide.capture.step import Captured, capture
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind, Region, Step
@@ -205,6 +205,13 @@ def test_checkpointing_by_the_model_itself_is_noted() -> None:
     step = capture(Net(tail=lambda x: checkpoint(torch.tanh, x, use_reentrant=False)), rows()).step
     assert len(step.notes) == 1 and "torch.utils.checkpoint" in step.notes[0]
     assert capture(Net(), rows()).step.notes == ()
+
+
+def test_what_was_traced_before_does_not_change_a_graph() -> None:
+    model, batch = nn.LSTM(WIDTH, WIDTH), torch.randn(3, ROWS, WIDTH)
+    FakeTensorMode.cache_clear()
+    first = capture(model, batch, loss=lambda output: output[0].sum()).step.fingerprint
+    assert capture(model, batch, loss=lambda output: output[0].sum()).step.fingerprint == first
 
 
 def test_more_arguments_than_the_model_takes() -> None:

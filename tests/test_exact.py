@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lowtide import BudgetTooSmall
 from lowtide.api import profile
@@ -44,6 +45,36 @@ def _check(target: Target) -> None:
 @pytest.mark.parametrize("name", TROUBLE)
 def test_models_written_for_trouble(name: str) -> None:
     _check(_trouble(name))
+
+
+@torch._dynamo.disable
+def _not_followed(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class BetweenGraphs(nn.Module):
+    """Differentiable code that torch.compile leaves to eager cuts the model into two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48))
+        self.last = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(_not_followed(self.first(x)))
+        return result
+
+
+def test_gradients_pass_through_code_between_graphs() -> None:
+    torch.manual_seed(0)
+    model = BetweenGraphs()
+    target = Target("between", model, torch.randn(64, 48), torch.optim.Adam(model.parameters()))
+    expected = train(twin(target))
+    found = profile(target.model, target.batch, optimizer=target.optimizer)
+    assert any("what that code itself holds is not counted" in note for note in found.step.notes)
+    planned = twin(target)
+    found.plan(found.floor_bytes).apply(planned.model)
+    assert differences(expected, train(planned)) == []
 
 
 @pytest.mark.parametrize("name", TINY)

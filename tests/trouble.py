@@ -265,6 +265,30 @@ class IntegersAndBools(nn.Module):
         return self.last(torch.where(mask, spread, hidden.sort(dim=1).values)).cummax(1).values
 
 
+class Widening(nn.Module):
+    """The largest value is the one that the loss outside reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.body(x)
+        return result
+
+
+@dataclass
+class Results:
+    scores: torch.Tensor
+    hidden: torch.Tensor
+
+
+class DataclassOutput(TupleOutput):
+    def forward(self, x: torch.Tensor) -> Results:  # type: ignore[override]
+        hidden = self.body(x)
+        return Results(scores=self.left(hidden), hidden=hidden * hidden)
+
+
 class Constants(nn.Module):
     """Tensors that forward makes from numbers, read again by backward."""
 
@@ -326,6 +350,10 @@ def _outer_loss(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(output[0], torch.zeros(BATCH, dtype=torch.long)) + output[1].square().mean()
 
 
+def _loss_of_results(output: Results) -> torch.Tensor:
+    return output.scores.abs().mean() + output.hidden.mean()
+
+
 ROWS = _floats(BATCH, WIDTH)
 TROUBLE = {
     "in-place-residual": Trouble(InplaceResidual, ROWS),
@@ -343,6 +371,8 @@ TROUBLE = {
     "tuple-output": Trouble(TupleOutput, ROWS, _outer_loss),
     "tuple-output-summed": Trouble(TupleOutput, ROWS),
     "dict-output": Trouble(DictOutput, ROWS),
+    "loss-of-powers": Trouble(Widening, ROWS, lambda output: output.square().mean()),
+    "dataclass-output": Trouble(DataclassOutput, ROWS, _loss_of_results),
     "batch-norms": Trouble(BatchNorms, _floats(4, 6, 12, 12)),
     "counts-calls": Trouble(CountsCalls, ROWS),
     "integers-and-bools": Trouble(IntegersAndBools, ROWS),

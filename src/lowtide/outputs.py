@@ -1,6 +1,8 @@
 """How a model is called and what a step differentiates: one answer for capture, measuring and verifying."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +32,22 @@ def call(model: nn.Module, batch: Any) -> Any:
     """`model` on a batch."""
     args, kwargs = split_batch(batch)
     return model(*args, **kwargs)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested dicts, lists, tuples, dataclasses and namespaces, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, SimpleNamespace):
+        yield from tensors_in(vars(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
 
 
 def own_loss(output: Any) -> torch.Tensor | None:

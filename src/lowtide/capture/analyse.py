@@ -4,6 +4,7 @@ The graphs stay the single source of node identity: `Analysis.places` maps every
 graph node, and nothing is ever matched by name.
 """
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,6 +89,8 @@ def analyse(trace: Trace) -> Analysis:
         _forward(analysis, state, run, states, fixed=repeated.get(id(trace.runs[state.index].segment), ""))
     for state in reversed(states):
         _backward(analysis, state, runs, states)
+        if state.index >= trace.num_model_runs:
+            _hold_within_formulas(analysis, state)
     _pin(analysis, states, trace)
     _classify_activations(analysis)
     return analysis
@@ -131,6 +134,15 @@ def _backward(analysis: Analysis, state: _RunState, runs: list[Run], states: lis
         _add_op(analysis, state, node, Region.BACKWARD)
     _add_output(analysis, state, state.grads, Region.BACKWARD)
     _add_gradients(analysis, state)
+
+
+def _hold_within_formulas(analysis: Analysis, state: _RunState) -> None:
+    """The loss runs eagerly: what one of autograd's formulas makes on its way lives to the formula's end."""
+    for _, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
+        ranks = [state.rank[node] for node in group]
+        last = analysis.nodes[ranks[-1]]
+        reads = tuple(dict.fromkeys((*last.reads, *ranks[:-1])))
+        analysis.nodes[last.rank] = replace(last, reads=reads)
 
 
 def _add_primal(

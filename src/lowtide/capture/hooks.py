@@ -104,7 +104,12 @@ def compile_graph(
     backward: Callable[..., Callable[..., Any]],
     inference: Callable[..., Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers."""
+    """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers.
+
+    torch remembers the fake results of ops, but not that two of them are one tensor (the gradients of
+    an RNN's biases): what was traced before must not change what is traced now.
+    """
+    FakeTensorMode.cache_clear()
     compiler = aot_autograd(
         fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition
     )

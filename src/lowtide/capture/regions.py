@@ -20,7 +20,14 @@ def specialise(trace: Trace) -> tuple[list[Run], list[frozenset[int]]]:
         segment = without_tangents(run.segment, absent)
         grads = results_of(segment.joint)[segment.num_forward_outputs :]
         wanted |= {place for primal, place in run.links.items() if primal < len(grads) and grads[primal]}
-        runs.append(Run(segment, run.links))
+        if run.from_outside:
+            # nobody can tell which of the earlier outputs that code read
+            wanted |= {
+                (earlier, output)
+                for earlier in range(index)
+                for output in tangent_outputs(trace.runs[earlier].segment.joint).values()
+            }
+        runs.append(replace(run, segment=segment))
         missing.append(absent)
     return runs[::-1], missing[::-1]
 

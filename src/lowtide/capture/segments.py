@@ -22,7 +22,7 @@ from lowtide.capture.fingerprint import fingerprint
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
-from lowtide.outputs import own_loss, sum_of_floats
+from lowtide.outputs import own_loss, sum_of_floats, tensors_in
 from lowtide.sizes import format_size
 
 logger = logging.getLogger("lowtide")
@@ -52,10 +52,14 @@ class Segment:
 
 @dataclass(slots=True)
 class Run:
-    """One execution of a segment. `links[i]` names the earlier output that input i is: (run, output)."""
+    """One execution of a segment. `links[i]` names the earlier output that input i is: (run, output).
+
+    `from_outside`: some input was made by code between the graphs, and has a gradient to pass on.
+    """
 
     segment: Segment
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    from_outside: bool = False
 
 
 @dataclass(slots=True)
@@ -137,7 +141,12 @@ class Collector:
                 for index, arg in enumerate(args)
                 if isinstance(arg, torch.Tensor) and storage_key(arg) in self._made
             }
-            self.runs.append(Run(segment, links))
+            from_outside = any(
+                isinstance(arg, torch.Tensor) and arg.requires_grad and origin.kind is Kind.OTHER
+                for index, (arg, origin) in enumerate(zip(args, segment.origins, strict=False))
+                if index not in links
+            )
+            self.runs.append(Run(segment, links, from_outside=from_outside))
             if self.real:
                 results = list(alone(*args))
                 results += [torch.empty(0)] * (len(values) - len(results))
@@ -197,9 +206,10 @@ def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_out
 
 
 def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin]) -> list[Origin]:
+    """Where each input of a graph comes from; `Kind.OTHER`: neither from the model nor from the batch."""
     names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
     return [
-        origins.get(id(example), Origin(Kind.INPUT, name))
+        origins.get(id(example), Origin(Kind.OTHER, name))
         for name, example in zip(names, hooks.graph_inputs(graph), strict=True)
     ]
 
@@ -285,9 +295,7 @@ def _trace(
         if not num_model_runs:
             raise CaptureError(failures.nothing_captured(hooks.graph_breaks() - breaks))
         returned = frozenset(
-            place
-            for leaf in pytree.tree_leaves(output)
-            if isinstance(leaf, torch.Tensor) and (place := collector.where(leaf)) is not None
+            place for leaf in tensors_in(output) if (place := collector.where(leaf)) is not None
         )
         value = own_loss(output) if loss is None else None
         if value is None:

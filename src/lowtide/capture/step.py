@@ -134,6 +134,11 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
         notes.append(
             f"the model breaks into {traced.num_model_runs} graphs; nothing is recomputed across them"
         )
+    if any(run.from_outside for run in traced.runs):
+        notes.append(
+            "the model runs differentiable code between its graphs that torch.compile does not follow; what "
+            "that code itself holds is not counted"
+        )
     if traced.real_forward:
         notes.append("captured with one real forward pass, since the model's code reads tensor values")
     return tuple(notes)

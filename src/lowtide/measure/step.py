@@ -1,12 +1,11 @@
 """The canonical training step, and the bytes that are there before it starts."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.outputs import Loss, call, loss_of
+from lowtide.outputs import Loss, call, loss_of, tensors_in
 
 
 def train_step(
@@ -38,18 +37,6 @@ def static_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer 
         storage = tensor.untyped_storage()
         sizes[(str(tensor.device), storage.data_ptr())] = storage.nbytes()
     return sum(sizes.values())
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts, lists and tuples, in their order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:
