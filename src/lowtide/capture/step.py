@@ -1,5 +1,6 @@
 """Capture one whole training step: forward, loss, backward and optimizer as one ranked list."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,12 @@ from lowtide.facts import Graph, How, Kind, Region, Step
 from lowtide.outputs import split_batch
 
 SCALARS_BYTES = 1024
+OUTSIDE = (
+    "the model runs differentiable code between its graphs that torch.compile does not follow; what that "
+    "code itself holds is not counted"
+)
+
+logger = logging.getLogger("lowtide")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,8 @@ def capture(
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
     traced = trace(model, args, kwargs, loss=loss)
+    if any(run.from_outside for run in traced.runs):
+        logger.warning("%s, so budgets are kept only for the rest", OUTSIDE)
     return captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
 
 
@@ -135,10 +144,7 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
             f"the model breaks into {traced.num_model_runs} graphs; nothing is recomputed across them"
         )
     if any(run.from_outside for run in traced.runs):
-        notes.append(
-            "the model runs differentiable code between its graphs that torch.compile does not follow; what "
-            "that code itself holds is not counted"
-        )
+        notes.append(OUTSIDE)
     if traced.real_forward:
         notes.append("captured with one real forward pass, since the model's code reads tensor values")
     return tuple(notes)
