@@ -72,7 +72,8 @@ def render_page(pieces: Sequence[Piece], folder: Path, *, date: str, command: st
     ]
     for model in dict.fromkeys(piece.model for piece in pieces):
         parts.append(f"## {model}")
-        for piece in (piece for piece in pieces if piece.model == model):
+        own = [piece for piece in pieces if piece.model == model]
+        for piece in sorted(own, key=lambda piece: list(_SECTIONS).index(piece.kind)):
             parts += _SECTIONS[piece.kind](found[piece.name]["data"]) if piece.name in found else []
             status = f"{found[piece.name]['seconds']} s" if piece.name in found else "**not run**"
             parts.append(f"`lowtide {shlex.join(piece.command)}` ({status})")
@@ -234,4 +235,5 @@ def _published() -> list[str]:
     ]
 
 
-_SECTIONS = {"profile": _profile, "predicted": _predicted, "sweep": _sweep, "compare": _compare}
+_SECTIONS = {"profile": _profile, "sweep": _sweep, "predicted": _predicted, "compare": _compare}
+"""By kind of piece, in the order of the page."""
