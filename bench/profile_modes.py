@@ -23,7 +23,7 @@ from torch._functorch.partitioners import default_partition
 
 from lowtide.profiling import GraphProfiler, OpCall, call_of, profile_calls, signature
 from lowtide.profiling.calls import target_name
-from lowtide.profiling.work import fresh_bytes
+from lowtide.profiling.work import fresh_storages
 from lowtide.targets import Target, load_target
 
 DEFAULT_TARGETS = ("transformer:8", "bert-base:4", "vit:2", "unet:2", "resnet152:4")
@@ -68,7 +68,7 @@ def compare(name: str, batch_size: int, *, details: bool) -> dict[str, Any]:
     runs = GraphProfiler(joint).profile(*inputs, workspace=True)
 
     made = {
-        node.name: fresh_bytes(node.meta["val"], [read.meta["val"] for read in node.all_input_nodes])
+        node.name: sum(fresh_storages(node.meta["val"], [read.meta["val"] for read in node.all_input_nodes]))
         for node in nodes
     }
     op_seconds = {key: cost.seconds for key, cost in costs.items()}

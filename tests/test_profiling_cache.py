@@ -11,7 +11,7 @@ from lowtide.profiling import CostCache, OpCost, device_for
 from lowtide.profiling.cache import cache_directory
 
 CPU = device_for(torch.device("cpu"))
-COST = OpCost(0.25, 64, False)
+COST = OpCost(0.25, 64, False, (0, 96))
 LIMIT = 1 << 30
 
 
@@ -39,7 +39,7 @@ def test_a_broken_file_is_reported_and_written_anew(tmp_path, caplog, text):
     assert str(path) in caplog.text
     cache.put("mm", COST, memory_limit_bytes=LIMIT)
     cache.save()
-    assert json.loads(path.read_text())["costs"]["mm"] == [0.25, 64, False, LIMIT]
+    assert json.loads(path.read_text())["costs"]["mm"] == [0.25, 64, False, [0, 96], LIMIT]
 
 
 def test_another_thread_count_has_another_file(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lowtide.profiling.calls import OpCall, call_of, is_view, signature, storages_bytes
-from lowtide.profiling.work import Work, fresh_bytes, work_of
+from lowtide.profiling.work import Work, fresh_storages, work_of
 
 aten = torch.ops.aten
 
@@ -86,15 +86,15 @@ def test_bytes_count_each_storage_once_and_only_what_is_reached():
     assert storages_bytes([torch.empty(0, 5)]) == 0
 
 
-def test_fresh_bytes_are_those_of_new_storages():
+def test_fresh_storages_are_those_of_new_storages():
     block = torch.empty(8)
-    assert fresh_bytes([block.view(2, 4), torch.empty(4)], [block]) == 16
+    assert fresh_storages([block.view(2, 4), torch.empty(4), torch.empty(1)], [block]) == (16, 4)
 
 
 def test_work_has_flops_where_torch_knows_them():
     mm = work_of(OpCall(aten.mm.default, (torch.empty(8, 16), torch.empty(16, 4))))
-    assert mm == Work(flops=2 * 8 * 16 * 4, input_bytes=(8 * 16 + 16 * 4) * 4, output_bytes=8 * 4 * 4)
+    assert mm == Work(flops=2 * 8 * 16 * 4, input_bytes=(8 * 16 + 16 * 4) * 4, outputs=(8 * 4 * 4,))
     in_place = work_of(OpCall(aten.relu_.default, (torch.empty(8),)))
-    assert in_place == Work(flops=0, input_bytes=32, output_bytes=0)
-    assert mm.ratio_to(Work(flops=512, input_bytes=1, output_bytes=1)) == 2
-    assert in_place.ratio_to(Work(flops=512, input_bytes=8, output_bytes=8)) == 2
+    assert in_place == Work(flops=0, input_bytes=32, outputs=())
+    assert mm.ratio_to(Work(flops=512, input_bytes=1, outputs=(1,))) == 2
+    assert in_place.ratio_to(Work(flops=512, input_bytes=8, outputs=(8,))) == 2

@@ -92,6 +92,7 @@ NO_WORKSPACE = {
 def test_ops_that_hold_nothing_inside(name):
     (cost,) = profile_calls([NO_WORKSPACE[name]])
     assert cost.workspace_bytes == 0
+    assert cost.hidden_bytes == ()
 
 
 def holds_inside(left):
@@ -171,6 +172,17 @@ def test_workspace_of_a_slice_is_scaled_to_that_of_the_whole():
     assert scaled.workspace_bytes == pytest.approx(whole.workspace_bytes, rel=0.02)
 
 
+def mse_loss(rows):
+    return OpCall(aten.mse_loss.default, (fake(rows, 1024), fake(rows, 1024)))
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 4 * MIB])
+def test_what_a_scalar_result_keeps_is_seen_whole_and_from_a_slice(limit):
+    (cost,) = profile_calls([mse_loss(1024)], memory_limit_bytes=limit)
+    assert cost.estimated is (limit < 1 << 30)
+    assert cost.hidden_bytes == (pytest.approx(4 * MIB - 4, abs=8),)
+
+
 def test_shrink_takes_the_batch():
     call = conv(64)
     part = shrink(call, work_of(call), limit_bytes=MIB)
@@ -225,13 +237,14 @@ def test_scaled_cost_takes_the_nearest_of_the_same_op():
 
     known = {
         "a": (mm(8), OpCost(1.0, 100, False)),
-        "b": (mm(1024), OpCost(64.0, 4000, False)),
+        "b": (mm(1024), OpCost(64.0, 4000, False, (0, 8000))),
         "c": (OpCall(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False)),
     }
     cost = scaled_cost(mm(512), known)
     assert cost.estimated
     assert cost.seconds == 32.0
     assert 2000 <= cost.workspace_bytes < 2200
+    assert cost.hidden_bytes == (0, pytest.approx(2 * cost.workspace_bytes, abs=1))
     assert scaled_cost(OpCall(aten.sin.default, (fake(8),)), known).estimated
 
 

@@ -10,7 +10,7 @@ from lowtide.api import profile
 from trouble import TROUBLE
 
 
-@pytest.mark.parametrize("name", ["batch-norms", "shared-module", "tuple-output"])
+@pytest.mark.parametrize("name", ["batch-norms", "shared-module", "tuple-output", "losses-inside"])
 def test_both_modes_agree_on_every_byte(name: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     case = TROUBLE[name]

@@ -333,6 +333,25 @@ class Views(nn.Module):
         return self.out(mixed) + mixed.unfold(1, 1, 1)[..., 0]
 
 
+class LossesInside(nn.Module):
+    """Losses whose mean, one number, keeps a block of the size of what it was taken over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        losses = []
+        for layer, loss in zip(self.layers, LOSSES, strict=True):
+            y = torch.sigmoid(layer(x))
+            losses.append(loss(y, x.detach().sigmoid()))
+            x = y * x
+        return tuple(losses)
+
+
+LOSSES = (F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss)
+
+
 @dataclass(frozen=True)
 class Trouble:
     """A model to build, its batch, and what it needs besides."""
@@ -378,6 +397,7 @@ TROUBLE = {
     "integers-and-bools": Trouble(IntegersAndBools, ROWS),
     "views": Trouble(Views, ROWS),
     "constants": Trouble(Constants, ROWS),
+    "losses-inside": Trouble(LossesInside, _floats(8 * BATCH, WIDTH), sum),
     "upsampling": Trouble(Upsampling, _floats(4, 6, 16, 16)),
     "double": Trouble(lambda: SharedModule().double(), _floats(BATCH, WIDTH, dtype=torch.float64)),
     "bfloat16": Trouble(lambda: SharedModule().bfloat16(), _floats(BATCH, WIDTH, dtype=torch.bfloat16)),

@@ -19,6 +19,11 @@ MEMORY_LIMIT_BYTES = 1 << 30
 Known = dict[str, tuple[OpCall, OpCost]]
 """Costs by signature, with the call each was measured for."""
 
+Key = tuple[int, bool]
+"""The rank of an op, and whether it is the one of its recipe."""
+
+Calls = dict[Key, OpCall]
+
 
 def measure_costs(
     captured: Captured,
@@ -37,23 +42,27 @@ def measure_costs(
         progress=progress,
     )
     known = {signature(call): (call, cost) for call, cost in zip(calls.values(), costs, strict=True)}
-    step = _with_real_sizes(_fill(captured, dict(zip(calls, costs, strict=True))), calls)
+    step = _fill(captured, calls, dict(zip(calls, costs, strict=True)))
     return replace(step, copy_bytes_per_second=device.copy_bytes_per_second()), known
 
 
 def estimate_costs(captured: Captured, known: Known) -> Step:
     """Costs from ops that were measured before, scaled where the shape is new; measures nothing."""
-    costs = {}
-    for key, call in _calls(captured).items():
+    calls, costs = _calls(captured), {}
+    for key, call in calls.items():
         name = signature(call)
         costs[key] = known[name][1] if name in known else scaled_cost(call, known)
-    return _with_real_sizes(_fill(captured, costs), _calls(captured))
+    return _fill(captured, calls, costs)
 
 
-def _with_real_sizes(step: Step, calls: dict[tuple[int, bool], OpCall]) -> Step:
-    """Correct what fake tensors get wrong: sizes of opaque results, and bytes inside their backward op."""
+def _with_real_sizes(step: Step, calls: Calls, costs: dict[Key, OpCost]) -> Step:
+    """Correct what fake tensors get wrong: sizes of results, and bytes inside the backward of opaque ones."""
     storages, nodes = list(step.storages), list(step.nodes)
-    for (rank, _), call in calls.items():
+    for (rank, again), call in calls.items():
+        hidden = costs[rank, again].hidden_bytes
+        if not again and len(hidden) == len(nodes[rank].makes):
+            for storage, more in zip(nodes[rank].makes, hidden, strict=True):
+                storages[storage] = replace(storages[storage], nbytes=storages[storage].nbytes + more)
         sizes = real_result_bytes(call, make_sample)
         if sizes is not None:
             for storage, nbytes in zip(nodes[rank].makes, sizes, strict=True):
@@ -64,8 +73,7 @@ def _with_real_sizes(step: Step, calls: dict[tuple[int, bool], OpCall]) -> Step:
     return replace(step, storages=tuple(storages), nodes=tuple(nodes))
 
 
-def _calls(captured: Captured) -> dict[tuple[int, bool], OpCall]:
-    """Every op by rank and whether it is the recipe's."""
+def _calls(captured: Captured) -> Calls:
     found = {(rank, False): _op_call(call) for rank, call in captured.calls.items()}
     return found | {(rank, True): _op_call(call) for rank, call in captured.recipe_calls.items()}
 
@@ -74,7 +82,7 @@ def _op_call(call: Call) -> OpCall:
     return OpCall(call.target, call.args, call.kwargs)
 
 
-def _fill(captured: Captured, costs: dict[tuple[int, bool], OpCost]) -> Step:
+def _fill(captured: Captured, calls: Calls, costs: dict[Key, OpCost]) -> Step:
     def of(again: bool) -> dict[int, tuple[float, int, bool]]:
         return {
             rank: (cost.seconds, cost.workspace_bytes, cost.estimated)
@@ -82,4 +90,4 @@ def _fill(captured: Captured, costs: dict[tuple[int, bool], OpCost]) -> Step:
             if is_recipe is again
         }
 
-    return with_costs(captured.step, of(False), of(True))
+    return _with_real_sizes(with_costs(captured.step, of(False), of(True)), calls, costs)

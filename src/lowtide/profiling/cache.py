@@ -15,7 +15,7 @@ from lowtide.profiling.device import Device
 _log = logging.getLogger(__name__)
 
 # Raised when costs are measured in another way, so that old files are left alone.
-_METHOD = 1
+_METHOD = 2
 
 
 def cache_directory() -> Path:
@@ -56,7 +56,13 @@ class CostCache:
         document = {
             "key": self.key,
             "costs": {
-                signature: [cost.seconds, cost.workspace_bytes, cost.estimated, limit_bytes]
+                signature: [
+                    cost.seconds,
+                    cost.workspace_bytes,
+                    cost.estimated,
+                    cost.hidden_bytes,
+                    limit_bytes,
+                ]
                 for signature, (cost, limit_bytes) in sorted(self._costs.items())
             },
         }
@@ -73,8 +79,11 @@ class CostCache:
         try:
             rows = json.loads(self.path.read_text())["costs"]
             return {
-                str(signature): (OpCost(float(seconds), int(workspace), bool(estimated)), int(limit_bytes))
-                for signature, (seconds, workspace, estimated, limit_bytes) in rows.items()
+                str(signature): (
+                    OpCost(float(seconds), int(workspace), bool(estimated), tuple(map(int, hidden))),
+                    int(limit_bytes),
+                )
+                for signature, (seconds, workspace, estimated, hidden, limit_bytes) in rows.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning("the cost cache %s is broken and will be written anew: %s", self.path, error)

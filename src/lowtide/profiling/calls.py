@@ -39,12 +39,14 @@ class OpCost:
     """What one call costs.
 
     `workspace_bytes` are held inside the op beyond its own fresh outputs. `estimated` marks costs
-    scaled from another call, or taken from the bytes alone.
+    scaled from another call, or taken from the bytes alone. `hidden_bytes`: how much larger the
+    storage of each fresh output is than its fake one; empty where none is, as for almost all ops.
     """
 
     seconds: float
     workspace_bytes: int
     estimated: bool
+    hidden_bytes: tuple[int, ...] = ()
 
 
 def call_of(node: fx.Node) -> OpCall:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from math import log
 
 import torch
@@ -23,7 +24,7 @@ from lowtide.profiling.calls import OpCall, OpCost, is_view, signature
 from lowtide.profiling.device import SLOW_SECONDS, Device, Timing, device_for, rest_after, typical_seconds
 from lowtide.profiling.samples import SAMPLE_EXTRA_BYTES, make_sample
 from lowtide.profiling.shrink import Slice, shrink
-from lowtide.profiling.work import Work, fresh_bytes, visible_work_of, work_of
+from lowtide.profiling.work import Work, fresh_storages, visible_work_of, work_of
 
 _log = logging.getLogger(__name__)
 
@@ -49,20 +50,37 @@ class _TooLarge(Exception):
     """An op that neither fits nor can be reduced."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What a call holds beyond its inputs and fake outputs: inside, and in each fresh output's storage."""
+
+    workspace_bytes: int = 0
+    hidden_bytes: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.workspace_bytes + sum(self.hidden_bytes)
+
+
 @dataclass
 class _Trial:
     """A call under measurement: itself, or a slice that `factor` scales up."""
 
     call: OpCall
     device: Device
-    workspace_bytes: int
+    memory: _Memory = _Memory()
     factor: float = 1.0
     estimated: bool = False
     timings: list[Timing] = field(default_factory=list)
 
     @property
     def cost(self) -> OpCost:
-        return OpCost(typical_seconds(self.timings) * self.factor, self.workspace_bytes, self.estimated)
+        return OpCost(
+            typical_seconds(self.timings) * self.factor,
+            self.memory.workspace_bytes,
+            self.estimated,
+            self.memory.hidden_bytes,
+        )
 
     @property
     def settled(self) -> bool:
@@ -133,7 +151,12 @@ def scaled_cost(call: OpCall, known: Mapping[str, tuple[OpCall, OpCost]]) -> OpC
     works = [(visible_work_of(other), cost) for other, cost in same]
     near, cost = min(works, key=lambda each: abs(log((each[0].nbytes + 1) / (work.nbytes + 1))))
     ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
-    return OpCost(cost.seconds * work.ratio_to(near), round(cost.workspace_bytes * ratio), estimated=True)
+    return OpCost(
+        cost.seconds * work.ratio_to(near),
+        round(cost.workspace_bytes * ratio),
+        estimated=True,
+        hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
+    )
 
 
 def cost_by_bytes(call: OpCall) -> OpCost:
@@ -185,35 +208,33 @@ def _prepare(call: OpCall, *, memory_limit_bytes: int) -> _Trial:
     device, limit = _device_of(call), memory_limit_bytes - SAMPLE_EXTRA_BYTES
     work = work_of(call)
     if is_view(call) and work.nbytes <= limit:
-        return _Trial(call, device, workspace_bytes=0)
+        return _Trial(call, device)
     if is_view(call):
         # A view costs its dispatch, whatever its size.
         tiny = OpCall(torch.ops.aten.detach.default, (torch.empty(1, device=device.torch_device),))
-        return _Trial(tiny, device, workspace_bytes=0, estimated=True)
+        return _Trial(tiny, device, estimated=True)
     if work.nbytes <= limit * _HARMLESS_SHARE:
-        return _Trial(call, device, _workspace(call, device))
+        return _Trial(call, device, _memory(call, work, device))
 
     part = shrink(call, work, limit_bytes=int(limit * _HARMLESS_SHARE))
     if part is None:
         if 2 * work.nbytes > limit:
             raise _TooLarge(f"needs {work.nbytes} bytes of the limit of {limit}, and no size can be reduced")
-        return _Trial(call, device, _workspace(call, device))
+        return _Trial(call, device, _memory(call, work, device))
     while True:
         # Grow step by step: a small slice may run in another way inside, and hold another share.
-        inside = _workspace(part.call, device) / part.work.nbytes
+        inside = _memory(part.call, part.work, device).nbytes / part.work.nbytes
         allowed = min(limit / (1 + _WORKSPACE_MARGIN * inside), part.work.nbytes * _GROWTH)
         if work.nbytes <= allowed:
-            return _Trial(call, device, _workspace(call, device))
+            return _Trial(call, device, _memory(call, work, device))
         larger = shrink(call, work, limit_bytes=int(allowed))
         if larger is None or larger.work.nbytes < part.work.nbytes * _LEAST_GROWTH:
             break
         part = larger
     # Near each other, so that both run the same way inside.
     half = shrink(call, work, limit_bytes=int(part.work.nbytes * 0.75)) or part
-    workspace = _extrapolated(
-        work, (half, _workspace(half.call, device)), (part, _workspace(part.call, device))
-    )
-    return _Trial(part.call, device, workspace, factor=work.ratio_to(part.work), estimated=True)
+    memory = _extrapolated(work, half, part, device)
+    return _Trial(part.call, device, memory, factor=work.ratio_to(part.work), estimated=True)
 
 
 def _timed(call: OpCall, device: Device) -> Timing:
@@ -222,20 +243,32 @@ def _timed(call: OpCall, device: Device) -> Timing:
     return device.timed(partial(call.target, *args, **kwargs))[1]
 
 
-def _workspace(call: OpCall, device: Device) -> int:
-    """Bytes that the call holds inside beyond its fresh outputs; this run also warms up."""
+def _memory(call: OpCall, work: Work, device: Device) -> _Memory:
+    """Bytes that the call holds beyond what its fake run shows; this run also warms up."""
     args, kwargs = make_sample(call)
     result, peak_bytes = device.measured(partial(call.target, *args, **kwargs))
-    return max(0, peak_bytes - fresh_bytes(result, (args, kwargs)))
+    outputs = fresh_storages(result, (args, kwargs))
+    hidden: tuple[int, ...] = ()
+    if len(outputs) == len(work.outputs):
+        # A loss's mean, for one, is computed in a block of the size of its input and keeps that block.
+        hidden = tuple(max(0, real - fake) for real, fake in zip(outputs, work.outputs, strict=True))
+    return _Memory(max(0, peak_bytes - sum(outputs)), hidden if any(hidden) else ())
 
 
-def _extrapolated(work: Work, small: tuple[Slice, int], large: tuple[Slice, int]) -> int:
-    """Workspace of `work` on the line through two slices; in proportion where they are no line."""
-    (near, near_bytes), (far, far_bytes) = small, large
-    if near.reduced != far.reduced or near.work.nbytes == far.work.nbytes:
-        return round(far_bytes * work.nbytes / far.work.nbytes)
-    slope = (far_bytes - near_bytes) / (far.work.nbytes - near.work.nbytes)
-    return max(0, round(far_bytes + slope * (work.nbytes - far.work.nbytes)))
+def _extrapolated(work: Work, small: Slice, large: Slice, device: Device) -> _Memory:
+    """Memory of `work` on the line through two slices; in proportion where they are no line."""
+    near, far = _memory(small.call, small.work, device), _memory(large.call, large.work, device)
+
+    def at_work(near_bytes: int, far_bytes: int) -> int:
+        if small.reduced != large.reduced or small.work.nbytes == large.work.nbytes:
+            return round(far_bytes * work.nbytes / large.work.nbytes)
+        slope = (far_bytes - near_bytes) / (large.work.nbytes - small.work.nbytes)
+        return max(0, round(far_bytes + slope * (work.nbytes - large.work.nbytes)))
+
+    hidden = zip_longest(near.hidden_bytes, far.hidden_bytes, fillvalue=0)
+    return _Memory(
+        at_work(near.workspace_bytes, far.workspace_bytes), tuple(at_work(*pair) for pair in hidden)
+    )
 
 
 def _device_of(call: OpCall) -> Device:

@@ -20,7 +20,12 @@ class Work:
 
     flops: int
     input_bytes: int
-    output_bytes: int
+    outputs: tuple[int, ...]
+    """Bytes of each fresh storage in the result."""
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(self.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +57,7 @@ def visible_work_of(call: OpCall) -> Work:
     try:
         return work_of(call)
     except Exception:
-        return Work(flops=0, input_bytes=storages_bytes(call.tensors), output_bytes=0)
+        return Work(flops=0, input_bytes=storages_bytes(call.tensors), outputs=())
 
 
 def _work_of(call: OpCall) -> Work:
@@ -62,7 +67,7 @@ def _work_of(call: OpCall) -> Work:
         return Work(
             flops=counter.get_total_flops(),
             input_bytes=storages_bytes(call.tensors),
-            output_bytes=fresh_bytes(result, (args, kwargs)),
+            outputs=fresh_storages(result, (args, kwargs)),
         )
 
 
@@ -77,11 +82,11 @@ def _unlogged() -> Iterator[None]:
         logger.disabled = before
 
 
-def fresh_bytes(result: object, inputs: object) -> int:
-    """Bytes of the storages in `result` that are not among those of `inputs`."""
+def fresh_storages(result: object, inputs: object) -> tuple[int, ...]:
+    """Bytes of each storage in `result` that is not among those of `inputs`, in order."""
     old = {storage_key(tensor) for tensor in iter_tensors(inputs)}
     new = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in iter_tensors(result)}
-    return sum(nbytes for key, nbytes in new.items() if key not in old)
+    return tuple(nbytes for key, nbytes in new.items() if key not in old)
 
 
 def fake_tensor(shape: list[int], stride: list[int], like: Tensor) -> Tensor:
