@@ -1,5 +1,7 @@
 """The promise: whatever the model and the budget, the same results to the last bit, within the budget."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -76,6 +78,27 @@ def test_gradients_pass_through_code_between_graphs(caplog: pytest.LogCaptureFix
     planned = twin(target)
     found.plan(found.floor_bytes).apply(planned.model)
     assert differences(expected, train(planned)) == []
+
+
+class LstmFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(32, 32, batch_first=True)
+        layers = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(self.recurrent(x)[0])
+        return result.abs().mean()
+
+
+def test_the_workspace_of_an_lstm_counts_in_the_plan_of_a_smaller_batch() -> None:
+    model = LstmFirst()
+    target = Target("lstm", model, torch.randn(16, 20, 32), torch.optim.Adam(model.parameters()))
+    plan = profile(target.model, target.batch, optimizer=target.optimizer).plan("70%")
+    plan.apply(target.model)
+    assert measured_peak(target) <= plan.budget_bytes
+    assert measured_peak(replace(target, batch=torch.randn(14, 20, 32))) <= plan.budget_bytes
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -42,6 +42,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import LowtideError
 
@@ -275,6 +276,13 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute with real tensors, also where torch.compile traces with fake ones around."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
 
 
 def graph_breaks() -> Counter[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowtide.capture import hooks
 from lowtide.capture.recipes import recurrent_layer
 from lowtide.profiling.calls import OpCall
 
@@ -16,8 +17,9 @@ def real_result_bytes(call: OpCall, sample: Callable[[OpCall], tuple[Any, Any]])
     """Bytes of each result of an op whose fake results cannot be trusted; None for all other ops."""
     if call.target is not recurrent_layer:
         return None
-    args, kwargs = sample(call)
-    return [result.untyped_storage().nbytes() for result in recurrent_layer(*args, **kwargs)]
+    with hooks.real_tensors():
+        args, kwargs = sample(call)
+        return [result.untyped_storage().nbytes() for result in recurrent_layer(*args, **kwargs)]
 
 
 def with_forward_results(call: OpCall, args: tuple[Any, ...]) -> tuple[Any, ...]:
