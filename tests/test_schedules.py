@@ -1,7 +1,9 @@
 """From an order of ranks to what each graph runs, and what a step needs besides its graphs."""
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lowtide.facts import Graph, How, Kind, Node, Recipe, Region, Step, Storage
@@ -10,6 +12,7 @@ from lowtide.schedules import (
     RANDOM_STATE,
     as_eager,
     graph_schedules,
+    order_of_schedule,
     reserve,
     without_needless_runs,
 )
@@ -171,15 +174,63 @@ def test_temporaries_of_an_optimizer_live_until_they_are_last_read() -> None:
     assert reserve(Step(nodes=nodes, storages=storages)).optimizer_peak_bytes == 1007
 
 
-def test_a_loss_outside_of_the_model_is_reserved() -> None:
+@pytest.fixture
+def with_loss() -> Step:
+    """A model's output of 64 bytes, a loss of it with targets of its own, and its gradient's way back."""
+    forward, backward = Region.FORWARD, Region.BACKWARD
+    sizes = [1000, 64, 500, 30, 4, 16, 80, 7]
+    kinds = [Kind.INPUT, Kind.ACTIVATION, Kind.INPUT, *[Kind.OTHER] * 4, Kind.INPUT]
     storages = tuple(
-        Storage(id=i, nbytes=size, kind=Kind.OTHER, name=f"s{i}", static=i == 0)
-        for i, size in enumerate((1000, 30, 4))
+        Storage(id=i, nbytes=size, kind=kind, name=f"s{i}", static=kind is Kind.INPUT, pinned=i in (1, 4))
+        for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True))
     )
     nodes = (
-        node(0, "placeholder", Region.FORWARD, makes=(0,), holds=(0,)),
-        node(1, "loss", Region.FORWARD, segment=1, makes=(1,), holds=(1,), workspace_bytes=8),
-        node(2, "grad", Region.BACKWARD, segment=1, makes=(2,), holds=(2,), workspace_bytes=2),
+        node(0, "placeholder", forward, makes=(0,), holds=(0,)),
+        node(1, "model", forward, reads=(0,), makes=(1,), holds=(1,), workspace_bytes=9999),
+        node(2, "output", forward, reads=(1,)),
+        node(3, "placeholder", forward, segment=1, makes=(2,), holds=(2,)),
+        node(4, "log", forward, segment=1, reads=(1,), makes=(3,), holds=(3,), workspace_bytes=8),
+        node(5, "view", forward, segment=1, reads=(4,), holds=(3,)),
+        node(6, "mean", forward, segment=1, reads=(5, 3), makes=(4,), holds=(4,)),
+        node(7, "exp", backward, segment=1, reads=(5,), makes=(5,), holds=(5,)),
+        node(8, "cat", backward, segment=1, reads=(7,), makes=(6,), holds=(6,), workspace_bytes=2),
+        node(9, "slice", backward, segment=1, reads=(8,), holds=(6,)),
+        node(10, "placeholder", backward, reads=(9,), holds=(6,)),
+        node(11, "grad", backward, reads=(10, 1), workspace_bytes=9999),
     )
-    step = Step(nodes=nodes, storages=storages, graphs=(graph(), graph(in_model=False)))
-    assert reserve(step).loss_bytes == 30 + 4 + 8
+    model = replace(graph(), tangent_bytes=64)
+    return Step(nodes=nodes, storages=storages, graphs=(model, graph(in_model=False)))
+
+
+def test_a_loss_outside_of_the_model_is_reserved(with_loss: Step) -> None:
+    found = reserve(with_loss)
+    assert found.loss_bytes == 4 + 16 + 80 + 2, "at 'cat', when the view of 'log' is gone"
+    assert found.loss_kept_bytes == 4 + (80 - 64), "the loss itself, and the rest of a gradient's storage"
+    assert found.loss_input_bytes == 500 + 7, "its targets, and an input that nothing reads"
+    assert found.batch_bytes == 1000
+
+
+def test_a_view_in_a_loss_holds_what_it_is_a_view_of(with_loss: Step) -> None:
+    nodes = list(with_loss.nodes)
+    nodes[8] = replace(nodes[8], reads=(7, 5))
+    assert reserve(replace(with_loss, nodes=tuple(nodes))).loss_bytes == 30 + 4 + 16 + 80 + 2
+
+
+def test_a_model_with_its_own_loss_reserves_none() -> None:
+    found = reserve(replace(chain(length=3), graphs=(graph(),)))
+    assert (found.loss_bytes, found.loss_kept_bytes) == (0, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.data())
+def test_a_schedule_gives_its_order_back(step: Step, data: st.DataObject) -> None:
+    assume(all(n.segment == 0 for n in step.nodes))
+    step = replace(step, graphs=(graph(),))
+    order = data.draw(orders(step))
+    (made,) = graph_schedules(step, order)
+    assert order_of_schedule(step, made.schedule) == tuple(order)
+
+
+def test_a_schedule_of_a_larger_graph_is_refused() -> None:
+    with pytest.raises(ValueError, match="more ops"):
+        order_of_schedule(replace(chain(length=3), graphs=(graph(),)), (1000,))

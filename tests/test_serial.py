@@ -44,7 +44,9 @@ def test_every_plan_comes_back_as_it_was(step: Step) -> None:
 
 
 def test_all_fields_travel() -> None:
-    graph = Graph(fingerprint="abc", in_model=True, returned=(0, 2), missing=(1,), schedule=(3, 1, 4))
+    graph = Graph(
+        fingerprint="abc", in_model=True, returned=(0, 2), missing=(1,), schedule=(3, 1, 4), tangent_bytes=8
+    )
     identity = (("torch", "2"), ("batch", "x float32[2x3]"))
     step = Step(
         **{name: getattr(chain(length=4), name) for name in ("nodes", "storages")},
@@ -62,7 +64,7 @@ def test_all_fields_travel() -> None:
             "graphs": (graph,),
             "identity": identity,
             "notes": ("a note",),
-            "reserve": Reserve(optimizer_state_bytes=1, optimizer_peak_bytes=2, loss_bytes=3),
+            "reserve": Reserve(optimizer_state_bytes=1, loss_bytes=3, loss_kept_bytes=4, batch_bytes=5),
         }
     )
     assert solution_from_dict(solution_to_dict(solution)) == solution

@@ -2,6 +2,8 @@
 
 import logging
 from dataclasses import replace
+from fractions import Fraction
+from math import ceil
 
 from torch import nn
 
@@ -11,11 +13,13 @@ from lowtide.capture.segments import Run, Segment, Trace
 from lowtide.capture.step import captured_step
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.costing import Known, estimate_costs, measure_costs
-from lowtide.errors import LowtideError, Unsupported
+from lowtide.errors import BudgetTooSmall, LowtideError, Unsupported
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
 from lowtide.planners import Desk
 from lowtide.plans import Plan, check_identity
 from lowtide.runtime import GraphPlan, install
+from lowtide.schedules import batch_bytes, graph_schedules, order_of_schedule
+from lowtide.simulate import simulate
 from lowtide.sizes import format_size
 
 logger = logging.getLogger("lowtide")
@@ -53,13 +57,44 @@ class PlanByGraph:
         step = step_of(
             segment, self.model, like=self.graphs[0], reserve=solution.reserve, known=self.plan.known
         )
-        answer = Desk(step).solve(budget_bytes=solution.budget_bytes, planner=solution.planner)
-        logger.info(
-            "a new batch shape got a plan of its own: %s of %s",
-            format_size(answer.peak_bytes),
-            solution.budget_bytes,
-        )
-        return graph_plan(answer.graphs[0])
+        desk, budget_bytes = Desk(step), solution.budget_bytes
+        try:
+            answer = desk.solve(budget_bytes=budget_bytes, planner=solution.planner)
+            peak_bytes, graph = answer.peak_bytes, answer.graphs[0]
+        except BudgetTooSmall:
+            if growth(step, like=self.graphs[0], reserve=solution.reserve) > 1:
+                raise
+            peak_bytes, graph = _lowest(desk, self.graphs[0])
+        if peak_bytes > budget_bytes:
+            logger.warning(
+                "a new batch shape runs by its lowest plan, with a peak of at most %d bytes: "
+                "that it stays within the budget of %d bytes is not proven",
+                peak_bytes,
+                budget_bytes,
+            )
+        else:
+            logger.info(
+                "a new batch shape got a plan of its own: %s of %s",
+                format_size(peak_bytes),
+                format_size(budget_bytes),
+            )
+        return graph_plan(graph)
+
+
+def _lowest(desk: Desk, planned: Graph) -> tuple[int, Graph]:
+    """The lowest peak known for a step, and its graph: by a new plan, or by the planned schedule.
+
+    A search can miss for a smaller batch what it found for the planned one.
+    """
+    lowest = desk.solve(budget_bytes=desk.floor().floor_bytes)
+    try:
+        order = order_of_schedule(desk.step, planned.schedule)
+        peak_bytes = simulate(desk.step, order).peak_bytes
+    except ValueError:  # the ops of this shape are others
+        return lowest.peak_bytes, lowest.graphs[0]
+    if lowest.peak_bytes <= peak_bytes:
+        return lowest.peak_bytes, lowest.graphs[0]
+    return peak_bytes, graph_schedules(desk.step, order)[0]
 
 
 def step_of(
@@ -83,29 +118,62 @@ def step_of(
     )
     captured = captured_step(analyse(traced), traced, model)
     step = measure_costs(captured)[0] if known is None else estimate_costs(captured, known)
-    return _with_reserve(step, reserve)
+    return _with_reserve(step, reserve, growth=growth(step, like=like, reserve=reserve))
 
 
-def _with_reserve(step: Step, reserve: Reserve) -> Step:
-    """Add what the graph does not show: the optimizer's state and temporaries, and the loss."""
-    first = len(step.storages)
-    sizes = (reserve.optimizer_state_bytes, reserve.loss_bytes, reserve.optimizer_peak_bytes)
-    kinds = (Kind.OPTIMIZER_STATE, Kind.OTHER, Kind.OTHER)
-    names = ("optimizer state", "loss", "optimizer")
-    storages = tuple(
-        Storage(id=first + i, nbytes=nbytes, kind=kind, name=name, static=i < 2)
-        for i, (nbytes, kind, name) in enumerate(zip(sizes, kinds, names, strict=True))
+def growth(step: Step, *, like: Graph | None, reserve: Reserve) -> Fraction:
+    """How many times larger a step's batch is than the planned one; 1 for a smaller one.
+
+    Taken from what the model reads or from what it gives the loss to read, whichever grew more:
+    an input that is the same for every batch hides how the others grow.
+    """
+    pairs = [(batch_bytes(step), reserve.batch_bytes)]
+    if like is not None:
+        pairs.append((step.graphs[0].tangent_bytes, like.tangent_bytes))
+    return max([Fraction(1), *(Fraction(new, planned) for new, planned in pairs if planned)])
+
+
+def _with_reserve(step: Step, reserve: Reserve, *, growth: Fraction) -> Step:
+    """Add what the graph does not show, where it is held: the optimizer's state and temporaries, the loss.
+
+    A smaller batch's loss needs at most what the planned one's does; a larger one's grows with it.
+    """
+    loss_bytes, kept_bytes, input_bytes = (
+        ceil(nbytes * growth)
+        for nbytes in (reserve.loss_bytes, reserve.loss_kept_bytes, reserve.loss_input_bytes)
     )
-    node = Node(
+    state, inputs, kept, temporaries = range(len(step.storages), len(step.storages) + 4)
+    storages = (
+        Storage(
+            id=state,
+            nbytes=reserve.optimizer_state_bytes,
+            kind=Kind.OPTIMIZER_STATE,
+            name="optimizer state",
+            static=True,
+        ),
+        Storage(id=inputs, nbytes=input_bytes, kind=Kind.INPUT, name="inputs of the loss", static=True),
+        Storage(id=kept, nbytes=kept_bytes, kind=Kind.OTHER, name="loss", pinned=True),
+        Storage(id=temporaries, nbytes=reserve.optimizer_peak_bytes, kind=Kind.OTHER, name="optimizer"),
+    )
+    optimizer = Node(
         rank=len(step.nodes),
         name="optimizer",
         op="optimizer",
         region=Region.OPTIMIZER,
         kind=Kind.OTHER,
-        holds=(first + 2,),
-        makes=(first + 2,),
+        holds=(temporaries,),
+        makes=(temporaries,),
     )
-    return replace(step, storages=(*step.storages, *storages), nodes=(*step.nodes, node))
+    nodes = [*step.nodes, optimizer]
+    # The graph's own inputs of the backward pass come next and take less than what is inside here.
+    end = nodes[step.first_backward_rank - 1]
+    nodes[end.rank] = replace(
+        end,
+        holds=(*end.holds, kept),
+        makes=(*end.makes, kept),
+        workspace_bytes=max(0, loss_bytes - kept_bytes),
+    )
+    return replace(step, storages=(*step.storages, *storages), nodes=tuple(nodes))
 
 
 def graph_plan(graph: Graph) -> GraphPlan:

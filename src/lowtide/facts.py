@@ -105,7 +105,8 @@ class Node:
 class Graph:
     """One captured graph of a step, in the order they run; segment `i` of the nodes is graph `i`.
 
-    Of its outputs, the caller holds `returned` to the end of the step, and `missing` get no gradient.
+    Of its outputs, the caller holds `returned` to the end of the step, and `missing` get no gradient;
+    the gradients of the others take `tangent_bytes`.
     `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: positions in the
     graph's forward ops followed by its backward ops, in the order that its backward pass runs them.
     """
@@ -115,6 +116,7 @@ class Graph:
     returned: tuple[int, ...]
     missing: tuple[int, ...]
     schedule: tuple[int, ...] = ()
+    tangent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,11 +214,22 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """What a step needs besides the model's own graphs: known bytes for planning other batch shapes."""
+    """What a step needs besides the model's own graphs: known bytes for planning other batch shapes.
+
+    `optimizer_peak_bytes` are held inside the optimizer's step, when the backward pass is over.
+    `loss_bytes` is the most that a loss outside of the model holds at once of what it makes, the
+    gradients that it hands over included; all that is between the forward and the backward pass.
+    Of these, `loss_kept_bytes` stay to the end of the step, gradients of the model's outputs apart.
+    `loss_input_bytes` are there all along: the loss's own targets, and inputs that nothing reads.
+    `batch_bytes` is what the model reads of the batch that all this was found for.
+    """
 
     optimizer_state_bytes: int = 0
     optimizer_peak_bytes: int = 0
     loss_bytes: int = 0
+    loss_kept_bytes: int = 0
+    loss_input_bytes: int = 0
+    batch_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

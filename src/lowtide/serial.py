@@ -177,6 +177,7 @@ def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
             returned=tuple(row["returned"]),
             missing=tuple(row["missing"]),
             schedule=tuple(row["schedule"]),
+            tangent_bytes=row["tangent_bytes"],
         )
         for row in _rows(table)
     )

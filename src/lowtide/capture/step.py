@@ -15,6 +15,7 @@ from lowtide.capture.identity import identify
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.origins import target_name
 from lowtide.capture.segments import Segment, Trace, name_tensors, trace
+from lowtide.capture.tangents import tangent_outputs
 from lowtide.errors import CaptureError
 from lowtide.facts import Graph, How, Kind, Region, Step
 from lowtide.outputs import split_batch
@@ -110,9 +111,16 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
             in_model=index < traced.num_model_runs,
             returned=tuple(sorted(output for run, output in traced.returned if run == index)),
             missing=tuple(sorted(missing)),
+            tangent_bytes=_tangent_bytes(segment, missing),
         )
         for index, (segment, missing) in enumerate(zip(analysis.segments, analysis.missing, strict=True))
     )
+
+
+def _tangent_bytes(segment: Segment, missing: frozenset[int]) -> int:
+    tangents = tangent_outputs(segment.joint)
+    values = [node.meta["val"] for node, output in tangents.items() if output not in missing]
+    return sum(value.numel() * value.element_size() for value in values)
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

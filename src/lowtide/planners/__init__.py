@@ -6,7 +6,7 @@ from functools import cached_property
 
 from lowtide.activations import activations
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import Activation, Schedule, Solution, Step
+from lowtide.facts import Activation, Reserve, Schedule, Solution, Step
 from lowtide.planners import auto, baselines, mu_two
 from lowtide.planners.archive import Archive
 from lowtide.planners.decisions import decide
@@ -63,6 +63,10 @@ class Desk:
     def activations(self) -> tuple[Activation, ...]:
         return activations(self.step)
 
+    @cached_property
+    def reserve(self) -> Reserve:
+        return reserve(self.step)
+
     def timeline(self, plan: Plan) -> Timeline:
         order = without_needless_runs(self.step, order_of(self.table, plan))
         return simulate(self.step, order)
@@ -112,7 +116,7 @@ class Desk:
             schedule=Schedule(order=timeline.order),
             graphs=graph_schedules(self.step, timeline.order),
             identity=self.step.identity,
-            reserve=reserve(self.step),
+            reserve=self.reserve,
         )
 
     def tradeoff(self, *, points: int = 50) -> list[Solution]:
