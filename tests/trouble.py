@@ -349,6 +349,22 @@ class LossesInside(nn.Module):
         return tuple(losses)
 
 
+class ReadTransposed(nn.Module):
+    """Gradients that arrive transposed at ops whose real and fake results lie differently in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv1d(16, 16, 3, padding=1) for _ in range(4))
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, function in zip(self.layers, (F.selu, F.hardswish, F.softplus, F.celu), strict=True):
+            x = function(layer(x))
+            x = x + self.norm(x.transpose(1, 2).sin().transpose(1, 2))
+        return self.last(F.elu(x).transpose(1, 2))
+
+
 LOSSES = (F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss)
 
 
@@ -398,6 +414,7 @@ TROUBLE = {
     "views": Trouble(Views, ROWS),
     "constants": Trouble(Constants, ROWS),
     "losses-inside": Trouble(LossesInside, _floats(8 * BATCH, WIDTH), sum),
+    "read-transposed": Trouble(ReadTransposed, _floats(8, 16, 100), lambda output: output.abs().mean()),
     "upsampling": Trouble(Upsampling, _floats(4, 6, 16, 16)),
     "double": Trouble(lambda: SharedModule().double(), _floats(BATCH, WIDTH, dtype=torch.float64)),
     "bfloat16": Trouble(lambda: SharedModule().bfloat16(), _floats(BATCH, WIDTH, dtype=torch.bfloat16)),

@@ -5,16 +5,20 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.capture.step import Call, Captured, with_costs
+from lowtide.capture.step import Call, Captured, with_costs, with_values
 from lowtide.facts import Step
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.calls import OpCall, OpCost, signature
 from lowtide.profiling.device import device_for
+from lowtide.profiling.layouts import real_values
 from lowtide.profiling.opaque import real_result_bytes, untracked_bytes
 from lowtide.profiling.ops import profile_calls, scaled_cost
 from lowtide.profiling.samples import make_sample
 
 MEMORY_LIMIT_BYTES = 1 << 30
+
+# Of the memory limit for the inputs and outputs of an op whose memory inside is not known yet.
+_LAYOUT_SHARE = 16
 
 Known = dict[str, tuple[OpCall, OpCost]]
 """Costs by signature, with the call each was measured for."""
@@ -34,11 +38,16 @@ def measure_costs(
 ) -> tuple[Step, Known]:
     """Time every distinct op alone; never holds more than `memory_limit_bytes`."""
     device = device_for(torch.device(captured.step.device))
-    calls = _calls(captured)
+    cache = CostCache(device) if use_cache else None
+    nodes = [place.node for _, place in sorted(captured.places.items())]
+    values = real_values(
+        nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
+    )
+    calls = _calls(with_values(captured, values))
     costs = profile_calls(
         list(calls.values()),
         memory_limit_bytes=memory_limit_bytes,
-        cache=CostCache(device) if use_cache else None,
+        cache=cache,
         progress=progress,
     )
     known = {signature(call): (call, cost) for call, cost in zip(calls.values(), costs, strict=True)}

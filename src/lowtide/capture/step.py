@@ -1,7 +1,7 @@
 """Capture one whole training step: forward, loss, backward and optimizer as one ranked list."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from lowtide.capture.origins import target_name
 from lowtide.capture.segments import Segment, Trace, name_tensors, trace
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.errors import CaptureError
-from lowtide.facts import Graph, How, Kind, Region, Step
+from lowtide.facts import Graph, How, Kind, Node, Region, Step
 from lowtide.outputs import split_batch
 
 SCALARS_BYTES = 1024
@@ -27,6 +27,8 @@ OUTSIDE = (
 )
 
 logger = logging.getLogger("lowtide")
+
+Values = Mapping[fx.Node, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,7 @@ def captured_step(
     """Facts and ops of analysed graphs, with all else that the step holds."""
     _add_unread(analysis, model, batch)
     _add_scalars(analysis, traced)
-    calls = {
-        rank: _call(place.node) for rank, place in analysis.places.items() if place.node.op == "call_function"
-    }
+    calls = _calls(analysis.places, {})
     if optimizer is not None:
         _check_parameters(optimizer, model)
         _add_optimizer(analysis, trace_optimizer(optimizer, model, analysis.gradients), calls)
@@ -98,7 +98,7 @@ def captured_step(
     return Captured(
         step=step,
         calls=calls,
-        recipe_calls=_recipe_calls(analysis),
+        recipe_calls=_recipe_calls(analysis.nodes, analysis.places, {}),
         places=analysis.places,
         segments=analysis.segments,
     )
@@ -175,30 +175,45 @@ def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
             analysis.add_storage(nbytes=nbytes, kind=origin.kind, name=origin.name, static=True)
 
 
-def _call(node: fx.Node) -> Call:
-    assert callable(node.target)
-    args = fx.node.map_arg(node.args, lambda read: read.meta.get("val"))
-    kwargs = fx.node.map_arg(node.kwargs, lambda read: read.meta.get("val"))
-    return Call(node.target, tuple(args), dict(kwargs))
+def with_values(captured: Captured, values: Values) -> Captured:
+    """The same step, its ops called with other fake values of some nodes."""
+    return replace(
+        captured,
+        calls=captured.calls | _calls(captured.places, values),
+        recipe_calls=_recipe_calls(captured.step.nodes, captured.places, values),
+    )
 
 
-def _recipe_calls(analysis: Analysis) -> dict[int, Call]:
+def _calls(places: Mapping[int, Place], values: Values) -> dict[int, Call]:
     calls = {}
-    for rank, place in analysis.places.items():
-        recipe = analysis.nodes[rank].recipe
+    for rank, place in places.items():
+        if place.node.op == "call_function":
+            assert callable(place.node.target)
+            args, kwargs = _filled((place.node.args, place.node.kwargs), values)
+            calls[rank] = Call(place.node.target, tuple(args), dict(kwargs))
+    return calls
+
+
+def _filled(args: Any, values: Values) -> Any:
+    """Arguments with the fake value of every node among them: the one given, else the captured one."""
+    return fx.node.map_arg(args, lambda read: values.get(read, read.meta.get("val")))
+
+
+def _recipe_calls(nodes: Sequence[Node], places: Mapping[int, Place], values: Values) -> dict[int, Call]:
+    calls = {}
+    for rank, place in places.items():
+        recipe = nodes[rank].recipe
         if recipe is None:
             continue
         if recipe.how is How.NO_STATS:
             target, args = recipes.without_statistics(place.node)
-            values = fx.node.map_arg(args, lambda read: read.meta.get("val"))
-            calls[rank] = Call(target, tuple(values), {})
+            calls[rank] = Call(target, tuple(_filled(args, values)), {})
         elif recipe.how is How.MASK:
             pair = recipes.dropout_output(place.node)
             assert pair is not None
             dropout = place.node.args[0]
             assert isinstance(dropout, fx.Node)
-            values = tuple(source.meta["val"] for source in pair)
-            calls[rank] = Call(recipes.apply_mask, (*values, dropout.args[1]), {})
+            calls[rank] = Call(recipes.apply_mask, (*_filled(pair, values), dropout.args[1]), {})
     return calls
 
 

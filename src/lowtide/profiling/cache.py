@@ -15,7 +15,10 @@ from lowtide.profiling.device import Device
 _log = logging.getLogger(__name__)
 
 # Raised when costs are measured in another way, so that old files are left alone.
-_METHOD = 2
+_METHOD = 3
+
+Order = list[int] | None
+"""Dimensions of a result as they lie in memory, from the outermost; None where it has gaps."""
 
 
 def cache_directory() -> Path:
@@ -38,7 +41,7 @@ class CostCache:
         self.key = f"method {_METHOD}; torch {torch.__version__}; {device.torch_device}; {device.identity}"
         digest = hashlib.sha256(self.key.encode()).hexdigest()[:16]
         self.path = (directory or cache_directory()) / f"costs-{digest}.json"
-        self._costs = self._read()
+        self._costs, self._orders = self._read()
 
     def get(self, signature: str, *, memory_limit_bytes: int) -> OpCost | None:
         """A cost that was measured whole, or on a slice under a limit at least as large as this."""
@@ -50,9 +53,17 @@ class CostCache:
     def put(self, signature: str, cost: OpCost, *, memory_limit_bytes: int) -> None:
         self._costs[signature] = (cost, memory_limit_bytes)
 
+    def orders(self, signature: str) -> list[Order] | None:
+        """How the results of a call really lie in memory, if that was ever asked."""
+        return self._orders.get(signature)
+
+    def put_orders(self, signature: str, orders: list[Order]) -> None:
+        self._orders[signature] = orders
+
     def save(self) -> None:
-        """Write all costs, together with those that other processes saved meanwhile."""
-        self._costs = self._read() | self._costs
+        """Write all costs and orders, together with those that other processes saved meanwhile."""
+        costs, orders = self._read()
+        self._costs, self._orders = costs | self._costs, orders | self._orders
         document = {
             "key": self.key,
             "costs": {
@@ -65,6 +76,7 @@ class CostCache:
                 ]
                 for signature, (cost, limit_bytes) in sorted(self._costs.items())
             },
+            "orders": dict(sorted(self._orders.items())),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
@@ -73,18 +85,21 @@ class CostCache:
             json.dump(document, file, indent=0)
         Path(file.name).replace(self.path)
 
-    def _read(self) -> dict[str, tuple[OpCost, int]]:
+    def _read(self) -> tuple[dict[str, tuple[OpCost, int]], dict[str, list[Order]]]:
         if not self.path.exists():
-            return {}
+            return {}, {}
         try:
-            rows = json.loads(self.path.read_text())["costs"]
-            return {
+            document = json.loads(self.path.read_text())
+            costs = {
                 str(signature): (
                     OpCost(float(seconds), int(workspace), bool(estimated), tuple(map(int, hidden))),
                     int(limit_bytes),
                 )
-                for signature, (seconds, workspace, estimated, hidden, limit_bytes) in rows.items()
+                for signature, (seconds, workspace, estimated, hidden, limit_bytes) in document[
+                    "costs"
+                ].items()
             }
+            return costs, dict(document["orders"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning("the cost cache %s is broken and will be written anew: %s", self.path, error)
-            return {}
+            return {}, {}

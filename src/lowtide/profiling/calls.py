@@ -5,7 +5,7 @@ Shortcomings: sizes must be plain ints; a call with symbolic sizes has a signatu
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +49,14 @@ class OpCost:
     hidden_bytes: tuple[int, ...] = ()
 
 
-def call_of(node: fx.Node) -> OpCall:
-    """The call that a `call_function` node makes, from the `val` that its inputs carry."""
+def call_of(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> OpCall:
+    """The call that a `call_function` node makes, from `values`, else the `val` that its inputs carry."""
     if node.op != "call_function":
         raise ValueError(f"node '{node.name}' calls no function: it is a {node.op}")
-    args = fx.node.map_arg(node.args, lambda read: read.meta["val"])
-    kwargs = fx.node.map_arg(node.kwargs, lambda read: read.meta["val"])
+    known = values or {}
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda read: known[read] if read in known else read.meta["val"]
+    )
     assert callable(node.target)
     return OpCall(node.target, tuple(args), dict(kwargs))
 

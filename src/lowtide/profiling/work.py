@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,13 @@ def _work_of(call: OpCall) -> Work:
             input_bytes=storages_bytes(call.tensors),
             outputs=fresh_storages(result, (args, kwargs)),
         )
+
+
+def fake_result(call: OpCall) -> Any:
+    """What the call gives on fake tensors."""
+    with _unlogged(), torch.no_grad(), FakeTensorMode():
+        args, kwargs = make_sample(call, fill=False)
+        return call.target(*args, **kwargs)
 
 
 @contextmanager
