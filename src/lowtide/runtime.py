@@ -17,6 +17,7 @@ from lowtide.capture.regions import without_tangents
 from lowtide.capture.segments import Origin, Segment, call_model, describe_inputs, name_tensors, new_segment
 from lowtide.capture.tangents import drop_zeros
 from lowtide.errors import LowtideError, Unsupported
+from lowtide.facts import Kind
 from lowtide.first_calls import make_first_calls
 from lowtide.rewrite import Rewritten, rewrite
 
@@ -114,7 +115,10 @@ class Runner:
 
     def __init__(self, model: nn.Module, plan_graph: PlanGraph) -> None:
         self.model = model
-        self.backend = Backend(plan_graph, origins=lambda g: describe_inputs(g, name_tensors(model, ())))
+        self.backend = Backend(
+            plan_graph,
+            origins=lambda graph: describe_inputs(graph, name_tensors(model, ()), stranger=Kind.INPUT),
+        )
         own = hooks.own_code(call_model)
         self.compiled = torch.compile(own, backend=hooks.weakly(self.backend), dynamic=False)
 

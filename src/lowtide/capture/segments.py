@@ -105,7 +105,7 @@ class Collector:
         self._alive: list[Any] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        origins = describe_inputs(graph, self.origins)
+        origins = describe_inputs(graph, self.origins, stranger=Kind.OTHER)
         segment: Segment | None = None
 
         def partition(joint: fx.GraphModule, args: Any, **kwargs: Any) -> Any:
@@ -205,11 +205,11 @@ def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_out
     )
 
 
-def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin]) -> list[Origin]:
-    """Where each input of a graph comes from; `Kind.OTHER`: neither from the model nor from the batch."""
+def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin], *, stranger: Kind) -> list[Origin]:
+    """Where each input of a graph comes from; `stranger` is the kind of what `origins` does not know."""
     names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
     return [
-        origins.get(id(example), Origin(Kind.OTHER, name))
+        origins.get(id(example), Origin(stranger, name))
         for name, example in zip(names, hooks.graph_inputs(graph), strict=True)
     ]
 
