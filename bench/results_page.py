@@ -68,15 +68,15 @@ def render_page(pieces: Sequence[Piece], folder: Path, *, date: str, command: st
         f"Machine: {where.machine}. Versions: {versions}. Command: `{command}`.",
         "Peaks are all that torch holds at the worst moment of a whole step, optimizer included, measured "
         "in fresh processes by torch's own count. Times are medians of steps run in turn, without and with; "
-        "only their ratio within one run means anything. `~` marks what was predicted and not run.",
+        "only their ratio within one run means anything. `~` marks what was predicted and not run; a "
+        "dash where a time should be: not measured, or while other work kept the machine busy.",
     ]
     for model in dict.fromkeys(piece.model for piece in pieces):
         parts.append(f"## {model}")
         own = [piece for piece in pieces if piece.model == model]
         for piece in sorted(own, key=lambda piece: list(_SECTIONS).index(piece.kind)):
             parts += _SECTIONS[piece.kind](found[piece.name]["data"]) if piece.name in found else []
-            status = f"{found[piece.name]['seconds']} s" if piece.name in found else "**not run**"
-            parts.append(f"`lowtide {shlex.join(piece.command)}` ({status})")
+            parts.append(f"`lowtide {shlex.join(piece.command)}` ({_status(found.get(piece.name))})")
     sweeps = [
         (piece.model, row)
         for piece in pieces
@@ -86,6 +86,12 @@ def render_page(pieces: Sequence[Piece], folder: Path, *, date: str, command: st
     parts += _predictions(sweeps)
     parts += _published()
     return "\n\n".join(parts) + "\n"
+
+
+def _status(piece: dict[str, Any] | None) -> str:
+    if piece is None:
+        return "**not run**"
+    return "run in parts" if piece["seconds"] is None else f"{piece['seconds']} s"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
