@@ -43,7 +43,7 @@ def measure_costs(
     values = real_values(
         nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
     )
-    calls = _calls(with_values(captured, values))
+    calls = _calls(with_values(captured, values) if values else captured)
     costs = profile_calls(
         list(calls.values()),
         memory_limit_bytes=memory_limit_bytes,

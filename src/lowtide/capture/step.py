@@ -66,9 +66,10 @@ def capture(
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
     traced = trace(model, args, kwargs, loss=loss)
-    if any(run.from_outside for run in traced.runs):
+    captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+    if OUTSIDE in captured.step.notes:
         logger.warning("%s, so budgets are kept only for the rest", OUTSIDE)
-    return captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+    return captured
 
 
 def captured_step(
