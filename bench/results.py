@@ -49,7 +49,7 @@ MODELS = (
         budget="70%",
         predicted=(128, 256),
         profiled=32,
-        compared=4,
+        compared=16,
     ),
 )
 
@@ -80,19 +80,25 @@ def run(piece: Piece, folder: Path) -> bool:
         print(f"{piece.name}: there already", file=sys.stderr)
         return True
     command = [sys.executable, "-m", "lowtide", *piece.command, "--json"]
+    out = folder / "-".join(piece.command).replace("%", "")
+    in_parts = out.exists()
     if piece.kind == "sweep":
         # every size is kept as it comes, so that a sweep stopped half-way goes on from there
-        command += ["-o", str(folder / "-".join(piece.command).replace("%", "")), "--resume"]
+        command += ["-o", str(out), "--resume"]
     print(f"{piece.name}: {shlex.join(('lowtide', *piece.command))}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in FINISHED or not done.stdout:
         print(f"{piece.name}: failed with exit code {done.returncode}", file=sys.stderr)
         return False
-    seconds = round(time.perf_counter() - start)
-    found = {"command": piece.command, "seconds": seconds, "data": json.loads(done.stdout)}
+    seconds = None if in_parts else round(time.perf_counter() - start)
+    found = {"command": piece.command, "date": today(), "seconds": seconds, "data": json.loads(done.stdout)}
     write_atomic(piece.path(folder), json.dumps(found))
     return True
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def main() -> None:
@@ -112,10 +118,9 @@ def main() -> None:
     if not chosen:
         parser.error(f"no piece starts with {options.only}: there are {', '.join(p.name for p in found)}")
     failed = [] if options.page else [piece.name for piece in chosen if not run(piece, options.folder)]
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    output = options.output or ROOT / "docs" / "results" / f"{today}.md"
+    output = options.output or ROOT / "docs" / "results" / f"{today()}.md"
     command = shlex.join(["python", "bench/results.py", *sys.argv[1:]])
-    write_atomic(output, render_page(found, options.folder, date=today, command=command))
+    write_atomic(output, render_page(found, options.folder, date=today(), command=command))
     print(output)
     sys.exit(1 if failed else 0)
 

@@ -91,7 +91,8 @@ def render_page(pieces: Sequence[Piece], folder: Path, *, date: str, command: st
 def _status(piece: dict[str, Any] | None) -> str:
     if piece is None:
         return "**not run**"
-    return "run in parts" if piece["seconds"] is None else f"{piece['seconds']} s"
+    took = "run in parts" if piece["seconds"] is None else f"{piece['seconds']} s"
+    return f"{took}, {piece['date']}"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

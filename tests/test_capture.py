@@ -5,6 +5,7 @@ import logging
 import random
 import warnings
 import weakref
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +271,52 @@ def test_nothing_is_left_behind(real: bool) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
     assert attributes == {name: list(vars(module)) for name, module in model.named_modules()}
     assert getattr(model, "calls", 0) == 0
+
+
+class Remembers(nn.Module):
+    """Keeps what it computes in lists and dicts, one inside of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.kept: dict[str, Any] = {"losses": [], "masks": {}}
+        self.seen = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        masks = self.kept["masks"]
+        if len(x) not in masks:
+            masks[len(x)] = torch.tril(torch.ones(WIDTH, WIDTH))
+        x = self.first(x) @ masks[len(x)]
+        self.kept["losses"].append(x.mean())
+        self.seen[0] += 1
+        return x
+
+
+def test_a_batch_may_be_any_mapping() -> None:
+    """Tokenizers give one that is no dict."""
+    torch.manual_seed(0)
+    model, x = Net(), rows()
+    assert capture(model, UserDict({"x": x})).step == capture(model, {"x": x}).step
+
+
+def test_lists_and_dicts_of_the_model_keep_their_contents() -> None:
+    model = Remembers()
+    losses = model.kept["losses"]
+    capture(model, rows())
+    assert model.kept == {"losses": [], "masks": {}} and model.seen == [0]
+    assert model.kept["losses"] is losses
+    model(rows()).sum().backward()
+
+
+def test_parameters_in_one_storage_are_counted_once() -> None:
+    model = Net()
+    alone = capture(model, rows()).step.static_bytes
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    start = 0
+    for parameter in model.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    assert capture(model, rows()).step.static_bytes == alone
 
 
 def test_a_failed_capture_leaves_nothing_behind_either() -> None:

@@ -169,7 +169,7 @@ def test_a_file_that_is_there_is_kept_unless_forced(tmp_path):
     assert claim_folder(folder, ["plan.json"], force=False) == folder
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LowtideError, match="cannot make the folder"):
+    with pytest.raises(LowtideError, match="cannot write into the folder"):
         claim_folder(tmp_path / "file" / "out", [], force=False)

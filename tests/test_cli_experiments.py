@@ -75,18 +75,25 @@ def test_tradeoff_without_measuring_needs_no_torch(profile_file):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("wrong", "code"), [([], Exit.DONE), (["plan: loss wrong"], Exit.RESULTS_DIFFER)])
-def test_tradeoff_shows_measured_points(run_lowtide, profile_file, monkeypatch, wrong, code):
+@pytest.mark.parametrize(
+    ("wrong", "failed", "code"),
+    [
+        ([], [], Exit.DONE),
+        (["plan: loss wrong"], [], Exit.RESULTS_DIFFER),
+        ([], ["plan: was killed"], Exit.ERROR),
+    ],
+)
+def test_tradeoff_shows_measured_points(run_lowtide, profile_file, monkeypatch, wrong, failed, code):
     def measure_points(spec, plans, *, count, timed_runs, progress):
         assert spec == SPEC and count == 2
         points = [curve.point_of(plan) for plan in plans]
         points[-1] = replace(points[-1], measured_peak_bytes=123 << 20, measured_overhead=0.25)
-        return points, wrong
+        return curve.Curve(points, wrong, failed)
 
     monkeypatch.setattr(curve, "measure_points", measure_points)
     found, stdout, _ = run_lowtide("tradeoff", profile_file, "--points", "5", "--measure", "2")
     assert found == code and "123.0 MiB" in stdout and "+25.0 %" in stdout
-    assert all(text in stdout for text in wrong)
+    assert all(text in stdout for text in (*wrong, *failed))
 
 
 def test_tradeoff_needs_to_know_what_to_measure(run_lowtide, profile, tmp_path):
@@ -97,8 +104,10 @@ def test_tradeoff_needs_to_know_what_to_measure(run_lowtide, profile, tmp_path):
 
 def test_a_step_that_does_not_fit_is_not_measured(run_lowtide, profile_file, monkeypatch):
     monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(curve, "measure_points", lambda *_, **__: pytest.fail("must not run"))
     code, stdout, stderr = run_lowtide("tradeoff", profile_file, "--points", "3")
-    assert code == Exit.DOES_NOT_FIT and stdout == "" and "does not fit into this machine" in stderr
+    assert code == Exit.DONE and "peak against time added" in stdout
+    assert "no plan is measured: the step without one needs" in stderr
 
 
 # sweep
@@ -166,6 +175,28 @@ def test_sweep_goes_on_where_it_was_stopped(run_lowtide, made_up_rows, tmp_path)
     arguments[5] = "50%"
     code, _, stderr = run_lowtide(*arguments, "--resume")
     assert code == Exit.ERROR and "another target, budget" in stderr
+
+
+def test_a_resumed_sweep_stopped_again_loses_nothing(run_lowtide, made_up_rows, monkeypatch, tmp_path):
+    arguments = ["sweep", "tiny-bert-base", "-b", "4,32", "--budget", "60%", "-o", str(tmp_path)]
+    assert run_lowtide(*arguments)[0] == 0
+
+    def interrupted(spec, profile, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "row_of", interrupted)
+    arguments[3] = "4,8,32"
+    assert run_lowtide(*arguments, "--resume")[0] == Exit.INTERRUPTED
+    assert [found["batch_size"] for found in rows_of(tmp_path / "sweep.csv")] == ["4", "32"]
+    arguments[3] = "4"
+    assert run_lowtide(*arguments, "--resume")[0] == 0
+    assert [found["batch_size"] for found in rows_of(tmp_path / "sweep.csv")] == ["4", "32"]
+
+
+def test_a_target_that_is_not_there_ends_the_sweep_at_once(run_lowtide, made_up_rows):
+    code, stdout, stderr = run_lowtide("sweep", "missing.py:make", "-b", "4,8", "--budget", "60%")
+    assert code == Exit.ERROR and stdout == "" and stderr == "error: no such file: missing.py\n"
+    assert made_up_rows == []
 
 
 def test_sweep_tells_people(run_lowtide, made_up_rows, monkeypatch):

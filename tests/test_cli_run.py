@@ -1,6 +1,7 @@
 """`lowtide profile`, `verify` and `run` on a small model of the user's own."""
 
 import csv
+import io
 import json
 import os
 import signal
@@ -10,11 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lowtide import verification
 from lowtide.cli.exits import Exit
 from lowtide.cli.files import load_plan, load_profile
-from lowtide.cli.results import verdict, verification_exit
+from lowtide.cli.results import outcome_exit, outcome_tables, verdict
+from lowtide.errors import FreshProcessError
+from lowtide.experiments import machine, measured
+from lowtide.experiments.measured import Outcome, measurement_of
+from lowtide.measure.clock import Timing
 from lowtide.targets import TargetSpec
 from lowtide.verification import Verification
 
@@ -175,8 +181,8 @@ def test_interrupted_leaves_no_half_written_files(folder):
     process = subprocess.Popen(
         [*command, "-o", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "on\n"
+    assert process.stderr is not None
+    assert process.stderr.readline() == "on\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=180)
@@ -188,7 +194,7 @@ def result_with(**changes):
     fields = {
         "exact": True,
         "differences": (),
-        "eager_difference": "",
+        "recompute_exact": True,
         "budget_bytes": 100,
         "predicted_peak_bytes": 90,
         "measured_peak_bytes": 90,
@@ -206,14 +212,114 @@ def result_with(**changes):
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({}, Exit.DONE, "equal to the last bit"),
+        ({}, Exit.DONE, "equal to eager training to the last bit"),
         ({"measured_peak_bytes": 101}, Exit.DOES_NOT_FIT, "ABOVE the budget"),
         ({"exact": False, "differences": ("loss, step 1",)}, Exit.RESULTS_DIFFER, "loss, step 1"),
         ({"fresh_process": False}, Exit.DONE, "measured in this process"),
-        ({"eager_difference": "gradient of x"}, Exit.DONE, "eager first differs at gradient of x"),
+        ({"exact": False, "differences": ("loss",)}, Exit.RESULTS_DIFFER, "without any recompute, too"),
     ],
 )
 def test_what_a_verification_says(changes, code, words):
     result = result_with(**changes)
-    assert verification_exit(result) == code
+    outcome = Outcome(measurement=measurement_of(result), verification=result)
+    assert outcome_exit(outcome, budget_bytes=result.budget_bytes) == code
     assert words in "\n".join(verdict(result))
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_figure_is_cut_off_on_a_narrow_terminal(width):
+    timing = Timing((1.261, 1.459, 1.36))
+    result = result_with(measured_peak_bytes=123_456_789_012, step_timing=timing, baseline_step_timing=timing)
+    console = Console(file=io.StringIO(), width=width)
+    outcome = Outcome(measurement=measurement_of(result), verification=result)
+    console.print(*outcome_tables(outcome, budget_bytes=100, name="model.py:make, batch 64"))
+    text = console.file.getvalue()
+    words = " ".join(text.split())
+    assert "without" in words and "114.98 GiB" in words and "1.36 s ± 49.5 ms" in words
+    assert max(map(len, text.splitlines())) <= width
+
+
+# a machine that is too small
+
+
+def test_run_where_only_the_plan_fits_measures_it_alone(run_lowtide, monkeypatch, tmp_path):
+    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
+    monkeypatch.setattr(
+        measured, "why_not", lambda step, *, peak_bytes: "is large" if peak_bytes > step.budget_bytes else ""
+    )
+    arguments = ("run", "users_model.py:make", "-b", "512", "--budget", "75%", "--timed-runs", "1")
+    code, stdout, _ = run_lowtide(*arguments, "-o", str(tmp_path / "out"))
+    assert code == Exit.DONE and "the step without the plan is large" in stdout
+    assert "at or below the budget" in stdout and "results: not compared" in stdout
+    data = json.loads((tmp_path / "out" / "verification.json").read_text())
+    assert data["not_compared"] == "is large" and data["exact"] is None
+    assert data["planned"]["measured_peak_bytes"] > 0 and data["baseline"]["measured_peak_bytes"] is None
+    assert "not compared" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_run_where_nothing_fits_leaves_profile_plan_and_report(run_lowtide, monkeypatch, tmp_path):
+    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    out = tmp_path / "out"
+    code, stdout, _ = run_lowtide(
+        "run", "users_model.py:make", "-b", "512", "--budget", "75%", "-o", str(out)
+    )
+    assert code == Exit.DOES_NOT_FIT and "nothing was run" in stdout
+    assert {"profile.json", "plan.json", "report.html"} <= {path.name for path in out.iterdir()}
+    code, stdout, _ = run_lowtide("verify", str(out / "plan.json"))
+    assert code == Exit.DOES_NOT_FIT and "nothing was run" in stdout
+
+
+def test_a_failed_verification_leaves_profile_and_plan(run_lowtide, monkeypatch, tmp_path):
+    def fail(*_, **__):
+        raise FreshProcessError("was killed")
+
+    monkeypatch.setattr(verification, "verify", fail)
+    out = tmp_path / "out"
+    code, _, stderr = run_lowtide(
+        "run", "users_model.py:make", "-b", "512", "--budget", "75%", "-o", str(out)
+    )
+    assert code == Exit.ERROR and "was killed" in stderr
+    assert {"profile.json", "plan.json", "ac_decisions.csv"} <= {path.name for path in out.iterdir()}
+
+
+# what goes where
+
+
+def test_what_a_factory_prints_does_not_mix_with_the_data(run_lowtide, folder):
+    (folder / "talks.py").write_text(USERS_FILE + "\nprint('imported')\n")
+    code, stdout, stderr = run_lowtide("profile", "talks.py:make", "-b", "2", "--json")
+    assert code == 0 and json.loads(stdout)["peak_bytes"] > 0 and "imported" in stderr
+
+
+@pytest.mark.parametrize(
+    "option", [("--batch-size", "9"), ("--optimizer", "sgd"), ("--seed", "1"), ("--memory-limit", "2GiB")]
+)
+def test_options_of_a_target_are_refused_for_a_profile(ran, run_lowtide, option):
+    out, _, _ = ran
+    code, _, stderr = run_lowtide("plan", str(out / "profile.json"), "--budget", "75%", *option)
+    assert code == Exit.USAGE and option[0] in stderr and stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--budget", "abc"), ("--budget", "0"), ("--budget", "60%", "--planner", "best"),
+     ("--budget", "60%", "--memory-limit", "lots")],
+)  # fmt: skip
+@pytest.mark.parametrize("command", [("run", "-b", "4"), ("plan", "-b", "4"), ("sweep", "-b", "4,8")])
+def test_what_cannot_be_meant_is_refused_before_any_work(run_lowtide, command, options, monkeypatch):
+    monkeypatch.setattr(TargetSpec, "load", lambda _: pytest.fail("must not be loaded"))
+    code, stdout, stderr = run_lowtide(command[0], "users_model.py:make", *command[1:], *options)
+    assert code == Exit.USAGE and stdout == "" and stderr.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_any_work(run_lowtide, monkeypatch):
+    monkeypatch.setattr(TargetSpec, "load", lambda _: pytest.fail("must not be loaded"))
+    code, _, stderr = run_lowtide("profile", "users_model.py:make", "-b", "2", "-o", "/proc/here")
+    assert code == Exit.ERROR and "cannot write into the folder /proc/here" in stderr
+
+
+def test_a_cache_that_cannot_be_written_loses_nothing(run_lowtide, monkeypatch):
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", "/proc/here")
+    code, stdout, stderr = run_lowtide("profile", "users_model.py:make", "-b", "2", "--json")
+    assert code == 0 and json.loads(stdout)["peak_bytes"] > 0 and "costs are not remembered" in stderr

@@ -9,8 +9,9 @@ from lowtide.errors import LowtideError
 from lowtide.experiments import machine
 from lowtide.experiments.machine import NotEnoughMemory, check_memory, needed_bytes, why_not
 from lowtide.experiments.methods import Method, plan_method, repeated_blocks, switch_for
-from lowtide.experiments.mistakes import EXACT, UNLIKE_EAGER, Mistake, verdict
+from lowtide.experiments.mistakes import EXACT, Mistake, verdict
 from lowtide.experiments.trial import run_trial
+from lowtide.report.words import UNLIKE_EAGER
 from lowtide.targets import Target
 from report_cases import make_case
 
@@ -127,3 +128,24 @@ def test_memory_is_asked_for_before_anything_runs(monkeypatch):
 
 def test_the_kernel_tells_what_is_free():
     assert machine.available_bytes() > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/job", "job", {"memory.max": "1000", "memory.current": "400"}),
+        ("0::/job/inner", "job", {"memory.max": "1000", "memory.current": "400"}),
+        ("0::/gone", "", {"memory.max": "1000", "memory.current": "400"}),
+        ("5:memory:/a", "memory/a", {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "400"}),
+    ],
+)
+def test_a_container_may_leave_less(tmp_path, line, folder, files):
+    group = tmp_path / "groups" / folder
+    group.mkdir(parents=True)
+    for name, text in {**files, "memory.stat": "anon 7\ninactive_file 50\n"}.items():
+        (group / name).write_text(f"{text}\n".replace("\n\n", "\n"))
+    (tmp_path / "cgroup").write_text(f"3:cpu,cpuacct:/other\n{line}\n")
+    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == [650]
+    for name in files:
+        (group / name).write_text("max\n")
+    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == []

@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 
 from lowtide import verification
+from lowtide.cli.compare import compare_exit
+from lowtide.cli.exits import Exit
 from lowtide.errors import FreshProcessError, TargetError
-from lowtide.experiments import compare, sweep, trial
+from lowtide.experiments import compare, measured, sweep, trial
 from lowtide.experiments.curve import distinct_plans, measure_points, spread_over
 from lowtide.experiments.mistakes import Mistake
 from lowtide.experiments.trial import Trial
 from lowtide.measure.clock import Timing
+from lowtide.measure.job import Measured
 from lowtide.profiles import Profile
 from lowtide.targets import TargetSpec
 from lowtide.verification import Verification
@@ -28,7 +31,7 @@ def verified(spec, plan, *, timed_runs, exact=True):
     return Verification(
         exact=exact,
         differences=() if exact else ("loss, step 1",),
-        eager_difference="",
+        recompute_exact=True,
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=plan.peak_bytes - 10,
@@ -42,10 +45,16 @@ def verified(spec, plan, *, timed_runs, exact=True):
     )
 
 
+def needs(monkeypatch, reason):
+    """Let the machine refuse peaks for which `reason` gives one."""
+    for module in (sweep, measured):
+        monkeypatch.setattr(module, "why_not", lambda step, *, peak_bytes: reason(peak_bytes))
+
+
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(verification, "verify", verified)
-    monkeypatch.setattr(sweep, "why_not", lambda step, *, peak_bytes: "")
+    needs(monkeypatch, lambda peak_bytes: "")
 
 
 def run_sweep(profile, *, sizes=(4, 8), budget="75%", **options):
@@ -61,7 +70,7 @@ def test_a_measured_size(profile):
 
 
 def test_what_the_machine_cannot_hold_is_not_run(profile, monkeypatch, caplog):
-    monkeypatch.setattr(sweep, "why_not", lambda step, *, peak_bytes: "needs 9.0 GiB")
+    needs(monkeypatch, lambda peak_bytes: "needs 9.0 GiB")
     monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
     row = run_sweep(profile, sizes=(4,))[0]
     assert row.status == "predicted only" and row.exact is None and not row.planned.is_measured
@@ -71,9 +80,7 @@ def test_what_the_machine_cannot_hold_is_not_run(profile, monkeypatch, caplog):
 def test_a_step_that_only_a_plan_makes_small_enough_is_measured_alone(monkeypatch, caplog):
     profile = sweep.profile_spec(SPEC)
     plain = profile.peak_bytes
-    monkeypatch.setattr(
-        sweep, "why_not", lambda step, *, peak_bytes: "is large" if peak_bytes >= plain else ""
-    )
+    needs(monkeypatch, lambda peak_bytes: "is large" if peak_bytes >= plain else "")
     monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
     (row,) = run_sweep(profile, sizes=(4,), timed_runs=2)
     assert row.status == "plan measured" and row.exact is None and row.overhead is None
@@ -87,11 +94,27 @@ def test_prediction_alone_runs_nothing(profile, monkeypatch):
     assert [row.status for row in run_sweep(profile, measure=False)] == ["predicted only"] * 2
 
 
-def test_a_budget_that_is_too_small_is_a_row(profile):
+def test_a_budget_that_is_too_small_is_a_row_with_the_plain_step_measured(profile, monkeypatch):
+    found = Measured(
+        peak_bytes=77,
+        resident_peak_bytes=None,
+        static_bytes=7,
+        with_optimizer=True,
+        fresh_process=True,
+        timing=Timing((1.0, 2.0, 1.5)),
+    )
+    monkeypatch.setattr(measured, "measure_step", lambda spec, *, timed_runs: found)
     row = run_sweep(profile, sizes=(4,), budget="1KiB")[0]
     assert row.status.startswith("does not fit: lowest reachable peak") and row.budget_bytes == 1024
     assert row.baseline.predicted_peak_bytes == profile.peak_bytes
-    assert row.planned.predicted_peak_bytes is None and sweep.is_final(row)
+    assert (row.baseline.measured_peak_bytes, row.baseline.seconds_median) == (77, 1.5)
+    assert row.planned.predicted_peak_bytes is None and row.reduction is None and sweep.is_final(row)
+
+
+def test_other_results_than_eagers_are_no_exact_row(profile, monkeypatch):
+    monkeypatch.setattr(verification, "verify", lambda *a, **k: verified(*a, **k, exact=False))
+    (row,) = run_sweep(profile, sizes=(4,))
+    assert row.exact is False and row.recompute_exact is True
 
 
 @pytest.mark.parametrize(
@@ -164,16 +187,20 @@ def test_the_curve_with_measured_points(profile, monkeypatch):
 
     def try_method(source, method, *, timed_runs):
         asked.append(method)
-        return tried(77, mistakes=[Mistake("loss", 1, 0.5)] if len(asked) == 2 else ())
+        if len(asked) == 1:
+            raise FreshProcessError("was killed")
+        return tried(77, mistakes=[Mistake("loss", 1, 0.5)] if len(asked) == 3 else ())
 
     monkeypatch.setattr(trial, "try_method", try_method)
-    points, wrong = measure_points(
-        SPEC, plans, count=2, timed_runs=1, progress=lambda done, total: steps.append((done, total))
+    curve = measure_points(
+        SPEC, plans, count=3, timed_runs=1, progress=lambda done, total: steps.append((done, total))
     )
-    measured = [point for point in points if point.measured_peak_bytes == 77]
-    assert len(asked) == len(measured) == 2 and points[-1] in measured
-    assert measured[0].measured_overhead == pytest.approx(0.5)
-    assert len(wrong) == 1 and "loss wrong" in wrong[0] and steps == [(0, 2), (1, 2), (2, 2)]
+    found = [point for point in curve.points if point.measured_peak_bytes == 77]
+    assert len(asked) == 3 and len(found) == 2 and curve.points[-1] in found
+    assert found[0].measured_overhead == pytest.approx(0.5)
+    assert len(curve.wrong) == 1 and "loss wrong" in curve.wrong[0]
+    assert len(curve.failed) == 1 and "was killed" in curve.failed[0]
+    assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 def compared(profile, monkeypatch, answers):
@@ -215,20 +242,28 @@ def test_compare_gives_the_planners_the_peaks_of_the_others(profile, monkeypatch
     assert [result.verdict for result in exact] == ["exact", "exact"]
     assert all(result.predicted_peak_bytes <= middle for result in exact)
     assert all(result.verdict.startswith("does not reach it") for result in unreachable)
-    assert compare.ours_are_exact(ours)
-    wrong = replace(exact[0], verdict="gradients wrong (1 of 3)", first_difference="gradient of a")
-    assert not compare.ours_are_exact([*ours, wrong])
+    assert compare_exit(list(found.values())) == Exit.DONE
+    for changes, code in (
+        ({"verdict": "gradients wrong (1 of 3)"}, Exit.RESULTS_DIFFER),
+        ({"verdict": "recompute exact, unlike eager"}, Exit.RESULTS_DIFFER),
+        ({"verdict": "crashed: oh", "peak_bytes": None}, Exit.ERROR),
+        ({"peak_bytes": middle + 1}, Exit.DOES_NOT_FIT),
+    ):
+        assert compare_exit([*found.values(), replace(exact[0], **changes)]) == code
 
 
-def test_rivals_that_save_nothing_give_no_budget(profile, monkeypatch):
+def test_where_rivals_save_nothing_the_planners_go_to_the_floor(profile, monkeypatch):
     found = compared(
         profile,
         monkeypatch,
         {
             "eager": tried(profile.peak_bytes),
-            "blocks": FreshProcessError("no repeated blocks", kind="LowtideError"),
+            "blocks": FreshProcessError("no repeated blocks", kind="NotApplicable"),
             "partitioner": tried(profile.peak_bytes),
+            "plan": tried(profile.floor_bytes),
         },
     )
-    assert found["checkpoint per block"].verdict == "crashed: no repeated blocks"
-    assert not any(result.kind == "plan" for result in found.values())
+    assert found["checkpoint per block"].verdict == "not applicable: no repeated blocks"
+    ours = [result for result in found.values() if result.kind == "plan"]
+    assert ours and all(result.budget_bytes in (None, profile.floor_bytes) for result in ours)
+    assert ours[-1].verdict == "exact"

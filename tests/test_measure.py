@@ -1,7 +1,10 @@
+import os
 import subprocess
 import sys
+import time
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +38,31 @@ def take_first(target, *, count):
 
 def raise_here(text):
     raise ValueError(f"{text}\nsecond line")
+
+
+def sleep_in(folder):
+    partial = Path(folder) / "partial"
+    partial.write_text(str(os.getpid()))
+    partial.rename(Path(folder) / "pid")
+    time.sleep(60)
+
+
+def is_running(pid):
+    """A process that has ended may still be listed, as a zombie that nobody asked for its status."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return not state.startswith(" Z")
+
+
+def wait_for(condition, seconds=30):
+    """What `condition` gives as soon as it is true."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.05)
+    return found
 
 
 # peak
@@ -261,3 +289,16 @@ def test_an_interrupt_ends_the_child(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_fresh("time:sleep", secs=60)
     assert children[0].returncode == -9
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for the process in /proc")
+def test_the_child_ends_with_a_parent_that_is_killed(tmp_path):
+    call = f"run_fresh('test_measure:sleep_in', folder={str(tmp_path)!r})"
+    script = f"from lowtide.measure.fresh import run_fresh; {call}"
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environ)
+    pid = wait_for(lambda: (tmp_path / "pid").exists() and int((tmp_path / "pid").read_text()))
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not is_running(pid))
+    assert [path.name for path in tmp_path.iterdir()] == ["pid"]

@@ -163,3 +163,53 @@ def test_the_optimizer_of_another_model_is_refused() -> None:
     other = make("Adam", "default", small())
     with pytest.raises(CaptureError, match="6 of the optimizer's parameters do not belong to this model"):
         capture(small(), torch.randn(4, 60), optimizer=other)
+
+
+class PassesOn(torch.optim.Optimizer):
+    """As accelerate wraps an optimizer: whatever it is asked, it asks the other one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(
+        lambda self: self.optimizer.param_groups,
+        lambda self, groups: setattr(self.optimizer, "param_groups", groups),
+    )
+    state = property(
+        lambda self: self.optimizer.state, lambda self, state: setattr(self.optimizer, "state", state)
+    )
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+class Slow(torch.optim.SGD):
+    """An optimizer that does something of its own around another one."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, lr=0.1)
+        self.fast = torch.optim.Adam(parameters)
+
+
+def test_a_wrapper_is_looked_through_and_left_alone() -> None:
+    model = small()
+    inner = make("Adam", "default", model)
+    step = capture(model, torch.randn(4, 60), optimizer=PassesOn(inner)).step
+    assert step == capture(model, torch.randn(4, 60), optimizer=inner).step
+    assert [id(p) for p in inner.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert len(inner.state) == 0
+
+
+def test_an_optimizer_around_another_one_is_refused() -> None:
+    model = small()
+    with pytest.raises(CaptureError, match="Slow works through another optimizer, Adam"):
+        capture(model, torch.randn(4, 60), optimizer=Slow(model.parameters()))
+
+
+def test_hooks_of_an_optimizer_are_not_called() -> None:
+    model = small()
+    optimizer = make("Adam", "default", model)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("must not be called"))
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("must not be called"))
+    capture(model, torch.randn(4, 60), optimizer=optimizer)

@@ -227,6 +227,7 @@ def test_decisions_sort(open_page, case):
     browser = open_page("run")
     heading = centre(browser, "#decisions-table th:nth-child(4) button")
     sizes = sorted(d.nbytes for d in case.solution.decisions)
+    planned = texts(browser, "#decisions-table td:nth-child(1)")
 
     def shown():
         return browser.execute_script(
@@ -242,6 +243,11 @@ def test_decisions_sort(open_page, case):
     find(browser, "#decisions-table th:nth-child(1) button").click()
     names = texts(browser, "#decisions-table td:nth-child(1)")
     assert names == sorted(d.name for d in case.solution.decisions)
+    browser.execute_script(
+        "const order = document.getElementById('order'); order.selectedIndex = 0;"
+        "order.dispatchEvent(new Event('change'))"
+    )
+    assert texts(browser, "#decisions-table td:nth-child(1)") == planned
 
 
 def test_decisions_search_and_filter(open_page, case):

@@ -180,6 +180,15 @@ def test_verdicts(case):
     alone = [replace(row, status="plan measured", exact=None) for row in sweep_rows()[:1]]
     assert sweep_verdict(alone).why == "1 of 1 sizes ran with the plan only, and were not compared."
     assert sweep_verdict([replace(r, exact=False) for r in sweep_rows()]).tone == "bad"
+
+
+def test_verdicts_do_not_say_more_than_was_found(case):
+    solution = case.solution
+    too_small = [replace(r, status="does not fit: lowest reachable peak 1 B") for r in sweep_rows()[:1]]
+    assert sweep_verdict(too_small).why == "1 of 1 sizes have no plan for their budget."
+    unlike = replace(measurement_of(solution, exact=False), recompute_exact=True)
+    assert "without any recompute, too" in plan_verdict(solution, unlike).why
+    assert plan_tiles(solution, unlike)[-1].note.startswith("recompute exact, unlike eager")
     assert "430.0 MiB with auto" in compare_verdict(compare_rows()).headline
     assert compare_verdict(compare_rows()[2:4]).tone == "bad"
 

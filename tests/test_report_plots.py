@@ -84,7 +84,7 @@ def test_bars_say_the_reduction_and_the_budget():
 def test_bars_stand_at_the_peaks():
     row = sweep_rows()[0]
     figure = plots.plot_peak_by_batch_size([row])
-    heights = [patch.get_height() * 2**20 for patch in figure.axes[0].patches]
+    heights = [patch.get_height() * 2**30 for patch in figure.axes[0].patches]
     assert heights == pytest.approx(list(row.peaks))
 
 

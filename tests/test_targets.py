@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowtide.errors import TargetError
-from lowtide.targets import TargetSpec, load_target
+from lowtide.targets import TargetSpec, check_target, load_target
 
 GOOD = """
 import torch
@@ -21,6 +21,10 @@ def triple(batch_size):
 
 def quadruple(batch_size):
     return (*triple(batch_size), lambda output: output.sum())
+
+def mapping(batch_size):
+    import collections
+    return torch.nn.Linear(4, 2), collections.UserDict(input=torch.randn(batch_size, 4))
 
 def raises(batch_size):
     raise ValueError("no data\\nsecond line")
@@ -71,6 +75,18 @@ def test_files_and_modules(folder, where):
     assert target.batch.shape == (3, 4)
     assert target.optimizer is None and target.loss is None
     assert sys.path == path
+
+
+def test_a_batch_may_be_any_mapping(folder):
+    assert load_target("my_target.py:mapping", batch_size=3).batch["input"].shape == (3, 4)
+
+
+def test_what_can_be_found_without_making_it(folder):
+    check_target("my_target.py:raises")
+    check_target("tiny-gpt2")
+    for text in ("my_target.py:nothing", "missing.py:make", "my_target.py", "tiny-gpt3"):
+        with pytest.raises(TargetError):
+            check_target(text)
 
 
 def test_optimizer_and_loss_of_the_factory(folder):
@@ -126,7 +142,7 @@ def test_a_spec_loads_the_same_target():
         ("syntax_target.py:make", "cannot import syntax_target.py: SyntaxError"),
         ("my_target.py:missing", "no factory 'missing' in my_target.py; there are pair, triple"),
         ("my_target.py:CONSTANT", "'CONSTANT' in my_target.py is not callable: it is of type int"),
-        ("my_target.py:raises", "raised ValueError: no data (my_target.py:18)"),
+        ("my_target.py:raises", "raised ValueError: no data (my_target.py:22)"),
         ("my_target.py:leaves", "raised SystemExit: 2"),
         ("my_target.py:takes_nothing", "must take one argument, the batch size"),
         ("my_target.py:one", "it returned a value of type Linear"),

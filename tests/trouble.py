@@ -99,6 +99,52 @@ class FrozenAndUnused(nn.Module):
         return self.last(F.silu(self.frozen(F.silu(self.first(x)))))
 
 
+class FrozenBeforeABreak(nn.Module):
+    """A part without gradients that is a graph of its own, with a dropout that drops while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.15)).requires_grad_(False)
+        self.trained = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x)
+        torch._dynamo.graph_break()
+        return self.trained(x)
+
+
+class EqualBlocks(nn.Module):
+    """Graphs that differ in nothing but the parameters that they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU())
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x)
+        torch._dynamo.graph_break()
+        return self.blocks[2](x)
+
+
+class DrawsInVain(nn.Module):
+    """Random numbers that nobody reads, which move the generator on all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        self.noisy = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise, dropped = torch.randn_like(x), self.drop(x)
+        x = x + noise + dropped if self.noisy else x
+        return self.last(self.drop(F.gelu(self.first(x))))
+
+
 class GraphBreak(nn.Module):
     """Python that cannot be captured in the middle of the forward pass."""
 
@@ -398,6 +444,9 @@ TROUBLE = {
     "tied-weights": Trouble(TiedWeights, lambda: torch.randint(0, 50, (8, 16))),
     "frozen-and-unused": Trouble(FrozenAndUnused, ROWS),
     "graph-break": Trouble(GraphBreak, ROWS),
+    "frozen-before-a-break": Trouble(FrozenBeforeABreak, ROWS),
+    "equal-blocks": Trouble(EqualBlocks, ROWS),
+    "draws-in-vain": Trouble(DrawsInVain, ROWS),
     "reads-values": Trouble(ReadsValues, ROWS),
     "lstm": Trouble(Recurrent, _floats(8, 6, WIDTH)),
     "custom-function": Trouble(CustomFunction, ROWS),

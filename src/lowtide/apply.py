@@ -28,7 +28,7 @@ logger = logging.getLogger("lowtide")
 def apply_plan(plan: Plan, model: nn.Module) -> nn.Module:
     """Route `model`'s calls through `plan`, in place."""
     check_identity(plan, identify_model(model))
-    install(model, PlanByGraph(plan, model))
+    install(model, PlanByGraph(plan, model), spare_bytes=plan.budget_bytes - plan.peak_bytes)
     return model
 
 
@@ -52,6 +52,14 @@ class PlanByGraph:
             raise Unsupported(
                 f"this model breaks into {count} graphs, and one of them came with a shape that the "
                 "plan was not made for: keep the batch size, drop the last smaller batch, or plan again"
+            )
+        # other parameters to train or another dtype: the optimizer's bytes are others, too
+        check_identity(self.plan, identify_model(self.model))
+        if any(origin.kind is Kind.OTHER for origin in segment.origins):
+            raise Unsupported(
+                "the model breaks into several graphs now, and was one graph when it was planned, so no "
+                "budget can be promised: does its forward print or read values only now and then? "
+                "Plan it as it trains, or keep its forward the same"
             )
         solution = self.plan.solution
         step = step_of(

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="lowtide", options={"budget": "8GiB"})`: the same engine.
+"""`torch.compile(model, backend="lowtide", dynamic=False, options={"budget": "8GiB"})`: the same engine.
 
 A compiler backend sees one graph and neither the optimizer nor what surrounds the model. Its budget
 covers the graph's own step: parameters, inputs, gradients, activations. Give the optimizer's state
@@ -8,6 +8,7 @@ and whatever else is held as `reserve`, or use `lowtide.checkpoint`, which sees 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from lowtide.apply import graph_plan, step_of
@@ -30,6 +31,11 @@ def lowtide(
     graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """Compile one graph so that its step fits into `options["budget"]`."""
+    if any(_is_symbolic(value) for value in inputs):
+        raise Unsupported(
+            "a plan is for one shape, and torch.compile asks for one of any shape: "
+            'say torch.compile(..., backend="lowtide", dynamic=False)'
+        )
     chosen = dict(options or {})
     unknown = sorted(set(chosen) - set(OPTIONS))
     if unknown:
@@ -51,6 +57,12 @@ def lowtide(
         return graph_plan(desk.solve(budget_bytes=budget, planner=planner).graphs[0])
 
     return Backend(plan_graph, origins=_origins)(graph, inputs)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(extent, torch.SymInt) for extent in value.shape)
+    return isinstance(value, torch.SymInt | torch.SymFloat)
 
 
 def _origins(graph: fx.GraphModule) -> list[Origin]:

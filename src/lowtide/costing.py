@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from lowtide.capture.hooks import real_tensors
 from lowtide.capture.step import Call, Captured, with_costs, with_values
 from lowtide.facts import Step
 from lowtide.profiling.cache import CostCache
@@ -36,23 +37,24 @@ def measure_costs(
     use_cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Step, Known]:
-    """Time every distinct op alone; never holds more than `memory_limit_bytes`."""
+    """Time every distinct op alone, on real tensors; never holds more than `memory_limit_bytes`."""
     device = device_for(torch.device(captured.step.device))
     cache = CostCache(device) if use_cache else None
     nodes = [place.node for _, place in sorted(captured.places.items())]
-    values = real_values(
-        nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
-    )
-    calls = _calls(with_values(captured, values) if values else captured)
-    costs = profile_calls(
-        list(calls.values()),
-        memory_limit_bytes=memory_limit_bytes,
-        cache=cache,
-        progress=progress,
-    )
-    known = {signature(call): (call, cost) for call, cost in zip(calls.values(), costs, strict=True)}
-    step = _fill(captured, calls, dict(zip(calls, costs, strict=True)))
-    return replace(step, copy_bytes_per_second=device.copy_bytes_per_second()), known
+    with real_tensors():
+        values = real_values(
+            nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
+        )
+        calls = _calls(with_values(captured, values) if values else captured)
+        costs = profile_calls(
+            list(calls.values()),
+            memory_limit_bytes=memory_limit_bytes,
+            cache=cache,
+            progress=progress,
+        )
+        known = {signature(call): (call, cost) for call, cost in zip(calls.values(), costs, strict=True)}
+        step = _fill(captured, calls, dict(zip(calls, costs, strict=True)))
+        return replace(step, copy_bytes_per_second=device.copy_bytes_per_second()), known
 
 
 def estimate_costs(captured: Captured, known: Known) -> Step:

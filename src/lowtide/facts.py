@@ -143,6 +143,11 @@ class Step:
         return sum(node.seconds for node in self.nodes)
 
     @property
+    def static_bytes(self) -> int:
+        """What is there from the start of the step to its end."""
+        return sum(storage.nbytes for storage in self.storages if storage.static)
+
+    @property
     def first_backward_rank(self) -> int:
         """Rank where the forward region ends."""
         return sum(node.region is Region.FORWARD for node in self.nodes)
@@ -251,6 +256,8 @@ class Solution:
     graphs: tuple[Graph, ...] = ()
     identity: tuple[tuple[str, str], ...] = ()
     reserve: Reserve = Reserve()
+    device: str = "cpu"
+    static_bytes: int = 0
 
     @property
     def overhead(self) -> float:

@@ -4,11 +4,20 @@ import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from lowtide.errors import LowtideError
+
 
 def write_atomic(path: Path, content: str | bytes) -> Path:
     """Write `content` to `path` by way of a temporary file beside it. Makes the folder if missing."""
+    try:
+        _replace(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise LowtideError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
         partial = Path(temporary.name)
         try:
@@ -20,7 +29,6 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-    return path
 
 
 def _umask() -> int:

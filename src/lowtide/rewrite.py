@@ -16,7 +16,7 @@ from torch import fx
 
 from lowtide.capture import recipes
 from lowtide.capture.hooks import OpOverload, boxed
-from lowtide.capture.origins import device_type
+from lowtide.capture.origins import device_name
 from lowtide.capture.regions import split
 from lowtide.capture.segments import Segment, results_of
 from lowtide.capture.tangents import tangent_outputs
@@ -65,6 +65,15 @@ def rewrite(segment: Segment, schedule: Sequence[int]) -> Rewritten:
         num_saved=len(saved) + len(states),
         tangents=tuple(tangents.values()),
     )
+
+
+def forward_only(segment: Segment) -> fx.GraphModule:
+    """A graph without a backward part, as it is run."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in segment.joint.graph.nodes:
+        new[node] = _copy(graph, node, new)
+    return _module(segment, graph)
 
 
 def _replayed(ops: list[fx.Node], schedule: Sequence[int], first_backward: int) -> list[fx.Node]:
@@ -136,7 +145,7 @@ def _forward_graph(
         new[primal] = graph.node_copy(primal)
     for node in ops:
         if node in states:
-            captured[node] = graph.call_function(recipes.random_state, (device_type(node),))
+            captured[node] = graph.call_function(recipes.random_state, (device_name(node),))
             captured[node].meta = {**node.meta, "val": _state_value(node)}
         new[node] = _copy(graph, node, new)
     results = results_of(segment.joint)[: segment.num_forward_outputs]
@@ -212,7 +221,7 @@ def _copy_again(
         copy = graph.call_function(target, fx.node.map_arg(args, lambda source: latest[source]))
     elif how is How.REPLAY:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: latest[source])
-        first = (state[node], device_type(node))
+        first = (state[node], device_name(node))
         if node.target is recipes.eager_dropout:
             copy = graph.call_function(recipes.replay_dropout, (*first, *args))
         else:
@@ -232,7 +241,7 @@ def _state_value(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     tensor = value[0] if isinstance(value, (list, tuple)) else value
     with tensor.fake_mode:
-        return torch.empty(recipes.random_state_bytes(device_type(node)), dtype=torch.uint8)
+        return torch.empty(recipes.random_state_bytes(device_name(node)), dtype=torch.uint8)
 
 
 def _module(segment: Segment, graph: fx.Graph) -> fx.GraphModule:

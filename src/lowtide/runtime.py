@@ -5,8 +5,9 @@ backend that rewrites every captured graph by its plan; without gradients, or in
 model's own code runs as if lowtide were not there.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ from lowtide.capture.tangents import drop_zeros
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind
 from lowtide.first_calls import make_first_calls
-from lowtide.rewrite import Rewritten, rewrite
+from lowtide.outputs import tensors_in
+from lowtide.rewrite import Rewritten, forward_only, rewrite
+from lowtide.sizes import format_size
+
+logger = logging.getLogger("lowtide")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,8 @@ class Backend:
             return hooks.takes_list(Backward(rewritten, plan.missing))
 
         def inference(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
-            module.graph = hooks.boxed(module.graph)
-            module.recompile()
-            return hooks.takes_list(_function(module))
+            alone = new_segment(module, origins, num_forward_outputs=None)
+            return hooks.takes_list(_function(forward_only(alone)))
 
         return hooks.compile_graph(
             graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
@@ -111,31 +115,75 @@ class Backward:
 
 
 class Runner:
-    """What a planned model calls instead of its own forward."""
+    """What a planned model calls instead of its own forward.
 
-    def __init__(self, model: nn.Module, plan_graph: PlanGraph) -> None:
+    `spare_bytes` are those of the budget that the plan leaves free; None where nobody gave a budget.
+    """
+
+    def __init__(self, model: nn.Module, plan_graph: PlanGraph, *, spare_bytes: int | None = None) -> None:
         self.model = model
-        self.backend = Backend(
-            plan_graph,
-            origins=lambda graph: describe_inputs(graph, name_tensors(model, ()), stranger=Kind.INPUT),
-        )
+        self.spare_bytes = spare_bytes
+        self.backend = Backend(plan_graph, origins=self._origins)
         own = hooks.own_code(call_model)
         self.compiled = torch.compile(own, backend=hooks.weakly(self.backend), dynamic=False)
+        self._batch: Any = ()
+        self._warned: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.model.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return call_model(self.model, args, kwargs)
-        with hooks.compiling(), hooks.user_errors():
-            return self.compiled(self.model, args, kwargs)
+        if not self.model.training:
+            self._warn_of_eval_mode()
+            return call_model(self.model, args, kwargs)
+        self._warn_of_gradients()
+        self._batch = (args, kwargs)
+        try:
+            with hooks.compiling(), hooks.user_errors():
+                return self.compiled(self.model, args, kwargs)
+        finally:
+            self._batch = ()
+
+    def _origins(self, graph: fx.GraphModule) -> list[Origin]:
+        """Where a graph's inputs come from; `Kind.OTHER` is what the model itself made, in another graph."""
+        origins = describe_inputs(graph, name_tensors(self.model, self._batch), stranger=Kind.INPUT)
+        batch = {id(leaf) for leaf in tensors_in(self._batch)}
+        return [
+            replace(origin, kind=Kind.OTHER)
+            if value is not None and value.grad_fn is not None and id(value) not in batch
+            else origin
+            for origin, value in zip(origins, hooks.graph_inputs(graph), strict=True)
+        ]
+
+    def _warn_of_eval_mode(self) -> None:
+        if "eval" not in self._warned and any(p.requires_grad for p in self.model.parameters()):
+            self._warned.add("eval")
+            logger.warning(
+                "in eval mode the model runs without its plan: a backward pass through it is not within the "
+                "budget. Use torch.no_grad() to evaluate"
+            )
+
+    def _warn_of_gradients(self) -> None:
+        if self.spare_bytes is None or "gradients" in self._warned:
+            return
+        nbytes = sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
+        if nbytes > max(0, self.spare_bytes):
+            self._warned.add("gradients")
+            logger.warning(
+                "%s of gradients are there before the forward pass, and the plan did not count on them: the "
+                "peak is higher by as much. Set them to None first (zero_grad), or, to accumulate gradients, "
+                "plan for a budget that is smaller by %d bytes",
+                format_size(nbytes),
+                nbytes,
+            )
 
 
-def install(model: nn.Module, plan_graph: PlanGraph) -> Runner:
+def install(model: nn.Module, plan_graph: PlanGraph, *, spare_bytes: int | None = None) -> Runner:
     """Route `model`'s calls through a plan, in place."""
     current = model._compiled_call_impl
     if current is not None and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
-    runner = Runner(model, plan_graph)
+    runner = Runner(model, plan_graph, spare_bytes=spare_bytes)
     model._compiled_call_impl = runner
     return runner
 

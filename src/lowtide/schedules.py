@@ -69,7 +69,8 @@ def order_of_schedule(step: Step, schedule: Sequence[int]) -> tuple[int, ...]:
     if not all(0 <= place < len(ranks) for place in schedule):
         raise ValueError("the schedule is for a graph with more ops")
     scheduled = [ranks[place] for place in schedule]
-    others = [n for n in step.nodes if n.region is not Region.FORWARD and n.rank not in set(ranks)]
+    known = set(ranks)
+    others = [n for n in step.nodes if n.region is not Region.FORWARD and n.rank not in known]
     arrivals = [n.rank for n in others if n.op == "placeholder"]
     ends = [n.rank for n in others if n.op != "placeholder"]
     return (*range(step.first_backward_rank), *arrivals, *scheduled, *ends)

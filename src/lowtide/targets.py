@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,9 +78,7 @@ def load_target(
             factory = _find_factory(where, factory_name)
             target = _call_factory(factory, text, batch_size=batch_size, seed=seed)
         return _with_optimizer(target, optimizer)
-    if text.endswith(".py") or "/" in text:
-        raise TargetError(f"'{text}' does not say which function makes the model: write {text}:factory")
-    find_entry(text)
+    check_target(text)
     from lowtide.zoo.build import build
 
     built = build(
@@ -92,6 +90,18 @@ def load_target(
         seed=seed,
     )
     return Target(text, built.model, built.batch, built.optimizer)
+
+
+def check_target(text: str) -> None:
+    """Raise a TargetError unless `text` names something that can be loaded; nothing is made yet."""
+    where, colon, factory_name = text.rpartition(":")
+    if colon:
+        with _importable(where):
+            _find_factory(where, factory_name)
+    elif text.endswith(".py") or "/" in text:
+        raise TargetError(f"'{text}' does not say which function makes the model: write {text}:factory")
+    else:
+        find_entry(text)
 
 
 def _find_factory(where: str, factory_name: str) -> Callable[[int], Any]:
@@ -182,7 +192,7 @@ def _what_is_wrong(returned: Any) -> str:
     model, batch, optimizer, loss = (*returned, None, None)[:4]
     if not isinstance(model, torch.nn.Module):
         return f"the model is of type {_type_name(model)}, not a torch.nn.Module"
-    if not isinstance(batch, torch.Tensor | tuple | list | dict):
+    if not isinstance(batch, torch.Tensor | tuple | list | Mapping):
         return f"the batch is of type {_type_name(batch)}, not a tensor, a tuple or a dict"
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         return f"the optimizer is of type {_type_name(optimizer)}, not a torch.optim.Optimizer"
@@ -224,7 +234,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename == __file__ or filename.startswith("<frozen importlib")
+    return filename in (__file__, importlib.__file__) or filename.startswith("<frozen importlib")
 
 
 def _type_name(value: Any) -> str:

@@ -2,9 +2,9 @@
 
 Eager and planned training run from the same weights, optimizer state and random state; losses,
 gradients, buffers, parameters and the random state after every step are compared with `torch.equal`.
-Some models take another path of their own code while they are captured. Where the planned run
-equals the captured graph run without any recompute, but eager does not, lowtide changed nothing:
-`exact` holds, and `eager_difference` says where eager starts to differ.
+Some models take another path of their own code while they are captured. `recompute_exact` tells
+whether the captured graph gives the planned run's results without any recompute, too, so that it is
+not the plan that makes them differ from eager's.
 """
 
 import copy
@@ -19,6 +19,7 @@ from torch import nn
 
 from lowtide.apply import apply_plan
 from lowtide.capture.identity import identify
+from lowtide.capture.recipes import random_state, set_random_state
 from lowtide.capture.regions import without_tangents
 from lowtide.capture.segments import Segment
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
@@ -39,10 +40,10 @@ COMPARED_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Names of what differs, the first one first; empty when all is equal to the last bit."""
+    """`differences` from eager, the first one first; empty when all is equal to the last bit."""
 
     differences: tuple[str, ...]
-    eager_difference: str
+    recompute_exact: bool
     timings: dict[str, Timing]
 
 
@@ -51,12 +52,13 @@ class Verification:
     """What a plan does in truth. Peaks are measured by torch's own count of bytes, both in a fresh
     process of their own, and once more as the process's resident high-water mark.
 
-    `eager_difference` is empty where planned training equals eager training.
+    `exact`: planned training equals eager training to the last bit. `recompute_exact` is weaker: it
+    equals the captured graph without any recompute, which some models make another path in their code.
     """
 
     exact: bool
     differences: tuple[str, ...]
-    eager_difference: str
+    recompute_exact: bool
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int
@@ -110,7 +112,7 @@ def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> V
     return Verification(
         exact=not comparison.differences,
         differences=comparison.differences,
-        eager_difference=comparison.eager_difference,
+        recompute_exact=comparison.recompute_exact,
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=planned.peak_bytes,
@@ -151,17 +153,17 @@ def compare(
         planned(target, solution=solution)
         differences = _differences(target, start, eager)
         _check_graphs(target, solution)
-        eager_difference = ""
+        recompute_exact = True
         if differences:
             install(target.model, plain_plan(solution))
             captured = record(target, start, Path(folder) / "captured", steps)
             remove(target.model)
             planned(target, solution=solution)
-            eager_difference, differences = differences[0], _differences(target, start, captured)
+            recompute_exact = not _differences(target, start, captured)
         start.restore()
     return Comparison(
         differences=tuple(differences),
-        eager_difference="" if differences else eager_difference,
+        recompute_exact=recompute_exact,
         timings=_time(target, timed_runs) if timed_runs else {},
     )
 
@@ -185,7 +187,7 @@ class Start:
         self.target = target
         self.tensors = [tensor.detach().clone() for tensor in _tensors(target.model).values()]
         self.optimizer = copy.deepcopy(target.optimizer.state_dict()) if target.optimizer else None
-        self.random = torch.get_rng_state()
+        self.random = _random_states(target)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -194,12 +196,19 @@ class Start:
         if self.target.optimizer is not None and self.optimizer is not None:
             self.target.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
         self.target.model.zero_grad(set_to_none=True)
-        torch.set_rng_state(self.random)
+        for device, state in self.random.items():
+            set_random_state(state, device)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     named = {f"parameter {name}": parameter.detach() for name, parameter in model.named_parameters()}
     return named | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+
+
+def _random_states(target: Target) -> dict[str, torch.Tensor]:
+    """The state of the generators of all devices that the model is on, and of the CPU's."""
+    devices = {str(tensor.device) for tensor in (*target.model.parameters(), *target.model.buffers())}
+    return {device: random_state(device) for device in sorted({"cpu", *devices})}
 
 
 def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -215,7 +224,8 @@ def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.
         del loss
         if target.optimizer is not None:
             target.optimizer.step()
-        yield seen | _tensors(target.model) | {"random state": torch.get_rng_state()}
+        states = {f"random state of {device}": s for device, s in _random_states(target).items()}
+        yield seen | _tensors(target.model) | states
         target.model.zero_grad(set_to_none=True)
 
 

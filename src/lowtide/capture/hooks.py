@@ -1,6 +1,7 @@
 """The one place that touches torch's private names. Checked against torch 2.13.0.
 
 Everything else in lowtide takes these from here, so that a new torch release is one file to read.
+Only `torch.utils._pytree`, which torch's own documentation sends users to, is used wherever it helps.
 """
 
 import contextlib
@@ -19,12 +20,18 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch import fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._decomp import decompositions
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
+    TorchDynamoException,
+)
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
@@ -33,7 +40,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-from torch._ops import OpOverload
+from torch._ops import OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,9 +49,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, Unsupported
 
 __all__ = [
     "CHECKED_TORCH",
@@ -56,9 +63,11 @@ __all__ = [
     "InputMutationAOTOutput",
     "InternalTorchDynamoError",
     "OpOverload",
+    "OperatorBase",
     "PlainAOTInput",
     "StorageWeakRef",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "TorchDynamoException",
     "boxed",
     "compile_graph",
@@ -111,7 +120,8 @@ def compile_graph(
     """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers.
 
     torch remembers the fake results of ops, but not that two of them are one tensor (the gradients of
-    an RNN's biases): what was traced before must not change what is traced now.
+    an RNN's biases): what was traced before must not change what is traced now. A random op whose result
+    nobody reads stays, since it moves the generator on (`fallback_random`).
     """
     FakeTensorMode.cache_clear()
     compiler = aot_autograd(
@@ -120,6 +130,7 @@ def compile_graph(
     with (
         unittest.mock.patch.object(runtime_wrappers, "_AutogradSavedState", _SavedState),
         functorch_config.patch(donated_buffer=False, enable_autograd_cache=False),
+        inductor_config.patch(fallback_random=True),
         _undivided(),
     ):
         compiled: Callable[..., Any] = compiler(graph, inputs)
@@ -241,6 +252,8 @@ def compiling() -> Iterator[None]:
             accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
             fail_on_recompile_limit_hit=True,
             suppress_errors=False,
+            # torch would not notice a hook that a module gets later
+            skip_nnmodule_hook_guards=False,
         ),
     ):
         yield
@@ -338,6 +351,12 @@ def user_errors() -> Iterator[None]:
     """Let lowtide's own errors out of the compiler as they are."""
     try:
         yield
+    except FailOnRecompileLimitHit as error:
+        raise Unsupported(
+            f"the model was planned for {GRAPHS_PER_FUNCTION} different inputs, and here is one more: every "
+            "new shape, and every new value of a Python number that its forward reads, is a graph of its "
+            "own. Pad batches to a few lengths, and pass numbers that change as tensors"
+        ) from error
     except BackendCompilerFailed as error:
         inner = error.inner_exception
         if isinstance(inner, LowtideError):

@@ -6,6 +6,7 @@ long as that code holds them, for loops, foreach and fused variants alike.
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.capture.hooks import FakeTensor, FakeTensorMode, StorageWeakRef
+from lowtide.capture.hooks import FakeTensor, FakeTensorMode, StorageWeakRef, TorchDispatchMode
 from lowtide.capture.segments import storage_key
 from lowtide.errors import CaptureError
 
@@ -43,6 +43,9 @@ class OptimizerTrace:
     state: tuple[int, ...]
     parameters: dict[int, str]
     gradients: dict[int, str]
+
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class _Recorder(TorchDispatchMode):
@@ -105,14 +108,15 @@ class _Recorder(TorchDispatchMode):
 
 def trace_optimizer(optimizer: Optimizer, model: nn.Module, gradients: Mapping[str, Any]) -> OptimizerTrace:
     """Trace the second step of `optimizer` (its state already there) for parameters with a gradient."""
+    optimizer = _unwrapped(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             fakes[id(parameter)] = _fake_parameter(parameter, mode)
-    double = _double(optimizer, fakes, mode)
     try:
+        double = _double(optimizer, fakes, mode)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             _give_gradients(fakes, names, gradients)
@@ -127,6 +131,11 @@ def trace_optimizer(optimizer: Optimizer, model: nn.Module, gradients: Mapping[s
             f"cannot trace {type(optimizer).__name__}.step(): {error}. "
             "Leave the optimizer out (`optimizer=None`) to plan for forward and backward alone"
         ) from error
+    if not recorder.ops and any(fake.grad is not None for fake in fakes.values()):
+        raise CaptureError(
+            f"{type(optimizer).__name__}.step() does nothing with the parameters that it is given: "
+            "leave the optimizer out (`optimizer=None`) to plan for forward and backward alone"
+        )
     sizes = dict(recorder.sizes)
     for tensor in kept:
         sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
@@ -138,6 +147,19 @@ def trace_optimizer(optimizer: Optimizer, model: nn.Module, gradients: Mapping[s
         state=tuple(dict.fromkeys(storage_key(tensor) for tensor in kept)),
         parameters=parameters,
         gradients=grads,
+    )
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer behind one that only passes on what it is asked, as accelerate's does."""
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if not inner:
+        return optimizer
+    if isinstance(getattr(type(optimizer), "param_groups", None), property) and len(inner) == 1:
+        return _unwrapped(inner[0])
+    raise CaptureError(
+        f"{type(optimizer).__name__} works through another optimizer, {type(inner[0]).__name__}, and what "
+        "it holds besides cannot be told: pass that one as `optimizer=`, and leave room in the budget"
     )
 
 
@@ -176,6 +198,8 @@ def _double(optimizer: Optimizer, fakes: dict[int, torch.Tensor], mode: FakeTens
     double.state = state
     # a learning-rate scheduler counts calls by wrapping `step` on the instance
     double.__dict__.pop("step", None)
+    for hooks in STEP_HOOKS:
+        double.__dict__[hooks] = OrderedDict()
     return double
 
 

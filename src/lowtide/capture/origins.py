@@ -32,8 +32,8 @@ def target_name(target: Any) -> str:
     return str(target)
 
 
-def device_type(node: fx.Node) -> str:
-    """`cpu` or `cuda`: where a node's (first) result lives."""
+def device_name(node: fx.Node) -> str:
+    """`cpu` or `cuda:0`: where a node's (first) result lives."""
     value = node.meta["val"]
     tensor = value[0] if isinstance(value, (list, tuple)) else value
-    return str(tensor.device.type)
+    return str(tensor.device)

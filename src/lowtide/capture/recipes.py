@@ -147,7 +147,17 @@ def without_statistics(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ..
 
 def random_state(device: str) -> torch.Tensor:
     """The state of a device's default generator."""
-    return torch.get_rng_state() if device == "cpu" else torch.get_device_module(device).get_rng_state()
+    if device == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: torch.Tensor, device: str) -> None:
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def random_state_bytes(device: str) -> int:
@@ -156,13 +166,12 @@ def random_state_bytes(device: str) -> int:
 
 def replay(state: torch.Tensor, device: str, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a random op from an earlier generator state; the generator itself goes on as if it had not."""
-    set_state = torch.set_rng_state if device == "cpu" else torch.get_device_module(device).set_rng_state
     now = random_state(device)
-    set_state(state)
+    set_random_state(state, device)
     try:
         return target(*args, **kwargs)
     finally:
-        set_state(now)
+        set_random_state(now, device)
 
 
 def replay_dropout(

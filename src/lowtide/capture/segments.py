@@ -196,12 +196,13 @@ def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_out
     new.output(value).meta = dict(output.meta)
     as_eager_computes(new)
     graph = fx.GraphModule(joint, new)
+    weights = [origin.name for origin in origins if origin.kind in (Kind.PARAMETER, Kind.BUFFER)]
     return Segment(
         joint=graph,
         num_forward_outputs=len(results_of(graph)) if num_forward_outputs is None else num_forward_outputs,
         origins=origins,
         differentiable=num_forward_outputs is not None,
-        fingerprint=fingerprint(graph, num_forward_outputs),
+        fingerprint=fingerprint(graph, num_forward_outputs, weights),
     )
 
 

@@ -10,11 +10,12 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from lowtide.capture import hooks, recipes
-from lowtide.capture.analyse import Analysis, Place, analyse
+from lowtide.capture.analyse import analyse
+from lowtide.capture.analysis import Analysis, Place
 from lowtide.capture.identity import identify
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.origins import target_name
-from lowtide.capture.segments import Segment, Trace, name_tensors, trace
+from lowtide.capture.segments import Segment, Trace, name_tensors, storage_key, trace
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.errors import CaptureError
 from lowtide.facts import Graph, How, Kind, Node, Region, Step
@@ -168,10 +169,14 @@ def _add_scalars(analysis: Analysis, traced: Trace) -> None:
 
 def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
     """Tensors that no graph reads are there all the same: unused parameters, buffers, inputs."""
-    known = set(analysis.parameters)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))}
-    for key, origin in name_tensors(model, batch).items():
-        if origin.name not in known:
+    origins = name_tensors(model, batch)
+    read = [key for key, origin in origins.items() if origin.name in analysis.parameters]
+    known = {storage_key(tensors[key]) for key in read}
+    for key, origin in origins.items():
+        storage = storage_key(tensors[key])
+        if storage not in known:
+            known.add(storage)
             nbytes = tensors[key].untyped_storage().nbytes()
             analysis.add_storage(nbytes=nbytes, kind=origin.kind, name=origin.name, static=True)
 

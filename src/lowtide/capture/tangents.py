@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from lowtide.capture import hooks
+from lowtide.capture.recipes import is_random
 
 aten = torch.ops.aten
 
@@ -73,7 +74,7 @@ def drop_zeros(module: fx.GraphModule, *, tangents: set[fx.Node], missing: set[f
 
 
 def _keeps(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or node.is_impure()
+    return node.op in ("placeholder", "output") or node.is_impure() or is_random(node)
 
 
 def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> None:

@@ -1,46 +1,60 @@
 """Leave no trace of a capture in what belongs to the user."""
 
+import copy
 import random
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
+
 
 @contextmanager
 def untouched(model: nn.Module, *, values: bool) -> Iterator[None]:
-    """Give the model's attributes and all random states back as they were.
+    """Give the model's attributes, what its lists and dicts contain, and all random states back as they were.
 
     A forward pass may keep what it computes (`self.last = x`), which at capture is no real tensor.
     `values`: also what buffers contain, which only a pass over real tensors changes.
     """
     # torch's own: numpy's is seldom drawn from in a forward pass, and lowtide's capture has no numpy
     python = random.getstate()
-    attributes = [(module, dict(vars(module)), _registered(module)) for module in model.modules()]
+    containers = _containers((vars(module) for module in model.modules()), seen=set())
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()] if values else []
     try:
         with torch.random.fork_rng(devices=_accelerators(model)):
             yield
     finally:
         random.setstate(python)
-        for module, before, registered in attributes:
-            vars(module).clear()
-            vars(module).update(before)
-            for current, was in zip(_tables(module), registered, strict=True):
-                current.clear()
-                current.update(was)
+        for container, before in containers:
+            _refill(container, before)
         with torch.no_grad():
             for buffer, contents in buffers:
                 buffer.copy_(contents)
 
 
-def _tables(module: nn.Module) -> tuple[dict[str, object], ...]:
-    return module._parameters, module._buffers, module._modules  # type: ignore[return-value]
+def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Container, Container]]:
+    """Every plain container among `values` and inside of them, each with a shallow copy."""
+    found: list[tuple[Container, Container]] = []
+    for value in values:
+        if type(value) in CONTAINERS and id(value) not in seen:
+            seen.add(id(value))
+            found.append((value, copy.copy(value)))
+            inside = list(value.values() if isinstance(value, dict) else value)
+            found += _containers(inside, seen=seen)
+    return found
 
 
-def _registered(module: nn.Module) -> tuple[dict[str, object], ...]:
-    return tuple(dict(table) for table in _tables(module))
+def _refill(container: Container, before: Container) -> None:
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(before)
+    else:
+        container.update(before)
 
 
 def _accelerators(model: nn.Module) -> list[int]:

@@ -13,9 +13,9 @@ from lowtide.cli.files import (
     save_profile,
 )
 from lowtide.cli.pages import PLOTS, REPORT, environment, plots_if_possible
-from lowtide.cli.results import verification_data
+from lowtide.cli.results import outcome_data
 from lowtide.experiments.curve import distinct_plans, point_of
-from lowtide.experiments.measured import measurement_of
+from lowtide.experiments.measured import Outcome
 from lowtide.files import write_atomic
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
@@ -25,7 +25,6 @@ from lowtide.report.trace import write_trace
 from lowtide.serial import save_json
 from lowtide.simulate import simulate
 from lowtide.targets import TargetSpec
-from lowtide.verification import Verification
 
 TRACE = "trace.json"
 TRADEOFF = "tradeoff.csv"
@@ -33,18 +32,20 @@ FILES = (PROFILE, NODES, ACTIVATIONS, PLAN, DECISIONS, VERIFICATION, TRADEOFF, T
 CURVE_POINTS = 30
 
 
-def write_bundle(
-    folder: Path, *, spec: TargetSpec, profile: Profile, plan: Plan, result: Verification, name: str
-) -> list[Path]:
-    """Write all files; the report comes last, so that its being there means that all are."""
+def write_stages(folder: Path, *, spec: TargetSpec, profile: Profile, plan: Plan) -> list[Path]:
+    """What is known before anything was run: the profile and the plan, to go on from should that fail."""
+    save_profile(folder / PROFILE, profile, spec)
+    save_plan(folder / PLAN, plan, spec)
+    return [folder / PROFILE, folder / PLAN, *profile.to_csv(folder), *plan.to_csv(folder)]
+
+
+def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcome, name: str) -> list[Path]:
+    """All other files; the report comes last, so that its being there means that all are."""
     step, before = profile.step, profile.timeline
     after = simulate(step, plan.solution.schedule.order)
     curve = [point_of(plan) for plan in distinct_plans(profile.tradeoff(points=CURVE_POINTS))]
-    save_profile(folder / PROFILE, profile, spec)
-    save_plan(folder / PLAN, plan, spec)
-    save_json(folder / VERIFICATION, verification_data(result, name=name))
-    files = [folder / PROFILE, folder / PLAN, folder / VERIFICATION]
-    files += profile.to_csv(folder) + plan.to_csv(folder)
+    save_json(folder / VERIFICATION, outcome_data(outcome, name=name))
+    files = [folder / VERIFICATION]
     files.append(write_tradeoff(folder / TRADEOFF, curve, step_seconds=profile.step_seconds))
     files.append(write_trace(folder / TRACE, step, {"without": before, "with": after}))
     files += plots_if_possible(
@@ -64,7 +65,7 @@ def write_bundle(
         after=after,
         solution=plan.solution,
         activations=profile.activations,
-        measurement=measurement_of(result),
+        measurement=outcome.measurement,
         tradeoff=curve,
     )
     files.append(write_atomic(folder / REPORT, page))

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from lowtide.cli.exits import Exit
 from lowtide.cli.options import (
+    MEMORY_LIMIT,
     BatchSize,
     Folder,
     Force,
@@ -44,7 +45,7 @@ def compare(
     sequence_length: SequenceLength = None,
     optimizer: Optimizer = None,
     seed: Seed = 0,
-    memory_limit: MemoryLimit = "1GiB",
+    memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     timed_runs: TimedRuns = 5,
     folder: Folder = None,
@@ -58,7 +59,7 @@ def compare(
     None, torch.utils.checkpoint around every repeated block, PyTorch's partitioner at memory budgets
     from 0.9 to 0, and then mu-two and auto at the peaks that these reach. Each runs in a fresh process,
     timed in turn with eager. With -o writes compare.csv, compare.json and a report. Exits with 4 when
-    results of lowtide's own differ.
+    results of lowtide's own differ, with 3 when one of its plans is above its budget.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.pages import REPORT
@@ -88,7 +89,21 @@ def compare(
         if out is not None:
             terminal.note(f"wrote {out / CSV}, {out / JSON}")
             terminal.note(f"report: {out / REPORT}")
-        raise typer.Exit(Exit.DONE if experiment.ours_are_exact(found) else Exit.RESULTS_DIFFER)
+        raise typer.Exit(compare_exit(found))
+
+
+def compare_exit(found: "Sequence[MethodResult]") -> Exit:
+    """What became of lowtide's own plans: wrong results are worse than a crash, that than too much memory."""
+    from lowtide.experiments.compare import CRASHED
+
+    plans = [result for result in found if result.kind == "plan"]
+    ran = [result for result in plans if result.peak_bytes is not None]
+    if any(not result.row.exact for result in ran):
+        return Exit.RESULTS_DIFFER
+    if any(result.verdict.startswith(CRASHED) for result in plans):
+        return Exit.ERROR
+    above = [r for r in ran if r.budget_bytes is not None and (r.peak_bytes or 0) > r.budget_bytes]
+    return Exit.DOES_NOT_FIT if above else Exit.DONE
 
 
 def compare_data(found: "Sequence[MethodResult]", *, name: str) -> dict[str, Any]:

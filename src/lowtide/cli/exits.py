@@ -7,6 +7,10 @@ from lowtide.experiments.machine import NotEnoughMemory
 from lowtide.sizes import BadSize
 
 
+class UsageError(LowtideError):
+    """What was typed makes no sense together."""
+
+
 class Exit(IntEnum):
     DONE = 0
     ERROR = 1
@@ -22,7 +26,7 @@ def exit_code(error: BaseException) -> Exit:
             return Exit.INTERRUPTED
         case BudgetTooSmall() | NotEnoughMemory():
             return Exit.DOES_NOT_FIT
-        case BadSize():
+        case BadSize() | UsageError():
             return Exit.USAGE
         case _:
             return Exit.ERROR

@@ -7,6 +7,33 @@ from typing import Annotated
 import typer
 
 from lowtide.cli import completion
+from lowtide.sizes import BadSize, parse_budget, parse_size
+
+MEMORY_LIMIT = "1GiB"
+
+
+def _budget(text: str) -> str:
+    """Refuse what cannot be a budget before any work is done for it; its peak is known only later."""
+    try:
+        parse_budget(text, whole=1 << 60)
+    except BadSize as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+def _size(text: str) -> str:
+    try:
+        parse_size(text)
+    except BadSize as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+def _planner(name: str) -> str:
+    if name not in completion.PLANNERS:
+        known = ", ".join(completion.PLANNERS)
+        raise typer.BadParameter(f"there is no planner '{name}': choose one of {known}")
+    return name
 
 
 class ProfileMode(StrEnum):
@@ -58,10 +85,16 @@ Budget = Annotated[
         metavar="SIZE",
         help="Most bytes to hold at any moment: 8GiB, 500MB, a number, or 60% of the peak without recompute.",
         show_default=False,
+        callback=_budget,
     ),
 ]
 MemoryLimit = Annotated[
-    str, typer.Option(metavar="SIZE", help="Memory that profiling itself may take; larger ops are scaled.")
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory that profiling itself may take; larger ops are scaled.",
+        callback=_size,
+    ),
 ]
 Mode = Annotated[
     ProfileMode,
@@ -74,7 +107,11 @@ NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew, e
 TimedRuns = Annotated[int, typer.Option(min=0, help="Steps to time, without and with the plan in turn.")]
 Planner = Annotated[
     str,
-    typer.Option(help="auto, mu-two, none, all, every-block or sqrt.", autocompletion=completion.planners),
+    typer.Option(
+        help="auto, mu-two, none, all, every-block or sqrt.",
+        autocompletion=completion.planners,
+        callback=_planner,
+    ),
 ]
 Folder = Annotated[
     Path | None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from rich import box
 from rich.table import Table
@@ -11,7 +12,8 @@ from lowtide.errors import LowtideError
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table; columns whose name ends in `>` are numbers, to the right and never broken.
+    """A table; columns whose name ends in `>` are numbers, to the right. On a narrow terminal long cells
+    go over several lines, the longest columns first; nothing is cut off.
 
     Without any column names there is no head. Cells are plain text: a module named `[red]` is only a name.
     """
@@ -22,7 +24,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         result.add_column(
             column.removesuffix(">"),
             justify="right" if is_number else "left",
-            no_wrap=is_number,
             overflow="fold",
         )
     for row in rows:
@@ -44,6 +45,8 @@ def claim_folder(folder: Path | None, names: Sequence[str], *, force: bool) -> P
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise LowtideError(f"cannot make the folder {folder}: {error.strerror}") from error
+        raise LowtideError(f"cannot write into the folder {folder}: {error.strerror}") from error
     return folder

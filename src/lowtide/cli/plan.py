@@ -1,6 +1,9 @@
 """`lowtide plan`: which activations to keep and which to recompute, for a budget."""
 
+import shlex
+
 from lowtide.cli.options import (
+    MEMORY_LIMIT,
     Budget,
     Folder,
     Force,
@@ -31,7 +34,7 @@ def plan(
     sequence_length: SequenceLength = None,
     optimizer: Optimizer = None,
     seed: Seed = 0,
-    memory_limit: MemoryLimit = "1GiB",
+    memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     folder: Folder = None,
     force: Force = False,
@@ -63,10 +66,11 @@ def plan(
         name = f"{spec.text}, batch {spec.batch_size}" if spec else source
         with terminal.working("planning"):
             made = profile.plan(budget, planner=planner)
-        terminal.data(plan_summary(made.solution, name=name))
-        terminal.show(*plan_tables(made.solution, name=name))
         if out is not None:
             save_plan(out / PLAN, made, spec)
             made.to_csv(out)
+        terminal.data(plan_summary(made.solution, name=name))
+        terminal.show(*plan_tables(made.solution, name=name))
+        if out is not None:
             terminal.note(f"wrote {out / PLAN}, {out / DECISIONS}")
-            terminal.note(f"next: lowtide verify {out / PLAN}")
+            terminal.note(f"next: lowtide verify {shlex.quote(str(out / PLAN))}")

@@ -1,6 +1,9 @@
 """`lowtide profile`: where the memory and the time of a training step go."""
 
+import shlex
+
 from lowtide.cli.options import (
+    MEMORY_LIMIT,
     BatchSize,
     Folder,
     Force,
@@ -30,7 +33,7 @@ def profile(
     sequence_length: SequenceLength = None,
     optimizer: Optimizer = None,
     seed: Seed = 0,
-    memory_limit: MemoryLimit = "1GiB",
+    memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     mode: Mode = ProfileMode.OPS,
     folder: Folder = None,
@@ -60,10 +63,12 @@ def profile(
         )
         measured = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache, mode=mode)
         summary = profile_summary(measured, name=f"{target}, batch {batch_size}")
-        terminal.data(summary)
-        terminal.show(*profile_tables(summary))
         if out is not None:
             save_profile(out / PROFILE, measured, spec)
             measured.to_csv(out)
+        terminal.data(summary)
+        terminal.show(*profile_tables(summary))
+        if out is not None:
             terminal.note(f"wrote {out / PROFILE}, {out / NODES}, {out / ACTIVATIONS}")
-            terminal.note(f"next: lowtide plan {out / PROFILE} --budget 60% -o {out}")
+            where, file = (shlex.quote(str(path)) for path in (out, out / PROFILE))
+            terminal.note(f"next: lowtide plan {file} --budget 60% -o {where}")

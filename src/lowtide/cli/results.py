@@ -9,28 +9,53 @@ from rich.text import Text
 from lowtide.cli.exits import Exit
 from lowtide.cli.output import table
 from lowtide.report.records import relative_increase
-from lowtide.report.words import UNKNOWN, duration, percent, size
+from lowtide.report.words import NOT_BY_RECOMPUTING, UNKNOWN, duration, percent, size
 
 if TYPE_CHECKING:
+    from lowtide.experiments.measured import Outcome
     from lowtide.verification import Verification
 
 MAX_DIFFERENCES = 5
 
 
-def verification_data(result: "Verification", *, name: str) -> dict[str, Any]:
+def outcome_data(outcome: "Outcome", *, name: str) -> dict[str, Any]:
+    result = outcome.verification
+    if result is None:
+        return {"target": name, "not_compared": outcome.reason, **asdict(outcome.measurement)}
     return {"target": name, "fits": result.fits, "overhead": result.overhead, **asdict(result)}
 
 
+def outcome_tables(outcome: "Outcome", *, budget_bytes: int, name: str) -> list[RenderableType]:
+    """What was measured without and with the plan, and the verdict in words."""
+    if outcome.verification is not None:
+        return verification_tables(outcome.verification, name=name)
+    planned = outcome.measurement.planned
+    lines = [f"{name}: the step without the plan {outcome.reason}"]
+    if planned.measured_peak_bytes is None:
+        lines.append("nothing was run, since the planned step does not fit into this machine either")
+    else:
+        lines.append(f"with the plan: {_kept(planned.measured_peak_bytes, budget_bytes)}")
+        lines.append(f"step: {duration(planned.seconds_median)}")
+        lines.append("results: not compared")
+    return [Text(line) for line in lines]
+
+
+def outcome_exit(outcome: "Outcome", *, budget_bytes: int) -> Exit:
+    """Wrong results are worse than too much memory."""
+    peak_bytes = outcome.measurement.planned.measured_peak_bytes
+    if outcome.measurement.exact is False:
+        return Exit.RESULTS_DIFFER
+    return Exit.DONE if peak_bytes is not None and peak_bytes <= budget_bytes else Exit.DOES_NOT_FIT
+
+
 def verification_tables(result: "Verification", *, name: str) -> list[RenderableType]:
-    """Two rows, without and with the plan, and the verdict in words."""
-    rows = [
+    """Two rows in each table, without and with the plan, and the verdict in words."""
+    peaks = [
         (
             "without",
             size(result.baseline_predicted_peak_bytes),
             size(result.baseline_measured_peak_bytes),
             size(result.baseline_resident_peak_bytes),
-            "",
-            _timing(result.baseline_step_timing),
             "",
         ),
         (
@@ -39,39 +64,37 @@ def verification_tables(result: "Verification", *, name: str) -> list[Renderable
             size(result.measured_peak_bytes),
             size(result.resident_peak_bytes),
             percent(relative_increase(result.baseline_measured_peak_bytes, result.measured_peak_bytes)),
-            _timing(result.step_timing),
-            percent(result.overhead),
         ),
     ]
-    columns = ("plan", "predicted peak>", "measured peak>", "resident peak>", "memory>", "step>", "time>")
-    return [table(f"{name}, verified", columns, rows), *(Text(line) for line in verdict(result))]
+    times = [
+        ("without", _timing(result.baseline_step_timing), ""),
+        ("with", _timing(result.step_timing), percent(result.overhead)),
+    ]
+    columns = ("plan", "predicted peak>", "measured peak>", "resident peak>", "memory>")
+    tables: list[RenderableType] = [table(f"{name}, verified", columns, peaks)]
+    if result.step_timing is not None:
+        tables.append(table("", ("plan", "step>", "time>"), times))
+    return [*tables, *(Text(line) for line in verdict(result))]
 
 
 def verdict(result: "Verification") -> list[str]:
     """The answer in a few lines: does it fit, is it exact, and what was not measured as it should be."""
-    over = "at or below" if result.fits else "ABOVE"
-    lines = [f"peak: {size(result.measured_peak_bytes)}, {over} the budget of {size(result.budget_bytes)}"]
+    lines = [_kept(result.measured_peak_bytes, result.budget_bytes)]
     if result.exact:
-        lines.append("results: equal to the last bit")
+        lines.append("results: equal to eager training to the last bit")
     else:
-        count = len(result.differences)
-        lines.append(f"results: DIFFERENT in {count} places")
+        lines.append(f"results: DIFFERENT from eager training in {len(result.differences)} places")
         lines += [f"  {difference}" for difference in result.differences[:MAX_DIFFERENCES]]
-    if result.eager_difference:
-        lines.append(
-            "note: the model takes another path of its own code while it is captured, plan or no plan; "
-            f"eager first differs at {result.eager_difference}"
-        )
+        if result.recompute_exact:
+            lines.append(f"note: {NOT_BY_RECOMPUTING}")
     if not result.fresh_process:
         lines.append("note: measured in this process, since the model cannot be sent to a fresh one")
     return lines
 
 
-def verification_exit(result: "Verification") -> Exit:
-    """Wrong results are worse than too much memory."""
-    if not result.exact:
-        return Exit.RESULTS_DIFFER
-    return Exit.DONE if result.fits else Exit.DOES_NOT_FIT
+def _kept(peak_bytes: int, budget_bytes: int) -> str:
+    over = "at or below" if peak_bytes <= budget_bytes else "ABOVE"
+    return f"peak: {size(peak_bytes)}, {over} the budget of {size(budget_bytes)}"
 
 
 def _timing(timing: Any) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 
 from lowtide.cli.options import (
+    MEMORY_LIMIT,
     BatchSize,
     Budget,
     Force,
@@ -40,7 +41,7 @@ def run(
     sequence_length: SequenceLength = None,
     optimizer: Optimizer = None,
     seed: Seed = 0,
-    memory_limit: MemoryLimit = "1GiB",
+    memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     timed_runs: TimedRuns = 5,
     folder: OutputFolder = Path("lowtide-out"),
@@ -51,11 +52,13 @@ def run(
 ) -> None:
     """Profile a step, plan it for a budget, verify the plan in fresh processes, and write a report.
 
-    Exits with 3 when the budget cannot be met, with 4 when results differ.
+    A step that only the plan makes small enough for this machine runs with the plan alone, and is not
+    compared. Exits with 3 when the budget or this machine's memory cannot be met, with 4 when results
+    differ.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        from lowtide.cli.bundle import FILES, write_bundle
-        from lowtide.cli.results import verification_data, verification_exit, verification_tables
+        from lowtide.cli.bundle import FILES, write_results, write_stages
+        from lowtide.cli.results import outcome_data, outcome_exit, outcome_tables
         from lowtide.cli.sources import profile_target
         from lowtide.cli.summaries import plan_summary, plan_tables, profile_summary, profile_tables
 
@@ -75,26 +78,27 @@ def run(
         terminal.show(*profile_tables(summary))
         with terminal.working("planning"):
             plan = profile.plan(budget, planner=planner)
+        files = write_stages(out, spec=spec, profile=profile, plan=plan)
         terminal.show(*plan_tables(plan.solution, name=name))
         with terminal.working("verifying in fresh processes"):
-            from lowtide import verification
+            from lowtide.experiments.measured import run_plan
 
-            result = verification.verify(spec, plan, timed_runs=timed_runs)
+            outcome = run_plan(spec, plan, timed_runs=timed_runs)
         with terminal.working("writing the report"):
-            files = write_bundle(out, spec=spec, profile=profile, plan=plan, result=result, name=name)
-        terminal.show(*verification_tables(result, name=name))
+            files += write_results(out, profile=profile, plan=plan, outcome=outcome, name=name)
+        terminal.show(*outcome_tables(outcome, budget_bytes=plan.budget_bytes, name=name))
         terminal.data(
             {
                 "profile": summary,
                 "plan": plan_summary(plan.solution, name=name),
-                "verification": verification_data(result, name=name),
+                "verification": outcome_data(outcome, name=name),
                 "files": [str(path) for path in files],
             }
         )
         terminal.note(f"report: {out / 'report.html'}")
         for line in next_commands(out, floor_bytes=plan.solution.floor_bytes):
             terminal.note(line)
-        raise typer.Exit(verification_exit(result))
+        raise typer.Exit(outcome_exit(outcome, budget_bytes=plan.budget_bytes))
 
 
 def next_commands(out: Path, *, floor_bytes: int) -> list[str]:

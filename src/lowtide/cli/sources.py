@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowtide.cli.exits import UsageError
+from lowtide.cli.options import MEMORY_LIMIT
 from lowtide.cli.terminal import Terminal
 from lowtide.errors import TargetError
 from lowtide.targets import TargetSpec
@@ -53,6 +55,18 @@ def open_source(
     if source.endswith(".json"):
         from lowtide.cli.files import load_profile
 
+        given = {
+            "--batch-size": batch_size is not None,
+            "--image-size": image_size is not None,
+            "--sequence-length": sequence_length is not None,
+            "--optimizer": optimizer is not None,
+            "--seed": seed != 0,
+            "--memory-limit": memory_limit != MEMORY_LIMIT,
+            "--no-cache": not cache,
+        }
+        if any(given.values()):
+            option = next(name for name, was_given in given.items() if was_given)
+            raise UsageError(f"{option} is for a TARGET, and '{source}' is profiled already: profile it anew")
         return load_profile(Path(source))
     if batch_size is None:
         raise TargetError(f"how large a batch of '{source}'? Say --batch-size N")

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lowtide.cli.exits import Exit
 from lowtide.cli.options import (
+    MEMORY_LIMIT,
     Budget,
     Folder,
     Force,
@@ -31,8 +32,8 @@ from lowtide.cli.output import claim_folder, table
 from lowtide.cli.terminal import Terminal, session
 from lowtide.errors import LowtideError
 from lowtide.report.records import StepMeasurement, SweepRow
-from lowtide.report.words import UNKNOWN, duration, percent, size
-from lowtide.targets import TargetSpec
+from lowtide.report.words import UNKNOWN, UNLIKE_EAGER, duration, percent, size
+from lowtide.targets import TargetSpec, check_target
 
 if TYPE_CHECKING:
     from lowtide.profiles import Profile
@@ -69,7 +70,7 @@ def sweep(
     sequence_length: SequenceLength = None,
     optimizer: Optimizer = None,
     seed: Seed = 0,
-    memory_limit: MemoryLimit = "1GiB",
+    memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     timed_runs: TimedRuns = 5,
     folder: Folder = None,
@@ -102,6 +103,7 @@ def sweep(
         settings = _settings(spec, budget=budget, planner=planner, timed_runs=timed_runs)
         if resume and folder is None:
             raise LowtideError("--resume needs the folder of the earlier sweep: say -o DIR")
+        check_target(target)
         done = earlier_rows(folder / JSON, settings) if resume and folder is not None else []
         out = claim_folder(folder, () if resume else (CSV, JSON, REPORT, PLOTS), force=force)
         rows: list[SweepRow] = []
@@ -112,7 +114,7 @@ def sweep(
             devices.append(found.step.device)
             return found
 
-        known = {row.batch_size for row in done}
+        waiting = {row.batch_size: row for row in done}
         for row in run_sweep(
             spec,
             batch_sizes=sizes,
@@ -125,10 +127,11 @@ def sweep(
             working=terminal.working,
         ):
             rows.append(row)
-            again = "taken from before" if row.batch_size in known else row.status
+            again = "taken from before" if waiting.pop(row.batch_size, None) else row.status
             terminal.note(f"batch {row.batch_size}: {again} ({len(rows)} of {len(sizes)})")
             if out is not None:
-                _write(out, rows, settings, name=target, device=devices[-1])
+                # with what an earlier sweep found out and this one has not come to, or was not asked for
+                _write(out, [*rows, *waiting.values()], settings, name=target, device=devices[-1])
         data = _data(rows, settings)
         terminal.data(data)
         terminal.show(*sweep_tables(rows, name=target))
@@ -174,7 +177,7 @@ def sweep_tables(rows: Sequence[SweepRow], *, name: str) -> list[RenderableType]
     times = [
         (row.batch_size, _time(row.baseline), _time(row.planned), percent(row.overhead))
         for row in rows
-        if row.planned.seconds_median is not None
+        if row.planned.seconds_median is not None or row.baseline.seconds_median is not None
     ]
     columns = ("batch>", "budget>", "peak without>", "peak with>", "memory>", "recompute>", "results")
     tables: list[RenderableType] = [table(f"{name}: peak memory", columns, peaks)]
@@ -206,7 +209,7 @@ def _status(row: SweepRow) -> str:
     if row.exact is None:
         return row.status
     if not row.exact:
-        return "DIFFERENT"
+        return UNLIKE_EAGER if row.recompute_exact else "DIFFERENT"
     return "exact, ABOVE the budget" if _is_above(row) else "exact"
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ PIPE_WIDTH = 160
 
 def _stdout() -> Console:
     is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=PIPE_WIDTH if is_piped else None, highlight=False)
+    return Console(file=sys.stdout, width=PIPE_WIDTH if is_piped else None, highlight=False)
 
 
 def _stderr() -> Console:
@@ -50,7 +50,7 @@ class Terminal:
     def data(self, value: Any) -> None:
         """The same for programs; nothing without `--json`."""
         if self.as_json:
-            sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+            self.out.file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def note(self, text: str) -> None:
         """A line on stderr about what was done."""
@@ -81,10 +81,11 @@ class Terminal:
 def session(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Terminal]:
     """Run a command's body. An error ends the command with one line and its exit code.
 
-    With `verbose` the traceback comes before that line, the user's own included.
+    With `verbose` the traceback comes before that line, the user's own included. What a model or its
+    factory prints goes to stderr: stdout is for the command's data alone.
     """
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
-    with _logging(terminal):
+    with _logging(terminal), redirect_stdout(sys.stderr):
         try:
             yield terminal
         except (typer.Exit, BrokenPipeError):

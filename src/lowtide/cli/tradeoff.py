@@ -9,6 +9,7 @@ from rich.text import Text
 
 from lowtide.cli.exits import Exit
 from lowtide.cli.options import (
+    MEMORY_LIMIT,
     Folder,
     Force,
     ImageSize,
@@ -27,13 +28,14 @@ from lowtide.cli.options import (
 from lowtide.cli.output import claim_folder, table
 from lowtide.cli.terminal import session
 from lowtide.errors import TargetError
+from lowtide.experiments.machine import why_not
 from lowtide.report.words import UNKNOWN, duration, percent, size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lowtide.experiments.curve import Curve
     from lowtide.profiles import Profile
-    from lowtide.report.records import TradeoffPoint
 
 CSV, JSON = "tradeoff.csv", "tradeoff.json"
 MAX_ROWS = 20
@@ -53,7 +55,7 @@ def tradeoff(
     sequence_length: SequenceLength = None,
     optimizer: Optimizer = None,
     seed: Seed = 0,
-    memory_limit: MemoryLimit = "1GiB",
+    memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     folder: Folder = None,
     force: Force = False,
@@ -63,14 +65,15 @@ def tradeoff(
 ) -> None:
     """Show what every budget costs: peak memory against recompute time, from no recompute to the floor.
 
-    A few plans of the curve are measured in fresh processes, in turn with eager, unless --measure 0;
-    from a profile.json that needs no torch. With -o writes tradeoff.csv, tradeoff.json, plots and a
-    report. Exits with 4 when a measured plan's results differ.
+    A few plans of the curve are measured in fresh processes, in turn with eager, unless --measure 0 or
+    the step is too large for this machine; from a profile.json nothing else needs torch. With -o writes
+    tradeoff.csv, tradeoff.json, plots and a report. Exits with 4 when a measured plan's results differ,
+    with 1 when measuring one failed.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.pages import PLOTS, REPORT
         from lowtide.cli.sources import open_source
-        from lowtide.experiments.curve import distinct_plans, measure_points
+        from lowtide.experiments.curve import Curve, distinct_plans, measure_points, point_of
 
         out = claim_folder(folder, (CSV, JSON, REPORT, PLOTS), force=force)
         profile, spec = open_source(
@@ -89,41 +92,38 @@ def tradeoff(
             raise TargetError(f"'{source}' does not say what it is a profile of: say --measure 0")
         with terminal.working("planning"):
             plans = distinct_plans(profile.tradeoff(points=points))
-        wrong: list[str] = []
-        if measure and spec is not None:
-            from lowtide.experiments.machine import check_memory
-
-            check_memory(profile.step, peak_bytes=profile.peak_bytes, what="the step without a plan")
+        curve = Curve([point_of(plan) for plan in plans])
+        reason = why_not(profile.step, peak_bytes=profile.peak_bytes) if measure else ""
+        if reason:
+            terminal.note(f"no plan is measured: the step without one {reason}")
+        elif measure and spec is not None:
             with terminal.counting(f"measuring {measure} plans") as progress:
-                curve, wrong = measure_points(
-                    spec, plans, count=measure, timed_runs=timed_runs, progress=progress
-                )
-        else:
-            from lowtide.experiments.curve import point_of
-
-            curve = [point_of(plan) for plan in plans]
-        data = _data(profile, curve, wrong, name=name)
-        terminal.data(data)
-        terminal.show(*_tables(data))
+                curve = measure_points(spec, plans, count=measure, timed_runs=timed_runs, progress=progress)
+        data = _data(profile, curve, name=name)
         if out is not None:
             with terminal.working("writing the report"):
                 _write(out, profile, curve, data, measured=not source.endswith(".json") or bool(measure))
+        terminal.data(data)
+        terminal.show(*_tables(data))
+        if out is not None:
             terminal.note(f"wrote {out / CSV}, {out / JSON}")
             terminal.note(f"report: {out / REPORT}")
-        raise typer.Exit(Exit.RESULTS_DIFFER if wrong else Exit.DONE)
+        failed = Exit.ERROR if curve.failed else Exit.DONE
+        raise typer.Exit(Exit.RESULTS_DIFFER if curve.wrong else failed)
 
 
-def _data(profile: "Profile", curve: "list[TradeoffPoint]", wrong: list[str], *, name: str) -> dict[str, Any]:
+def _data(profile: "Profile", curve: "Curve", *, name: str) -> dict[str, Any]:
     seconds = profile.step_seconds
     return {
         "target": name,
         "baseline_peak_bytes": profile.peak_bytes,
         "floor_bytes": profile.floor_bytes,
         "step_seconds": seconds,
-        "differences": wrong,
+        "differences": curve.wrong,
+        "failures": curve.failed,
         "points": [
             asdict(point) | {"overhead": point.recompute_seconds / seconds if seconds else None}
-            for point in curve
+            for point in curve.points
         ],
     }
 
@@ -156,6 +156,7 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
         table(title, columns, rows),
         *([Text(f"{left} more points are in {CSV} (-o DIR) and in --json")] if left else []),
         *(Text(f"results DIFFER: {text}") for text in data["differences"]),
+        *(Text(f"not measured: {text}") for text in data["failures"]),
     ]
 
 
@@ -166,9 +167,7 @@ def _measured(point: dict[str, Any]) -> tuple[str, str]:
     return size(point["measured_peak_bytes"]), UNKNOWN if overhead is None else percent(overhead)
 
 
-def _write(
-    out: "Path", profile: "Profile", curve: "list[TradeoffPoint]", data: dict[str, Any], *, measured: bool
-) -> None:
+def _write(out: "Path", profile: "Profile", curve: "Curve", data: dict[str, Any], *, measured: bool) -> None:
     from lowtide.cli.pages import REPORT, environment, plots_if_possible
     from lowtide.files import write_atomic
     from lowtide.report.csvs import write_tradeoff
@@ -176,14 +175,14 @@ def _write(
     from lowtide.serial import save_json
 
     save_json(out / JSON, data)
-    write_tradeoff(out / CSV, curve, step_seconds=profile.step_seconds)
-    plots_if_possible(out, tradeoff=curve, step_seconds=profile.step_seconds)
+    write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds)
+    plots_if_possible(out, tradeoff=curve.points, step_seconds=profile.step_seconds)
     page = render_report(
         title=f"{data['target']}: trade-off",
         environment=environment(profile.step.device, measured=measured),
         step=profile.step,
         before=profile.timeline,
         activations=profile.activations,
-        tradeoff=curve,
+        tradeoff=curve.points,
     )
     write_atomic(out / REPORT, page)

@@ -25,12 +25,13 @@ def verify(
 ) -> None:
     """Train without and with a plan in fresh processes: compare to the last bit, measure peaks and times.
 
-    The target is the one that the plan was made for. With -o writes verification.json.
-    Exits with 4 when results differ, with 3 when the measured peak is above the budget.
+    The target is the one that the plan was made for. A step that only the plan makes small enough for
+    this machine runs with the plan alone, and is not compared. With -o writes verification.json.
+    Exits with 4 when results differ, with 3 when the peak is above the budget or the machine too small.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.files import VERIFICATION, load_plan
-        from lowtide.cli.results import verification_data, verification_exit, verification_tables
+        from lowtide.cli.results import outcome_data, outcome_exit, outcome_tables
         from lowtide.serial import save_json
 
         out = claim_folder(folder, (VERIFICATION,), force=force)
@@ -38,14 +39,15 @@ def verify(
         if spec is None:
             raise TargetError(f"'{plan}' does not say what it was made for: make it with `lowtide plan`")
         with terminal.working(f"verifying {spec.text}"):
-            from lowtide import verification
+            from lowtide.experiments.measured import run_plan
 
-            result = verification.verify(spec, made, timed_runs=timed_runs)
+            outcome = run_plan(spec, made, timed_runs=timed_runs)
         name = f"{spec.text}, batch {spec.batch_size}"
-        data = verification_data(result, name=name)
-        terminal.data(data)
-        terminal.show(*verification_tables(result, name=name))
+        data = outcome_data(outcome, name=name)
         if out is not None:
             save_json(out / VERIFICATION, data)
+        terminal.data(data)
+        terminal.show(*outcome_tables(outcome, budget_bytes=made.budget_bytes, name=name))
+        if out is not None:
             terminal.note(f"wrote {out / VERIFICATION}")
-        raise typer.Exit(verification_exit(result))
+        raise typer.Exit(outcome_exit(outcome, budget_bytes=made.budget_bytes))

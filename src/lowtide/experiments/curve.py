@@ -1,8 +1,9 @@
 """The curve of peak against recompute time, with some of its plans measured for real."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from lowtide.errors import FreshProcessError
 from lowtide.facts import Action
 from lowtide.plans import Plan
 from lowtide.report.records import TradeoffPoint
@@ -29,6 +30,15 @@ def spread_over(count: int, total: int) -> list[int]:
     return sorted(total - 1 - total * i // wanted for i in range(wanted))
 
 
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The points of a curve; what was not exact among the measured ones, and what failed, in words."""
+
+    points: list[TradeoffPoint]
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
 def measure_points(
     source: TargetSpec,
     plans: Sequence[Plan],
@@ -36,26 +46,29 @@ def measure_points(
     count: int,
     timed_runs: int,
     progress: Callable[[int, int], None],
-) -> tuple[list[TradeoffPoint], list[str]]:
-    """The points of a curve, `count` of them with measured peak and time added.
+) -> Curve:
+    """The curve with measured peak and time added for `count` of its points.
 
-    Each is measured in a fresh process, in turn with eager. Also returned: what was not exact, in words.
+    Each is measured in a fresh process, in turn with eager.
     """
     from lowtide.experiments.methods import plan_method
     from lowtide.experiments.mistakes import EXACT
     from lowtide.experiments.trial import try_method
 
-    points = [point_of(plan) for plan in plans]
+    curve = Curve([point_of(plan) for plan in plans])
     chosen = spread_over(count, len(plans))
-    wrong = []
     for done, index in enumerate(chosen):
         progress(done, len(chosen))
         name = f"plan of {plans[index].peak_bytes} bytes"
-        trial = try_method(source, plan_method(name, plans[index]), timed_runs=timed_runs)
-        points[index] = replace(
-            points[index], measured_peak_bytes=trial.peak_bytes, measured_overhead=trial.overhead
+        try:
+            trial = try_method(source, plan_method(name, plans[index]), timed_runs=timed_runs)
+        except FreshProcessError as error:
+            curve.failed.append(f"{name}: {error}")
+            continue
+        curve.points[index] = replace(
+            curve.points[index], measured_peak_bytes=trial.peak_bytes, measured_overhead=trial.overhead
         )
-        if trial.verdict != EXACT and trial.mistakes:
-            wrong.append(f"{name}: {trial.verdict}")
+        if trial.verdict != EXACT:
+            curve.wrong.append(f"{name}: {trial.verdict}")
     progress(len(chosen), len(chosen))
-    return points, wrong
+    return curve

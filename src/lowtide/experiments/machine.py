@@ -1,13 +1,27 @@
 """Does a step fit into this machine's memory? Asked before anything is run, never found out by running."""
 
 from pathlib import Path
+from typing import Protocol
 
 from lowtide.errors import LowtideError
-from lowtide.facts import Step
 from lowtide.sizes import format_size
 
 MARGIN_BYTES = 1 << 30
 """For Python, torch's own libraries and what compiling a model takes."""
+
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""The limit and what is used of it, for the second and for the first kind of control groups."""
+
+
+class Held(Protocol):
+    """A step, or a plan for one."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def static_bytes(self) -> int: ...
 
 
 class NotEnoughMemory(LowtideError):
@@ -22,17 +36,47 @@ def available_bytes(device: str = "cpu") -> int | None:
         return torch.cuda.mem_get_info()[0]
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*found, *_left_to_containers()], default=None)
 
 
-def needed_bytes(step: Step, *, peak_bytes: int) -> int:
+def _left_to_containers(groups: Path = CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What the control groups of this process, one within the other, still allow, where they set a limit."""
+    lines = of_process.read_text().splitlines() if of_process.exists() else []
+    left = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = groups / "memory" if controllers else groups
+        own = root / name.lstrip("/")
+        left += [_left(folder) for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return [nbytes for nbytes in left if nbytes is not None]
+
+
+def _left(group: Path) -> int | None:
+    """Bytes below a control group's limit; pages of files count as free, since the kernel gives them up."""
+    for limit, current in CGROUP_FILES:
+        if (group / limit).exists() and (group / current).exists():
+            most = (group / limit).read_text().strip()
+            if not most.isdigit():
+                return None
+            return max(0, int(most) - int((group / current).read_text()) + _file_pages(group))
+    return None
+
+
+def _file_pages(group: Path) -> int:
+    stat = group / "memory.stat"
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def needed_bytes(step: Held, *, peak_bytes: int) -> int:
     """Memory to run a step and compare its results: its peak, a copy of what it starts from, a margin."""
-    start = sum(storage.nbytes for storage in step.storages if storage.static)
-    return peak_bytes + start + MARGIN_BYTES
+    return peak_bytes + step.static_bytes + MARGIN_BYTES
 
 
-def why_not(step: Step, *, peak_bytes: int) -> str:
+def why_not(step: Held, *, peak_bytes: int) -> str:
     """Why this machine cannot run the step, in words; empty when it can."""
     needed, available = needed_bytes(step, peak_bytes=peak_bytes), available_bytes(step.device)
     if available is None or needed <= available:
@@ -40,7 +84,7 @@ def why_not(step: Step, *, peak_bytes: int) -> str:
     return f"needs {format_size(needed)}, and {format_size(available)} are free"
 
 
-def check_memory(step: Step, *, peak_bytes: int, what: str) -> None:
+def check_memory(step: Held, *, peak_bytes: int, what: str) -> None:
     """Refuse to run what does not fit."""
     reason = why_not(step, peak_bytes=peak_bytes)
     if reason:

@@ -19,6 +19,10 @@ from lowtide.targets import Target
 from lowtide.verification import plain_plan, planned
 
 
+class NotApplicable(LowtideError):
+    """A method has nothing to work on in this model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """`blocks`: torch.utils.checkpoint around every repeated block. `partitioner`: torch's own, where
@@ -84,7 +88,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         for kind, count in counts.items():
             longest[kind] = max(longest[kind], count)
     if not longest or max(longest.values()) < 2:
-        raise LowtideError("there are no repeated blocks: no list of modules has one class twice")
+        raise NotApplicable("there are no repeated blocks: no list of modules has one class twice")
     chosen = longest.most_common(1)[0][0]
     found = {id(child): child for container in containers for child in container if type(child) is chosen}
     return list(found.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lowtide.report.words import UNLIKE_EAGER
 from lowtide.targets import Target
 from lowtide.verification import Start, train
 
@@ -19,7 +20,6 @@ NEGLIGIBLE = 1e-5
 """Gradients below this share of the model's largest are zero but for rounding."""
 
 EXACT = "exact"
-UNLIKE_EAGER = "recompute exact, unlike eager"
 GRADIENT, BUFFER = "gradient of ", "buffer "
 
 

@@ -6,11 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
-from lowtide import api, verification
+from lowtide import api
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.experiments.machine import why_not
-from lowtide.experiments.measured import measurement_of, step_measurement
-from lowtide.plans import Plan
+from lowtide.experiments.measured import run_plain, run_plan
 from lowtide.profiles import Profile
 from lowtide.report.records import StepMeasurement, SweepRow
 from lowtide.report.words import size
@@ -43,8 +42,8 @@ def sweep(
 
     Where this machine can hold the planned step but not the plain one, the planned one is measured
     alone, and nothing is compared. What it can hold in neither way, and everything without `measure`,
-    is predicted only. A size that fails is a row that says so. `working` is told what takes long, and
-    is open as long as it does.
+    is predicted only. Where no plan meets the budget, the plain step is measured alone. A size that
+    fails is a row that says so. `working` is told what takes long, and is open as long as it does.
     """
     known = {row.batch_size: row for row in done}
     for batch_size in batch_sizes:
@@ -84,7 +83,10 @@ def row_of(
     try:
         plan = profile.plan(budget, planner)
     except BudgetTooSmall as error:
-        return replace(row, status=f"{TOO_SMALL}: lowest reachable peak {size(error.floor_bytes)}")
+        row = replace(row, status=f"{TOO_SMALL}: lowest reachable peak {size(error.floor_bytes)}")
+        if not measure or why_not(profile.step, peak_bytes=peak_bytes):
+            return row
+        return replace(row, baseline=run_plain(spec, predicted=peak_bytes, timed_runs=timed_runs))
     row = replace(
         row,
         planned=StepMeasurement(predicted_peak_bytes=plan.peak_bytes),
@@ -92,28 +94,26 @@ def row_of(
     )
     if not measure:
         return row
-    reason = why_not(profile.step, peak_bytes=peak_bytes)
-    if not reason:
-        found = measurement_of(verification.verify(spec, plan, timed_runs=timed_runs))
-        return replace(
-            row,
-            baseline=found.baseline,
-            planned=found.planned,
-            overhead=found.overhead,
-            exact=found.exact,
-            status=MEASURED,
+    outcome = run_plan(spec, plan, timed_runs=timed_runs)
+    found = outcome.measurement
+    status = MEASURED
+    if outcome.verification is None and found.planned.is_measured:
+        logger.warning("batch %s runs only with its plan: without one it %s", spec.batch_size, outcome.reason)
+        status = PLAN_MEASURED
+    elif outcome.verification is None:
+        logger.warning(
+            "batch %s is predicted only: the step without a plan %s", spec.batch_size, outcome.reason
         )
-    if why_not(profile.step, peak_bytes=plan.peak_bytes):
-        logger.warning("batch %s is predicted only: the step without a plan %s", spec.batch_size, reason)
-        return row
-    logger.warning("batch %s runs only with its plan: without one it %s", spec.batch_size, reason)
-    return replace(row, planned=_measured_alone(spec, plan, timed_runs), status=PLAN_MEASURED)
-
-
-def _measured_alone(spec: TargetSpec, plan: Plan, timed_runs: int) -> StepMeasurement:
-    """Peak and time of the planned step where the machine cannot hold the plain one to compare with."""
-    found = verification.measure_plan(spec, plan, timed_runs=timed_runs)
-    return step_measurement(predicted=plan.peak_bytes, measured=found.peak_bytes, timing=found.timing)
+        status = PREDICTED
+    return replace(
+        row,
+        baseline=found.baseline,
+        planned=found.planned,
+        overhead=found.overhead,
+        exact=found.exact,
+        recompute_exact=found.recompute_exact,
+        status=status,
+    )
 
 
 def _failed(batch_size: int, error: Exception) -> SweepRow:

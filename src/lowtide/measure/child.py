@@ -1,7 +1,10 @@
 """The fresh process's side of `lowtide.measure.fresh`: `python -m lowtide.measure.child`."""
 
 import importlib
+import os
+import shutil
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,23 @@ from typing import Any
 import torch
 
 from lowtide.first_calls import make_first_calls
+
+
+def end_with_parent(folder: Path) -> None:
+    """End this process, and remove `folder`, should the process that started it be gone first.
+
+    The parent holds the other end of standard input, which closes however the parent ends.
+    """
+    lifeline = os.dup(sys.stdin.fileno())
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+
+    def wait() -> None:
+        os.read(lifeline, 1)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def answer_request(function: str, request: Path) -> dict[str, Any]:
@@ -33,6 +53,7 @@ def answer_request(function: str, request: Path) -> dict[str, Any]:
 
 
 def main(function: str, request: str, answer: str) -> None:
+    end_with_parent(Path(request).parent)
     make_first_calls()
     reply = answer_request(function, Path(request))
     # Written whole under another name first: a file that is there is complete.

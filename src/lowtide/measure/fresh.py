@@ -31,7 +31,8 @@ def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **
         # -P: a file in the current folder that is named like a library must not stand in for it.
         command = [sys.executable, "-P", "-m", "lowtide.measure.child", function, str(request), str(answer)]
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        environ = {**os.environ, **(environment or {}), "PYTHONPATH": path}
+        # its own temporary files stand in our folder, which goes away however the child ends
+        environ = {**os.environ, **(environment or {}), "PYTHONPATH": path, "TMPDIR": folder}
         with log.open("wb") as output:
             status = _wait(command, environ, output)
         printed = log.read_text(errors="replace")
@@ -56,16 +57,17 @@ def _write(request: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def _wait(command: list[str], environ: Mapping[str, str], output: Any) -> int:
-    """Exit status of the child; it never outlives this call, Ctrl-C included."""
-    child = subprocess.Popen(
-        command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-    )
-    try:
-        return child.wait()
-    finally:
-        if child.poll() is None:
+    """Exit status of the child; it never outlives this call, Ctrl-C included.
+
+    Nor this process: its standard input closes with us, and that ends it.
+    """
+    with subprocess.Popen(
+        command, env=environ, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
+    ) as child:
+        try:
+            return child.wait()
+        finally:
             child.kill()
-            child.wait()
 
 
 def _died(status: int, printed: str) -> str:

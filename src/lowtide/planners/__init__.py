@@ -117,6 +117,8 @@ class Desk:
             graphs=graph_schedules(self.step, timeline.order),
             identity=self.step.identity,
             reserve=self.reserve,
+            device=self.step.device,
+            static_bytes=self.step.static_bytes,
         )
 
     def tradeoff(self, *, points: int = 50) -> list[Solution]:

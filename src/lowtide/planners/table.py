@@ -105,7 +105,7 @@ def make_table(step: Step) -> Table:
         rank_at=tuple(rank_at),
         segment=tuple(node.segment for node in step.nodes),
         slot_segment=slot_segment,
-        static_bytes=sum(storage.nbytes for storage in step.storages if storage.static),
+        static_bytes=step.static_bytes,
         first_backward=step.first_backward_rank,
         uses=storage_uses(step),
         own=tuple(

@@ -4,18 +4,19 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 
 import torch
 
+from lowtide.errors import LowtideError
+from lowtide.files import write_atomic
 from lowtide.profiling.calls import OpCost
 from lowtide.profiling.device import Device
 
 _log = logging.getLogger(__name__)
 
 # Raised when costs are measured in another way, so that old files are left alone.
-_METHOD = 3
+_METHOD = 4
 
 Order = list[int] | None
 """Dimensions of a result as they lie in memory, from the outermost; None where it has gaps."""
@@ -61,7 +62,10 @@ class CostCache:
         self._orders[signature] = orders
 
     def save(self) -> None:
-        """Write all costs and orders, together with those that other processes saved meanwhile."""
+        """Write all costs and orders, together with those that other processes saved meanwhile.
+
+        Where that cannot be, a warning says so: what was measured is not lost for it.
+        """
         costs, orders = self._read()
         self._costs, self._orders = costs | self._costs, orders | self._orders
         document = {
@@ -78,12 +82,10 @@ class CostCache:
             },
             "orders": dict(sorted(self._orders.items())),
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=self.path.parent, prefix=self.path.stem, suffix=".tmp", delete=False
-        ) as file:
-            json.dump(document, file, indent=0)
-        Path(file.name).replace(self.path)
+        try:
+            write_atomic(self.path, json.dumps(document, indent=0))
+        except LowtideError as error:
+            _log.warning("costs are not remembered: %s", error)
 
     def _read(self) -> tuple[dict[str, tuple[OpCost, int]], dict[str, list[Order]]]:
         if not self.path.exists():
@@ -100,6 +102,6 @@ class CostCache:
                 ].items()
             }
             return costs, dict(document["orders"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("the cost cache %s is broken and will be written anew: %s", self.path, error)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.warning("the cost cache %s cannot be read and will be written anew: %s", self.path, error)
             return {}, {}

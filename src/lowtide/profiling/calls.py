@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
+
+from lowtide.capture.hooks import OperatorBase, OpOverload
 
 Target = Callable[..., Any]
 
@@ -86,7 +87,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 def target_name(target: Target) -> str:
     """`aten.mm.default` for an op, `module.name` for any other function."""
-    if isinstance(target, torch._ops.OperatorBase):
+    if isinstance(target, OperatorBase):
         return str(target)
     return f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
@@ -119,7 +120,7 @@ def is_view(call: OpCall) -> bool:
     """Whether the call only looks at its inputs in another way: by its schema, and writes nothing."""
     if call.target is operator.getitem:
         return True
-    if not isinstance(call.target, torch._ops.OpOverload):
+    if not isinstance(call.target, OpOverload):
         return False
     schema = call.target._schema
     writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.capture.hooks import OpOverload
 from lowtide.profiling.cache import CostCache, Order
 from lowtide.profiling.calls import OpCall, call_of, is_view, iter_tensors, map_leaves, signature
 from lowtide.profiling.device import device_for
@@ -74,7 +75,7 @@ def _value(
     call = call_of(node, values)
     if is_view(call):
         return call.target(*call.args, **call.kwargs) if changed else None
-    if isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable:
+    if isinstance(call.target, OpOverload) and call.target._schema.is_mutable:
         return None
     value = fake_result(call) if changed else node.meta.get("val")
     tensors = list(iter_tensors(value))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.capture.hooks import OpOverload
 from lowtide.profiling.calls import OpCall, span_elements, storage_key
 from lowtide.profiling.opaque import with_forward_results
 from lowtide.profiling.rules import Values, values_for
@@ -70,14 +71,14 @@ class _Maker:
 
 
 def _op_name(call: OpCall) -> str:
-    if not isinstance(call.target, torch._ops.OpOverload):
+    if not isinstance(call.target, OpOverload):
         return ""
     return call.target._schema.name
 
 
 def _bind(call: OpCall) -> tuple[list[str], dict[str, Any]]:
     """Names of the positional arguments, and all arguments by name, defaults included."""
-    if not isinstance(call.target, torch._ops.OpOverload):
+    if not isinstance(call.target, OpOverload):
         return [str(index) for index in range(len(call.args))], {}
     arguments = call.target._schema.arguments
     names = [argument.name for argument in arguments][: len(call.args)]

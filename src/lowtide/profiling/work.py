@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from lowtide.capture.hooks import FakeTensorMode, OpOverload
 from lowtide.profiling.calls import OpCall, iter_tensors, signature, storage_key, storages_bytes
 from lowtide.profiling.samples import make_sample
 
@@ -44,7 +44,7 @@ _KNOWN: dict[str, Work] = {}
 
 def work_of(call: OpCall) -> Work:
     """Bytes and flops of a call; raises what the op raises when its arguments do not fit together."""
-    if not isinstance(call.target, torch._ops.OpOverload):
+    if not isinstance(call.target, OpOverload):
         # Two functions can have one name.
         return _work_of(call)
     key = signature(call)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lowtide.facts import Action, Solution
 from lowtide.report.records import CompareRow, Measurement, SweepRow
-from lowtide.report.words import duration, percent, size
+from lowtide.report.words import NOT_BY_RECOMPUTING, UNLIKE_EAGER, duration, percent, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
         return Verdict(
             tone="bad",
             headline="Results differ from the plain step",
-            why=f"{len(measurement.differences)} differences; do not train with this plan. "
+            why=f"{len(measurement.differences)} differences: {_blame(measurement)}. "
             f"Peak {size(peak)} ({basis}) for a budget of {budget}.",
         )
     if peak > solution.budget_bytes:
@@ -59,6 +59,10 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
         headline=f"Fits: {size(peak)} of a {budget} budget",
         why=f"Measured over a whole step, {spare} to spare.",
     )
+
+
+def _blame(measurement: Measurement) -> str:
+    return NOT_BY_RECOMPUTING if measurement.recompute_exact else "do not train with this plan"
 
 
 def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile]:
@@ -105,6 +109,8 @@ def _exactness(measurement: Measurement | None) -> Tile:
         return Tile(
             label="Results", value="exact", note="equal to the plain step to the last bit", tone="good"
         )
+    if measurement.recompute_exact:
+        return Tile(label="Results", value="differ", note=f"{UNLIKE_EAGER}; listed below", tone="warn")
     return Tile(label="Results", value="differ", note="listed below", tone="bad")
 
 
@@ -119,7 +125,10 @@ def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
     failed = [row for row in rows if row.status.startswith("failed")]
     predicted = [row for row in rows if row.status == "predicted only"]
     alone = [row for row in rows if row.status == "plan measured"]
+    too_small = [row for row in rows if row.status.startswith("does not fit")]
     caveats = []
+    if too_small:
+        caveats.append(f"{len(too_small)} of {len(rows)} sizes have no plan for their budget.")
     if alone:
         caveats.append(f"{len(alone)} of {len(rows)} sizes ran with the plan only, and were not compared.")
     if predicted:
@@ -130,7 +139,7 @@ def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
         return Verdict(tone="bad", headline="No batch size fits the budget", why=" ".join(caveats))
     budgets = {row.budget_bytes for row in rows} - {None}
     return Verdict(
-        tone="warn" if failed or predicted or alone else "good",
+        tone="warn" if caveats else "good",
         headline=f"{len(fitting)} of {len(rows)} batch sizes fit their own budget with the plan"
         if len(budgets) > 1
         else _one_budget(without, fitting),

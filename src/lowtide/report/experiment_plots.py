@@ -28,7 +28,8 @@ _DASHES = (0, (5, 3))
 def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     """Peak without and with the plan per batch size, the reduction above the bars, and the budget."""
     figure, axes = new_figure("Peak memory against batch size")
-    largest = max((step.peak_bytes or 0 for row in rows for step in (row.baseline, row.planned)), default=0)
+    heights = [(row.baseline.peak_bytes, row.planned.peak_bytes, row.budget_bytes) for row in rows]
+    largest = max((height or 0 for row in heights for height in row), default=0)
     unit, scale = byte_unit(largest)
     for column, (label, colour) in enumerate((("without", palette.BEFORE), ("with the plan", palette.AFTER))):
         for measured in (True, False):
@@ -63,8 +64,8 @@ def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
 
 def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     """Measured median step time without and with the plan, with the spread and the overhead."""
-    figure, axes = new_figure("Step time against batch size (measured median, whiskers span the quartiles)")
-    timed = [row for row in rows if row.planned.seconds_median is not None]
+    figure, axes = new_figure("Step time against batch size (measured median ± half the quartiles' distance)")
+    timed = [row for row in rows if row.planned.seconds_median or row.baseline.seconds_median]
     largest = max(
         (s.seconds_median or 0.0 for row in timed for s in (row.baseline, row.planned)), default=0.0
     )

@@ -105,7 +105,9 @@ def render_report(
             breakdown=_breakdown(before, after),
             time_groups=_time_groups(step, order) if step and order else [],
             time_parts=[(str(part), _PART_COLOURS[part]) for part in times.PARTS],
-            notes=[*notes, *(solution.notes if solution else ()), *(step.notes if step else ())],
+            notes=list(
+                dict.fromkeys((*notes, *(solution.notes if solution else ()), *(step.notes if step else ())))
+            ),
             kinds=[(str(kind), palette.LABELS[kind], palette.COLOURS[kind]) for kind in palette.STACK],
             labels={"before": WITHOUT, "after": WITH},
             colours={"before": palette.BEFORE, "after": palette.AFTER},

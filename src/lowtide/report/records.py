@@ -38,13 +38,15 @@ class Measurement:
 
     `overhead` is the share of the plain step's measured time that the plan adds, by pairs of runs in
     turn: near the ratio of the two medians, and steadier. `exact` is None where nobody compared.
-    `differences` name what was not equal to the last bit.
+    `differences` name what was not equal to the last bit. `recompute_exact`: it is equal to the
+    captured graph without any recompute, so that the plan is not to blame for differences.
     """
 
     baseline: StepMeasurement
     planned: StepMeasurement
     overhead: float | None = None
     exact: bool | None = None
+    recompute_exact: bool | None = None
     differences: tuple[str, ...] = ()
     method: str = ""
 
@@ -64,8 +66,8 @@ class SweepRow:
     """One batch size, without (`baseline`) and with (`planned`) recompute.
 
     `status` is "measured", "plan measured" (the plain step is too large for the machine), "predicted
-    only", "does not fit: why" or "failed: why". `overhead` is measured as in `Measurement`;
-    `predicted_overhead` is recompute time over the plain step's time.
+    only", "does not fit: why" or "failed: why". `overhead`, `exact` and `recompute_exact` are as in
+    `Measurement`; `predicted_overhead` is recompute time over the plain step's time.
     """
 
     batch_size: int
@@ -76,6 +78,7 @@ class SweepRow:
     exact: bool | None = None
     status: str = "measured"
     predicted_overhead: float | None = None
+    recompute_exact: bool | None = None
 
     @property
     def peaks(self) -> tuple[int | None, int | None]:

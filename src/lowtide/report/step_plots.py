@@ -114,12 +114,14 @@ def plot_before_after(
         lw=1.4,
         label="total without",
     )
-    if budget_bytes is not None:
-        _budget_line(axes, budget_bytes, scale)
+    # a budget far above the peaks would leave them no room
+    shown = budget_bytes if budget_bytes and budget_bytes <= 2 * before.peak_bytes else None
+    if shown is not None:
+        _budget_line(axes, shown, scale)
     _mark_regions(axes, step, after.order, times_after)
     _mark_peak(axes, times_before[before.peak_position], before.peak_bytes, scale, INK)
     _mark_peak(axes, times_after[after.peak_position], after.peak_bytes, scale, palette.AFTER)
-    axes.set_ylim(0, 1.1 * max(before.peak_bytes, budget_bytes or 0) / scale)
+    axes.set_ylim(0, 1.1 * max(before.peak_bytes, after.peak_bytes, shown or 0) / scale)
     axes.set_xlabel("time in the step (s, profiled)", color=MUTED, fontsize=10)
     legend(axes)
     return figure

@@ -5,6 +5,11 @@ import re
 from markupsafe import Markup
 
 UNKNOWN = "–"
+UNLIKE_EAGER = "recompute exact, unlike eager"
+NOT_BY_RECOMPUTING = (
+    "the captured graph gives these results without any recompute, too: the model takes another path of "
+    "its own code while it is captured, or one of its ops rounds in another way there"
+)
 
 
 def size(nbytes: int | None) -> str:

@@ -23,6 +23,11 @@ addEventListener("DOMContentLoaded", () => {
     }
     count.textContent = `${visible} of ${rows.length} activations`;
   };
+  const unsort = () => {
+    rows.sort((a, b) => a.index - b.index);
+    body.append(...rows.map((each) => each.row));
+    headings.forEach((heading) => heading.setAttribute("aria-sort", "none"));
+  };
   const sort = (column, direction) => {
     const sign = direction === "ascending" ? 1 : -1;
     const compare = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
@@ -46,6 +51,7 @@ addEventListener("DOMContentLoaded", () => {
   order.addEventListener("change", () => {
     const [column, direction] = order.value.split(" ");
     if (direction) sort(Number(column), direction);
+    else unsort();
   });
   search.addEventListener("input", filter);
   action.addEventListener("change", filter);

@@ -72,7 +72,10 @@ addEventListener("DOMContentLoaded", () => {
     if (line) columns.push(positions(line).map((p, i) => (ended(line, i) ? null : line.total[p])));
     return columns;
   };
-  const highest = Math.max(...[before, after].filter(Boolean).map((run) => run.total[run.peak]), data.budget || 0) * 1.08;
+  const highestPeak = Math.max(...[before, after].filter(Boolean).map((run) => run.total[run.peak]));
+  // A budget far above the peaks would leave them no room; its line is then out of sight.
+  const showsBudget = data.budget && data.budget <= 2 * highestPeak;
+  const highest = Math.max(highestPeak, showsBudget ? data.budget : 0) * 1.08;
 
   const mark = (u, x, y, text, colour) => {
     const ctx = u.ctx, px = u.valToPos(x, "x", true), py = u.valToPos(y, "y", true);
@@ -115,7 +118,7 @@ addEventListener("DOMContentLoaded", () => {
         ctx.fillText(span.name, from + 4 * devicePixelRatio, top - 7 * devicePixelRatio);
       }
     }
-    if (data.budget) {
+    if (showsBudget) {
       const y = u.valToPos(data.budget, "y", true);
       dashed(u, left, y, left + width, y, Theme.colour("--bad"));
       ctx.fillStyle = Theme.colour("--bad"); ctx.textAlign = "right";

@@ -20,6 +20,7 @@ addEventListener("DOMContentLoaded", () => {
   };
   const columns = [xs, column(points.map((p) => [p.peak, p.overhead * 100])), column(measured.map((p) => [p.measured[0], p.measured[1] * 100]))];
   const top = Math.max(1, ...columns[1], ...columns[2]) * 1.12;
+  const bottom = Math.min(0, ...columns[2]) * 1.12 - top * 0.06;
   const margin = (xs.at(-1) - xs[0]) * 0.04 || xs[0] * 0.1 || 1;
 
   const decorate = (u) => {
@@ -48,7 +49,7 @@ addEventListener("DOMContentLoaded", () => {
   const dots = (size) => ({ show: true, size, fill: (u, i) => Theme.colour(i === 1 ? "--accent" : "--card") });
   const chart = new uPlot({
     width: box.clientWidth, height: height(), padding: [14, 30, 0, 0], legend: { show: false },
-    scales: { x: { time: false, range: () => [xs[0] - margin, xs.at(-1) + margin] }, y: { range: () => [-top * 0.06, top] } },
+    scales: { x: { time: false, range: () => [xs[0] - margin, xs.at(-1) + margin] }, y: { range: () => [bottom, top] } },
     cursor: { drag: { x: false, y: false }, points: { show: false } },
     series: [
       {},
@@ -57,7 +58,7 @@ addEventListener("DOMContentLoaded", () => {
     ],
     axes: [
       byteAxis({ label: "peak memory", labelSize: 22, labelFont: "12px system-ui" }),
-      chartAxis({ size: 60, values: (u, splits) => splits.map((y) => (y < 0 ? "" : "+" + y + " %")), label: "time added", labelSize: 22, labelFont: "12px system-ui" }),
+      chartAxis({ size: 60, values: (u, splits) => splits.map((y) => (y < 0 ? "−" : "+") + Math.abs(y) + " %"), label: "time added", labelSize: 22, labelFont: "12px system-ui" }),
     ],
     hooks: { draw: [decorate] },
   }, columns, box);

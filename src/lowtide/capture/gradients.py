@@ -1,0 +1,107 @@
+"""Gradients in the facts of a step: how they come into a graph, and what the caller keeps of them."""
+
+import itertools
+from dataclasses import replace
+
+from torch import fx
+
+from lowtide.capture.analysis import Analysis, RunState
+from lowtide.capture.regions import split
+from lowtide.capture.segments import Run, Trace, storage_key
+from lowtide.capture.tangents import stands_for
+from lowtide.facts import Kind, Region
+
+
+def add_tangent(
+    analysis: Analysis,
+    state: RunState,
+    *,
+    node: fx.Node,
+    output: int,
+    runs: list[Run],
+    states: list[RunState],
+) -> None:
+    """The gradient of an output arrives: from the next graph as it is, or summed, or made by autograd."""
+    givers = [
+        (states[later], grad)
+        for later in range(state.index + 1, len(runs))
+        for primal, place in runs[later].links.items()
+        if place == (state.index, output)
+        and primal < len(states[later].grads)
+        and (grad := states[later].grads[primal]) is not None
+    ]
+    value = node.meta["val"]
+    reads = tuple(giver.rank[grad] for giver, grad in givers)
+    makes: tuple[int, ...] = ()
+    if len(givers) == 1 and givers[0][1].meta["val"].stride() == value.stride():
+        holds = givers[0][0].holds[givers[0][1]]
+    else:
+        nbytes = value.numel() * value.element_size()
+        made = analysis.add_storage(
+            nbytes=nbytes,
+            kind=Kind.OTHER,
+            name=state.name(node),
+            # a compiled graph wants its gradients contiguous and copies them; eager reads them as they are
+            extra_eager_bytes=-nbytes if len(givers) == 1 else 0,
+            # `loss.backward()` itself holds the gradient that it starts from
+            pinned=not givers and value.numel() == 1,
+        )
+        holds = makes = (made,)
+    state.holds[node] = holds
+    for same in (value, *stands_for(node)):
+        state.storage_of[storage_key(same)] = holds[0]
+    state.rank[node] = analysis.add_node(
+        name=state.name(node),
+        op="placeholder",
+        region=Region.BACKWARD,
+        kind=Kind.OTHER,
+        segment=state.index,
+        reads=reads,
+        holds=holds,
+        makes=makes,
+        fixed="an input of the step",
+    )
+
+
+def add_gradients(analysis: Analysis, state: RunState) -> None:
+    """Pin what becomes a parameter's `.grad`; autograd copies a gradient whose layout is not dense."""
+    end = len(analysis.nodes) - 1
+    extra: list[int] = []
+    for index, grad in enumerate(state.grads):
+        origin = state.segment.origins[index] if index < len(state.segment.origins) else None
+        if not isinstance(grad, fx.Node) or origin is None or origin.kind is not Kind.PARAMETER:
+            continue
+        value, storages = grad.meta["val"], state.holds[grad]
+        owned = analysis.storages[storages[0]]
+        dense = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        if origin.name in analysis.gradients:
+            continue
+        if owned.pinned or owned.static or not dense:
+            made = analysis.add_storage(
+                nbytes=value.numel() * value.element_size(), kind=Kind.GRADIENT, name=origin.name, pinned=True
+            )
+            extra.append(made)
+            analysis.gradients[origin.name] = made
+        else:
+            analysis.storages[owned.id] = replace(owned, kind=Kind.GRADIENT, pinned=True)
+            analysis.gradients[origin.name] = owned.id
+    analysis.nodes[end] = replace(analysis.nodes[end], makes=tuple(extra), holds=tuple(extra))
+
+
+def hold_within_formulas(analysis: Analysis, state: RunState) -> None:
+    """The loss runs eagerly: what one of autograd's formulas makes on its way lives to the formula's end."""
+    for _, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
+        ranks = [state.rank[node] for node in group]
+        last = analysis.nodes[ranks[-1]]
+        reads = tuple(dict.fromkeys((*last.reads, *ranks[:-1])))
+        analysis.nodes[last.rank] = replace(last, reads=reads)
+
+
+def pin_returned(analysis: Analysis, states: list[RunState], trace: Trace) -> None:
+    """The caller holds what the model returned, and the loss, to the end of the step."""
+    for run, output in sorted(trace.returned):
+        value = states[run].outputs[output]
+        for storage in states[run].holds[value] if value is not None else ():
+            record = analysis.storages[storage]
+            if not record.static:
+                analysis.storages[storage] = replace(record, pinned=True)
