@@ -41,13 +41,15 @@ PlanGraph = Callable[[Segment], GraphPlan]
 class Backend:
     """A torch.compile backend that rewrites each graph by the plan that `plan_graph` gives for it.
 
-    `graphs` lists what was compiled, in order, for tests and reports.
+    `graphs` lists what was compiled, in order, for tests and reports; `ran` gets an entry for every run
+    of a forward pass, and is for its reader to empty.
     """
 
     def __init__(self, plan_graph: PlanGraph, *, origins: Callable[[fx.GraphModule], list[Origin]]) -> None:
         self.plan_graph = plan_graph
         self.origins = origins
         self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
+        self.ran: list[None] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         origins = self.origins(graph)
@@ -63,7 +65,7 @@ class Backend:
             return rewritten.forward, rewritten.backward
 
         def forward(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
-            return hooks.takes_list(_function(module))
+            return hooks.takes_list(_function(module, ran=self.ran))
 
         def backward(_module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
             assert rewritten is not None and plan is not None
@@ -71,11 +73,12 @@ class Backend:
 
         def inference(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
             alone = new_segment(module, origins, num_forward_outputs=None)
-            return hooks.takes_list(_function(forward_only(alone)))
+            return hooks.takes_list(_function(forward_only(alone), ran=self.ran))
 
-        return hooks.compile_graph(
-            graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
-        )
+        with hooks.quiet():
+            return hooks.compile_graph(
+                graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
+            )
 
 
 class Backward:
@@ -136,12 +139,20 @@ class Runner:
             self._warn_of_eval_mode()
             return call_model(self.model, args, kwargs)
         self._warn_of_gradients()
-        self._batch = (args, kwargs)
+        self._batch, breaks = (args, kwargs), hooks.graph_breaks()
+        self.backend.ran.clear()
         try:
-            with hooks.compiling(), hooks.user_errors():
-                return self.compiled(self.model, args, kwargs)
+            with hooks.compiling(), hooks.unlogged(), hooks.user_errors():
+                output = self.compiled(self.model, args, kwargs)
         finally:
             self._batch = ()
+        if not self.backend.ran:
+            why = next(iter(hooks.graph_breaks() - breaks), "it gives no reason")
+            raise Unsupported(
+                f"the model ran without its plan, since torch.compile gave up on its forward pass ({why}). "
+                "Is its code the same as when it was planned? Plan it as it trains, or lowtide.remove(model)"
+            )
+        return output
 
     def _origins(self, graph: fx.GraphModule) -> list[Origin]:
         """Where a graph's inputs come from; `Kind.OTHER` is what the model itself made, in another graph."""
@@ -201,11 +212,13 @@ def runner_of(model: nn.Module) -> Runner | None:
     return current if isinstance(current, Runner) else None
 
 
-def _function(module: fx.GraphModule) -> Callable[..., Any]:
+def _function(module: fx.GraphModule, *, ran: list[None] | None = None) -> Callable[..., Any]:
     """A graph's code as a plain function that takes one list, without nn.Module's call around it."""
     run = module.forward
 
     def call(args: list[Any]) -> Any:
+        if ran is not None:
+            ran.append(None)
         return run(args)
 
     return call

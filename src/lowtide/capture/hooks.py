@@ -82,6 +82,7 @@ __all__ = [
     "quiet",
     "real_tensors",
     "takes_list",
+    "unlogged",
     "user_errors",
     "weakly",
 ]
@@ -283,13 +284,19 @@ def _seen_codes() -> list[types.CodeType]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep torch's own warnings and log lines about tracing off the user's screen."""
+    with unlogged(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep torch's log lines off the screen, but not warnings, which may be the user's own."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # what torch logs as an error, it also raises
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         logger.setLevel(level)
 
