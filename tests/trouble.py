@@ -445,7 +445,7 @@ TROUBLE = {
     "frozen-and-unused": Trouble(FrozenAndUnused, ROWS),
     "graph-break": Trouble(GraphBreak, ROWS),
     "frozen-before-a-break": Trouble(FrozenBeforeABreak, ROWS),
-    "equal-blocks": Trouble(EqualBlocks, ROWS),
+    "equal-blocks": Trouble(EqualBlocks, _floats(4 * BATCH, WIDTH)),
     "draws-in-vain": Trouble(DrawsInVain, ROWS),
     "reads-values": Trouble(ReadsValues, ROWS),
     "lstm": Trouble(Recurrent, _floats(8, 6, WIDTH)),

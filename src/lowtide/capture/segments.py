@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from lowtide.capture import failures, forecast, hooks
 from lowtide.capture.eager import as_eager_computes
 from lowtide.capture.fingerprint import fingerprint
+from lowtide.capture.recipes import is_random
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
@@ -112,6 +113,8 @@ class Collector:
             nonlocal segment
             segment = new_segment(joint, origins, num_forward_outputs=kwargs["num_fwd_outputs"])
             self.segments.append(segment)
+            # torch's partitioner, which only has to make something that runs here, fails on these
+            joint.graph.eliminate_dead_code(is_impure_node=_is_needed)
             return hooks.default_partition(joint, args, **kwargs)
 
         def forward(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -174,6 +177,11 @@ class Collector:
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The (run, output) that made this tensor."""
         return self._made.get(storage_key(tensor))
+
+
+def _is_needed(node: fx.Node) -> bool:
+    """Whether an op stays though nobody reads its result; a random one need not, where nothing is kept."""
+    return node.op in ("placeholder", "output") or (node.is_impure() and not is_random(node))
 
 
 def mutated_inputs(joint: fx.GraphModule) -> dict[int, int]:
