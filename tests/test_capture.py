@@ -22,6 +22,8 @@ from lowtide.capture.step import Captured, capture
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind, Region, Step
 from lowtide.measure.peak import peak_above_start
+from trouble import BATCH, EqualBlocks
+from trouble import WIDTH as TROUBLE_WIDTH
 
 WIDTH = 6
 ROWS = 10
@@ -382,6 +384,11 @@ def test_segments_are_ranked_in_the_order_they_run() -> None:
     backward = [n.segment for n in step.nodes if n.region is Region.BACKWARD]
     assert forward == sorted(forward) and set(forward) == {0, 1, 2, 3}
     assert backward == sorted(backward, reverse=True) and set(backward) == {0, 1, 2, 3}
+
+
+def test_graphs_that_differ_in_their_parameters_alone_are_told_apart() -> None:
+    graphs = capture(EqualBlocks(), torch.randn(BATCH, TROUBLE_WIDTH)).step.graphs
+    assert len({graph.fingerprint for graph in graphs if graph.in_model}) == 3
 
 
 def test_links_between_segments() -> None:
