@@ -1,25 +1,17 @@
 """The page in a real browser: no errors, no requests, and every control does what it says."""
 
 import json
-import shutil
 
 import pytest
 
+from browsers import browsing, needs_chromium
 from lowtide.report.html import render_report
 from report_cases import ENVIRONMENT, compare_rows, make_case, sweep_rows
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver (Debian: chromium chromium-driver)"
-)
+pytestmark = needs_chromium
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (pip install lowtide[dev])")
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
 
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-    "--disable-dev-shm-usage", "--window-size=1200,900",
-)  # fmt: skip
 EVIL = "</script><script>document.title='taken'</script><img src=http://localhost:1/x>"
 
 
@@ -54,18 +46,8 @@ def pages(case, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    with pytest.MonkeyPatch.context() as patch:
-        # The driver is on this machine and needs no proxy, whatever the environment says.
-        patch.setenv("NO_PROXY", "localhost,127.0.0.1")
-        patch.setenv("no_proxy", "localhost,127.0.0.1")
-        started = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    with browsing(tmp_path_factory.mktemp("chromium")) as started:
         yield started
-        started.quit()
 
 
 @pytest.fixture
