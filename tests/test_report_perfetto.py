@@ -83,6 +83,11 @@ def test_every_run_is_a_slice_of_its_region(perfetto, case):
     assert runs["with", "recompute"] == len(case.after.order) - len(case.step.nodes)
 
 
+def test_no_slice_stands_below_another(perfetto):
+    ask, _ = perfetto
+    assert ask("select max(depth) as depth from slice", "depth") == [["0"]]
+
+
 def test_counters_reach_the_peaks(perfetto, case):
     ask, _ = perfetto
     rows = ask(

@@ -16,6 +16,8 @@ from lowtide.report.palette import LABELS, STACK
 from lowtide.simulate import Timeline
 
 _MICROSECONDS = 1e6
+_SHORTEST = 1e-9
+"""Seconds that every slice lasts at least: Perfetto stacks those that last no time below each other."""
 
 
 def chrome_trace(step: Step, timelines: Mapping[str, Timeline]) -> dict[str, Any]:
@@ -48,10 +50,15 @@ def _names(pid: int, name: str) -> list[dict[str, Any]]:
         _metadata("process_name", pid, 0, {"name": name}),
         _metadata("process_sort_index", pid, 0, {"sort_index": pid}),
     ]
-    for tid, part in enumerate(times.PARTS, start=1):
-        events.append(_metadata("thread_name", pid, tid, {"name": str(part)}))
+    for part, tid in _threads(pid).items():
+        events.append(_metadata("thread_name", pid, tid, {"name": part}))
         events.append(_metadata("thread_sort_index", pid, tid, {"sort_index": tid}))
     return events
+
+
+def _threads(pid: int) -> dict[str, int]:
+    """A thread for each part of the step; one with its process's number would be shown as the main thread."""
+    return {str(part): 10 * pid + index for index, part in enumerate(times.PARTS)}
 
 
 def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +66,7 @@ def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, 
 
 
 def _events(step: Step, timeline: Timeline, pid: int) -> list[dict[str, Any]]:
-    parts = {str(part): tid for tid, part in enumerate(times.PARTS, start=1)}
+    threads = _threads(pid)
     held = {LABELS[kind]: timeline.bytes_by_kind[kind].tolist() for kind in STACK}
     held["total"] = timeline.bytes_held.tolist()
     events: list[dict[str, Any]] = []
@@ -67,7 +74,7 @@ def _events(step: Step, timeline: Timeline, pid: int) -> list[dict[str, Any]]:
     now = 0.0
     for position, run in enumerate(times.runs(step, timeline.order)):
         start = round(now * _MICROSECONDS, 3)
-        now += run.seconds
+        now += max(run.seconds, _SHORTEST)
         node = run.node
         args = {"op": node.op, "rank": node.rank, "position": position, "bytes held": held["total"][position]}
         args |= {key: value for key, value in (("module", node.module), ("source", node.source)) if value}
@@ -77,7 +84,7 @@ def _events(step: Step, timeline: Timeline, pid: int) -> list[dict[str, Any]]:
                 "name": node.name,
                 "cat": run.part,
                 "pid": pid,
-                "tid": parts[run.part],
+                "tid": threads[run.part],
                 "ts": start,
                 "dur": round(round(now * _MICROSECONDS, 3) - start, 3),
                 "args": args,
