@@ -92,7 +92,7 @@ def test_does_not_fit(run_lowtide, profile, step, tmp_path):
     [
         (("--budget", "10 apples"), Exit.USAGE, "cannot read the size"),
         ((), Exit.USAGE, "Missing option '--budget'"),
-        (("--budget", "60%", "--planner", "best"), Exit.ERROR, "no planner 'best'"),
+        (("--budget", "60%", "--planner", "best"), Exit.USAGE, "no planner 'best'"),
     ],
 )
 def test_wrong_options(run_lowtide, profile, arguments, code, message):

@@ -277,7 +277,12 @@ class Runs:
         else:
             end = block.start
             for holder in block.holders:
-                end = max(end, self.last_use(holder))
+                # `last_use`, written out: nothing is asked more often
+                uses = self.uses(holder) if holder in self.table.tuple_keys else self.readers[holder]
+                if uses and uses[-1] > end:
+                    end = uses[-1]
+                elif holder > end:
+                    end = holder
         old = block.end
         if end == old:
             return
