@@ -419,7 +419,9 @@ def test_a_real_forward_is_announced_before_it_runs(caplog: pytest.LogCaptureFix
     captured = capture(Net(middle=reads_values), rows())
     words, outside = said(caplog)
     assert before and before[0] == 1
-    assert "code between its graphs that torch.compile does not follow" in outside  # the relu, after said()
+    assert (
+        "code outside of its graphs that torch.compile does not follow" in outside
+    )  # the relu, after said()
     parameters = 2 * (WIDTH * WIDTH + WIDTH) * 4
     graph = ROWS * WIDTH * 4
     assert f"at least {parameters + graph} B: {parameters} B of parameters" in words

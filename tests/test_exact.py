@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lowtide import BudgetTooSmall
 from lowtide.api import profile
@@ -111,3 +112,33 @@ def test_the_peak_of_eager_training_is_predicted(name: str) -> None:
     target = load_target(f"tiny-{name}", batch_size=2)
     found = profile(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
     assert measured_peak(target) == pytest.approx(found.peak_bytes, rel=0.01)
+
+
+TARGETS = torch.randint(1, 10, (16, 8))
+
+
+def _ctc(output: torch.Tensor) -> torch.Tensor:
+    """A loss that torch.compile does not follow."""
+    return F.ctc_loss(output, TARGETS, torch.full((16,), 40), torch.full((16,), 8))
+
+
+class Speech(nn.Module):
+    def __init__(self, *, with_loss: bool) -> None:
+        super().__init__()
+        self.with_loss = with_loss
+        self.layers = nn.Sequential(
+            nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.layers(x).log_softmax(-1)
+        return _ctc(output) if self.with_loss else output
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_loss_outside_of_all_graphs(inside: bool, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Speech(with_loss=inside)
+    optimizer = torch.optim.Adam(model.parameters())
+    _check(Target("speech", model, torch.randn(40, 16, 32), optimizer, None if inside else _ctc))
+    assert "budgets are kept only for the rest" in caplog.text

@@ -20,6 +20,7 @@ from lowtide.capture import failures, forecast, hooks
 from lowtide.capture.eager import as_eager_computes
 from lowtide.capture.fingerprint import fingerprint
 from lowtide.capture.recipes import is_random
+from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
@@ -68,7 +69,8 @@ class Trace:
     """All graphs of one forward pass in the order they ran.
 
     `returned` are the (run, output) that the caller holds; `given` those whose gradient comes from
-    outside of the graphs: the loss.
+    outside of the graphs: the loss. `loss_outside`: the loss itself was made outside of them, so that
+    nobody can tell which outputs it reads, and all of them may get a gradient.
     """
 
     runs: list[Run]
@@ -76,6 +78,7 @@ class Trace:
     given: frozenset[tuple[int, int]]
     num_model_runs: int
     real_forward: bool = False
+    loss_outside: bool = False
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -310,8 +313,7 @@ def _trace(
         if value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(loss or sum_of_floats, collector)(output)
-    place = collector.where(value) if isinstance(value, torch.Tensor) else None
-    if place is None or not value.requires_grad:
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
         raise CaptureError(
             "the loss does not depend on any parameter that requires a gradient: "
             "pass `loss=` a function of the model's output that returns a scalar"
@@ -321,12 +323,19 @@ def _trace(
             f"the loss has shape {tuple(value.shape)}, not one element: "
             "pass `loss=` a function that returns a scalar"
         )
+    place = collector.where(value)
+    every = {
+        (index, output)
+        for index, run in enumerate(collector.runs)
+        for output in tangent_outputs(run.segment.joint).values()
+    }
     return Trace(
         runs=collector.runs,
-        returned=returned | {place},
-        given=frozenset({place}),
+        returned=returned if place is None else returned | {place},
+        given=frozenset(every if place is None else {place}),
         num_model_runs=num_model_runs,
         real_forward=collector.real,
+        loss_outside=place is None,
     )
 
 

@@ -23,8 +23,8 @@ from lowtide.outputs import split_batch
 
 SCALARS_BYTES = 1024
 OUTSIDE = (
-    "the model runs differentiable code between its graphs that torch.compile does not follow; what that "
-    "code itself holds is not counted"
+    "the model or its loss runs differentiable code outside of its graphs that torch.compile does not "
+    "follow; what that code itself holds is not counted"
 )
 
 logger = logging.getLogger("lowtide")
@@ -153,7 +153,7 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
         notes.append(
             f"the model breaks into {traced.num_model_runs} graphs; nothing is recomputed across them"
         )
-    if any(run.from_outside for run in traced.runs):
+    if traced.loss_outside or any(run.from_outside for run in traced.runs):
         notes.append(OUTSIDE)
     if traced.real_forward:
         notes.append("captured with one real forward pass, since the model's code reads tensor values")
