@@ -87,6 +87,6 @@ def check_identity(plan: Plan, found: tuple[tuple[str, str], ...]) -> None:
     for what, value in found:
         if made_for.get(what, value) != value:
             raise PlanMismatch(
-                f"this plan is for another {what}: it was made for '{made_for[what]}', here is '{value}'. "
-                "Profile and plan this one"
+                f"this plan was made for the {what} '{made_for[what]}', and here is '{value}'. "
+                "Profile and plan again"
             )

@@ -1,5 +1,6 @@
 """The options that commands share, each with its help text."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -13,17 +14,17 @@ MEMORY_LIMIT = "1GiB"
 
 
 def _budget(text: str) -> str:
-    """Refuse what cannot be a budget before any work is done for it; its peak is known only later."""
-    try:
-        parse_budget(text, whole=1 << 60)
-    except BadSize as error:
-        raise typer.BadParameter(str(error)) from None
-    return text
+    """Refuse what cannot be a budget before any work is done for it; the peak is known only later."""
+    return _read(text, lambda: parse_budget(text, whole=1 << 60))
 
 
 def _size(text: str) -> str:
+    return _read(text, lambda: parse_size(text))
+
+
+def _read(text: str, read: Callable[[], object]) -> str:
     try:
-        parse_size(text)
+        read()
     except BadSize as error:
         raise typer.BadParameter(str(error)) from None
     return text

@@ -102,7 +102,8 @@ def tradeoff(
         data = _data(profile, curve, name=name)
         if out is not None:
             with terminal.working("writing the report"):
-                _write(out, profile, curve, data, measured=not source.endswith(".json") or bool(measure))
+                measured = not source.endswith(".json") or any(p.measured_peak_bytes for p in curve.points)
+                _write(out, profile, curve, data, measured=measured)
         terminal.data(data)
         terminal.show(*_tables(data))
         if out is not None:

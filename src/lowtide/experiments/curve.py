@@ -30,7 +30,7 @@ def spread_over(count: int, total: int) -> list[int]:
     return sorted(total - 1 - total * i // wanted for i in range(wanted))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Curve:
     """The points of a curve; what was not exact among the measured ones, and what failed, in words."""
 
