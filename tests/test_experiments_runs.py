@@ -252,6 +252,15 @@ def test_compare_gives_the_planners_the_peaks_of_the_others(profile, monkeypatch
         assert compare_exit([*found.values(), replace(exact[0], **changes)]) == code
 
 
+def test_a_rival_a_hair_below_the_floor_is_met_at_the_floor(profile, monkeypatch):
+    near, far = int(profile.floor_bytes * (1 - 0.5e-5)), int(profile.floor_bytes * 0.99)
+    for peak_bytes, budget_bytes in ((near, profile.floor_bytes), (far, far)):
+        answers = {"eager": tried(profile.peak_bytes), "blocks": tried(peak_bytes), "plan": tried(10)}
+        answers["partitioner"] = tried(profile.peak_bytes)
+        found = list(compared(profile, monkeypatch, answers).values())
+        assert compare.budgets_of(found, floor_bytes=profile.floor_bytes) == [budget_bytes]
+
+
 def test_where_rivals_save_nothing_the_planners_go_to_the_floor(profile, monkeypatch):
     found = compared(
         profile,

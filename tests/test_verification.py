@@ -225,9 +225,7 @@ def test_a_model_that_cannot_be_moved_is_verified_here() -> None:
 
 def test_a_plan_for_another_batch_is_refused(planned: tuple[Target, Plan]) -> None:
     source, plan = planned
-    with pytest.raises(
-        PlanMismatch, match=r"made for the batch .*\[128x32\].*here is .*\[7x32\]"
-    ):
+    with pytest.raises(PlanMismatch, match=r"made for the batch .*\[128x32\].*here is .*\[7x32\]"):
         lowtide.verify(source.model, source.batch[:7], plan, optimizer=source.optimizer)
 
 

@@ -20,6 +20,7 @@ from lowtide.targets import TargetSpec
 MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
 PLANNERS = ("mu-two", "auto")
 CRASHED = "crashed"
+NEAR = 1e-5
 EAGER = Method(name="none (eager)", kind="eager")
 BLOCKS = Method(name="checkpoint per block", kind="blocks")
 
@@ -72,23 +73,27 @@ def compare(
         with working(f"measuring {method.name}"):
             found.append(_try(source, method, timed_runs))
         yield found[-1]
-    # where no other method gets below eager, lowtide's lowest peak is still worth knowing
-    for budget_bytes in budgets_of(found) or [profile.floor_bytes]:
+    for budget_bytes in budgets_of(found, floor_bytes=profile.floor_bytes):
         for planner in PLANNERS:
             with working(f"measuring {planner} at {size(budget_bytes)}"):
                 result = _plan(source, profile, planner, budget_bytes=budget_bytes, timed_runs=timed_runs)
             yield result
 
 
-def budgets_of(found: Sequence[MethodResult]) -> list[int]:
-    """The peaks that others reach, highest first: checkpointing by block, and the partitioner at its best."""
+def budgets_of(found: Sequence[MethodResult], *, floor_bytes: int) -> list[int]:
+    """The peaks that others reach, highest first: checkpointing by block, and the partitioner at its best.
+
+    Where none gets below eager, lowtide's own lowest peak. That is also taken for one that is below it by
+    no more than the numbers beside a graph that every prediction leaves room for.
+    """
     eager = next((result.peak_bytes for result in found if result.kind == "eager"), None)
     budgets = set()
     for kind in ("blocks", "partitioner"):
         peaks = [result.peak_bytes for result in found if result.kind == kind and result.peak_bytes]
         if peaks and (eager is None or min(peaks) < eager):
-            budgets.add(min(peaks))
-    return sorted(budgets, reverse=True)
+            is_near = min(peaks) < floor_bytes <= min(peaks) * (1 + NEAR)
+            budgets.add(floor_bytes if is_near else min(peaks))
+    return sorted(budgets, reverse=True) or [floor_bytes]
 
 
 def _try(source: TargetSpec, method: Method, timed_runs: int, **predicted: Any) -> MethodResult:
