@@ -154,9 +154,12 @@ def _budgets(axes: "Axes", rows: Sequence[SweepRow], scale: int) -> None:
 
 
 def _batch_axis(axes: "Axes", rows: Sequence[SweepRow]) -> None:
-    labels = [
-        f"{row.batch_size}\nfailed" if row.status.startswith("failed") else str(row.batch_size)
-        for row in rows
-    ]
-    axes.set_xticks(range(len(rows)), labels, color=MUTED)
+    axes.set_xticks(range(len(rows)), [_batch_label(row) for row in rows], color=MUTED)
     axes.set_xlim(-0.6, len(rows) - 0.4)
+
+
+def _batch_label(row: SweepRow) -> str:
+    """The batch size, and why there is no bar of a plan over it."""
+    if row.status.startswith("failed"):
+        return f"{row.batch_size}\nfailed"
+    return f"{row.batch_size}\nno plan fits" if row.status.startswith("does not fit") else str(row.batch_size)
