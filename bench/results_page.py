@@ -70,8 +70,8 @@ def render_page(pieces: Sequence[Piece], folder: Path, *, date: str, command: st
         "in fresh processes by torch's own count. Times are medians of steps run in turn, without and with; "
         "only their ratio within one run means anything. `~` marks what was predicted and not run.",
         "Time added is recompute, and a few percent either way: the machine's noise, and memory that is "
-        "not taken from the system again in every step. Where a plan comes out faster than eager, it is "
-        "the page faults that it saves; `python bench/page_faults.py TARGET:BATCH` counts them.",
+        "not taken from the system again in every step. A plan can come out faster than eager, since it "
+        "saves page faults: `python bench/page_faults.py TARGET:BATCH` counts them.",
     ]
     for model in dict.fromkeys(piece.model for piece in pieces):
         parts.append(f"## {model}")
