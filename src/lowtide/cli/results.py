@@ -71,9 +71,9 @@ def verification_tables(result: "Verification", *, name: str) -> list[Renderable
         ("with", _timing(result.step_timing), percent(result.overhead)),
     ]
     columns = ("plan", "predicted peak>", "measured peak>", "resident peak>", "memory>")
-    tables: list[RenderableType] = [table(f"{name}, verified", columns, peaks)]
+    tables: list[RenderableType] = [table(f"{name}, peak memory", columns, peaks)]
     if result.step_timing is not None:
-        tables.append(table("", ("plan", "step>", "time>"), times))
+        tables.append(table(f"{name}, step time", ("plan", "step>", "time>"), times))
     return [*tables, *(Text(line) for line in verdict(result))]
 
 
