@@ -131,6 +131,8 @@ class Runner:
         self.compiled = torch.compile(own, backend=hooks.weakly(self.backend), dynamic=False)
         self._batch: Any = ()
         self._warned: set[str] = set()
+        # looked at in every step, and finding them anew takes ten times as long
+        self._parameters = tuple(model.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -166,7 +168,7 @@ class Runner:
         ]
 
     def _warn_of_eval_mode(self) -> None:
-        if "eval" not in self._warned and any(p.requires_grad for p in self.model.parameters()):
+        if "eval" not in self._warned and any(p.requires_grad for p in self._parameters):
             self._warned.add("eval")
             logger.warning(
                 "in eval mode the model runs without its plan: a backward pass through it is not within the "
@@ -176,7 +178,7 @@ class Runner:
     def _warn_of_gradients(self) -> None:
         if self.spare_bytes is None or "gradients" in self._warned:
             return
-        nbytes = sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
+        nbytes = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
         if nbytes > max(0, self.spare_bytes):
             self._warned.add("gradients")
             logger.warning(

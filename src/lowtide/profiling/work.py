@@ -1,8 +1,5 @@
 """How much work a call is, without doing it: bytes and flops from a run on fake tensors."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.capture.hooks import FakeTensorMode, OpOverload
+from lowtide.capture.hooks import FakeTensorMode, OpOverload, unlogged
 from lowtide.profiling.calls import OpCall, iter_tensors, signature, storage_key, storages_bytes
 from lowtide.profiling.samples import make_sample
 
@@ -62,7 +59,7 @@ def visible_work_of(call: OpCall) -> Work:
 
 
 def _work_of(call: OpCall) -> Work:
-    with _unlogged(), torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
+    with unlogged(), torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
         args, kwargs = make_sample(call, fill=False)
         result = call.target(*args, **kwargs)
         return Work(
@@ -74,20 +71,9 @@ def _work_of(call: OpCall) -> Work:
 
 def fake_result(call: OpCall) -> Any:
     """What the call gives on fake tensors."""
-    with _unlogged(), torch.no_grad(), FakeTensorMode():
+    with unlogged(), torch.no_grad(), FakeTensorMode():
         args, kwargs = make_sample(call, fill=False)
         return call.target(*args, **kwargs)
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Keep torch from also logging, with a traceback, what it raises for arguments that do not fit."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def fresh_storages(result: object, inputs: object) -> tuple[int, ...]:
