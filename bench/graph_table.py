@@ -10,7 +10,7 @@ import sys
 import time
 
 from lowtide.errors import BudgetTooSmall
-from lowtide.planners.abstract import load_graph, solve_graph
+from lowtide.planning.abstract import load_graph, solve_graph
 
 SHARES = (90, 80, 70)
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 
 import lowtide
-from lowtide.measure.step import train_step
-from lowtide.runtime import runner_of
-from lowtide.targets import Target, TargetSpec
+from lowtide.checking.train_step import train_step
+from lowtide.running.runner import runner_of
+from lowtide.zoo.targets import Target, TargetSpec
 
 COLUMNS = ("step", "way", "seconds", "user s", "system s", "page faults")
 WARM_UP_STEPS = 2

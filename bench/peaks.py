@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide import api
+from lowtide.facts.sizes import format_size
 from lowtide.measure import measure_step
-from lowtide.sizes import format_size
-from lowtide.targets import TargetSpec
 from lowtide.zoo import find_entry
+from lowtide.zoo.targets import TargetSpec
 
 SMALL = (
     "tiny-resnet152:16:128",

@@ -2,7 +2,7 @@
 
 usage: plan_table.py [--csv FILE] STEP.json...
 
-A step is what `lowtide.serial.save_step` writes. Prints one Markdown table per step: recompute time
+A step is what `lowtide.facts.serial.save_step` writes. Prints one Markdown table per step: recompute time
 as % of the step, a dash where the planner does not reach the budget.
 """
 
@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from lowtide.errors import BudgetTooSmall
-from lowtide.planners import Desk
-from lowtide.serial import load_step
-from lowtide.sizes import format_size
+from lowtide.facts.serial import load_step
+from lowtide.facts.sizes import format_size
+from lowtide.planning.planner import Desk
 
 SHARES = (80, 60, 50, 40)
 PLANNERS = ("mu-two", "auto", "every-block", "sqrt")

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import lowtide
-from lowtide.targets import TargetSpec
-from lowtide.verification import verify
+from lowtide.checking.verification import verify
+from lowtide.zoo.targets import TargetSpec
 
 COLUMNS = (
     "target",

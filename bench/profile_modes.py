@@ -22,9 +22,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 
 from lowtide.profiling import GraphProfiler, OpCall, call_of, profile_calls, signature
-from lowtide.profiling.calls import target_name
 from lowtide.profiling.work import fresh_storages
-from lowtide.targets import Target, load_target
+from lowtide.torchside.calls import target_name
+from lowtide.zoo.targets import Target, load_target
 
 DEFAULT_TARGETS = ("transformer:8", "bert-base:4", "vit:2", "unet:2", "resnet152:4")
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lowtide.files import write_atomic
+from lowtide.facts.files import write_atomic
 from results_page import Piece, render_page
 
 ROOT = Path(__file__).parent.parent

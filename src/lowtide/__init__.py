@@ -21,10 +21,10 @@ from lowtide.errors import (
 
 if TYPE_CHECKING:
     from lowtide.api import checkpoint, profile, verify
+    from lowtide.checking.verification import Verification
     from lowtide.plans import Plan, load_plan
     from lowtide.profiles import Profile, load_profile
-    from lowtide.runtime import remove
-    from lowtide.verification import Verification
+    from lowtide.running.runner import remove
 
 __version__ = "0.1.0"
 
@@ -52,12 +52,12 @@ __all__ = [
 _HOMES = {
     "Plan": "plans",
     "Profile": "profiles",
-    "Verification": "verification",
+    "Verification": "checking.verification",
     "checkpoint": "api",
     "load_plan": "plans",
     "load_profile": "profiles",
     "profile": "api",
-    "remove": "runtime",
+    "remove": "running.runner",
     "verify": "api",
 }
 

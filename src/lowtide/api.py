@@ -6,19 +6,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.segments import real_tensors
 from lowtide.capture.step import capture
-from lowtide.costing import MEMORY_LIMIT_BYTES, measure_costs
+from lowtide.capture.trace import real_tensors
+from lowtide.checking.verification import Verification
+from lowtide.checking.verification import verify as verify_target
 from lowtide.errors import LowtideError
-from lowtide.outputs import split_batch
+from lowtide.facts.sizes import parse_size
 from lowtide.plans import Plan, load_plan
 from lowtide.profiles import Profile, load_profile
-from lowtide.runtime import remove, runner_of
-from lowtide.sizes import parse_size
-from lowtide.targets import Target
-from lowtide.verification import Verification
-from lowtide.verification import verify as verify_target
-from lowtide.whole_run import run_costs
+from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
+from lowtide.profiling.whole_run import run_costs
+from lowtide.running.runner import remove, runner_of
+from lowtide.torchside.batch import split_batch
+from lowtide.zoo.targets import Target
 
 __all__ = [
     "Plan",

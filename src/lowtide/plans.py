@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import PlanMismatch
 from lowtide.facts import Decision, Solution
-from lowtide.serial import load_json, save_json, solution_from_dict, solution_to_dict
+from lowtide.facts.serial import load_json, save_json, solution_from_dict, solution_to_dict
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from lowtide.costing import Known
+    from lowtide.profiling.costing import Known
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Plan:
 
         Another batch shape gets a plan of its own for the same budget when it first comes.
         """
-        from lowtide.apply import apply_plan
+        from lowtide.running.replan import apply_plan
 
         return apply_plan(self, model)
 

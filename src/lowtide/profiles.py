@@ -5,17 +5,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.activations import activations
 from lowtide.facts import Activation, Node, Step
-from lowtide.planners import Desk
+from lowtide.facts.serial import load_step, save_step
+from lowtide.facts.sizes import parse_budget
+from lowtide.planning.activations import activations
+from lowtide.planning.planner import Desk
+from lowtide.planning.schedules import as_eager
+from lowtide.planning.simulate import Timeline, plain_order, simulate
 from lowtide.plans import Plan
-from lowtide.schedules import as_eager
-from lowtide.serial import load_step, save_step
-from lowtide.simulate import Timeline, plain_order, simulate
-from lowtide.sizes import parse_budget
 
 if TYPE_CHECKING:
-    from lowtide.costing import Known
+    from lowtide.profiling.costing import Known
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lowtide.capture import recipes
-from lowtide.capture.analysis import Analysis, Place, RunState
 from lowtide.capture.gradients import add_gradients, add_tangent, hold_within_formulas, pin_returned
-from lowtide.capture.hooks import OpOverload
-from lowtide.capture.origins import device_name, module_path, source_line, target_name
+from lowtide.capture.names import device_name, module_path, source_line, target_name
+from lowtide.capture.records import Analysis, Place, RunState
 from lowtide.capture.regions import specialise, split
-from lowtide.capture.segments import Run, Trace, mutated_inputs, storage_key
 from lowtide.capture.tangents import stands_for
+from lowtide.capture.trace import Run, Trace, mutated_inputs, storage_key
 from lowtide.errors import CaptureError
 from lowtide.facts import How, Kind, Recipe, Region
-from lowtide.schedules import RANDOM_STATE
+from lowtide.planning.schedules import RANDOM_STATE
+from lowtide.torchside.hooks import OpOverload
 
 OUTPUT = "output"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from lowtide.capture import hooks
 from lowtide.errors import CaptureError, LowtideError
+from lowtide.torchside import hooks
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 

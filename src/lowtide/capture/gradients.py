@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from lowtide.capture.analysis import Analysis, RunState
+from lowtide.capture.records import Analysis, RunState
 from lowtide.capture.regions import split
-from lowtide.capture.segments import Run, Trace, storage_key
 from lowtide.capture.tangents import stands_for
+from lowtide.capture.trace import Run, Trace, storage_key
 from lowtide.facts import Kind, Region
 
 

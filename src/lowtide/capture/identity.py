@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.segments import name_tensors
+from lowtide.capture.trace import name_tensors
 from lowtide.facts import Kind
 
 

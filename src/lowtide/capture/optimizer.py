@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lowtide.capture.hooks import FakeTensor, FakeTensorMode, StorageWeakRef, TorchDispatchMode
-from lowtide.capture.segments import storage_key
+from lowtide.capture.trace import storage_key
 from lowtide.errors import CaptureError
+from lowtide.torchside.hooks import FakeTensor, FakeTensorMode, StorageWeakRef, TorchDispatchMode
 
 Optimizer = torch.optim.Optimizer
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.capture.hooks import FakeTensor, OpOverload
 from lowtide.facts import How
+from lowtide.torchside.hooks import FakeTensor, OpOverload
 
 aten = torch.ops.aten
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from lowtide.capture.segments import Run, Segment, Trace, new_segment, results_of
 from lowtide.capture.tangents import drop_missing, tangent_outputs
+from lowtide.capture.trace import Run, Segment, Trace, new_segment, results_of
 
 
 def specialise(trace: Trace) -> tuple[list[Run], list[frozenset[int]]]:

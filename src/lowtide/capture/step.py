@@ -9,17 +9,18 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from lowtide.capture import hooks, recipes
+from lowtide.capture import recipes
 from lowtide.capture.analyse import analyse
-from lowtide.capture.analysis import Analysis, Place
 from lowtide.capture.identity import identify
+from lowtide.capture.names import target_name
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
-from lowtide.capture.origins import target_name
-from lowtide.capture.segments import Segment, Trace, name_tensors, storage_key, trace
+from lowtide.capture.records import Analysis, Place
 from lowtide.capture.tangents import tangent_outputs
+from lowtide.capture.trace import Segment, Trace, name_tensors, storage_key, trace
 from lowtide.errors import CaptureError
 from lowtide.facts import Graph, How, Kind, Node, Region, Step
-from lowtide.outputs import split_batch
+from lowtide.torchside import hooks
+from lowtide.torchside.batch import split_batch
 
 SCALARS_BYTES = 1024
 OUTSIDE = (

@@ -10,8 +10,8 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from lowtide.capture import hooks
 from lowtide.capture.recipes import is_random
+from lowtide.torchside import hooks
 
 aten = torch.ops.aten
 

@@ -16,15 +16,15 @@ from lowtide.cli.pages import PLOTS, REPORT, environment, plots_if_possible
 from lowtide.cli.results import outcome_data
 from lowtide.experiments.curve import distinct_plans, point_of
 from lowtide.experiments.measured import Outcome
-from lowtide.files import write_atomic
+from lowtide.facts.files import write_atomic
+from lowtide.facts.serial import save_json
+from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
 from lowtide.report.csvs import write_tradeoff
 from lowtide.report.html import render_report
 from lowtide.report.trace import write_trace
-from lowtide.serial import save_json
-from lowtide.simulate import simulate
-from lowtide.targets import TargetSpec
+from lowtide.zoo.targets import TargetSpec
 
 TRACE = "trace.json"
 TRADEOFF = "tradeoff.csv"

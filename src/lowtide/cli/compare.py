@@ -29,7 +29,7 @@ from lowtide.cli.options import (
 from lowtide.cli.output import claim_folder, table
 from lowtide.cli.terminal import session
 from lowtide.report.words import UNKNOWN, percent, size
-from lowtide.targets import TargetSpec
+from lowtide.zoo.targets import TargetSpec
 
 if TYPE_CHECKING:
     from lowtide.experiments.compare import MethodResult
@@ -135,10 +135,10 @@ def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[Render
 def _write(out: Path, found: "Sequence[MethodResult]", *, name: str, device: str) -> None:
     """All files for the methods so far."""
     from lowtide.cli.pages import REPORT, environment
-    from lowtide.files import write_atomic
+    from lowtide.facts.files import write_atomic
+    from lowtide.facts.serial import save_json
     from lowtide.report.csvs import write_compare
     from lowtide.report.html import render_report
-    from lowtide.serial import save_json
 
     rows = [result.row for result in found]
     write_compare(out / CSV, rows)

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.experiments.machine import NotEnoughMemory
-from lowtide.sizes import BadSize
+from lowtide.facts.sizes import BadSize
 
 
 class UsageError(LowtideError):

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.plans import Plan
-from lowtide.profiles import Profile
-from lowtide.serial import (
+from lowtide.facts.serial import (
     load_json,
     save_json,
     solution_from_dict,
@@ -15,7 +13,9 @@ from lowtide.serial import (
     step_from_dict,
     step_to_dict,
 )
-from lowtide.targets import TargetSpec
+from lowtide.plans import Plan
+from lowtide.profiles import Profile
+from lowtide.zoo.targets import TargetSpec
 
 PROFILE = "profile.json"
 PLAN = "plan.json"

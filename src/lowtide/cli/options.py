@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli import completion
-from lowtide.sizes import BadSize, parse_budget, parse_size
+from lowtide.facts.sizes import BadSize, parse_budget, parse_size
 
 MEMORY_LIMIT = "1GiB"
 

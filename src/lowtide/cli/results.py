@@ -12,8 +12,8 @@ from lowtide.report.records import relative_increase
 from lowtide.report.words import NOT_BY_RECOMPUTING, UNKNOWN, duration, percent, size
 
 if TYPE_CHECKING:
+    from lowtide.checking.verification import Verification
     from lowtide.experiments.measured import Outcome
-    from lowtide.verification import Verification
 
 MAX_DIFFERENCES = 5
 

@@ -26,7 +26,7 @@ from lowtide.cli.options import (
 )
 from lowtide.cli.output import claim_folder
 from lowtide.cli.terminal import session
-from lowtide.targets import TargetSpec
+from lowtide.zoo.targets import TargetSpec
 
 PROFILE, PLAN = "profile.json", "plan.json"
 

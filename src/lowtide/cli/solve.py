@@ -13,7 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.report.words import size
 
 if TYPE_CHECKING:
-    from lowtide.planners.abstract import Graph, GraphSolution
+    from lowtide.planning.abstract import Graph, GraphSolution
 
 
 def solve(
@@ -52,9 +52,9 @@ def solve(
     half a minute. Exits with 3 when no order is found that fits.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        from lowtide.planners.abstract import load_graph, solve_graph
-        from lowtide.serial import save_json
-        from lowtide.sizes import parse_budget
+        from lowtide.facts.serial import save_json
+        from lowtide.facts.sizes import parse_budget
+        from lowtide.planning.abstract import load_graph, solve_graph
 
         if output is not None and output.exists() and not force:
             raise LowtideError(f"{output} is already there: say --force to replace it, or choose another -o")

@@ -7,7 +7,7 @@ from lowtide.cli.exits import UsageError
 from lowtide.cli.options import MEMORY_LIMIT
 from lowtide.cli.terminal import Terminal
 from lowtide.errors import TargetError
-from lowtide.targets import TargetSpec
+from lowtide.zoo.targets import TargetSpec
 
 if TYPE_CHECKING:
     from lowtide.profiles import Profile
@@ -22,7 +22,7 @@ def profile_target(
 
         target = spec.load()
     if mode == "run":
-        from lowtide.experiments.real_run import profile_by_running
+        from lowtide.experiments.whole_run import profile_by_running
 
         with terminal.working(f"running {spec.text}"):
             return profile_by_running(target)

@@ -8,11 +8,11 @@ from rich.text import Text
 
 from lowtide.cli.output import table
 from lowtide.facts import Action, Activation, Decision, Kind, Solution, Step
+from lowtide.planning.simulate import Timeline
 from lowtide.profiles import Profile
 from lowtide.report.palette import LABELS, STACK
 from lowtide.report.times import by_region
 from lowtide.report.words import duration, percent, size
-from lowtide.simulate import Timeline
 
 NUM_LARGEST = 10
 

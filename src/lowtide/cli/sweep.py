@@ -33,7 +33,7 @@ from lowtide.cli.terminal import Terminal, session
 from lowtide.errors import LowtideError
 from lowtide.report.records import StepMeasurement, SweepRow
 from lowtide.report.words import UNKNOWN, UNLIKE_EAGER, duration, percent, size
-from lowtide.targets import TargetSpec, check_target
+from lowtide.zoo.targets import TargetSpec, check_target
 
 if TYPE_CHECKING:
     from lowtide.profiles import Profile
@@ -148,7 +148,7 @@ def _settings(spec: TargetSpec, **options: Any) -> dict[str, Any]:
 def earlier_rows(path: Path, settings: dict[str, Any]) -> list[SweepRow]:
     """What an earlier sweep with the same settings found out for good; nothing where there is none."""
     from lowtide.experiments.sweep import is_final, row_from_dict
-    from lowtide.serial import load_json
+    from lowtide.facts.serial import load_json
 
     if not path.exists():
         return []
@@ -239,10 +239,10 @@ def _data(rows: Sequence[SweepRow], settings: dict[str, Any]) -> dict[str, Any]:
 def _write(out: Path, rows: Sequence[SweepRow], settings: dict[str, Any], *, name: str, device: str) -> None:
     """All files for the sizes so far, so that whoever stops the sweep has them."""
     from lowtide.cli.pages import REPORT, environment, plots_if_possible
-    from lowtide.files import write_atomic
+    from lowtide.facts.files import write_atomic
+    from lowtide.facts.serial import save_json
     from lowtide.report.csvs import write_sweep
     from lowtide.report.html import render_report
-    from lowtide.serial import save_json
 
     write_sweep(out / CSV, rows)
     save_json(out / JSON, _data(rows, settings))

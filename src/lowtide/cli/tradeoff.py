@@ -170,10 +170,10 @@ def _measured(point: dict[str, Any]) -> tuple[str, str]:
 
 def _write(out: "Path", profile: "Profile", curve: "Curve", data: dict[str, Any], *, measured: bool) -> None:
     from lowtide.cli.pages import REPORT, environment, plots_if_possible
-    from lowtide.files import write_atomic
+    from lowtide.facts.files import write_atomic
+    from lowtide.facts.serial import save_json
     from lowtide.report.csvs import write_tradeoff
     from lowtide.report.html import render_report
-    from lowtide.serial import save_json
 
     save_json(out / JSON, data)
     write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds)

@@ -32,7 +32,7 @@ def verify(
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.files import VERIFICATION, load_plan
         from lowtide.cli.results import outcome_data, outcome_exit, outcome_tables
-        from lowtide.serial import save_json
+        from lowtide.facts.serial import save_json
 
         out = claim_folder(folder, (VERIFICATION,), force=force)
         made, spec = load_plan(plan)

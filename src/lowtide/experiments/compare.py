@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowtide.errors import BudgetTooSmall, FreshProcessError
+from lowtide.experiments.contenders import Method, NotApplicable, plan_method
 from lowtide.experiments.machine import check_memory
-from lowtide.experiments.methods import Method, NotApplicable, plan_method
 from lowtide.experiments.trial import Trial, try_method
 from lowtide.profiles import Profile
 from lowtide.report.records import CompareRow
 from lowtide.report.words import size
-from lowtide.targets import TargetSpec
+from lowtide.zoo.targets import TargetSpec
 
 MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
 PLANNERS = ("mu-two", "auto")

@@ -7,7 +7,7 @@ from lowtide.errors import FreshProcessError
 from lowtide.facts import Action
 from lowtide.plans import Plan
 from lowtide.report.records import TradeoffPoint
-from lowtide.targets import TargetSpec
+from lowtide.zoo.targets import TargetSpec
 
 
 def distinct_plans(plans: Sequence[Plan]) -> list[Plan]:
@@ -51,7 +51,7 @@ def measure_points(
 
     Each is measured in a fresh process, in turn with eager.
     """
-    from lowtide.experiments.methods import plan_method
+    from lowtide.experiments.contenders import plan_method
     from lowtide.experiments.mistakes import EXACT
     from lowtide.experiments.trial import try_method
 

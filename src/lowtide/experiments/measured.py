@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from lowtide import verification
+from lowtide.checking import verification
+from lowtide.checking.clock import Timing
+from lowtide.checking.measure import measure_step
+from lowtide.checking.verification import Verification
 from lowtide.experiments.machine import why_not
-from lowtide.measure.clock import Timing
-from lowtide.measure.job import measure_step
 from lowtide.plans import Plan
 from lowtide.report.records import Measurement, StepMeasurement
-from lowtide.targets import TargetSpec
-from lowtide.verification import Verification
+from lowtide.zoo.targets import TargetSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from lowtide.checking.verification import Start, train
 from lowtide.report.words import UNLIKE_EAGER
-from lowtide.targets import Target
-from lowtide.verification import Start, train
+from lowtide.zoo.targets import Target
 
 ROUNDING = 1e-3
 """The largest error, relative to the tensor's largest value, that still passes for rounding."""

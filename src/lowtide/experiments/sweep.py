@@ -10,11 +10,11 @@ from lowtide import api
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
+from lowtide.facts.sizes import parse_budget
 from lowtide.profiles import Profile
 from lowtide.report.records import StepMeasurement, SweepRow
 from lowtide.report.words import size
-from lowtide.sizes import parse_budget
-from lowtide.targets import TargetSpec
+from lowtide.zoo.targets import TargetSpec
 
 MEASURED = "measured"
 PLAN_MEASURED = "plan measured"

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from lowtide.capture import hooks
-from lowtide.experiments.methods import Method, Switch, reference_for, switch_for
+from lowtide.checking.clock import Timing, time_steps
+from lowtide.checking.fresh import run_fresh
+from lowtide.checking.measure import WARM_UP_STEPS
+from lowtide.checking.peak import peak_above_start
+from lowtide.checking.train_step import device_of, static_bytes, train_step
+from lowtide.checking.verification import Start, record
+from lowtide.experiments.contenders import Method, Switch, reference_for, switch_for
 from lowtide.experiments.mistakes import GRADIENT, Mistake, mistakes, verdict
-from lowtide.measure.clock import Timing, time_steps
-from lowtide.measure.fresh import run_fresh
-from lowtide.measure.job import WARM_UP_STEPS
-from lowtide.measure.peak import peak_above_start
-from lowtide.measure.step import device_of, static_bytes, train_step
-from lowtide.targets import Target, TargetSpec
-from lowtide.verification import Start, record
+from lowtide.torchside import hooks
+from lowtide.zoo.targets import Target, TargetSpec
 
 STEPS = 2
 

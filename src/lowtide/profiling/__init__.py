@@ -5,10 +5,10 @@ Two ways: `profile_calls` times every distinct op alone, on random data, in litt
 """
 
 from lowtide.profiling.cache import CostCache
-from lowtide.profiling.calls import OpCall, OpCost, call_of, signature
 from lowtide.profiling.device import Device, device_for
+from lowtide.profiling.interpreter import GraphProfiler, NodeRun
 from lowtide.profiling.ops import cost_by_bytes, profile_calls, scaled_cost
-from lowtide.profiling.run import GraphProfiler, NodeRun
+from lowtide.torchside.calls import OpCall, OpCost, call_of, signature
 
 __all__ = [
     "CostCache",

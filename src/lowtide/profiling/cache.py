@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from lowtide.errors import LowtideError
-from lowtide.files import write_atomic
-from lowtide.profiling.calls import OpCost
+from lowtide.facts.files import write_atomic
 from lowtide.profiling.device import Device
+from lowtide.torchside.calls import OpCost
 
 _log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.capture.hooks import OpOverload
 from lowtide.profiling.cache import CostCache, Order
-from lowtide.profiling.calls import OpCall, call_of, is_view, iter_tensors, map_leaves, signature
 from lowtide.profiling.device import device_for
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.shrink import shrink
 from lowtide.profiling.work import fake_result, fake_tensor, work_of
+from lowtide.torchside.calls import OpCall, call_of, is_view, iter_tensors, map_leaves, signature
+from lowtide.torchside.hooks import OpOverload
 
 _log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from math import log
 import torch
 
 from lowtide.profiling.cache import CostCache
-from lowtide.profiling.calls import OpCall, OpCost, is_view, signature
 from lowtide.profiling.device import SLOW_SECONDS, Device, Timing, device_for, rest_after, typical_seconds
 from lowtide.profiling.samples import SAMPLE_EXTRA_BYTES, make_sample
 from lowtide.profiling.shrink import Slice, shrink
 from lowtide.profiling.work import Work, fresh_storages, visible_work_of, work_of
+from lowtide.torchside.calls import OpCall, OpCost, is_view, signature
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.capture.hooks import OpOverload
-from lowtide.profiling.calls import OpCall, span_elements, storage_key
-from lowtide.profiling.opaque import with_forward_results
 from lowtide.profiling.rules import Values, values_for
+from lowtide.torchside.calls import OpCall, span_elements, storage_key
+from lowtide.torchside.hooks import OpOverload
+from lowtide.torchside.recurrent import with_forward_results
 
 _TILE_ELEMENTS = 1 << 14
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.capture.hooks import FakeTensorMode, OpOverload, unlogged
-from lowtide.profiling.calls import OpCall, iter_tensors, signature, storage_key, storages_bytes
 from lowtide.profiling.samples import make_sample
+from lowtide.torchside.calls import OpCall, iter_tensors, signature, storage_key, storages_bytes
+from lowtide.torchside.hooks import FakeTensorMode, OpOverload, unlogged
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lowtide.facts import Activation, Decision, Node, Step
-from lowtide.files import write_atomic
+from lowtide.facts.files import write_atomic
+from lowtide.planning.simulate import Timeline
 from lowtide.report.records import CompareRow, SweepRow, TradeoffPoint
-from lowtide.simulate import Timeline
 
 Cell = str | int | float | None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import LowtideError
-from lowtide.files import write_atomic
+from lowtide.facts.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,12 +15,12 @@ from jinja2 import FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
+from lowtide.planning.simulate import Timeline
 from lowtide.report import palette, times, words
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
 from lowtide.report.embed import script_json
 from lowtide.report.payload import WITH, WITHOUT, page_data
 from lowtide.report.records import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
-from lowtide.simulate import Timeline
 
 _SCRIPTS = ("theme.js", "decode.js", "timeline.js", "tradeoff.js", "table.js")
 

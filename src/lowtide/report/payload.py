@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowtide.facts import Activation, Decision, Region, Solution, Step
+from lowtide.planning.simulate import Timeline
 from lowtide.report import words
 from lowtide.report.embed import pack_integers, pack_strings
 from lowtide.report.palette import COLOURS, LABELS, STACK
 from lowtide.report.records import TradeoffPoint
-from lowtide.simulate import Timeline
 
 WITHOUT, WITH = "without a plan", "with the plan"
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lowtide.facts import Activation, Step
+from lowtide.planning.simulate import Timeline
 from lowtide.report.experiment_plots import plot_latency_by_batch_size, plot_peak_by_batch_size, plot_tradeoff
 from lowtide.report.figures import save_figure
 from lowtide.report.records import SweepRow, TradeoffPoint
@@ -15,7 +16,6 @@ from lowtide.report.step_plots import (
     plot_node_seconds,
     plot_peak_breakdown,
 )
-from lowtide.simulate import Timeline
 
 __all__ = [
     "plot_activation_sizes",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lowtide.facts import Activation, Region, Step
+from lowtide.planning.simulate import Timeline
 from lowtide.report import palette
 from lowtide.report.csvs import active_bytes
 from lowtide.report.figures import (
@@ -20,7 +21,6 @@ from lowtide.report.figures import (
     write_beside,
 )
 from lowtide.report.words import size
-from lowtide.simulate import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.facts import Step
-from lowtide.files import write_atomic
+from lowtide.facts.files import write_atomic
+from lowtide.planning.simulate import Timeline
 from lowtide.report import times
 from lowtide.report.palette import LABELS, STACK
-from lowtide.simulate import Timeline
 
 _MICROSECONDS = 1e6
 _SHORTEST = 1e-9

@@ -1,0 +1,67 @@
+"""What is known of a step while its graphs are analysed: nodes, storages, and where they come from."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from lowtide.capture.tangents import tangent_outputs
+from lowtide.capture.trace import Segment, results_of
+from lowtide.facts import Node, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands in the captured graphs."""
+
+    run: int
+    node: fx.Node
+
+
+@dataclass(slots=True)
+class Analysis:
+    """Nodes and storages of forward and backward so far, and the graph node behind every rank.
+
+    `gradients[name]` is the storage of a parameter's gradient.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+    gradients: dict[str, int] = field(default_factory=dict)
+    missing: list[frozenset[int]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+    def add_storage(self, **fields: Any) -> int:
+        self.storages.append(Storage(id=len(self.storages), **fields))
+        return len(self.storages) - 1
+
+    def add_node(self, **fields: Any) -> int:
+        self.nodes.append(Node(rank=len(self.nodes), **fields))
+        return len(self.nodes) - 1
+
+
+class RunState:
+    """What is known of one run while it is analysed: ranks of its nodes, storages of its values."""
+
+    def __init__(self, index: int, segment: Segment) -> None:
+        self.index = index
+        self.segment = segment
+        self.graph = segment.joint.graph
+        self.rank: dict[fx.Node, int] = {}
+        self.holds: dict[fx.Node, tuple[int, ...]] = {}
+        self.storage_of: dict[int, int] = {}
+        self.changed: set[int] = set()
+        self.random: dict[fx.Node, int] = {}
+        results = results_of(segment.joint)
+        self.outputs = results[: segment.num_forward_outputs]
+        self.grads = results[segment.num_forward_outputs :]
+        placeholders = self.graph.find_nodes(op="placeholder")
+        tangents = tangent_outputs(segment.joint)
+        self.tangents = tangents
+        self.primals = [node for node in placeholders if node not in tangents]
+
+    def name(self, node: fx.Node) -> str:
+        """A name for `node` that no other run of the step has."""
+        return f"g{self.index}.{node.name}" if self.index else node.name

@@ -1,0 +1,46 @@
+"""The canonical training step, and the bytes that are there before it starts."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.torchside.batch import Loss, call, loss_of, tensors_in
+
+
+def train_step(
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+) -> torch.Tensor:
+    """Forward, loss, backward, optimizer step, gradients dropped. Returns the loss, detached.
+
+    The model's output is held to the end, as in a loop that logs it. Gradients are expected to be
+    None at the start. A dict is passed as keywords, a tuple or list as positional arguments.
+    """
+    output = call(model, batch)
+    value = loss_of(output, loss)
+    value.backward()  # type: ignore[no-untyped-call]
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
+    return value.detach()
+
+
+def static_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Bytes of parameters, buffers, batch and optimizer state. Shared memory counts once."""
+    state = list(optimizer.state.values()) if optimizer is not None else []
+    sizes = {}
+    for tensor in tensors_in([list(model.parameters()), list(model.buffers()), batch, state]):
+        storage = tensor.untyped_storage()
+        sizes[(str(tensor.device), storage.data_ptr())] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def device_of(model: nn.Module, batch: Any) -> torch.device:
+    """Where the step runs: the device of the first parameter, else of the batch, else the CPU."""
+    for tensor in tensors_in([list(model.parameters()), batch]):
+        return tensor.device
+    return torch.device("cpu")

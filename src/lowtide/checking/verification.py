@@ -1,0 +1,307 @@
+"""Prove a plan: the same results to the last bit, and the true peak, in fresh processes.
+
+Eager and planned training run from the same weights, optimizer state and random state; losses,
+gradients, buffers, parameters and the random state after every step are compared with `torch.equal`.
+Some models take another path of their own code while they are captured. `recompute_exact` tells
+whether the captured graph gives the planned run's results without any recompute, too, so that it is
+not the plan that makes them differ from eager's.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture.identity import identify
+from lowtide.capture.recipes import random_state, set_random_state
+from lowtide.capture.regions import without_tangents
+from lowtide.capture.trace import Segment
+from lowtide.checking.clock import Timing, time_steps
+from lowtide.checking.fresh import run_fresh
+from lowtide.checking.measure import Measured, measure_here, measure_step
+from lowtide.checking.train_step import device_of, train_step
+from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
+from lowtide.facts.serial import solution_from_dict, solution_to_dict
+from lowtide.plans import Plan, check_identity
+from lowtide.running.replan import apply_plan
+from lowtide.running.rewrite import plain_schedule
+from lowtide.running.runner import GraphPlan, install, remove, runner_of
+from lowtide.torchside.batch import call, loss_of, split_batch
+from lowtide.torchside.first_calls import make_first_calls
+from lowtide.zoo.targets import Target, TargetSpec
+
+COMPARED_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`differences` from eager, the first one first; empty when all is equal to the last bit."""
+
+    differences: tuple[str, ...]
+    recompute_exact: bool
+    timings: dict[str, Timing]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What a plan does in truth. Peaks are measured by torch's own count of bytes, both in a fresh
+    process of their own, and once more as the process's resident high-water mark.
+
+    `exact`: planned training equals eager training to the last bit. `recompute_exact` is weaker: it
+    equals the captured graph without any recompute, which some models make another path in their code.
+    """
+
+    exact: bool
+    differences: tuple[str, ...]
+    recompute_exact: bool
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    resident_peak_bytes: int | None
+    baseline_predicted_peak_bytes: int
+    baseline_measured_peak_bytes: int
+    baseline_resident_peak_bytes: int | None
+    step_timing: Timing | None
+    baseline_step_timing: Timing | None
+    fresh_process: bool
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.step_timing.median_seconds if self.step_timing else None
+
+    @property
+    def baseline_step_seconds(self) -> float | None:
+        return self.baseline_step_timing.median_seconds if self.baseline_step_timing else None
+
+    @property
+    def overhead(self) -> float | None:
+        """Measured time that the plan adds, as a fraction of eager's."""
+        if self.step_timing is None or self.baseline_step_timing is None:
+            return None
+        return self.step_timing.added_to(self.baseline_step_timing)
+
+    @property
+    def fits(self) -> bool:
+        return self.measured_peak_bytes <= self.budget_bytes
+
+
+def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> Verification:
+    """Compare and measure in fresh processes; a live model that cannot be sent there, in this one."""
+    payload = {"solution": solution_to_dict(plan.solution)}
+    if isinstance(source, Target):
+        check_identity(plan, identify(source.model, split_batch(source.batch)))
+    try:
+        comparison: Comparison = run_fresh(
+            "lowtide.checking.verification:compare", source=source, timed_runs=timed_runs, **payload
+        )
+        baseline = measure_step(source)
+        planned = measure_plan(source, plan)
+    except CannotMoveToFreshProcess:
+        if isinstance(source, TargetSpec):
+            raise
+        comparison, baseline, planned = _verify_here(source, payload["solution"], timed_runs)
+    except FreshProcessError as error:
+        if error.kind == PlanMismatch.__name__:
+            raise PlanMismatch(str(error)) from error
+        raise
+    return Verification(
+        exact=not comparison.differences,
+        differences=comparison.differences,
+        recompute_exact=comparison.recompute_exact,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        measured_peak_bytes=planned.peak_bytes,
+        resident_peak_bytes=planned.resident_peak_bytes,
+        baseline_predicted_peak_bytes=plan.baseline_peak_bytes,
+        baseline_measured_peak_bytes=baseline.peak_bytes,
+        baseline_resident_peak_bytes=baseline.resident_peak_bytes,
+        step_timing=comparison.timings.get("planned"),
+        baseline_step_timing=comparison.timings.get("eager"),
+        fresh_process=planned.fresh_process,
+    )
+
+
+def measure_plan(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 0) -> Measured:
+    """The planned step alone, in fresh processes: for a step that only a plan makes small enough."""
+    payload = {"solution": solution_to_dict(plan.solution)}
+    return measure_step(
+        source, prepare="lowtide.checking.verification:planned", payload=payload, timed_runs=timed_runs
+    )
+
+
+def planned(target: Target, *, solution: dict[str, Any]) -> Target:
+    """The target with its plan applied; refuses a plan that was made for another one."""
+    plan = Plan(solution_from_dict(solution))
+    check_identity(plan, identify(target.model, split_batch(target.batch)))
+    return replace(target, model=apply_plan(plan, target.model))
+
+
+def compare(
+    *, source: Target | TargetSpec, solution: dict[str, Any], timed_runs: int, steps: int = COMPARED_STEPS
+) -> Comparison:
+    """Train eagerly and by the plan, from the same start, and compare every step; then time both in turn."""
+    target = source.load() if isinstance(source, TargetSpec) else source
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        make_first_calls()
+        start = Start(target)
+        eager = record(target, start, Path(folder) / "eager", steps)
+        planned(target, solution=solution)
+        differences = _differences(target, start, eager)
+        _check_graphs(target, solution)
+        recompute_exact = True
+        if differences:
+            install(target.model, plain_plan(solution))
+            captured = record(target, start, Path(folder) / "captured", steps)
+            remove(target.model)
+            planned(target, solution=solution)
+            recompute_exact = not _differences(target, start, captured)
+        start.restore()
+    return Comparison(
+        differences=tuple(differences),
+        recompute_exact=recompute_exact,
+        timings=_time(target, timed_runs) if timed_runs else {},
+    )
+
+
+def _check_graphs(target: Target, solution: dict[str, Any]) -> None:
+    """Refuse to call a plan proven that did not run: other code makes another graph, planned anew."""
+    runner = runner_of(target.model)
+    assert runner is not None
+    ran = {segment.fingerprint for segment, _, _ in runner.backend.graphs}
+    if not ran & {graph.fingerprint for graph in solution_from_dict(solution).graphs}:
+        raise PlanMismatch(
+            "this plan is for another graph: the model's code or settings changed since it was made. "
+            "Profile and plan again"
+        )
+
+
+class Start:
+    """Where both trainings start from."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.tensors = [tensor.detach().clone() for tensor in _tensors(target.model).values()]
+        self.optimizer = copy.deepcopy(target.optimizer.state_dict()) if target.optimizer else None
+        self.random = _random_states(target)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, before in zip(_tensors(self.target.model).values(), self.tensors, strict=True):
+                tensor.copy_(before)
+        if self.target.optimizer is not None and self.optimizer is not None:
+            self.target.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
+        self.target.model.zero_grad(set_to_none=True)
+        for device, state in self.random.items():
+            set_random_state(state, device)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = {f"parameter {name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return named | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+
+
+def _random_states(target: Target) -> dict[str, torch.Tensor]:
+    """The state of the generators of all devices that the model is on, and of the CPU's."""
+    devices = {str(tensor.device) for tensor in (*target.model.parameters(), *target.model.buffers())}
+    return {device: random_state(device) for device in sorted({"cpu", *devices})}
+
+
+def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Everything that one step after the other leaves behind, by name; None gradients are left out."""
+    start.restore()
+    for _ in range(steps):
+        loss = loss_of(call(target.model, target.batch), target.loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        seen = {"loss": loss.detach()}
+        for name, parameter in target.model.named_parameters():
+            if parameter.grad is not None:
+                seen[f"gradient of {name}"] = parameter.grad
+        del loss
+        if target.optimizer is not None:
+            target.optimizer.step()
+        states = {f"random state of {device}": s for device, s in _random_states(target).items()}
+        yield seen | _tensors(target.model) | states
+        target.model.zero_grad(set_to_none=True)
+
+
+def record(target: Target, start: Start, stem: Path, steps: int) -> list[Path]:
+    """Results on disk, so that no second copy of the model is in memory while the other run trains."""
+    files = []
+    for number, seen in enumerate(train(target, start, steps)):
+        files.append(stem.with_name(f"{stem.name}-{number}"))
+        torch.save(seen, files[-1])
+    return files
+
+
+def _differences(target: Target, start: Start, expected: list[Path]) -> list[str]:
+    found = []
+    for number, seen in enumerate(train(target, start, len(expected))):
+        wanted = torch.load(expected[number], mmap=True)
+        for name in (*wanted, *(name for name in seen if name not in wanted)):
+            words = _difference(wanted.get(name), seen.get(name))
+            if words:
+                found.append(f"{name}, step {number + 1}: {words}")
+    return found
+
+
+def _difference(wanted: torch.Tensor | None, seen: torch.Tensor | None) -> str:
+    if wanted is None or seen is None:
+        return "is None without the plan" if wanted is None else "is None with the plan"
+    if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
+        return f"{seen.dtype}{tuple(seen.shape)} instead of {wanted.dtype}{tuple(wanted.shape)}"
+    if torch.equal(wanted, seen) or _same_with_nan(wanted, seen):
+        return ""
+    off = (wanted.double() - seen.double()).abs()
+    return f"{int((wanted != seen).sum())} of {wanted.numel()} values differ, by up to {off.max().item():.3g}"
+
+
+def _same_with_nan(wanted: torch.Tensor, seen: torch.Tensor) -> bool:
+    """A model that trains to NaN is planned exactly when it does so in the same places."""
+    if not wanted.is_floating_point():
+        return False
+    return bool(((wanted == seen) | (wanted.isnan() & seen.isnan())).all())
+
+
+def plain_plan(solution: dict[str, Any]) -> Callable[[Segment], GraphPlan]:
+    """Run the captured graphs as they are, for the same gradients as the plan."""
+    missing = {g.fingerprint: frozenset(g.missing) for g in solution_from_dict(solution).graphs}
+
+    def plan_graph(segment: Segment) -> GraphPlan:
+        absent = missing[segment.fingerprint]
+        return GraphPlan(schedule=plain_schedule(without_tangents(segment, absent)), missing=absent)
+
+    return plan_graph
+
+
+def _time(target: Target, runs: int) -> dict[str, Timing]:
+    model, runner = target.model, target.model._compiled_call_impl
+
+    def step(route: Any) -> Callable[[], object]:
+        def run() -> object:
+            model._compiled_call_impl = route
+            return train_step(model, target.batch, target.optimizer, target.loss)
+
+        return run
+
+    device = device_of(model, target.batch)
+    timings = time_steps({"eager": step(None), "planned": step(runner)}, device=device, warm_up=2, runs=runs)
+    model._compiled_call_impl = runner
+    return timings
+
+
+def _verify_here(
+    source: Target, solution: dict[str, Any], timed_runs: int
+) -> tuple[Comparison, Measured, Measured]:
+    """The same in this process, on a copy, for models that cannot be sent to another one."""
+    with torch.random.fork_rng():
+        model, batch, optimizer = copy.deepcopy((source.model, source.batch, source.optimizer))
+        double = replace(source, model=model, batch=batch, optimizer=optimizer)
+        comparison = compare(source=double, solution=solution, timed_runs=timed_runs)
+        remove(model)
+        baseline = measure_here(double)
+        return comparison, baseline, measure_here(double, prepare=lambda t: planned(t, solution=solution))

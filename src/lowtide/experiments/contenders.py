@@ -1,0 +1,144 @@
+"""Ways to run a model's step, lowtide's and others', that can be switched on and off in one process."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.checking.verification import plain_plan, planned
+from lowtide.errors import LowtideError
+from lowtide.facts.serial import solution_to_dict
+from lowtide.plans import Plan
+from lowtide.running.runner import Runner, install
+from lowtide.torchside import hooks
+from lowtide.zoo.targets import Target
+
+
+class NotApplicable(LowtideError):
+    """A method has nothing to work on in this model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """`blocks`: torch.utils.checkpoint around every repeated block. `partitioner`: torch's own, where
+    `memory_budget` is a share of the saved bytes. `plan`: lowtide's, with its `solution`."""
+
+    name: str
+    kind: Literal["eager", "blocks", "partitioner", "plan"]
+    memory_budget: float | None = None
+    solution: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """`on` makes the model run its other way, `off` its own; both as often as you like."""
+
+    on: Callable[[], None]
+    off: Callable[[], None]
+
+
+def plan_method(name: str, plan: Plan) -> Method:
+    return Method(name=name, kind="plan", solution=solution_to_dict(plan.solution))
+
+
+def switch_for(method: Method, target: Target) -> Switch:
+    """How to switch `method` on; the model is left as it is until then."""
+    model = target.model
+    match method.kind:
+        case "eager":
+            return Switch(lambda: None, lambda: None)
+        case "blocks":
+            return _around_blocks(repeated_blocks(model))
+        case "partitioner":
+            return _route(model, _partitioned(model, method.memory_budget))
+        case "plan":
+            assert method.solution is not None
+            runner = _taken(planned(target, solution=method.solution).model)
+            return _route(model, runner)
+
+
+def reference_for(method: Method, target: Target) -> Switch | None:
+    """The graph that a method makes of the model, run without any recompute; None where it makes none.
+
+    Where results differ from eager's but not from these, recomputing is not to blame.
+    """
+    model = target.model
+    if method.kind == "partitioner":
+        return _route(model, _partitioned(model, None))
+    if method.kind == "plan":
+        assert method.solution is not None
+        install(model, plain_plan(method.solution))
+        return _route(model, _taken(model))
+    return None
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that a user would checkpoint: of the classes that come several times in one list, the
+    one that does so most often, wherever it stands in a list. Single ops are no blocks.
+    """
+    containers = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    longest: Counter[type[nn.Module]] = Counter()
+    for container in containers:
+        counts = Counter(type(child) for child in container if any(True for _ in child.children()))
+        for kind, count in counts.items():
+            longest[kind] = max(longest[kind], count)
+    if not longest or max(longest.values()) < 2:
+        raise NotApplicable("there are no repeated blocks: no list of modules has one class twice")
+    chosen = longest.most_common(1)[0][0]
+    found = {id(child): child for container in containers for child in container if type(child) is chosen}
+    return list(found.values())
+
+
+def _around_blocks(blocks: list[nn.Module]) -> Switch:
+    wrapped = [
+        partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=True) for block in blocks
+    ]
+
+    def on() -> None:
+        for block, forward in zip(blocks, wrapped, strict=True):
+            block.forward = forward
+
+    def off() -> None:
+        for block in blocks:
+            block.__dict__.pop("forward", None)
+
+    return Switch(on, off)
+
+
+def _partitioned(model: nn.Module, memory_budget: float | None) -> Callable[..., Any]:
+    backend = partial(hooks.partitioned_by_torch, memory_budget=memory_budget)
+    call: Callable[..., Any] = hooks.own_code(_call)
+    compiled = torch.compile(call, backend=backend, dynamic=False)
+
+    def route(*args: Any, **kwargs: Any) -> Any:
+        with hooks.quiet(), hooks.compiling():
+            return compiled(model, args, kwargs)
+
+    return route
+
+
+def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _taken(model: nn.Module) -> Runner:
+    """The runner that was just installed, taken off again."""
+    runner = model._compiled_call_impl
+    assert isinstance(runner, Runner)
+    model._compiled_call_impl = None
+    return runner
+
+
+def _route(model: nn.Module, route: Callable[..., Any]) -> Switch:
+    def on() -> None:
+        model._compiled_call_impl = route
+
+    def off() -> None:
+        model._compiled_call_impl = None
+
+    return Switch(on, off)

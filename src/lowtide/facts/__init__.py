@@ -1,0 +1,28 @@
+"""Frozen records that the stages exchange, and how they are written. Nothing here knows torch.
+
+- `step`: one training step: nodes, storages, recipes, graphs, activations
+- `plan`: what a planner answers: runs, decisions, the solution
+- `serial`: both as JSON and back
+- `sizes`: bytes as people write them
+- `files`: files that are never half written
+"""
+
+from lowtide.facts.plan import Action, Decision, Reserve, Schedule, Solution
+from lowtide.facts.step import Activation, Graph, How, Kind, Node, Recipe, Region, Step, Storage
+
+__all__ = [
+    "Action",
+    "Activation",
+    "Decision",
+    "Graph",
+    "How",
+    "Kind",
+    "Node",
+    "Recipe",
+    "Region",
+    "Reserve",
+    "Schedule",
+    "Solution",
+    "Step",
+    "Storage",
+]

@@ -1,0 +1,91 @@
+"""What a plan is: decisions, a schedule of runs, and what a step needs besides its own graphs."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lowtide.facts.step import Graph
+
+
+class Action(StrEnum):
+    RETAINED = "RETAINED"
+    RECOMPUTE = "RECOMPUTE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What a plan does with one activation, and why, in words.
+
+    `seconds` is what its recompute costs in this plan (0 when retained); `times` how often it runs.
+    """
+
+    name: str
+    module: str
+    action: Action
+    nbytes: int
+    seconds: float
+    times: int
+    how: str
+    creation_rank: int
+    last_forward_use: int
+    first_backward_use: int
+    last_backward_use: int
+    recompute_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The order in which ranks run. A forward rank that comes again is run by its recipe.
+
+    Every run reads the latest earlier run of each rank it needs.
+    """
+
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """What a step needs besides the model's own graphs: known bytes for planning other batch shapes.
+
+    `optimizer_peak_bytes` are held inside the optimizer's step, when the backward pass is over.
+    `loss_bytes` is the most that a loss outside of the model holds at once of what it makes, the
+    gradients that it hands over included; all that is between the forward and the backward pass.
+    Of these, `loss_kept_bytes` stay to the end of the step, gradients of the model's outputs apart.
+    `loss_input_bytes` are there all along: the loss's own targets, and inputs that nothing reads.
+    `batch_bytes` is what the model reads of the batch that all this was found for.
+    """
+
+    optimizer_state_bytes: int = 0
+    optimizer_peak_bytes: int = 0
+    loss_bytes: int = 0
+    loss_kept_bytes: int = 0
+    loss_input_bytes: int = 0
+    batch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A planner's answer for one step and one budget; all bytes are simulated."""
+
+    planner: str
+    fingerprint: str
+    budget_bytes: int
+    peak_bytes: int
+    peak_node: str
+    baseline_peak_bytes: int
+    floor_bytes: int
+    step_seconds: float
+    recompute_seconds: float
+    decisions: tuple[Decision, ...]
+    schedule: Schedule
+    notes: tuple[str, ...] = ()
+    graphs: tuple[Graph, ...] = ()
+    identity: tuple[tuple[str, str], ...] = ()
+    reserve: Reserve = Reserve()
+    device: str = "cpu"
+    static_bytes: int = 0
+
+    @property
+    def overhead(self) -> float:
+        """Recompute time as a fraction of the plain step's time."""
+        return self.recompute_seconds / self.step_seconds if self.step_seconds else 0.0

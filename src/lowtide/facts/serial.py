@@ -1,0 +1,212 @@
+"""Facts to JSON and back, compact and versioned."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import LowtideError
+from lowtide.facts import (
+    Action,
+    Decision,
+    Graph,
+    How,
+    Kind,
+    Node,
+    Recipe,
+    Region,
+    Reserve,
+    Schedule,
+    Solution,
+    Step,
+    Storage,
+)
+from lowtide.facts.files import write_atomic
+
+STEP_FORMAT = "lowtide-step/1"
+SOLUTION_FORMAT = "lowtide-plan/1"
+
+
+def step_to_dict(step: Step) -> dict[str, Any]:
+    """Tables with one list of columns each, since names repeated 4,000 times are most of the bytes."""
+    return {
+        "format": STEP_FORMAT,
+        "fingerprint": step.fingerprint,
+        "device": step.device,
+        "copy_bytes_per_second": step.copy_bytes_per_second,
+        "notes": list(step.notes),
+        "graphs": _table(step.graphs, Graph),
+        "identity": [list(pair) for pair in step.identity],
+        "nodes": _table(step.nodes, Node),
+        "storages": _table(step.storages, Storage),
+    }
+
+
+def step_from_dict(data: dict[str, Any]) -> Step:
+    with _reading(data, STEP_FORMAT):
+        step = _step(data)
+        _check_references(step)
+        return step
+
+
+def _step(data: dict[str, Any]) -> Step:
+    return Step(
+        nodes=tuple(_node(row) for row in _rows(data["nodes"])),
+        storages=tuple(Storage(**{**row, "kind": Kind(row["kind"])}) for row in _rows(data["storages"])),
+        fingerprint=data["fingerprint"],
+        device=data["device"],
+        copy_bytes_per_second=data["copy_bytes_per_second"],
+        notes=tuple(data["notes"]),
+        graphs=_graphs(data["graphs"]),
+        identity=_identity(data["identity"]),
+    )
+
+
+def solution_to_dict(solution: Solution) -> dict[str, Any]:
+    result: dict[str, Any] = {"format": SOLUTION_FORMAT}
+    for spec in fields(Solution):
+        value = getattr(solution, spec.name)
+        if spec.name == "decisions":
+            value = _table(value, Decision)
+        elif spec.name == "schedule":
+            value = list(value.order)
+        elif spec.name == "graphs":
+            value = _table(value, Graph)
+        elif spec.name == "reserve":
+            value = asdict(value)
+        result[spec.name] = value
+    return result
+
+
+def solution_from_dict(data: dict[str, Any]) -> Solution:
+    with _reading(data, SOLUTION_FORMAT):
+        return _solution(data)
+
+
+def _solution(data: dict[str, Any]) -> Solution:
+    values = {spec.name: data[spec.name] for spec in fields(Solution)}
+    values["decisions"] = tuple(
+        Decision(**{**row, "action": Action(row["action"])}) for row in _rows(data["decisions"])
+    )
+    values["schedule"] = Schedule(order=tuple(data["schedule"]))
+    values["notes"] = tuple(data["notes"])
+    values["graphs"] = _graphs(data["graphs"])
+    values["identity"] = _identity(data["identity"])
+    values["reserve"] = Reserve(**data["reserve"])
+    return Solution(**values)
+
+
+def save_json(path: Path, data: dict[str, Any]) -> None:
+    """Write `data`, the same bytes for the same data; the old file stays until the new one is whole."""
+    write_atomic(path, json.dumps(data, separators=(",", ":"), sort_keys=True) + "\n")
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise LowtideError(f"there is no file '{path}'") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LowtideError(f"cannot read '{path}': {error}") from error
+    if not isinstance(data, dict):
+        raise LowtideError(f"'{path}' holds no lowtide data: expected an object, found {type(data).__name__}")
+    return data
+
+
+def load_step(path: str | Path) -> Step:
+    return step_from_dict(load_json(Path(path)))
+
+
+def save_step(path: str | Path, step: Step) -> None:
+    save_json(Path(path), step_to_dict(step))
+
+
+@contextmanager
+def _reading(data: dict[str, Any], expected: str) -> Iterator[None]:
+    """Tell in one line what is no data of this format, or was once and is damaged."""
+    found = data.get("format")
+    if found != expected:
+        raise LowtideError(f"expected data of the format '{expected}', found {found!r}: make the file again")
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise LowtideError(
+            f"damaged data of the format '{expected}' ({what}): make the file again"
+        ) from error
+
+
+def _check_references(step: Step) -> None:
+    """A rank or a storage that is not there would only be noticed deep inside a planner."""
+    for position, node in enumerate(step.nodes):
+        recipe = node.recipe
+        again = recipe.reads if recipe else ()
+        held = (*node.holds, *node.makes, *((*recipe.holds, *recipe.makes) if recipe else ()))
+        if node.rank != position or not all(0 <= read < position for read in node.reads):
+            raise ValueError(f"node {position} is out of order")
+        if not all(0 <= read < len(step.nodes) for read in again):
+            raise ValueError(f"node {position} is made again from what is not there")
+        if not all(0 <= storage < len(step.storages) for storage in held):
+            raise ValueError(f"node {position} holds a storage that is not there")
+    if any(storage.id != position for position, storage in enumerate(step.storages)):
+        raise ValueError("storages are out of order")
+
+
+def _table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
+    columns = [spec.name for spec in fields(kind)]
+    return {"columns": columns, "rows": [[_plain(getattr(r, c)) for c in columns] for r in records]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Recipe):
+        return [_plain(getattr(value, spec.name)) for spec in fields(Recipe)]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _rows(table: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
+    return tuple(
+        Graph(
+            fingerprint=row["fingerprint"],
+            in_model=row["in_model"],
+            returned=tuple(row["returned"]),
+            missing=tuple(row["missing"]),
+            schedule=tuple(row["schedule"]),
+            tangent_bytes=row["tangent_bytes"],
+        )
+        for row in _rows(table)
+    )
+
+
+def _identity(pairs: list[list[str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((what, value) for what, value in pairs)
+
+
+def _node(row: dict[str, Any]) -> Node:
+    recipe = row["recipe"]
+    if recipe is not None:
+        how, reads, holds, makes, seconds, workspace = recipe
+        recipe = Recipe(
+            how=How(how),
+            reads=tuple(reads),
+            holds=tuple(holds),
+            makes=tuple(makes),
+            seconds=seconds,
+            workspace_bytes=workspace,
+        )
+    return Node(
+        **{
+            **row,
+            "region": Region(row["region"]),
+            "kind": Kind(row["kind"]),
+            "reads": tuple(row["reads"]),
+            "holds": tuple(row["holds"]),
+            "makes": tuple(row["makes"]),
+            "recipe": recipe,
+        }
+    )

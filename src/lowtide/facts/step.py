@@ -1,0 +1,180 @@
+"""Frozen records that the stages exchange. Nothing here knows torch.
+
+A training step is a list of nodes in the order they run, and the storages they make. Bytes
+belong to storages; a view, a `getitem` or a `detach` makes none and only holds one longer.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Region(StrEnum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Kind(StrEnum):
+    """What a storage is for the user."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+    OTHER = "other"
+
+
+class How(StrEnum):
+    """How a value is made again in the backward pass."""
+
+    AGAIN = "again"
+    """The same op on the same inputs."""
+    REPLAY = "replay"
+    """The same random op, run from the generator state it had in the forward pass."""
+    NO_STATS = "no_stats"
+    """Batch norm without touching its running statistics."""
+    MASK = "mask"
+    """A dropout's output from its input and its kept mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A block of memory.
+
+    `static`: there before the step and after it (parameters, buffers, the batch, optimizer state).
+    `pinned`: made during the step and held to its end, read or not (gradients, what the model returns).
+    Any other is freed after the last read of the last value that holds it.
+    `extra_eager_bytes`: how much larger eager PyTorch's own version is (a dropout mask of floats).
+    """
+
+    id: int
+    nbytes: int
+    kind: Kind
+    name: str
+    static: bool = False
+    pinned: bool = False
+    extra_eager_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a forward node's value can be made again: what that reads, makes and costs.
+
+    `makes` are storage ids of the original: a second run makes a second block of the same size.
+    """
+
+    how: How
+    reads: tuple[int, ...]
+    holds: tuple[int, ...]
+    makes: tuple[int, ...]
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One op (or one input) of the step.
+
+    `reads` are ranks of nodes whose values it needs. `holds` are the storages its own value refers
+    to: those it `makes`, and those it shares with what it reads. `workspace_bytes` are held inside
+    the op only. `recipe` is None where the value can never be made again; `fixed` then says why.
+    `estimated` marks times that were scaled from a smaller or similar op instead of measured.
+    """
+
+    rank: int
+    name: str
+    op: str
+    region: Region
+    kind: Kind
+    module: str = ""
+    source: str = ""
+    segment: int = 0
+    reads: tuple[int, ...] = ()
+    holds: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+    recipe: Recipe | None = None
+    fixed: str = ""
+    estimated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """One captured graph of a step, in the order they run; segment `i` of the nodes is graph `i`.
+
+    Of its outputs, the caller holds `returned` to the end of the step, and `missing` get no gradient;
+    the gradients of the others take `tangent_bytes`.
+    `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: positions in the
+    graph's forward ops followed by its backward ops, in the order that its backward pass runs them.
+    """
+
+    fingerprint: str
+    in_model: bool
+    returned: tuple[int, ...]
+    missing: tuple[int, ...]
+    schedule: tuple[int, ...] = ()
+    tangent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One training step: nodes in the order they run, `nodes[i].rank == i`, storages by id.
+
+    Forward nodes come first, then backward, then optimizer; inputs of a region stand at its head.
+    A model with graph breaks has several segments, run 0, 1, 2 forward and 2, 1, 0 backward; a
+    forward node can only be run again inside the backward part of its own segment.
+    `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
+    """
+
+    nodes: tuple[Node, ...]
+    storages: tuple[Storage, ...]
+    fingerprint: str = ""
+    device: str = "cpu"
+    copy_bytes_per_second: float = 0.0
+    notes: tuple[str, ...] = ()
+    graphs: tuple[Graph, ...] = ()
+    identity: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(node.seconds for node in self.nodes)
+
+    @property
+    def static_bytes(self) -> int:
+        """What is there from the start of the step to its end."""
+        return sum(storage.nbytes for storage in self.storages if storage.static)
+
+    @property
+    def first_backward_rank(self) -> int:
+        """Rank where the forward region ends."""
+        return sum(node.region is Region.FORWARD for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """A forward storage that backward reads again; ranks are those of the plain step.
+
+    Between `last_forward_use` and `first_backward_use` it is held but idle: those idle bytes are
+    all that a plan can win back. The recompute fields assume that all others are retained.
+    """
+
+    name: str
+    storage: int
+    module: str
+    source: str
+    nbytes: int
+    creation_rank: int
+    last_forward_use: int
+    first_backward_use: int
+    last_backward_use: int
+    inactive_seconds: float
+    swap_seconds: float
+    recompute_sources: tuple[str, ...] = ()
+    recompute_nodes: tuple[str, ...] = ()
+    recompute_seconds: float = 0.0
+    recompute_bytes: int = 0
+    recompute_ratio: float = 0.0
+    fixed: str = ""

@@ -1,0 +1,117 @@
+"""The greedy of μ-TWO (Purandare, Wasay, Jain, Idreos, MLSys 2023) in its recompute-only form.
+
+Legend, paper to here: `recomp_srcs` sources, `recomp_time` recompute_seconds, `recomp_cnt` count,
+`total_recomp_time` total_seconds, `recompute_ratio` ratio. Algorithms: B `policy`, D `overhead`,
+E `update_chosen`, F `update_candidates`, G `Runs.peak_bytes` (the true simulator: temporaries of the
+recompute, lengthened lives, optimizer and aliases count). C and H are about swapping and not used.
+
+Where the paper is silent: ties go to the larger, then the earlier activation; totals of those
+already chosen and every ratio are refreshed. Known weakness, kept: the ratio does not look where
+the peak is.
+"""
+
+from dataclasses import dataclass
+
+from lowtide.facts import Activation
+from lowtide.planning.activations import NANOSECOND, activations
+from lowtide.planning.search.lazy import LazyRuns, lazy_plan
+from lowtide.planning.search.runs import Run
+from lowtide.planning.search.table import Table
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """An activation during the greedy."""
+
+    name: str
+    activation: Activation
+    sources: set[str]
+    recompute_seconds: float
+    count: int = 1
+    total_seconds: float = 0.0
+    ratio: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What the greedy has after one more choice: its newest activation and the true peak."""
+
+    storage: int
+    peak_bytes: int
+    recompute_seconds: float
+
+
+def overhead(candidate: Candidate) -> float:
+    """Algorithm D: what recomputing it costs in all."""
+    return candidate.recompute_seconds * candidate.count
+
+
+def refresh(candidate: Candidate) -> None:
+    candidate.total_seconds = overhead(candidate)
+    candidate.ratio = candidate.activation.nbytes / max(candidate.total_seconds, NANOSECOND)
+
+
+def update_chosen(t: Candidate, chosen: list[Candidate]) -> None:
+    """Algorithm E: those already chosen that read `t` now start from the sources of `t`."""
+    for r in chosen:
+        if t.name in r.sources:
+            r.sources = (r.sources - {t.name}) | t.sources
+            r.recompute_seconds += t.recompute_seconds
+            t.count += 1
+            refresh(r)
+    refresh(t)
+
+
+def update_candidates(t: Candidate, candidates: list[Candidate], chosen: list[Candidate]) -> None:
+    """Algorithm F: what the choice of `t` (already among `chosen`) means for those that remain."""
+    for c in candidates:
+        alive = (
+            t.activation.first_backward_use
+            <= c.activation.first_backward_use
+            <= t.activation.last_backward_use
+        )
+        longer = t.name in c.sources and not alive
+        if longer:
+            c.sources = (c.sources - {t.name}) | t.sources
+            c.recompute_seconds += t.recompute_seconds
+        if longer or c.name in t.sources:
+            c.count = 1 + sum(c.name in r.sources for r in chosen)
+            refresh(c)
+
+
+def pick(candidates: list[Candidate]) -> Candidate:
+    """The highest ratio; ties to the larger, then the earlier activation."""
+    return max(candidates, key=lambda c: (c.ratio, c.activation.nbytes, -c.activation.creation_rank, c.name))
+
+
+def policy(table: Table) -> list[Prefix]:
+    """Algorithm B, run to its end: one prefix per choice. A budget takes the first that fits.
+
+    The choices do not depend on the budget, only where the loop stops does.
+    """
+    step = table.step
+    candidates = [
+        Candidate(a.name, a, set(a.recompute_sources), a.recompute_seconds)
+        for a in activations(step)
+        if not a.fixed
+    ]
+    for candidate in candidates:
+        refresh(candidate)
+    runs = LazyRuns(table)
+    chosen: list[Candidate] = []
+    prefixes = [Prefix(-1, runs.peak_bytes(), 0.0)]
+    while candidates:
+        t = pick(candidates)
+        candidates.remove(t)
+        update_chosen(t, chosen)
+        chosen.append(t)
+        update_candidates(t, candidates, chosen)
+        runs.drop(t.activation.storage)
+        prefixes.append(Prefix(t.activation.storage, runs.peak_bytes(), runs.recompute_seconds))
+    return prefixes
+
+
+def plan_of(table: Table, prefixes: list[Prefix], last: int) -> frozenset[Run]:
+    """The plan after the choices up to `prefixes[last]`."""
+    dropped = {prefix.storage for prefix in prefixes[: last + 1]}
+    return lazy_plan(table, table.uses.keys() - dropped)

@@ -1,0 +1,172 @@
+"""Planners: from a step and a budget in bytes to a schedule that fits, at little recompute time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.facts import Activation, Reserve, Schedule, Solution, Step
+from lowtide.planning import auto, baselines, mu_two
+from lowtide.planning.activations import activations
+from lowtide.planning.decisions import decide
+from lowtide.planning.hints import floor_hint
+from lowtide.planning.schedules import as_eager, graph_schedules, reserve, without_needless_runs
+from lowtide.planning.search.archive import Archive
+from lowtide.planning.search.polish import Polish
+from lowtide.planning.search.runs import Run, order_of
+from lowtide.planning.search.table import Table, make_table
+from lowtide.planning.simulate import Timeline, plain_order, simulate
+
+Plan = frozenset[Run]
+
+BASELINES: dict[str, Callable[[Table], Plan]] = {
+    "none": lambda table: frozenset(),
+    "all": baselines.retain_none,
+    "every-block": baselines.every_block,
+    "sqrt": baselines.square_root,
+}
+PLANNERS = ("auto", "mu-two", *BASELINES)
+"""Names of the planners; `none` recomputes nothing, `all` whatever can be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """The lowest peak that `auto` reaches, and the node where it is."""
+
+    floor_bytes: int
+    node: str
+    hint: str
+
+
+class Desk:
+    """Plans for one step. What serves every budget is worked out once, when first needed."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.table = make_table(step)
+        self.plain = simulate(step, plain_order(step))
+        self.eager_peak_bytes = simulate(as_eager(step), plain_order(step)).peak_bytes
+
+    @cached_property
+    def archive(self) -> Archive:
+        return auto.build_archive(self.table, self.prefixes)
+
+    @cached_property
+    def polish(self) -> Polish:
+        return Polish(self.archive)
+
+    @cached_property
+    def prefixes(self) -> list[mu_two.Prefix]:
+        return mu_two.policy(self.table)
+
+    @cached_property
+    def activations(self) -> tuple[Activation, ...]:
+        return activations(self.step)
+
+    @cached_property
+    def reserve(self) -> Reserve:
+        return reserve(self.step)
+
+    def timeline(self, plan: Plan) -> Timeline:
+        order = without_needless_runs(self.step, order_of(self.table, plan))
+        return simulate(self.step, order)
+
+    def floor(self) -> Floor:
+        """The lowest reachable peak. `solve` with exactly this budget succeeds."""
+        timeline = self.timeline(self.archive.entries[0].plan)
+        hint = floor_hint(self.step, timeline)
+        return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
+
+    def solve(self, *, budget_bytes: int, planner: str = "auto") -> Solution:
+        """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
+
+        BudgetTooSmall when it finds none; then its `floor_bytes` is the lowest peak this planner
+        reaches.
+        """
+        if planner not in PLANNERS:
+            raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
+        plan: Plan | None
+        if planner == "auto":
+            entry = self.polish.best(budget_bytes)
+            plan = None if entry is None else entry.plan
+        elif planner == "mu-two":
+            plan = _first_prefix(self, budget_bytes)
+        else:
+            plan = BASELINES[planner](self.table)
+        timeline = None if plan is None else self.timeline(plan)
+        if timeline is None or timeline.peak_bytes > budget_bytes:
+            raise _too_small(self, planner, budget_bytes, timeline)
+        return Solution(
+            planner=planner,
+            fingerprint=self.step.fingerprint,
+            budget_bytes=budget_bytes,
+            peak_bytes=timeline.peak_bytes,
+            peak_node=timeline.peak_node,
+            baseline_peak_bytes=self.eager_peak_bytes,
+            floor_bytes=self.archive.entries[0].peak_bytes,
+            step_seconds=self.plain.seconds,
+            recompute_seconds=timeline.recompute_seconds,
+            decisions=decide(
+                self.table,
+                self.activations,
+                plain=self.plain,
+                planned=timeline,
+                budget_bytes=budget_bytes,
+            ),
+            schedule=Schedule(order=timeline.order),
+            graphs=graph_schedules(self.step, timeline.order),
+            identity=self.step.identity,
+            reserve=self.reserve,
+            device=self.step.device,
+            static_bytes=self.step.static_bytes,
+        )
+
+    def tradeoff(self, *, points: int = 50) -> list[Solution]:
+        """The curve of `auto`: a plan for each of `points` budgets, from the plain peak to the floor."""
+        if points < 1:
+            raise LowtideError(f"a curve needs at least one point, not {points}")
+        high, low = self.eager_peak_bytes, self.archive.entries[0].peak_bytes
+        budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
+        return [self.solve(budget_bytes=budget) for budget in budgets]
+
+
+def floor(step: Step) -> Floor:
+    """The lowest reachable peak of a step."""
+    return Desk(step).floor()
+
+
+def solve(step: Step, *, budget_bytes: int, planner: str = "auto") -> Solution:
+    """One plan; for several budgets of the same step, keep a `Desk`."""
+    return Desk(step).solve(budget_bytes=budget_bytes, planner=planner)
+
+
+def tradeoff(step: Step, *, points: int = 50) -> list[Solution]:
+    """The curve of `auto` for a step."""
+    return Desk(step).tradeoff(points=points)
+
+
+def _first_prefix(desk: Desk, budget_bytes: int) -> Plan | None:
+    for last, prefix in enumerate(desk.prefixes):
+        if prefix.peak_bytes <= budget_bytes:
+            return mu_two.plan_of(desk.table, desk.prefixes, last)
+    return None
+
+
+def _too_small(desk: Desk, planner: str, budget_bytes: int, timeline: Timeline | None) -> BudgetTooSmall:
+    lowest = desk.floor()
+    if planner == "auto":
+        return BudgetTooSmall(
+            budget_bytes=budget_bytes, floor_bytes=lowest.floor_bytes, node=lowest.node, hint=lowest.hint
+        )
+    if timeline is None:
+        prefixes = desk.prefixes
+        last = min(range(len(prefixes)), key=lambda i: prefixes[i].peak_bytes)
+        timeline = desk.timeline(mu_two.plan_of(desk.table, prefixes, last))
+    hint = f"This is what planner '{planner}' reaches; "
+    if lowest.floor_bytes <= budget_bytes:
+        hint += "planner 'auto' meets this budget."
+    else:
+        hint += f"planner 'auto' reaches {lowest.floor_bytes} bytes. {lowest.hint}"
+    return BudgetTooSmall(
+        budget_bytes=budget_bytes, floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint
+    )

@@ -1,0 +1,257 @@
+"""The two moves of `auto`: evict a block from a gap in its use, and merge a copy back into it.
+
+Both are first estimated from the slots' bytes, then made on the real state, and undone by the
+caller when they do not help. `excess` is what each slot holds above the target.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.planning.search.runs import Block, Run, Runs
+
+SMALL_SHARE = 0.5
+"""Rather than recompute through a value of at most this share of the evicted bytes, retain it."""
+
+
+class View:
+    """The slots' bytes against a target, as they were when the view was taken."""
+
+    __slots__ = ("bytes", "excess", "excess_bytes", "target", "until")
+
+    def __init__(self, runs: Runs, target: int) -> None:
+        self.target = target
+        self.bytes: NDArray[np.int64] = runs.slot_bytes()
+        self.excess: NDArray[np.int64] = np.maximum(self.bytes - target, 0)
+        self.until: NDArray[np.int64] = np.concatenate(([0], np.cumsum(self.excess)))
+        self.excess_bytes = int(self.until[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Free `block` after its use at `after`; run `again` in `slot`, where it is next used."""
+
+    slot: int
+    again: tuple[int, ...]
+    instead: tuple[Run, ...]
+    """later runs of the same ranks, which the new ones make needless"""
+    seconds: float
+    gain: float
+    """bytes won, less when only a small part of the excess is covered"""
+    passes_through: bool
+    """whether it recomputes values that could have been retained instead"""
+
+
+def block_uses(runs: Runs, block: Block) -> list[int]:
+    uses = [block.start]
+    for holder in block.holders:
+        uses += runs.uses(holder)
+    uses.sort()
+    return uses
+
+
+def is_live(runs: Runs, block: Block) -> bool:
+    """False for a block that a later change took away."""
+    mine = runs.held.get(block.start)
+    return mine is not None and mine.get(block.storage) is block
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Where `block` is idle: after its use at key `before`, until it is needed in `slot`."""
+
+    block: Block
+    before: int
+    slot: int
+    gain: float
+
+
+def best_eviction(runs: Runs, view: View, block: Block) -> Eviction | None:
+    """The gap of `block` that covers most excess, and the cheapest way to bring it back after it."""
+    gap = _best_gap(runs, view, block)
+    if gap is None:
+        return None
+    found = _bring_back(runs, view, gap, small_bytes=0)
+    if found is not None and found.passes_through:
+        other = _bring_back(runs, view, gap, small_bytes=int(SMALL_SHARE * block.nbytes))
+        if other is not None and other.seconds * found.gain < found.seconds * other.gain:
+            return other
+    return found
+
+
+def _best_gap(runs: Runs, view: View, block: Block) -> Gap | None:
+    width, until = runs.width, view.until
+    if block.pinned or until[block.end // width + 1] == until[block.start // width]:
+        return None
+    best: Gap | None = None
+    for before, after in pairwise(block_uses(runs, block)):
+        first, slot = before // width, after // width
+        if slot == first or runs.table.slot_segment[slot] < 0:
+            continue
+        if runs.peak_key(first) <= before:
+            first += 1
+        covered = int(until[slot] - until[first])
+        if covered:
+            gain = block.nbytes * (covered / view.excess_bytes) ** 0.5
+            if gain > (best.gain if best is not None else 0):
+                best = Gap(block, before, slot, gain)
+    return best
+
+
+def _bring_back(runs: Runs, view: View, gap: Gap, *, small_bytes: int) -> Eviction | None:
+    table, slot, block = runs.table, gap.slot, gap.block
+    way = _walk_back(runs, gap, small_bytes)
+    if way is None:
+        return None
+    again, lengthened, passes_through = way
+    added = sum(b.nbytes for b in lengthened.values())
+    if added >= block.nbytes:
+        return None
+    seconds, instead = 0.0, []
+    for rank in again:
+        op = table.again[rank]
+        assert op is not None
+        later = runs.next_run(rank, table.key(slot, rank))
+        made = sum(nbytes for _, nbytes, _ in op.fresh)
+        if later is not None and _fits_between(view, slot, later // runs.width, made):
+            instead.append((later // runs.width, rank))
+        else:
+            seconds += op.seconds
+    gain = gap.gain * (block.nbytes - added) / block.nbytes
+    return Eviction(slot, tuple(again), tuple(instead), seconds, gain, passes_through)
+
+
+def _walk_back(runs: Runs, gap: Gap, small_bytes: int) -> tuple[list[int], dict[int, Block], bool] | None:
+    """Ranks to run again in the gap's slot, in the order they can run, and blocks that must live until then.
+
+    None when something would have to run that may not. The last value says whether recomputing
+    went through values that could have been retained.
+    """
+    table, slot, block = runs.table, gap.slot, gap.block
+    start_of_slot = slot * runs.width
+    stack = [table.rank(h) for h in block.holders if h <= gap.before and runs.last_use(h) > gap.before]
+    again: set[int] = set()
+    lengthened: dict[int, Block] = {}
+    passes_through = False
+    while stack:
+        rank = stack.pop()
+        if rank in again:
+            continue
+        op = table.again[rank]
+        if op is None or not table.may_run(rank, slot):
+            return None
+        again.add(rank)
+        for read in op.reads:
+            held = runs.held[runs.latest(read, table.key(slot, rank))].values()
+            gone = [b for b in held if b is block or b.end < start_of_slot]
+            if not gone or read in again:
+                continue
+            if block in gone:
+                stack.append(read)
+            elif (
+                table.may_run(read, slot)
+                and sum(b.nbytes for b in gone if id(b) not in lengthened) > small_bytes
+            ):
+                passes_through = True
+                stack.append(read)
+            else:
+                lengthened.update((id(b), b) for b in gone)
+    return sorted(again, key=table.place.__getitem__), lengthened, passes_through
+
+
+def _fits_between(view: View, first: int, last: int, nbytes: int) -> bool:
+    return nbytes == 0 or int(view.bytes[first:last].max()) + nbytes <= view.target
+
+
+def evict(runs: Runs, eviction: Eviction) -> None:
+    """Make the move; what it makes needless goes too."""
+    table = runs.table
+    for rank in eviction.again:
+        if table.key(eviction.slot, rank) not in runs.readers:
+            runs.insert(eviction.slot, rank)
+    for slot, rank in eviction.instead:
+        _take_out(runs, slot, rank)
+
+
+def _take_out(runs: Runs, slot: int, rank: int) -> None:
+    """Remove a run and, with it, every recompute run that nobody reads any more."""
+    table = runs.table
+    todo = [table.key(slot, rank)]
+    first = True
+    while todo:
+        key = todo.pop()
+        if key not in runs.readers or key % runs.width == runs.width - 1:
+            continue
+        if not first and runs.readers[key]:
+            continue
+        first = False
+        sources = [runs.latest(read, key) for read in table.op(key).reads]
+        runs.remove(key // runs.width, table.rank(key))
+        todo += sources
+
+
+def copies(runs: Runs) -> list[Block]:
+    """Blocks made by recompute runs, in the order of the schedule."""
+    return [
+        block
+        for slot in sorted(runs.slot_runs)
+        for key in runs.slot_runs[slot]
+        for block in runs.held[key].values()
+        if block.start == key
+    ]
+
+
+def merge_seconds(runs: Runs, block: Block) -> float:
+    """What merging `block` saves at least: the runs that hold it."""
+    width = runs.width
+    return sum(runs.table.op(key).seconds for key in block.holders if key % width != width - 1)
+
+
+def may_merge(runs: Runs, view: View, block: Block) -> bool:
+    """Whether the bytes of the original fit in the gap that the copy `block` closes (an estimate)."""
+    rank = runs.table.rank(block.start)
+    previous = runs.held[runs.latest(rank, block.start)].get(block.storage)
+    if previous is None:
+        return False
+    first, slot = previous.end // runs.width + 1, block.start // runs.width
+    if first >= slot:
+        return True
+    return int(view.bytes[first:slot].max()) + block.nbytes <= view.target
+
+
+def merge(runs: Runs, block: Block) -> None:
+    """Take out the runs that hold the copy: their readers go back to the block before it."""
+    width = runs.width
+    for key in sorted((k for k in block.holders if k % width != width - 1), reverse=True):
+        if key in runs.readers:
+            _take_out(runs, key // width, runs.table.rank(key))
+
+
+def delay(runs: Runs, first_slot: int) -> None:
+    """Move every recompute run from `first_slot` on to where it is first read, when that holds less.
+
+    Costs nothing. Last runs first, so that a chain of runs moves together.
+    """
+    table, width = runs.table, runs.width
+    for slot in sorted((s for s in runs.slot_runs if s >= first_slot), reverse=True):
+        for key in reversed(runs.slot_runs.get(slot, [])[:]):
+            readers = runs.readers[key]
+            later = readers[0] // width
+            if later == slot:
+                continue
+            rank = table.rank(key)
+            if not table.may_run(rank, later):
+                continue
+            op = table.op(key)
+            lengthened = 0
+            for read in op.reads:
+                source = runs.latest(read, key)
+                follows = source // width == slot and len(runs.readers[source]) == 1
+                if not follows:
+                    lengthened += sum(b.nbytes for b in runs.held[source].values() if b.end // width < later)
+            made = sum(nbytes for _, nbytes, _ in op.fresh)
+            if lengthened < made or (not lengthened and not made):
+                runs.remove(slot, rank)
+                runs.insert(later, rank)

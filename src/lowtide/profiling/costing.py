@@ -1,0 +1,104 @@
+"""Fill a captured step with the measured time and inner memory of every op."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from lowtide.capture.step import Call, Captured, with_costs, with_values
+from lowtide.facts import Step
+from lowtide.profiling.cache import CostCache
+from lowtide.profiling.device import device_for
+from lowtide.profiling.layouts import real_values
+from lowtide.profiling.ops import profile_calls, scaled_cost
+from lowtide.profiling.samples import make_sample
+from lowtide.torchside.calls import OpCall, OpCost, signature
+from lowtide.torchside.hooks import real_tensors
+from lowtide.torchside.recurrent import real_result_bytes, untracked_bytes
+
+MEMORY_LIMIT_BYTES = 1 << 30
+
+# Of the memory limit for the inputs and outputs of an op whose memory inside is not known yet.
+_LAYOUT_SHARE = 16
+
+Known = dict[str, tuple[OpCall, OpCost]]
+"""Costs by signature, with the call each was measured for."""
+
+Key = tuple[int, bool]
+"""The rank of an op, and whether it is the one of its recipe."""
+
+Calls = dict[Key, OpCall]
+
+
+def measure_costs(
+    captured: Captured,
+    *,
+    memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+    use_cache: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Step, Known]:
+    """Time every distinct op alone, on real tensors; never holds more than `memory_limit_bytes`."""
+    device = device_for(torch.device(captured.step.device))
+    cache = CostCache(device) if use_cache else None
+    nodes = [place.node for _, place in sorted(captured.places.items())]
+    with real_tensors():
+        values = real_values(
+            nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
+        )
+        calls = _calls(with_values(captured, values) if values else captured)
+        costs = profile_calls(
+            list(calls.values()),
+            memory_limit_bytes=memory_limit_bytes,
+            cache=cache,
+            progress=progress,
+        )
+        known = {signature(call): (call, cost) for call, cost in zip(calls.values(), costs, strict=True)}
+        step = _fill(captured, calls, dict(zip(calls, costs, strict=True)))
+        return replace(step, copy_bytes_per_second=device.copy_bytes_per_second()), known
+
+
+def estimate_costs(captured: Captured, known: Known) -> Step:
+    """Costs from ops that were measured before, scaled where the shape is new; measures nothing."""
+    calls, costs = _calls(captured), {}
+    for key, call in calls.items():
+        name = signature(call)
+        costs[key] = known[name][1] if name in known else scaled_cost(call, known)
+    return _fill(captured, calls, costs)
+
+
+def _with_real_sizes(step: Step, calls: Calls, costs: dict[Key, OpCost]) -> Step:
+    """Correct what fake tensors get wrong: sizes of results, and bytes inside the backward of opaque ones."""
+    storages, nodes = list(step.storages), list(step.nodes)
+    for (rank, again), call in calls.items():
+        hidden = costs[rank, again].hidden_bytes
+        if not again and len(hidden) == len(nodes[rank].makes):
+            for storage, more in zip(nodes[rank].makes, hidden, strict=True):
+                storages[storage] = replace(storages[storage], nbytes=storages[storage].nbytes + more)
+        sizes = real_result_bytes(call, make_sample)
+        if sizes is not None:
+            for storage, nbytes in zip(nodes[rank].makes, sizes, strict=True):
+                storages[storage] = replace(storages[storage], nbytes=nbytes)
+        more = untracked_bytes(call)
+        if more:
+            nodes[rank] = replace(nodes[rank], workspace_bytes=nodes[rank].workspace_bytes + more)
+    return replace(step, storages=tuple(storages), nodes=tuple(nodes))
+
+
+def _calls(captured: Captured) -> Calls:
+    found = {(rank, False): _op_call(call) for rank, call in captured.calls.items()}
+    return found | {(rank, True): _op_call(call) for rank, call in captured.recipe_calls.items()}
+
+
+def _op_call(call: Call) -> OpCall:
+    return OpCall(call.target, call.args, call.kwargs)
+
+
+def _fill(captured: Captured, calls: Calls, costs: dict[Key, OpCost]) -> Step:
+    def of(again: bool) -> dict[int, tuple[float, int, bool]]:
+        return {
+            rank: (cost.seconds, cost.workspace_bytes, cost.estimated)
+            for (rank, is_recipe), cost in costs.items()
+            if is_recipe is again
+        }
+
+    return _with_real_sizes(with_costs(captured.step, of(False), of(True)), calls, costs)

@@ -1,0 +1,79 @@
+"""`torch.compile(model, backend="lowtide", dynamic=False, options={"budget": "8GiB"})`: the same engine.
+
+A compiler backend sees one graph and neither the optimizer nor what surrounds the model. Its budget
+covers the graph's own step: parameters, inputs, gradients, activations. Give the optimizer's state
+and whatever else is held as `reserve`, or use `lowtide.checkpoint`, which sees the whole step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lowtide.capture.trace import Origin, Segment
+from lowtide.errors import LowtideError, Unsupported
+from lowtide.facts import Kind, Reserve
+from lowtide.facts.sizes import parse_budget, parse_size
+from lowtide.planning.planner import PLANNERS, Desk
+from lowtide.running.replan import graph_plan, step_of
+from lowtide.running.runner import Backend, GraphPlan
+from lowtide.torchside import hooks
+
+OPTIONS = {
+    "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); required",
+    "planner": f"one of {', '.join(PLANNERS)}",
+    "reserve": "bytes held besides the graph: optimizer state, other models",
+}
+
+
+def lowtide(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile one graph so that its step fits into `options["budget"]`."""
+    if any(_is_symbolic(value) for value in inputs):
+        raise Unsupported(
+            "a plan is for one shape, and torch.compile asks for one of any shape: "
+            'say torch.compile(..., backend="lowtide", dynamic=False)'
+        )
+    chosen = dict(options or {})
+    unknown = sorted(set(chosen) - set(OPTIONS))
+    if unknown:
+        known = "; ".join(f"{name}: {meaning}" for name, meaning in OPTIONS.items())
+        raise LowtideError(f"there is no option '{unknown[0]}' of the lowtide backend. Known: {known}")
+    if "budget" not in chosen:
+        raise LowtideError(
+            'the lowtide backend needs a budget: torch.compile(..., options={"budget": "8GiB"})'
+        )
+    reserve = parse_size(chosen["reserve"]) if "reserve" in chosen else 0
+    planner = str(chosen.get("planner", "auto"))
+
+    def plan_graph(segment: Segment) -> GraphPlan:
+        step = step_of(
+            segment, nn.Module(), like=None, reserve=Reserve(optimizer_state_bytes=reserve), known=None
+        )
+        desk = Desk(step)
+        budget = parse_budget(chosen["budget"], whole=desk.eager_peak_bytes)
+        return graph_plan(desk.solve(budget_bytes=budget, planner=planner).graphs[0])
+
+    return Backend(plan_graph, origins=_origins)(graph, inputs)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(extent, torch.SymInt) for extent in value.shape)
+    return isinstance(value, torch.SymInt | torch.SymFloat)
+
+
+def _origins(graph: fx.GraphModule) -> list[Origin]:
+    names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+    origins = []
+    for name, example in zip(names, hooks.graph_inputs(graph), strict=True):
+        if example is not None and example.grad_fn is not None:
+            raise Unsupported(
+                "this model breaks into several graphs, and a backend plans each alone, so no budget can be "
+                "promised: use lowtide.checkpoint(model, batch, budget=...), which plans all of them together"
+            )
+        kind = Kind.PARAMETER if isinstance(example, nn.Parameter) else Kind.INPUT
+        origins.append(Origin(kind, name))
+    return origins

@@ -1,0 +1,156 @@
+"""One call of an op, known by the layout of its tensors and never by their values, and its cost.
+
+Shortcomings: sizes must be plain ints; a call with symbolic sizes has a signature but no sample.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from lowtide.torchside.hooks import OperatorBase, OpOverload
+
+Target = Callable[..., Any]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@dataclass(frozen=True, eq=False)
+class OpCall:
+    """`target(*args, **kwargs)`; of the tensors in it, only layout, dtype and device are used.
+
+    Tensors may be fake and may be nested in lists, tuples and dicts, as for foreach ops.
+    """
+
+    target: Target
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, in order, each as often as it occurs."""
+        return list(iter_tensors((self.args, self.kwargs)))
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one call costs.
+
+    `workspace_bytes` are held inside the op beyond its own fresh outputs. `estimated` marks costs
+    scaled from another call, or taken from the bytes alone. `hidden_bytes`: how much larger the
+    storage of each fresh output is than its fake one; empty where none is, as for almost all ops.
+    """
+
+    seconds: float
+    workspace_bytes: int
+    estimated: bool
+    hidden_bytes: tuple[int, ...] = ()
+
+
+def call_of(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> OpCall:
+    """The call that a `call_function` node makes, from `values`, else the `val` that its inputs carry."""
+    if node.op != "call_function":
+        raise ValueError(f"node '{node.name}' calls no function: it is a {node.op}")
+    known = values or {}
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda read: known[read] if read in known else read.meta["val"]
+    )
+    assert callable(node.target)
+    return OpCall(node.target, tuple(args), dict(kwargs))
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside nested lists, tuples and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iter_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from iter_tensors(item)
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with every leaf of its nested lists, tuples and dicts changed."""
+    if isinstance(value, list):
+        return [map_leaves(change, item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(map_leaves(change, item) for item in value)
+    if isinstance(value, dict):
+        return {key: map_leaves(change, item) for key, item in value.items()}
+    return change(value)
+
+
+def target_name(target: Target) -> str:
+    """`aten.mm.default` for an op, `module.name` for any other function."""
+    if isinstance(target, OperatorBase):
+        return str(target)
+    return f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for two living tensors exactly when they share a storage; fake tensors included."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def span_elements(tensor: Tensor) -> int:
+    """Elements of storage between the first and the last that the tensor can reach."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def storages_bytes(tensors: list[Tensor]) -> int:
+    """Bytes that the tensors reach, each storage once: what a real copy of them needs."""
+    low: dict[int, int] = {}
+    high: dict[int, int] = {}
+    for tensor in tensors:
+        key, start = storage_key(tensor), int(tensor.storage_offset()) * tensor.itemsize
+        stop = start + span_elements(tensor) * tensor.itemsize
+        low[key] = min(low.get(key, start), start)
+        high[key] = max(high.get(key, stop), stop)
+    return sum(high[key] - low[key] for key in low)
+
+
+def is_view(call: OpCall) -> bool:
+    """Whether the call only looks at its inputs in another way: by its schema, and writes nothing."""
+    if call.target is operator.getitem:
+        return True
+    if not isinstance(call.target, OpOverload):
+        return False
+    schema = call.target._schema
+    writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments)
+    return not writes and bool(schema.returns) and all(ret.alias_info is not None for ret in schema.returns)
+
+
+def signature(call: OpCall) -> str:
+    """Text that is equal for two calls exactly when they cost the same: layouts, never values.
+
+    A tensor that shares its storage with an earlier one of the same call says so (`=0`), since
+    reading one block twice is cheaper than reading two.
+    """
+    seen: dict[int, int] = {}
+
+    def leaf(value: Any) -> str:
+        if isinstance(value, Tensor):
+            key = storage_key(value)
+            shared = f"={seen[key]}" if key in seen else ""
+            seen.setdefault(key, len(seen))
+            sizes, steps = ",".join(map(str, value.shape)), ",".join(map(str, value.stride()))
+            return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]({steps}){value.device}{shared}"
+        return _ADDRESS.sub("", repr(value))
+
+    def text(value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(text, value))}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key}={text(item)}' for key, item in value.items())}}}"
+        return leaf(value)
+
+    parts = [text(arg) for arg in call.args]
+    parts += [f"{key}={text(call.kwargs[key])}" for key in sorted(call.kwargs)]
+    return f"{target_name(call.target)}({', '.join(parts)})"

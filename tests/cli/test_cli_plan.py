@@ -1,0 +1,130 @@
+"""`lowtide plan`: from a profile.json to a plan.json, without torch."""
+
+import csv
+import json
+
+import pytest
+from report_cases import make_case
+
+from lowtide.cli.exits import Exit
+from lowtide.cli.files import load_plan, load_profile, save_profile
+from lowtide.cli.output import table
+from lowtide.cli.summaries import NUM_LARGEST, profile_summary, profile_tables
+from lowtide.cli.terminal import Terminal
+from lowtide.errors import LowtideError
+from lowtide.planning.activations import activations
+from lowtide.planning.simulate import plain_order, simulate
+from lowtide.profiles import Profile
+from lowtide.zoo.targets import TargetSpec
+
+SPEC = TargetSpec(text="tiny-resnet152", batch_size=4, image_size=64, optimizer="adam:fused", seed=3)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return make_case().step
+
+
+@pytest.fixture
+def profile(step, tmp_path):
+    path = tmp_path / "profile.json"
+    save_profile(path, Profile(step), SPEC)
+    return path
+
+
+def test_profiles_keep_their_target(profile, step):
+    loaded, spec = load_profile(profile)
+    assert (loaded.step, spec) == (step, SPEC)
+
+
+def test_a_target_that_cannot_be_read(profile):
+    data = json.loads(profile.read_text())
+    profile.write_text(json.dumps(data | {"target": {"unknown": 1}}))
+    with pytest.raises(LowtideError, match="names a target that cannot be read"):
+        load_profile(profile)
+
+
+def test_plan_writes_its_files_and_says_so(run_lowtide, profile, step, tmp_path):
+    out = tmp_path / "out"
+    code, stdout, stderr = run_lowtide("plan", str(profile), "--budget", "60%", "-o", str(out))
+    assert code == 0 and "predicted peak" in stdout and str(out / "plan.json") in stderr
+    plan, spec = load_plan(out / "plan.json")
+    solution = plan.solution
+    assert spec == SPEC
+    peak_bytes = simulate(step, plain_order(step)).peak_bytes
+    assert solution.budget_bytes == int(peak_bytes * 0.6)
+    assert simulate(step, solution.schedule.order).peak_bytes == solution.peak_bytes <= solution.budget_bytes
+    with (out / "ac_decisions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(activations(step))
+    assert {row["decision"] for row in rows} == {"RECOMPUTE", "RETAINED"}
+    assert sorted(path.name for path in out.iterdir()) == ["ac_decisions.csv", "plan.json"]
+
+
+def test_plan_as_json_is_all_of_stdout(run_lowtide, profile):
+    code, stdout, stderr = run_lowtide("plan", str(profile), "--budget", "70%", "--json", "-q")
+    data = json.loads(stdout)
+    assert code == 0 and stderr == ""
+    assert data["peak_bytes"] <= data["budget_bytes"] < data["baseline_peak_bytes"]
+    assert data["num_recomputed"] == sum(d["action"] == "RECOMPUTE" for d in data["decisions"]) > 0
+
+
+def test_files_are_not_replaced_unless_forced(run_lowtide, profile, tmp_path):
+    (tmp_path / "plan.json").write_text("precious")
+    arguments = ("plan", str(profile), "--budget", "60%", "-o", str(tmp_path))
+    code, stdout, stderr = run_lowtide(*arguments)
+    assert code == Exit.ERROR and stdout == "" and "--force" in stderr
+    assert (tmp_path / "plan.json").read_text() == "precious"
+    assert run_lowtide(*arguments, "--force")[0] == 0
+    assert load_plan(tmp_path / "plan.json")[1] == SPEC
+
+
+def test_does_not_fit(run_lowtide, profile, step, tmp_path):
+    out = tmp_path / "out"
+    code, stdout, stderr = run_lowtide("plan", str(profile), "--budget", "1KiB", "-o", str(out))
+    assert code == Exit.DOES_NOT_FIT and stdout == ""
+    assert str(Profile(step).floor_bytes) in stderr and stderr.count("\n") == 1
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--budget", "10 apples"), Exit.USAGE, "cannot read the size"),
+        ((), Exit.USAGE, "Missing option '--budget'"),
+        (("--budget", "60%", "--planner", "best"), Exit.USAGE, "no planner 'best'"),
+    ],
+)
+def test_wrong_options(run_lowtide, profile, arguments, code, message):
+    found, stdout, stderr = run_lowtide("plan", str(profile), *arguments)
+    assert found == code and stdout == "" and message in stderr and stderr.count("\n") == 1
+
+
+def test_no_such_profile(run_lowtide, tmp_path):
+    code, _, stderr = run_lowtide("plan", str(tmp_path / "none.json"), "--budget", "60%")
+    assert code == Exit.ERROR and "there is no file" in stderr
+
+
+def test_the_profile_summary_adds_up(step):
+    summary = profile_summary(Profile(step), name="x")
+    json.dumps(summary)
+    assert sum(summary["peak_bytes_by_kind"].values()) == summary["peak_bytes"]
+    assert sum(summary["seconds_by_region"].values()) == pytest.approx(summary["step_seconds"])
+    sizes = [activation["nbytes"] for activation in summary["largest_activations"]]
+    assert len(sizes) == NUM_LARGEST
+    assert sizes == sorted((a.nbytes for a in activations(step)), reverse=True)[:NUM_LARGEST]
+
+
+def test_the_profile_tables_show_what_a_user_asks_for(step, capsys):
+    summary = profile_summary(Profile(step), name="tiny")
+    Terminal().show(*profile_tables(summary))
+    out = capsys.readouterr().out
+    assert summary["peak"]["node"] in out and summary["peak"]["module"] in out
+    for text in ("tiny: peak", "Memory at the peak", "Time by region", "forward", "Largest activations"):
+        assert text in out
+    assert all(activation["name"] in out for activation in summary["largest_activations"])
+
+
+def test_a_table_without_names_has_no_head():
+    assert not table("T", ("", ">"), [("a", 1)]).show_header
+    assert table("T", ("a", ">"), [("a", 1)]).show_header

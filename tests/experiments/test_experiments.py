@@ -1,0 +1,151 @@
+"""Methods switched on and off in one process, what is called a mistake, and what fits the machine."""
+
+import pytest
+import torch
+from report_cases import make_case
+from torch import nn
+
+from lowtide import api
+from lowtide.errors import LowtideError
+from lowtide.experiments import machine
+from lowtide.experiments.contenders import Method, plan_method, repeated_blocks, switch_for
+from lowtide.experiments.machine import NotEnoughMemory, check_memory, needed_bytes, why_not
+from lowtide.experiments.mistakes import EXACT, Mistake, verdict
+from lowtide.experiments.trial import run_trial
+from lowtide.report.words import UNLIKE_EAGER
+from lowtide.zoo.targets import Target
+
+
+class Block(nn.Module):
+    """Dropout, and batch norm where wanted: the two that recomputing gets wrong."""
+
+    def __init__(self, width, *, norm, dropout):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
+
+
+class Stage(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.layers = nn.Sequential(*blocks)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def target(*, norm=False, dropout=0.0, batch_size=256, width=16):
+    torch.manual_seed(0)
+    stages = [Stage(*(Block(width, norm=norm, dropout=dropout) for _ in range(3))) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(width, width), *stages)
+    batch = torch.randn(batch_size, width)
+    return Target("blocks", model, batch, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_blocks_are_the_class_that_comes_most_often_in_one_list():
+    model = target().model
+    found = repeated_blocks(model)
+    assert len(found) == 6 and {type(block) for block in found} == {Block}
+    with pytest.raises(LowtideError, match="no repeated blocks"):
+        repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+
+
+def test_a_switch_leaves_no_trace():
+    made = target()
+    blocks = repeated_blocks(made.model)
+    for kind in ("blocks", "partitioner"):
+        switch = switch_for(Method(name="m", kind=kind, memory_budget=0.5), made)
+        switch.on()
+        assert "forward" in blocks[0].__dict__ or made.model._compiled_call_impl is not None
+        switch.off()
+        assert "forward" not in blocks[0].__dict__ and made.model._compiled_call_impl is None
+
+
+def test_checkpointing_blocks_holds_less_and_is_exact_with_dropout():
+    trial = run_trial(source=target(dropout=0.2), method=Method(name="m", kind="blocks"), timed_runs=1)
+    assert trial.verdict == EXACT and trial.time_ratio > 0
+    assert trial.peak_bytes < trial.baseline_peak_bytes
+
+
+def test_checkpointing_blocks_updates_batch_norm_twice():
+    trial = run_trial(source=target(norm=True), method=Method(name="m", kind="blocks"), timed_runs=0)
+    assert trial.verdict == "buffers wrong: 18"  # 6 blocks of mean, variance and count
+    assert trial.time_ratio is None and trial.mistakes[0].name.startswith("buffer 1.layers.0.norm.running_")
+
+
+def test_a_plan_is_exact_where_its_rivals_are_not():
+    made = target(norm=True, dropout=0.2)
+    profile = api.profile(made.model, made.batch, optimizer=made.optimizer)
+    plan = profile.plan((profile.peak_bytes + profile.floor_bytes) // 2)
+    trial = run_trial(source=made, method=plan_method("auto", plan), timed_runs=0)
+    assert trial.verdict == EXACT and trial.mistakes == () and trial.num_gradients == 26
+    assert trial.peak_bytes <= plan.budget_bytes < trial.baseline_peak_bytes
+    assert abs(trial.peak_bytes / plan.peak_bytes - 1) < 0.01
+    assert made.model._compiled_call_impl is not None  # measured last, and still on
+
+
+def test_the_partitioner_redraws_dropout():
+    method = Method(name="m", kind="partitioner", memory_budget=0.0)
+    trial = run_trial(source=target(dropout=0.2), method=method, timed_runs=0)
+    assert trial.verdict.startswith("gradients wrong (") and trial.unlike_eager
+
+
+@pytest.mark.parametrize(
+    ("found", "unlike_eager", "words"),
+    [
+        ([], False, EXACT),
+        ([], True, UNLIKE_EAGER),
+        (
+            [Mistake("gradient of a", 1, 0.5), Mistake("gradient of a", 2, 0.5)],
+            False,
+            "gradients wrong (1 of 3)",
+        ),
+        ([Mistake("buffer x", 1, float("inf")), Mistake("buffer y", 1, 0.9)], False, "buffers wrong: 2"),
+        ([Mistake("gradient of a", 1, 1e-7), Mistake("gradient of b", 2, 0.5)], False, "rounding (2 of 3"),
+        ([Mistake("loss", 1, 0.5)], False, "loss wrong"),
+        ([Mistake("gradient of a", 1, float("nan"))], False, "gradients wrong (1 of 3)"),
+    ],
+)
+def test_mistakes_in_words(found, unlike_eager, words):
+    assert words in verdict(found, num_gradients=3, unlike_eager=unlike_eager)
+
+
+def test_memory_is_asked_for_before_anything_runs(monkeypatch):
+    step = make_case().step
+    need = needed_bytes(step, peak_bytes=1000)
+    assert need > machine.MARGIN_BYTES + 1000
+    for available, fits in ((need, True), (need - 1, False), (None, True)):
+        monkeypatch.setattr(machine, "available_bytes", lambda device, free=available: free)
+        assert (why_not(step, peak_bytes=1000) == "") is fits
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    with pytest.raises(NotEnoughMemory, match=r"the step does not fit .* 1.0 MiB are free"):
+        check_memory(step, peak_bytes=1000, what="the step")
+
+
+def test_the_kernel_tells_what_is_free():
+    assert machine.available_bytes() > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/job", "job", {"memory.max": "1000", "memory.current": "400"}),
+        ("0::/job/inner", "job", {"memory.max": "1000", "memory.current": "400"}),
+        ("0::/gone", "", {"memory.max": "1000", "memory.current": "400"}),
+        ("5:memory:/a", "memory/a", {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "400"}),
+    ],
+)
+def test_a_container_may_leave_less(tmp_path, line, folder, files):
+    group = tmp_path / "groups" / folder
+    group.mkdir(parents=True)
+    for name, text in {**files, "memory.stat": "anon 7\ninactive_file 50\n"}.items():
+        (group / name).write_text(f"{text}\n".replace("\n\n", "\n"))
+    (tmp_path / "cgroup").write_text(f"3:cpu,cpuacct:/other\n{line}\n")
+    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == [650]
+    for name in files:
+        (group / name).write_text("max\n")
+    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == []

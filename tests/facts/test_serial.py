@@ -1,0 +1,175 @@
+"""Files between the stages: the same bytes for the same facts, and one line for what cannot be read."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from strategies import steps
+from synthetic import chain, resnet
+
+from lowtide.errors import LowtideError
+from lowtide.facts import Graph, Reserve, Solution, Step
+from lowtide.facts.serial import (
+    load_step,
+    save_step,
+    solution_from_dict,
+    solution_to_dict,
+    step_from_dict,
+    step_to_dict,
+)
+from lowtide.planning.planner import Desk
+from lowtide.plans import Plan, load_plan
+from lowtide.profiles import Profile, load_profile
+
+
+def planned(step: Step) -> Solution:
+    desk = Desk(step)
+    return desk.solve(budget_bytes=desk.floor().floor_bytes)
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps())
+def test_every_step_comes_back_as_it_was(step: Step) -> None:
+    assert step_from_dict(json.loads(json.dumps(step_to_dict(step)))) == step
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps())
+def test_every_plan_comes_back_as_it_was(step: Step) -> None:
+    solution = planned(step)
+    assert solution_from_dict(json.loads(json.dumps(solution_to_dict(solution)))) == solution
+
+
+def test_all_fields_travel() -> None:
+    graph = Graph(
+        fingerprint="abc", in_model=True, returned=(0, 2), missing=(1,), schedule=(3, 1, 4), tangent_bytes=8
+    )
+    identity = (("torch", "2"), ("batch", "x float32[2x3]"))
+    step = Step(
+        **{name: getattr(chain(length=4), name) for name in ("nodes", "storages")},
+        fingerprint="f",
+        device="cuda",
+        copy_bytes_per_second=1.5e9,
+        notes=("one", "two"),
+        graphs=(graph, graph),
+        identity=identity,
+    )
+    assert step_from_dict(step_to_dict(step)) == step
+    solution = Solution(
+        **{
+            **{name: getattr(planned(chain(length=4)), name) for name in Solution.__dataclass_fields__},
+            "graphs": (graph,),
+            "identity": identity,
+            "notes": ("a note",),
+            "reserve": Reserve(optimizer_state_bytes=1, loss_bytes=3, loss_kept_bytes=4, batch_bytes=5),
+        }
+    )
+    assert solution_from_dict(solution_to_dict(solution)) == solution
+
+
+def test_the_same_profile_gives_the_same_bytes(tmp_path: Path) -> None:
+    for number in (1, 2):
+        profile = Profile(resnet(blocks=(1, 2, 1, 1)))
+        profile.save(tmp_path / f"profile-{number}.json")
+        again = load_profile(tmp_path / f"profile-{number}.json")
+        assert again == profile
+        again.plan(again.floor_bytes).save(tmp_path / f"plan-{number}.json")
+    for name in ("profile", "plan"):
+        one, other = ((tmp_path / f"{name}-{number}.json").read_bytes() for number in (1, 2))
+        assert one == other and one.endswith(b"\n")
+    plan = load_plan(tmp_path / "plan-1.json")
+    plan.save(tmp_path / "plan-3.json")
+    assert (tmp_path / "plan-3.json").read_bytes() == (tmp_path / "plan-1.json").read_bytes()
+    assert plan == Plan(planned(resnet(blocks=(1, 2, 1, 1))))
+
+
+def test_large_steps_are_compact(tmp_path: Path) -> None:
+    step = resnet()
+    save_step(tmp_path / "profile.json", step)
+    assert load_step(tmp_path / "profile.json") == step
+    assert (tmp_path / "profile.json").stat().st_size < 200 * len(step.nodes)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "there is no file"),
+        (b"", "cannot read"),
+        (b'{"format": "lowtide-', "cannot read"),
+        (b"\xff\xfe\x00", "cannot read"),
+        (b"[1, 2]", "expected an object, found list"),
+        (b"{}", "found None: make the file again"),
+        (b'{"format": "lowtide-step/0"}', "found 'lowtide-step/0': make the file again"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_profile, load_plan])
+def test_what_is_no_file_of_ours(content: bytes | None, words: str, load: Any, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(LowtideError, match=words) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_is_not_a_profile(tmp_path: Path) -> None:
+    Plan(planned(chain(length=4))).save(tmp_path / "plan.json")
+    with pytest.raises(
+        LowtideError, match=r"expected data of the format 'lowtide-step/1', found 'lowtide-plan/1'"
+    ):
+        load_profile(tmp_path / "plan.json")
+
+
+def _damages(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every field dropped, and every field of another type."""
+    found = []
+    for key, value in data.items():
+        if key != "format":
+            found.append({name: data[name] for name in data if name != key})
+            if isinstance(value, list | dict):
+                found.append({**data, key: 5})
+    return found
+
+
+def test_damaged_profiles() -> None:
+    data = step_to_dict(chain(length=4))
+    for damaged in _damages(data):
+        with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-step/1'.*make the file"):
+            step_from_dict(damaged)
+    columns = data["nodes"]["columns"]
+    for column, value in (
+        ("rank", 7),
+        ("reads", [99]),
+        ("makes", [99]),
+        ("region", "middle"),
+        ("recipe", []),
+    ):
+        damaged = copy.deepcopy(data)
+        damaged["nodes"]["rows"][2][columns.index(column)] = value
+        with pytest.raises(LowtideError, match="damaged data"):
+            step_from_dict(damaged)
+
+
+def test_damaged_plans() -> None:
+    data = solution_to_dict(planned(chain(length=4)))
+    for damaged in _damages(data):
+        with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-plan/1'.*make the file"):
+            solution_from_dict(damaged)
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    save_step(path, chain(length=3))
+    before = path.read_bytes()
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        save_step(path, chain(length=9))
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]

@@ -1,0 +1,195 @@
+"""Everything a report can show, made up around `report_steps.residual_step`."""
+
+from dataclasses import dataclass
+
+from report_steps import MIB, residual_step
+
+from lowtide.facts import Action, Activation, Decision, Schedule, Solution, Step
+from lowtide.planning.activations import activations
+from lowtide.planning.simulate import Timeline, plain_order, simulate
+from lowtide.report.records import (
+    CompareRow,
+    Environment,
+    Measurement,
+    StepMeasurement,
+    SweepRow,
+    TradeoffPoint,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step with its plan and everything else a `run` shows."""
+
+    step: Step
+    before: Timeline
+    after: Timeline
+    solution: Solution
+    activations: tuple[Activation, ...]
+    measurement: Measurement
+    tradeoff: tuple[TradeoffPoint, ...]
+
+
+def make_case(num_layers: int = 12, *, num_points: int = 20, **names: str) -> Case:
+    step = residual_step(num_layers, **names)
+    before = simulate(step, plain_order(step))
+    after = simulate(step, relu_schedule(step))
+    solution = solution_of(step, before=before, after=after)
+    return Case(
+        step=step,
+        before=before,
+        after=after,
+        solution=solution,
+        activations=activations(step),
+        measurement=measurement_of(solution),
+        tradeoff=tradeoff_of(step, solution, num_points),
+    )
+
+
+def relu_schedule(step: Step) -> tuple[int, ...]:
+    """An order that runs every relu but the last again, and its batch norm, before its backward op."""
+    relus = [n.rank for n in step.nodes if n.op == "aten.relu.default"][:-1]
+    readers = {rank: n.rank for n in reversed(step.nodes[step.first_backward_rank :]) for rank in n.reads}
+    again: dict[int, list[int]] = {}
+    for relu in relus:
+        getitem = step.nodes[relu].reads[0]
+        again.setdefault(readers[relu], []).extend((step.nodes[getitem].reads[0], getitem, relu))
+    return tuple(rank for node in step.nodes for rank in (*again.get(node.rank, ()), node.rank))
+
+
+def solution_of(step: Step, *, before: Timeline, after: Timeline, slack: float = 1.05) -> Solution:
+    """The plan that ran the relus again, for a budget of `slack` times its peak."""
+    relus = {rank for rank in after.order if step.nodes[rank].op == "aten.relu.default"}
+    last = max(relus)
+    return Solution(
+        planner="auto",
+        fingerprint=step.fingerprint,
+        budget_bytes=int(after.peak_bytes * slack),
+        peak_bytes=after.peak_bytes,
+        peak_node=after.peak_node,
+        baseline_peak_bytes=before.peak_bytes,
+        floor_bytes=after.peak_bytes // 2,
+        step_seconds=step.seconds,
+        recompute_seconds=after.recompute_seconds,
+        decisions=tuple(
+            _decision(activation, activation.creation_rank in relus and activation.creation_rank != last)
+            for activation in activations(step)
+        ),
+        schedule=Schedule(order=after.order),
+    )
+
+
+def _decision(activation: Activation, again: bool) -> Decision:
+    return Decision(
+        name=activation.name,
+        module=activation.module,
+        action=Action.RECOMPUTE if again else Action.RETAINED,
+        nbytes=activation.nbytes,
+        seconds=activation.recompute_seconds if again else 0.0,
+        times=int(again),
+        how="again" if again else "",
+        creation_rank=activation.creation_rank,
+        last_forward_use=activation.last_forward_use,
+        first_backward_use=activation.first_backward_use,
+        last_backward_use=activation.last_backward_use,
+        recompute_seconds=activation.recompute_seconds,
+        reason="idle across the peak, and cheap to make again for its size"
+        if again
+        else "cheaper activations already bring the peak below the budget",
+    )
+
+
+def tradeoff_of(step: Step, solution: Solution, num_points: int = 20) -> tuple[TradeoffPoint, ...]:
+    """A curve that recomputes one more share of the activations at every point."""
+    names = [d.name for d in sorted(solution.decisions, key=lambda d: (-d.nbytes, d.name))]
+    points = []
+    for index in range(num_points):
+        share = index / max(1, num_points - 1)
+        points.append(
+            TradeoffPoint(
+                peak_bytes=int(solution.baseline_peak_bytes * (1 - 0.6 * share)),
+                recompute_seconds=step.seconds * 0.3 * share**2,
+                recomputed=tuple(names[: int(share * 0.8 * len(names))]),
+                measured_peak_bytes=int(solution.baseline_peak_bytes * (1 - 0.6 * share) * 1.004)
+                if index % 5 == 0
+                else None,
+                measured_overhead=0.3 * share**2 + 0.01 if index % 5 == 0 else None,
+            )
+        )
+    return tuple(points)
+
+
+def measurement_of(solution: Solution, *, exact: bool = True) -> Measurement:
+    return Measurement(
+        baseline=StepMeasurement(
+            predicted_peak_bytes=solution.baseline_peak_bytes,
+            measured_peak_bytes=int(solution.baseline_peak_bytes * 1.003),
+            seconds_median=solution.step_seconds * 1.1,
+            seconds_spread=0.02,
+        ),
+        planned=StepMeasurement(
+            predicted_peak_bytes=solution.peak_bytes,
+            measured_peak_bytes=int(solution.peak_bytes * 1.002),
+            seconds_median=solution.step_seconds * 1.1 + solution.recompute_seconds,
+            seconds_spread=0.03,
+        ),
+        overhead=solution.recompute_seconds / (solution.step_seconds * 1.1),
+        exact=exact,
+        differences=() if exact else ("gradient of encoder.stages.0.layers.1.conv.weight", "loss"),
+        method="fresh process, torch.profiler memory events; 9 interleaved steps after 2 to warm up",
+    )
+
+
+ENVIRONMENT = Environment(
+    command="lowtide run resnet152 --batch-size 4 --budget 60% -o out",
+    date="2026-01-31 12:00 UTC",
+    machine="x86-64, 2 cores, 7.8 GiB",
+    versions=(("lowtide", "0.1.0"), ("torch", "2.13.0"), ("python", "3.11.2")),
+)
+
+
+def sweep_rows() -> tuple[SweepRow, ...]:
+    rows = []
+    for batch_size, before in ((4, 1449.6), (8, 2128.6), (16, 3466.0), (32, 6191.1)):
+        measured = batch_size < 32
+        rows.append(
+            SweepRow(
+                batch_size=batch_size,
+                budget_bytes=2400 * MIB,
+                baseline=StepMeasurement(
+                    predicted_peak_bytes=int(before * MIB),
+                    measured_peak_bytes=int(before * 1.003 * MIB) if measured else None,
+                    seconds_median=0.4 * batch_size if measured else None,
+                    seconds_spread=0.02 * batch_size if measured else None,
+                ),
+                planned=StepMeasurement(
+                    predicted_peak_bytes=int(before * 0.62 * MIB),
+                    measured_peak_bytes=int(before * 0.622 * MIB) if measured else None,
+                    seconds_median=0.43 * batch_size if measured else None,
+                    seconds_spread=0.03 * batch_size if measured else None,
+                ),
+                overhead=0.075 if measured else None,
+                exact=True if measured else None,
+                status="measured" if measured else "predicted only",
+            )
+        )
+    failed = SweepRow(
+        batch_size=64,
+        budget_bytes=2400 * MIB,
+        baseline=StepMeasurement(predicted_peak_bytes=11682 * MIB),
+        planned=StepMeasurement(),
+        status="failed: cannot fit in 2.3 GiB, the lowest reachable peak is 3.1 GiB",
+    )
+    return (*rows, failed)
+
+
+def compare_rows() -> tuple[CompareRow, ...]:
+    return (
+        CompareRow(method="none", peak_bytes=1776 * MIB, time_ratio=1.0, verdict="exact"),
+        CompareRow(method="checkpoint per block", peak_bytes=489 * MIB, time_ratio=1.34, verdict="exact"),
+        CompareRow(
+            method="partitioner 0.5", peak_bytes=1007 * MIB, time_ratio=1.1, verdict="gradients wrong"
+        ),
+        CompareRow(method="budget 0.0", verdict="crashed: RuntimeError: no <decomposition>"),
+        CompareRow(method="auto", peak_bytes=430 * MIB, time_ratio=1.12, verdict="exact"),
+    )

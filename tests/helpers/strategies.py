@@ -1,0 +1,185 @@
+"""Random training steps for hypothesis, and the builder they are made with."""
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import strategies as st
+
+from lowtide.facts import How, Kind, Node, Recipe, Region, Step, Storage
+
+
+@dataclass
+class StepBuilder:
+    """Grows a step node by node; every method returns the rank of the node it added."""
+
+    nodes: list[Node] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    region: Region = Region.FORWARD
+    segment: int = 0
+    module: str = ""
+
+    def storage(self, nbytes, kind=Kind.ACTIVATION, *, static=False, pinned=False) -> int:
+        number = len(self.storages)
+        self.storages.append(
+            Storage(id=number, nbytes=nbytes, kind=kind, name=f"s{number}", static=static, pinned=pinned)
+        )
+        return number
+
+    def node(self, op, reads=(), *, holds=(), makes=(), kind=Kind.ACTIVATION, **rest) -> int:
+        rank = len(self.nodes)
+        self.nodes.append(
+            Node(
+                rank=rank,
+                name=f"{op}_{rank}",
+                op=op,
+                region=self.region,
+                kind=kind,
+                module=self.module,
+                segment=self.segment,
+                reads=tuple(dict.fromkeys(reads)),
+                holds=tuple(dict.fromkeys((*makes, *holds))),
+                makes=tuple(makes),
+                **rest,
+            )
+        )
+        return rank
+
+    def given(self, nbytes, kind=Kind.PARAMETER) -> int:
+        made = self.storage(nbytes, kind, static=True)
+        return self.node("placeholder", makes=(made,), kind=kind, fixed="an input of the step")
+
+    def op(self, op, reads, nbytes, seconds, *, workspace=0, pinned=False, kind=Kind.ACTIVATION) -> int:
+        made = self.storage(nbytes, kind, pinned=pinned)
+        return self._with_recipe(
+            self.node(op, reads, makes=(made,), kind=kind, seconds=seconds, workspace_bytes=workspace)
+        )
+
+    def fixed(self, op, reads, nbytes, seconds) -> int:
+        made = self.storage(nbytes)
+        return self.node(op, reads, makes=(made,), seconds=seconds, fixed="it has side effects")
+
+    def view(self, source) -> int:
+        return self._with_recipe(self.node("view", (source,), holds=self.nodes[source].holds))
+
+    def several(self, op, reads, sizes, seconds, *, again=None, how=How.AGAIN) -> tuple[int, ...]:
+        """An op with a tuple of results: ranks of its getitems. `again` of them are made by its recipe."""
+        made = [self.storage(nbytes) for nbytes in sizes]
+        rank = self.node(op, reads, makes=made, seconds=seconds)
+        kept = made if again is None else made[:again]
+        self._with_recipe(rank, how=how, makes=tuple(kept))
+        items = []
+        for storage in made:
+            item = self.node("getitem", (rank,), holds=(storage,))
+            if storage in kept:
+                self._with_recipe(item)
+            items.append(item)
+        return tuple(items)
+
+    def dropout(self, source, nbytes, seconds) -> tuple[int, int]:
+        out, mask = self.several("native_dropout", (source,), (nbytes, nbytes // 4), seconds, how=How.REPLAY)
+        node = self.nodes[out]
+        self.nodes[out] = replace(
+            node,
+            recipe=Recipe(
+                how=How.MASK, reads=(source, mask), holds=node.holds, makes=node.holds, seconds=seconds / 2
+            ),
+        )
+        return out, mask
+
+    def backward(self, *, segment=0) -> int:
+        """Begin the backward part of `segment` with its input."""
+        self.region, self.segment = Region.BACKWARD, segment
+        return self.node("placeholder", makes=(self.storage(4, Kind.GRADIENT),), kind=Kind.GRADIENT)
+
+    def grad(self, reads, nbytes, seconds, *, pinned=False, workspace=0, op="grad") -> int:
+        made = self.storage(nbytes, Kind.GRADIENT, pinned=pinned)
+        return self.node(
+            op, reads, makes=(made,), kind=Kind.GRADIENT, seconds=seconds, workspace_bytes=workspace
+        )
+
+    def step(self) -> Step:
+        return Step(
+            nodes=tuple(self.nodes),
+            storages=tuple(self.storages),
+            fingerprint="test",
+            copy_bytes_per_second=1e9,
+        )
+
+    def _with_recipe(self, rank, *, how=How.AGAIN, makes=None) -> int:
+        node = self.nodes[rank]
+        if self.region is Region.FORWARD:
+            made = node.makes if makes is None else makes
+            holds = tuple(s for s in node.holds if s in made or s not in node.makes)
+            self.nodes[rank] = replace(
+                node,
+                recipe=Recipe(
+                    how=how,
+                    reads=node.reads,
+                    holds=holds,
+                    makes=made,
+                    seconds=node.seconds,
+                    workspace_bytes=node.workspace_bytes,
+                ),
+            )
+        return rank
+
+
+@st.composite
+def steps(draw, max_forward=14, max_segments=2):
+    """A small training step with views, tuples, dropout, fixed ops, pinned outputs and segments."""
+    build = StepBuilder()
+    sizes = st.integers(1, 60)
+    cost = st.integers(1, 20)
+    values = [build.given(draw(sizes)), build.given(draw(sizes), Kind.INPUT)]
+    forward_of: list[list[int]] = []
+    for segment in range(draw(st.integers(1, max_segments))):
+        build.segment = segment
+        mine = []
+        for _ in range(draw(st.integers(1, max_forward))):
+            reads = [values[-1], values[draw(st.integers(0, len(values) - 1))]]
+            what = draw(
+                st.sampled_from(["op", "op", "op", "op", "view", "several", "dropout", "fixed", "out"])
+            )
+            build.module = f"layers.{draw(st.integers(0, 3))}"
+            if what == "view":
+                new = [build.view(reads[0])]
+            elif what == "several":
+                new = list(build.several("norm", reads, [draw(sizes), draw(sizes), 1], draw(cost), again=2))
+            elif what == "dropout":
+                new = list(build.dropout(reads[0], draw(sizes), draw(cost)))
+            elif what == "fixed":
+                new = [build.fixed("write", reads, draw(sizes), draw(cost))]
+            else:
+                room = draw(st.integers(0, 20))
+                new = [build.op("op", reads, draw(sizes), draw(cost), workspace=room, pinned=what == "out")]
+            mine += new
+            values += new[:1]
+        forward_of.append(mine)
+    gradient = None
+    for segment in reversed(range(len(forward_of))):
+        start = build.backward(segment=segment)
+        gradient = start if gradient is None else gradient
+        for rank in reversed(forward_of[segment]):
+            for _ in range(draw(st.integers(0, 2))):
+                others = draw(st.lists(st.sampled_from(forward_of[segment] + values[:2]), max_size=2))
+                pinned = draw(st.booleans())
+                new = build.grad((gradient, rank, *others), draw(sizes), draw(cost), pinned=pinned)
+                gradient = gradient if pinned else new
+    build.region, build.segment = Region.OPTIMIZER, 0
+    if draw(st.booleans()):
+        build.node("adam", (gradient, values[0]), makes=(build.storage(draw(sizes), Kind.OPTIMIZER_STATE),))
+    return build.step()
+
+
+@st.composite
+def orders(draw, step):
+    """Any valid schedule of `step`: the plain one with random recompute runs put in."""
+    from lowtide.planning.simulate import recompute_slots
+
+    slots = recompute_slots(step)
+    order: list[int] = []
+    for node in step.nodes:
+        mine = [n.rank for n in step.nodes if n.recipe is not None and n.segment == slots[node.rank]]
+        if mine:
+            order += draw(st.lists(st.sampled_from(mine), max_size=4))
+        order.append(node.rank)
+    return tuple(order)

@@ -1,0 +1,195 @@
+"""What every planner promises, on random steps and on steps shaped like real models."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import StepBuilder, steps
+from synthetic import chain, resnet, transformer, unet
+
+from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.facts import Action, Kind, Region
+from lowtide.planning.auto import lower_bound_bytes
+from lowtide.planning.planner import PLANNERS, Desk, floor, solve
+from lowtide.planning.search.lazy import LazyRuns, lazy_plan
+from lowtide.planning.search.runs import Runs
+from lowtide.planning.search.table import make_table
+from lowtide.planning.simulate import plain_order, simulate
+
+SHAPES = {
+    "resnet": lambda: resnet(blocks=(2, 2, 2, 1)),
+    "transformer": lambda: transformer(layers=3, width=64, heads=2, batch=2, length=32),
+    "unet": lambda: unet(depth=3, side=32),
+    "chain": lambda: chain(length=40),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shaped(request):
+    return Desk(SHAPES[request.param]())
+
+
+def attempt(desk, budget_bytes, planner):
+    try:
+        return desk.solve(budget_bytes=budget_bytes, planner=planner)
+    except BudgetTooSmall as error:
+        assert error.floor_bytes > budget_bytes
+        return error
+
+
+def check(step, solution):
+    """The figures of a solution are those of the simulator."""
+    timeline = simulate(step, solution.schedule.order)
+    plain = simulate(step, plain_order(step))
+    assert solution.peak_bytes == timeline.peak_bytes <= solution.budget_bytes
+    assert solution.recompute_seconds == timeline.recompute_seconds
+    assert solution.peak_node == timeline.peak_node
+    assert solution.baseline_peak_bytes == plain.peak_bytes
+    assert sum(d.seconds for d in solution.decisions) == pytest.approx(solution.recompute_seconds)
+    assert all(d.reason for d in solution.decisions)
+    assert all((d.times > 0) == (d.action is Action.RECOMPUTE) for d in solution.decisions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(max_forward=10), st.floats(0.3, 1.0))
+def test_auto_is_never_worse_than_another_planner(step, share):
+    budget = max(1, int(simulate(step, plain_order(step)).peak_bytes * share))
+    desk = Desk(step)
+    mine = attempt(desk, budget, "auto")
+    for planner in PLANNERS[1:]:
+        other = attempt(desk, budget, planner)
+        if isinstance(other, BudgetTooSmall):
+            assert mine.floor_bytes <= other.floor_bytes
+        else:
+            check(step, other)
+            assert mine.recompute_seconds <= other.recompute_seconds
+    if not isinstance(mine, BudgetTooSmall):
+        check(step, mine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(max_forward=10), st.lists(st.floats(0.0, 1.1), min_size=2, max_size=4))
+def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares):
+    desk = Desk(step)
+    low = desk.floor().floor_bytes
+    high = simulate(step, plain_order(step)).peak_bytes
+    budgets = sorted(low + int((high - low) * share) for share in (0.0, *shares))
+    for planner in ("auto", "mu-two"):
+        seconds = [
+            s.recompute_seconds
+            for s in (attempt(desk, b, planner) for b in budgets)
+            if not isinstance(s, BudgetTooSmall)
+        ]
+        assert seconds == sorted(seconds, reverse=True)
+    assert desk.solve(budget_bytes=low).peak_bytes == low
+    with pytest.raises(BudgetTooSmall) as caught:
+        desk.solve(budget_bytes=low - 1)
+    assert caught.value.floor_bytes == low
+    assert lower_bound_bytes(desk.table, Runs(desk.table)) <= low
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(max_forward=10), st.randoms(use_true_random=False))
+def test_dropping_one_by_one_equals_dropping_at_once(step, random):
+    table = make_table(step)
+    storages = [s for s in table.uses if not step.storages[s].pinned]
+    random.shuffle(storages)
+    dropped = storages[: len(storages) // 2]
+    runs = LazyRuns(table)
+    for storage in dropped:
+        runs.drop(storage)
+    assert runs.plan() == lazy_plan(table, table.uses.keys() - set(dropped))
+
+
+def test_shapes_of_real_models(shaped):
+    fixed = shaped.table.static_bytes
+    for share in (0.9, 0.7, 0.5):
+        budget = fixed + int((shaped.plain.peak_bytes - fixed) * share)
+        found = {planner: attempt(shaped, budget, planner) for planner in PLANNERS}
+        for solution in found.values():
+            if not isinstance(solution, BudgetTooSmall):
+                check(shaped.step, solution)
+                assert found["auto"].recompute_seconds <= solution.recompute_seconds
+
+
+def test_the_curve_rises_from_the_plain_step_to_the_floor(shaped):
+    curve = shaped.tradeoff(points=9)
+    assert len(curve) == 9
+    assert curve[0].recompute_seconds == 0
+    assert curve[-1].peak_bytes == shaped.floor().floor_bytes
+    seconds = [solution.recompute_seconds for solution in curve]
+    assert seconds == sorted(seconds)
+
+
+def test_a_chain_is_planned_far_below_the_square_root():
+    desk = Desk(chain(length=64))
+    assert desk.floor().floor_bytes <= 8 * 1000
+    with pytest.raises(BudgetTooSmall, match="planner 'auto' meets this budget"):
+        desk.solve(budget_bytes=8 * 1000, planner="sqrt")
+
+
+def test_the_same_step_gives_the_same_solution():
+    first, second = (solve(SHAPES["unet"](), budget_bytes=9_000_000) for _ in range(2))
+    assert floor(SHAPES["unet"]()).floor_bytes == first.floor_bytes
+    assert first.recompute_seconds > 0
+    assert first == second
+
+
+def test_an_unknown_planner_is_named_with_the_known_ones():
+    with pytest.raises(LowtideError, match=r"no planner 'best': choose one of auto, mu-two, none, all"):
+        solve(chain(length=2), budget_bytes=10**9, planner="best")
+
+
+def test_a_budget_above_the_plain_peak_recomputes_nothing():
+    solution = solve(chain(length=8), budget_bytes=10**9)
+    assert solution.recompute_seconds == 0
+    assert {d.reason for d in solution.decisions} == {"the budget is met without recomputing anything"}
+
+
+def optimizer_step():
+    build = StepBuilder()
+    weight = build.given(100)
+    first = build.op("a", (weight,), 10, 1.0)
+    start = build.backward()
+    build.grad((start, first), 100, 1.0, pinned=True)
+    build.region = Region.OPTIMIZER
+    build.node("adam", (weight,), makes=(build.storage(300, Kind.OTHER),))
+    return build.step()
+
+
+def test_an_optimizer_that_sets_the_floor_is_named_with_what_helps():
+    with pytest.raises(
+        BudgetTooSmall, match=r"optimizer step sets it.*fused=True or foreach=False"
+    ) as caught:
+        solve(optimizer_step(), budget_bytes=400)
+    assert (caught.value.floor_bytes, caught.value.node) == (500, "adam_4")
+
+
+def test_gradients_that_set_the_floor_are_named():
+    build = StepBuilder()
+    weight = build.given(100)
+    first = build.op("a", (weight,), 10, 1.0)
+    start = build.backward()
+    build.grad((start, first), 100, 1.0, pinned=True)
+    with pytest.raises(BudgetTooSmall, match="Parameters, gradients and optimizer state set it"):
+        solve(build.step(), budget_bytes=100)
+
+
+def test_retained_activations_say_why():
+    build = StepBuilder()
+    weight = build.given(1)
+    written = build.fixed("write", (weight,), 50, 1.0)
+    cheap = build.op("cheap", (weight,), 100, 1.0)
+    dear = build.op("dear", (cheap, written), 100, 90.0)
+    wide = build.op("wide", (dear,), 200, 1.0)
+    late = build.op("late", (wide,), 5, 1.0)
+    start = build.backward()
+    one = build.grad((start, late), 5, 1.0)
+    two = build.grad((one, dear), 5, 1.0)
+    build.grad((two, cheap, written), 5, 1.0)
+    step = build.step()
+    peak = simulate(step, plain_order(step)).peak_bytes
+    reasons = {d.name: (d.action, d.reason) for d in solve(step, budget_bytes=peak - 90).decisions}
+    assert reasons["write_1"] == (Action.RETAINED, "cannot be recomputed: it has side effects")
+    assert reasons["cheap_2"][0] is Action.RECOMPUTE
+    assert "costs more per byte" in reasons["dear_3"][1]
+    assert reasons["late_5"] == (Action.RETAINED, "does not live across the peak")

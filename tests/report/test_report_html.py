@@ -1,0 +1,245 @@
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_cases import ENVIRONMENT, compare_rows, make_case, measurement_of, sweep_rows
+
+from lowtide.report import times, words
+from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
+from lowtide.report.embed import pack_integers, script_json
+from lowtide.report.html import render_report
+from lowtide.report.records import Environment, tradeoff_points
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'<!--"
+
+
+class Page(HTMLParser):
+    """Scripts, ids and addresses of a page, as a browser would split it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts: list[str] = []
+        self.tags: set[str] = set()
+        self.ids: set[str] = set()
+        self.addresses: list[str] = []
+        self.handlers: list[str] = []
+        self._in_script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        values = dict(attrs)
+        self.ids.add(values.get("id") or "")
+        self.addresses += [values[key] for key in ("src", "href") if key in values]
+        if tag == "script":
+            self._in_script = True
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._in_script = self._in_script and tag != "script"
+
+    def handle_data(self, data):
+        if self._in_script:
+            self.scripts[-1] += data
+
+
+def render(case, **changes):
+    given = {
+        "title": "a step",
+        "environment": ENVIRONMENT,
+        "step": case.step,
+        "before": case.before,
+        "after": case.after,
+        "solution": case.solution,
+        "measurement": case.measurement,
+        "tradeoff": case.tradeoff,
+    }
+    return render_report(**(given | changes))
+
+
+@pytest.fixture(scope="module")
+def case():
+    return make_case(6)
+
+
+def unpack(text: str) -> list[int]:
+    """What `templates/decode.js` does."""
+    import base64
+
+    values, previous, rest, scale = [], 0, 0, 1
+    for byte in base64.b64decode(text):
+        rest += (byte & 127) * scale
+        scale *= 128
+        if byte < 128:
+            previous += -(rest + 1) // 2 if rest % 2 else rest // 2
+            values.append(previous)
+            rest, scale = 0, 1
+    return values
+
+
+@given(st.lists(st.integers(min_value=-(2**51), max_value=2**51)))
+def test_integers_come_back(values):
+    assert unpack(pack_integers(values)) == values
+
+
+@given(st.text())
+def test_json_in_a_script_is_only_data(text):
+    embedded = str(script_json({"name": text}))
+    assert not re.search(r"[<>&\u2028\u2029]", embedded)
+    assert json.loads(embedded) == {"name": text}
+
+
+def test_all_sections_are_there(case):
+    page = Page(render(case, sweep=sweep_rows(), compare=compare_rows()))
+    wanted = {"answer", "sweep", "compare", "timeline", "breakdown", "tradeoff", "decisions", "time", "how"}
+    assert wanted <= page.ids
+
+
+def test_sections_without_data_are_left_out():
+    page = Page(render_report(title="t", environment=Environment()))
+    assert page.ids & {"answer", "sweep", "compare", "timeline", "tradeoff", "decisions", "time"} == set()
+    assert "how" in page.ids
+
+
+def test_a_profile_alone_has_a_timeline_and_no_answer(case):
+    page = Page(render_report(title="t", environment=ENVIRONMENT, step=case.step, before=case.before))
+    assert "timeline" in page.ids
+    assert "answer" not in page.ids
+
+
+def test_nothing_is_loaded_from_elsewhere(case):
+    page = Page(render(case, sweep=sweep_rows(), compare=compare_rows()))
+    assert [a for a in page.addresses if not a.startswith(("#", "data:"))] == []
+
+
+def test_names_from_models_are_only_names():
+    case = make_case(3, module=EVIL.replace("{", "{{") + "{layer}")
+    evil = replace(case.solution.decisions[0], name=EVIL, reason=EVIL, how=EVIL)
+    solution = replace(case.solution, decisions=(evil, *case.solution.decisions[1:]), notes=(EVIL,))
+    point = replace(case.tradeoff[-1], recomputed=(EVIL,))
+    measurement = replace(measurement_of(solution, exact=False), differences=(EVIL,))
+    text = render(
+        case,
+        title=EVIL,
+        solution=solution,
+        tradeoff=(point,),
+        measurement=measurement,
+        environment=Environment(command=EVIL, date=EVIL, machine=EVIL, versions=((EVIL, EVIL),)),
+        sweep=[replace(row, status=f"failed: {EVIL}") for row in sweep_rows()],
+        compare=[replace(row, method=EVIL, verdict=EVIL) for row in compare_rows()],
+    )
+    page, plain = Page(text), Page(render(case, sweep=sweep_rows(), compare=compare_rows()))
+    assert len(page.scripts) == len(plain.scripts)
+    assert page.handlers == []
+    assert page.tags - plain.tags <= {"ul", "li"}
+    data = next(script for script in page.scripts if '"kinds"' in script[:20])
+    assert json.loads(data)["timeline"]["modules"]["table"][1].startswith("</script>")
+
+
+def test_only_the_shipped_scripts_may_run(case):
+    text = render(case)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy
+    scripts = policy[1].split("script-src")[1]
+    assert scripts.count("sha256-") == len(Page(text).scripts) - 1
+    assert "unsafe" not in scripts
+
+
+def test_a_large_step_stays_small():
+    case = make_case(174, num_points=50)
+    assert len(case.step.nodes) >= 4000
+    assert len(case.solution.decisions) >= 620
+    text = render(case, sweep=sweep_rows(), compare=compare_rows())
+    assert len(text.encode()) < 2_000_000
+
+
+def test_the_same_input_gives_the_same_page(case):
+    assert render(case) == render(make_case(6))
+
+
+def test_verdicts(case):
+    solution, measured = case.solution, case.measurement
+    assert plan_verdict(solution, measured).tone == "good"
+    assert plan_verdict(solution, measured).headline.startswith("Fits: ")
+    assert "simulated" in plan_verdict(solution, None).headline
+    assert plan_verdict(solution, measurement_of(solution, exact=False)).tone == "bad"
+    # The budget holds in simulation, but a measurement says otherwise: the measurement counts.
+    tight = replace(solution, budget_bytes=solution.peak_bytes)
+    assert plan_verdict(tight, None).tone == "warn"
+    assert plan_verdict(tight, measured).headline.startswith("Does not fit")
+    assert sweep_verdict(sweep_rows()).headline.startswith(
+        "Fits up to batch size 16 with the plan, 8 without"
+    )
+    shares = [replace(row, budget_bytes=int(0.7 * row.peaks[0])) for row in sweep_rows()]
+    assert sweep_verdict(shares).headline == "4 of 5 batch sizes fit their own budget with the plan"
+    alone = [replace(row, status="plan measured", exact=None) for row in sweep_rows()[:1]]
+    assert sweep_verdict(alone).why == "1 of 1 sizes ran with the plan only, and were not compared."
+    assert sweep_verdict([replace(r, exact=False) for r in sweep_rows()]).tone == "bad"
+
+
+def test_verdicts_do_not_say_more_than_was_found(case):
+    solution = case.solution
+    too_small = [replace(r, status="does not fit: lowest reachable peak 1 B") for r in sweep_rows()[:1]]
+    assert sweep_verdict(too_small).why == "1 of 1 sizes have no plan for their budget."
+    unlike = replace(measurement_of(solution, exact=False), recompute_exact=True)
+    assert "without any recompute, too" in plan_verdict(solution, unlike).why
+    assert plan_tiles(solution, unlike)[-1].note.startswith("recompute exact, unlike eager")
+    assert "430.0 MiB with auto" in compare_verdict(compare_rows()).headline
+    assert compare_verdict(compare_rows()[2:4]).tone == "bad"
+
+
+def test_tiles_say_what_is_simulated(case):
+    simulated = {tile.label: tile for tile in plan_tiles(case.solution, None)}
+    assert "simulated" in simulated["Peak memory"].note
+    assert simulated["Results"].value == "not compared"
+    measured = {tile.label: tile for tile in plan_tiles(case.solution, case.measurement)}
+    assert measured["Peak memory"].note.startswith("measured")
+    assert measured["Results"].value == "exact"
+
+
+def test_times_add_up(case):
+    order = case.after.order
+    for rows in (
+        times.by_region(case.step, order),
+        times.by_op(case.step, order, limit=3),
+        times.by_module(case.step, order, limit=5),
+    ):
+        assert sum(row.seconds for row in rows) == pytest.approx(case.after.seconds)
+    recompute = times.by_region(case.step, order)[-1]
+    assert recompute.name == "recompute"
+    assert recompute.seconds == pytest.approx(case.after.recompute_seconds)
+
+
+def test_modules_are_told_apart_at_a_useful_depth(case):
+    names = [row.name for row in times.by_module(case.step, case.after.order, limit=8)]
+    assert len(names) <= 8
+    assert {"encoder.stages.0", "encoder.stages.3"} <= {".".join(name.split(".")[:3]) for name in names}
+
+
+def test_budgets_with_the_same_plan_give_one_point(case):
+    other = replace(case.solution, peak_bytes=case.solution.peak_bytes - 1)
+    points = tradeoff_points([other, case.solution, case.solution])
+    assert [p.peak_bytes for p in points] == [case.solution.peak_bytes, other.peak_bytes]
+    again = {d.name for d in case.solution.decisions if d.action == "RECOMPUTE"}
+    assert again
+    assert set(points[0].recomputed) == again
+
+
+def test_sources_leave_out_where_packages_are_installed():
+    assert words.short_source("/home/me/.venv/lib/site-packages/a/b.py:7") == "a/b.py:7"
+    assert words.short_source("models/mine.py:7") == "models/mine.py:7"
+
+
+def test_numbers_read_well():
+    assert [words.size(n) for n in (None, 0, 1536, 10**9, 3 * 2**30)] == [
+        "–", "0 B", "1.5 KiB", "953.7 MiB", "3.00 GiB",
+    ]  # fmt: skip
+    assert [words.percent(x) for x in (None, 0.0622, -0.38)] == ["–", "+6.2 %", "−38.0 %"]
+    assert [words.duration(x) for x in (None, 2.5, 0.25, 0.0025, 4e-6)] == [
+        "–", "2.50 s", "250 ms", "2.5 ms", "4.0 µs",
+    ]  # fmt: skip

@@ -1,0 +1,176 @@
+"""What users do with a planned model later on: it is followed, told, or refused, and never ignored."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from trouble import BATCH, WIDTH
+
+import lowtide
+from lowtide.plans import Plan
+from lowtide.torchside import hooks
+
+
+class Stack(nn.Module):
+    """Four layers; `loud` lets the forward read a value on its way, `steps` is a number that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.loud, self.steps = "", 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:3]:
+            x = F.gelu(layer(x))
+            if self.loud == "in a loop":
+                print(f"{x.mean().item():.1f}")
+        if self.loud == "half-way":
+            print(f"{x.mean().item():.1f}")
+        return self.layers[3](x) * (1 + self.steps)
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH)
+
+
+def planned(model: nn.Module, **options: Any) -> Plan:
+    found = lowtide.profile(model, rows(), **options)
+    plan = found.plan(found.floor_bytes)
+    plan.apply(model)
+    return plan
+
+
+def test_hooks_that_come_later_are_called() -> None:
+    model = Stack()
+    planned(model)
+    model(rows()).sum().backward()
+    seen = []
+    handle = model.layers[1].register_forward_hook(lambda *_: seen.append("forward"))
+    model.layers[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    model(rows()).sum().backward()
+    assert seen == ["before", "forward"]
+    handle.remove()
+    model(rows()).sum().backward()
+    assert seen == ["before", "forward", "before"]
+
+
+def test_parameters_to_train_that_come_later_are_refused() -> None:
+    model = Stack()
+    model.layers[0].requires_grad_(False)
+    planned(model, optimizer=torch.optim.Adam(p for p in model.parameters() if p.requires_grad))
+    model(rows()).sum().backward()
+    model.layers[0].requires_grad_(True)
+    with pytest.raises(lowtide.PlanMismatch, match=r"made for the parameters .* Profile and plan again"):
+        model(rows())
+
+
+@pytest.mark.parametrize(
+    ("loud", "words"),
+    [("half-way", "breaks into several graphs now"), ("in a loop", r"ran without its plan.*Tensor\.item")],
+)
+def test_a_graph_break_that_comes_later_is_refused(
+    loud: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Stack()
+    planned(model)
+    model(rows()).sum().backward()
+    model.loud = loud
+    with pytest.raises(lowtide.LowtideError, match=words):
+        model(rows())
+    assert "torch/_dynamo" not in capfd.readouterr().err
+
+
+def test_inputs_with_a_gradient_of_their_own_are_no_graph_break() -> None:
+    model, before = Stack(), nn.Linear(WIDTH, WIDTH)
+    planned(model)
+    for count in (BATCH, BATCH - 1):
+        model(before(rows()[:count])).sum().backward()
+    assert before.weight.grad is not None
+
+
+def test_numbers_that_change_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "GRAPHS_PER_FUNCTION", 2)
+    model = Stack()
+    planned(model)
+    with pytest.raises(lowtide.LowtideError, match="pass numbers that change as tensors"):
+        for model.steps in range(5):
+            model(rows()).sum().backward()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_gradients_that_are_there_already_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack()
+    planned(model)
+    model(rows()).sum().backward()
+    assert warnings_of(caplog) == []
+    for _ in range(2):
+        model(rows()).sum().backward()
+    (words,) = warnings_of(caplog)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert f"smaller by {nbytes} bytes" in words
+
+
+def test_gradients_that_fit_into_the_budget_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack()
+    lowtide.checkpoint(model, rows(), budget="1GiB")
+    for _ in range(2):
+        model(rows()).sum().backward()
+    assert warnings_of(caplog) == []
+
+
+def test_training_in_eval_mode_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack()
+    planned(model)
+    model.eval()
+    with torch.no_grad():
+        model(rows())
+    assert warnings_of(caplog) == []
+    for _ in range(2):
+        model(rows()).sum().backward()
+    (words,) = warnings_of(caplog)
+    assert "in eval mode the model runs without its plan" in words
+
+
+# the backend
+
+
+def images() -> torch.Tensor:
+    return torch.randn(4, 3, 16, 16)
+
+
+def costs_in(folder: Path) -> dict[str, list[Any]]:
+    (path,) = folder.glob("costs-*.json")
+    costs: dict[str, list[Any]] = json.loads(path.read_text())["costs"]
+    return costs
+
+
+def test_ops_are_measured_on_real_tensors_while_torch_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3))
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "profiled"))
+    lowtide.profile(model, images())
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "compiled"))
+    compiled = torch.compile(model, backend="lowtide", dynamic=False, options={"budget": "90%"})
+    compiled(images()).sum().backward()
+    profiled, while_compiling = costs_in(tmp_path / "profiled"), costs_in(tmp_path / "compiled")
+    both = [name for name in while_compiling if name in profiled and "convolution" in name]
+    assert both
+    for name in both:
+        _, workspace_bytes, estimated, _, _ = while_compiling[name]
+        assert not estimated and workspace_bytes == profiled[name][1] > 0
+
+
+def test_the_backend_needs_fixed_shapes() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    compiled = torch.compile(model, backend="lowtide", dynamic=True, options={"budget": "90%"})
+    with pytest.raises(Exception, match="dynamic=False"):
+        compiled(rows())

@@ -1,0 +1,229 @@
+"""The user's own loop runs unchanged around a planned model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from training import differences, snapshot, train, twin
+from trouble import BATCH, WIDTH, DictOutput, LongSkips, SharedModule, TupleOutput
+
+import lowtide
+from lowtide.api import profile
+from lowtide.running.runner import runner_of
+from lowtide.zoo.targets import Target
+
+SMALL = 37
+
+
+def _target(model: nn.Module) -> Target:
+    return Target(
+        "model", model, torch.randn(BATCH, WIDTH), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+
+
+def _pair(model: nn.Module) -> tuple[Target, Target]:
+    """The same model plain and planned, as tight as it goes."""
+    torch.manual_seed(0)
+    plain = _target(model)
+    planned = twin(plain)
+    found = profile(planned.model, planned.batch, optimizer=planned.optimizer)
+    plan = found.plan(found.floor_bytes)
+    assert plan.recompute_seconds > 0
+    assert plan.apply(planned.model) is planned.model
+    return plain, planned
+
+
+def _run(target: Target, loop, seed: int = 3) -> list:
+    target.model.zero_grad()
+    torch.manual_seed(seed)
+    loop(target)
+    grads = [(f"gradient of {name}", p.grad) for name, p in target.model.named_parameters()]
+    return [*grads, *snapshot(target.model, 0), ("random state", torch.get_rng_state())]
+
+
+def _same(plain: Target, planned: Target, loop) -> None:
+    assert differences(_run(plain, loop), _run(planned, loop)) == []
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Target, Target]:
+    return _pair(SharedModule())
+
+
+def test_gradient_accumulation_clipping_and_a_schedule(pair: tuple[Target, Target]) -> None:
+    def loop(target: Target) -> None:
+        schedule = torch.optim.lr_scheduler.StepLR(target.optimizer, step_size=1, gamma=0.5)
+        for _ in range(2):
+            for micro in range(3):
+                (target.model(target.batch * (micro + 1)).sum() / 3).backward()
+            torch.nn.utils.clip_grad_norm_(target.model.parameters(), 0.1)
+            target.optimizer.step()
+            schedule.step()
+            target.optimizer.zero_grad(set_to_none=False)
+
+    _same(*pair, loop)
+
+
+def test_two_calls_before_one_backward() -> None:
+    def loop(target: Target) -> None:
+        (target.model(target.batch) * target.model(target.batch.flip(0))).sum().backward()
+
+    _same(*_pair(LongSkips()), loop)
+
+
+def test_retain_graph(pair: tuple[Target, Target]) -> None:
+    def loop(target: Target) -> None:
+        loss = target.model(target.batch).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    _same(*pair, loop)
+
+
+def test_a_smaller_last_batch_gets_a_plan_of_its_own(pair: tuple[Target, Target]) -> None:
+    def loop(target: Target) -> None:
+        target.model(target.batch[:SMALL]).sum().backward()
+
+    _same(*pair, loop)
+    graphs = runner_of(pair[1].model).backend.graphs
+    assert len({segment.fingerprint for segment, _, _ in graphs}) == 2
+
+
+def test_without_gradients_the_plain_model_runs(pair: tuple[Target, Target]) -> None:
+    plain, planned = pair
+    graphs = len(runner_of(planned.model).backend.graphs)
+    shape = torch.randn(5, WIDTH)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        expected = plain.model(shape)
+        torch.manual_seed(1)
+        assert torch.equal(planned.model(shape), expected)
+    plain.model.eval(), planned.model.eval()
+    try:
+        assert torch.equal(planned.model(shape), plain.model(shape))
+    finally:
+        plain.model.train(), planned.model.train()
+    assert len(runner_of(planned.model).backend.graphs) == graphs
+
+
+def test_autocast() -> None:
+    def block() -> list[nn.Module]:
+        return [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.2)]
+
+    def loop(target: Target) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = target.model(target.batch).float().sum()
+        loss.backward()
+
+    _same(*_pair(nn.Sequential(*block(), *block(), *block())), loop)
+
+
+def test_the_model_stays_what_it_was(pair: tuple[Target, Target]) -> None:
+    plain, planned = pair
+    assert type(planned.model) is SharedModule
+    assert list(planned.model.state_dict()) == list(plain.model.state_dict())
+    double = copy.deepcopy(planned.model)
+    assert runner_of(double) is None
+    assert torch.equal(double.block[0].weight, planned.model.block[0].weight)
+
+
+def test_the_state_can_be_saved_and_loaded(pair: tuple[Target, Target], tmp_path) -> None:
+    torch.save(pair[1].model.state_dict(), tmp_path / "state")
+    SharedModule().load_state_dict(torch.load(tmp_path / "state"))
+
+
+def test_double_backward_is_refused(pair: tuple[Target, Target]) -> None:
+    model, batch = pair[1].model, pair[1].batch.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(batch).square().sum(), batch, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        grad.sum().backward()
+
+
+def test_remove_gives_the_plain_model_back() -> None:
+    _, planned = _pair(LongSkips())
+    assert lowtide.remove(planned.model) is planned.model
+    assert runner_of(planned.model) is None
+    planned.model(planned.batch).sum().backward()
+
+
+def test_two_models_at_a_time() -> None:
+    plain, planned = zip(_pair(SharedModule()), _pair(LongSkips()), strict=True)
+
+    def loop(targets) -> list:
+        torch.manual_seed(5)
+        loss = sum(target.model(target.batch).square().mean() for target in targets)
+        loss.backward()
+        return [(name, p.grad) for t in targets for name, p in t.model.named_parameters()]
+
+    assert differences(loop(plain), loop(planned)) == []
+
+
+def test_a_loss_outside_that_uses_one_of_several_outputs() -> None:
+    plain, planned = _pair(TupleOutput())
+
+    def loop(target: Target) -> None:
+        F.cross_entropy(target.model(target.batch)[0], torch.zeros(BATCH, dtype=torch.long)).backward()
+
+    _same(plain, planned, loop)
+    assert planned.model.right.weight.grad is None
+
+
+def test_a_gradient_the_plan_was_not_made_for_is_refused() -> None:
+    _, planned = _pair(DictOutput())
+    with pytest.raises(lowtide.Unsupported, match="loss="):
+        planned.model(planned.batch)["left"].sum().backward()
+
+
+def test_a_larger_batch_that_cannot_fit_is_refused() -> None:
+    _, planned = _pair(SharedModule())
+    with pytest.raises(lowtide.BudgetTooSmall):
+        planned.model(torch.randn(BATCH * 50, WIDTH))
+
+
+def test_a_compiled_model_is_not_planned_over() -> None:
+    model = SharedModule()
+    plan = profile(model, torch.randn(BATCH, WIDTH)).plan("100%")
+    model.compile(backend="eager")
+    with pytest.raises(lowtide.LowtideError, match="already compiled"):
+        plan.apply(model)
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    plan = profile(SharedModule(), torch.randn(BATCH, WIDTH)).plan("100%")
+    with pytest.raises(lowtide.PlanMismatch, match="model"):
+        plan.apply(LongSkips())
+
+
+def test_a_saved_plan_trains_the_same(tmp_path) -> None:
+    torch.manual_seed(0)
+    plain = _target(SharedModule())
+    planned = twin(plain)
+    made = profile(planned.model, planned.batch, optimizer=planned.optimizer).plan("70%")
+    made.save(tmp_path / "plan.json")
+    again = lowtide.load_plan(tmp_path / "plan.json")
+    assert again == made
+    again.apply(planned.model)
+    assert differences(train(plain), train(planned)) == []
+
+
+def test_the_torch_compile_backend() -> None:
+    torch.manual_seed(0)
+    plain = _target(SharedModule())
+    other = twin(plain)
+    compiled = torch.compile(other.model, backend="lowtide", options={"budget": "70%"})
+    planned = Target("compiled", compiled, other.batch, other.optimizer)
+    names = [(name, value) for name, value in train(plain) if not name.startswith("random")]
+    seen = [(n.replace("_orig_mod.", ""), v) for n, v in train(planned) if not n.startswith("random")]
+    assert differences(names, seen) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"budgt": "1GiB"}, "budgt.*budget"), ({}, "needs a budget"), ({"budget": "1 byte"}, "byte")],
+)
+def test_bad_options_of_the_backend(options: dict[str, str], words: str) -> None:
+    model = torch.compile(SharedModule(), backend="lowtide", options=options)
+    with pytest.raises(Exception, match=words):
+        model(torch.randn(BATCH, WIDTH))
