@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import lowtide
 from lowtide.checking.train_step import train_step
 from lowtide.running.runner import runner_of
+from lowtide.torchside.route import set_route
 from lowtide.zoo.targets import Target, TargetSpec
 
 COLUMNS = ("step", "way", "seconds", "user s", "system s", "page faults")
@@ -41,7 +42,7 @@ def rows(name: str, batch_size: int, *, budget: str, runs: int) -> Iterator[tupl
     costs: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
     for number in range(WARM_UP_STEPS + runs):
         for way, route in ways.items():
-            target.model._compiled_call_impl = route
+            set_route(target.model, route)
             cost = cost_of_step(target)
             if number >= WARM_UP_STEPS:
                 costs[way].append(cost)

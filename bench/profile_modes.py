@@ -21,9 +21,10 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 
-from lowtide.profiling import GraphProfiler, OpCall, call_of, profile_calls, signature
+from lowtide.profiling.interpreter import GraphProfiler
+from lowtide.profiling.ops import profile_calls
 from lowtide.profiling.work import fresh_storages
-from lowtide.torchside.calls import target_name
+from lowtide.torchside.calls import Call, call_of, signature, target_name
 from lowtide.zoo.targets import Target, load_target
 
 DEFAULT_TARGETS = ("transformer:8", "bert-base:4", "vit:2", "unet:2", "resnet152:4")
@@ -94,7 +95,7 @@ def compare(name: str, batch_size: int, *, details: bool) -> dict[str, Any]:
 
 
 def print_details(
-    calls: Mapping[str, OpCall], op_seconds: Mapping[str, float], run_seconds: Mapping[str, float]
+    calls: Mapping[str, Call], op_seconds: Mapping[str, float], run_seconds: Mapping[str, float]
 ) -> None:
     """The ops that take longest, with their share of the step and the ratio of the two ways."""
     alone, together = Counter[str](), Counter[str]()

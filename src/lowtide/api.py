@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture.graphs import user_tensors
 from lowtide.capture.step import capture
-from lowtide.capture.trace import real_tensors
 from lowtide.checking.verification import Verification
 from lowtide.checking.verification import verify as verify_target
 from lowtide.errors import LowtideError
@@ -17,7 +17,7 @@ from lowtide.profiles import Profile, load_profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.runner import remove, runner_of
-from lowtide.torchside.batch import split_batch
+from lowtide.torchside.route import set_route
 from lowtide.zoo.targets import Target
 
 __all__ = [
@@ -66,12 +66,15 @@ def profile(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
         )
     captured = capture(model, batch, optimizer=optimizer, loss=loss)
+    limit_bytes = parse_size(memory_limit)
     if mode == "run":
-        return Profile(*run_costs(captured, real_tensors(model, split_batch(batch))))
-    step, known = measure_costs(
-        captured, memory_limit_bytes=parse_size(memory_limit), use_cache=cache, progress=progress
-    )
-    return Profile(step, known)
+        tensors = user_tensors(model, batch)
+        found = run_costs(
+            captured, tensors, memory_limit_bytes=limit_bytes, use_cache=cache, progress=progress
+        )
+    else:
+        found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=progress)
+    return Profile(*found)
 
 
 def checkpoint(
@@ -111,4 +114,4 @@ def verify(
             Target(type(model).__name__, model, batch, optimizer, loss), plan, timed_runs=timed_runs
         )
     finally:
-        model._compiled_call_impl = applied
+        set_route(model, applied)

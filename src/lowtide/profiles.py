@@ -11,7 +11,7 @@ from lowtide.facts.sizes import parse_budget
 from lowtide.planning.activations import activations
 from lowtide.planning.planner import Desk
 from lowtide.planning.schedules import as_eager
-from lowtide.planning.simulate import Timeline, plain_order, simulate
+from lowtide.planning.simulate import Timeline, plain_runs, simulate
 from lowtide.plans import Plan
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Profile:
     @cached_property
     def timeline(self) -> Timeline:
         """Bytes held during every op of the plain step, as eager PyTorch runs it."""
-        return simulate(as_eager(self.step), plain_order(self.step))
+        return simulate(as_eager(self.step), plain_runs(self.step))
 
     @property
     def peak_bytes(self) -> int:

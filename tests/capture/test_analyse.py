@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowtide.capture.names import target_name
 from lowtide.capture.step import Captured, capture
-from lowtide.facts import How, Kind, Node, Region, Step, Storage
-from lowtide.planning.schedules import RANDOM_STATE
+from lowtide.facts import Kind, Node, Region, Step, Storage
+from lowtide.torchside.calls import target_name
 
 WIDTH = 8
 ROWS = 16
@@ -169,7 +168,7 @@ def test_modules_and_source_lines(step: Step) -> None:
     forward = Mixed.forward.__code__
     first, last = forward.co_firstlineno, max(line for *_, line in forward.co_lines() if line)
     for node in step.nodes:
-        if node.region is Region.OPTIMIZER or node.op in ("placeholder", "output", RANDOM_STATE):
+        if node.region is Region.OPTIMIZER or node.op in ("placeholder", "output"):
             continue
         path, _, line = node.source.rpartition(":")
         assert path == __file__ and first <= int(line) <= last, node
@@ -177,10 +176,11 @@ def test_modules_and_source_lines(step: Step) -> None:
 
 def test_batch_norm_is_run_again_without_its_statistics(step: Step) -> None:
     (norm,) = nodes(step, "_native_batch_norm_legit_functional")
-    assert norm.recipe is not None and norm.recipe.how is How.NO_STATS
-    assert norm.recipe.makes == norm.makes[:3] and len(norm.makes) == 5
+    (recipe,) = norm.recipes
+    assert recipe.method == "no_stats"
+    assert recipe.makes == norm.makes[:3] and len(norm.makes) == 5
     buffers = {s.id for s in step.storages if s.kind is Kind.BUFFER}
-    assert not any(buffers & set(step.nodes[read].holds) for read in norm.recipe.reads)
+    assert not any(buffers & set(step.nodes[read].holds) for read in recipe.reads)
     statistics = [n for n in nodes(step, "getitem") if n.reads == (norm.rank,) and n.fixed]
     assert [node.fixed for node in statistics] == ["running statistics are counted once"] * 2
 
@@ -191,22 +191,24 @@ def test_dropout_can_be_made_from_its_mask(step: Step) -> None:
     assert mask.rank < result.rank, "the mask first: the result is made from it"
     assert step.storages[mask.holds[0]].nbytes == ROWS * WIDTH
     assert step.storages[mask.holds[0]].extra_eager_bytes == ROWS * WIDTH * 3
-    assert result.recipe is not None and result.recipe.how is How.MASK
-    assert result.recipe.reads == (dropout.reads[0], mask.rank)
-    assert result.recipe.makes == result.holds
-    assert mask.recipe is not None and mask.recipe.how is How.AGAIN
-    assert dropout.recipe is not None and dropout.recipe.how is How.REPLAY
+    (recipe,) = result.recipes
+    assert recipe.method == "mask"
+    assert recipe.reads == (dropout.reads[0], mask.rank)
+    assert recipe.makes == result.holds
+    assert [r.method for r in mask.recipes] == ["again"]
+    assert [r.method for r in dropout.recipes] == ["replay"]
 
 
 def test_random_ops_read_a_kept_generator_state_when_replayed(step: Step) -> None:
-    states = [node for node in step.nodes if node.op == RANDOM_STATE]
-    replayed = [node for node in step.nodes if node.recipe and node.recipe.how is How.REPLAY]
+    states = [node for node in step.nodes if node.on_demand]
+    replayed = [node for node in step.nodes if node.recipe("replay")]
     assert len(states) == len(replayed) == 2
     for state, node in zip(states, replayed, strict=True):
         assert state.rank == node.rank - 1 and state.rank not in node.reads
-        assert node.recipe is not None and node.recipe.reads[-1] == state.rank
+        (recipe,) = node.recipes
+        assert recipe.reads[-1] == state.rank
         size = step.storages[state.makes[0]].nbytes
-        assert size == torch.get_rng_state().numel() == node.recipe.workspace_bytes
+        assert size == torch.get_rng_state().numel() == recipe.workspace_bytes
         assert state.fixed
 
 
@@ -216,27 +218,31 @@ def test_readers_of_what_the_step_changes_are_fixed(step: Step) -> None:
     ops = [node for node in readers if node.op.startswith("aten")]
     assert ops and all(node.fixed == "reads what the step changes in place" for node in ops)
     tanh = nodes(step, "aten.tanh.default")[0]
-    assert tanh.recipe is not None
+    assert tanh.recipes
 
 
 def test_every_forward_op_has_a_recipe_or_a_reason(step: Step) -> None:
     for node in step.nodes:
         if node.region is Region.FORWARD:
-            assert (node.recipe is None) is bool(node.fixed), node
+            assert bool(node.recipes) is not bool(node.fixed), node
         else:
-            assert node.recipe is None
+            assert not node.recipes
 
 
 def test_recipes_read_only_what_comes_before(step: Step) -> None:
     for node in step.nodes:
-        if node.recipe is not None:
-            assert all(read < node.rank for read in node.recipe.reads)
-            assert set(node.recipe.makes) <= set(node.recipe.holds) <= set(node.holds) | set(node.makes)
+        for recipe in node.recipes:
+            assert all(read < node.rank for read in recipe.reads)
+            assert set(recipe.makes) <= set(recipe.holds) <= set(node.holds) | set(node.makes)
 
 
 def test_every_rank_has_its_graph_node(captured: Captured) -> None:
     for node in captured.step.nodes:
-        if node.region is not Region.OPTIMIZER and node.op not in ("placeholder", "output", RANDOM_STATE):
+        if (
+            node.region is not Region.OPTIMIZER
+            and node.op not in ("placeholder", "output")
+            and not node.on_demand
+        ):
             assert target_name(captured.places[node.rank].node.target) == node.op
             assert captured.places[node.rank].node.graph is captured.segments[node.segment].joint.graph
 

@@ -137,7 +137,7 @@ def test_the_optimizer_comes_last_and_is_never_run_again() -> None:
     step = capture(model, torch.randn(4, 60), optimizer=make("AdamW", "default", model)).step
     ranks = [node.rank for node in step.nodes if node.region is Region.OPTIMIZER]
     assert ranks == list(range(ranks[0], len(step.nodes))) and len(ranks) > 3
-    assert all(step.nodes[rank].recipe is None for rank in ranks)
+    assert all(not step.nodes[rank].recipes for rank in ranks)
 
 
 class Strange(torch.optim.Optimizer):

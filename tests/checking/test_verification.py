@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.api import profile
-from lowtide.capture import recipes
 from lowtide.checking import verification
 from lowtide.checking.verification import Comparison, compare
 from lowtide.errors import PlanMismatch
-from lowtide.facts import How
 from lowtide.facts.serial import solution_to_dict
+from lowtide.methods import batch_norm, replay
+from lowtide.methods.dropout_mask import DropoutFromMask
 from lowtide.plans import Plan
-from lowtide.running import rewrite
-from lowtide.running import runner as runtime
+from lowtide.running import backend, rewrite
+from lowtide.torchside.calls import Call
 from lowtide.zoo.targets import Target
 
 WIDTH = 32
@@ -63,7 +63,7 @@ def compared(planned: tuple[Target, Plan]) -> Comparison:
 def test_equal_results_are_found_equal(planned: tuple[Target, Plan]) -> None:
     found = compared(planned)
     assert found.differences == () and found.recompute_exact and found.timings == {}
-    assert {decision.how for decision in planned[1].decisions} >= {How.MASK, How.AGAIN}
+    assert {decision.method for decision in planned[1].decisions} >= {"mask", "again"}
 
 
 def _redraw(value: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
@@ -79,15 +79,12 @@ def test_a_lost_dropout_mask_is_found(planned: tuple[Target, Plan], monkeypatch:
         with torch.random.fork_rng():
             return _redraw(value, mask, probability)
 
-    plain = rewrite._copy_again
+    plain = DropoutFromMask.call
 
-    def copy_again(graph: Any, node: Any, *rest: Any) -> Any:
-        copied = plain(graph, node, *rest)
-        if copied.target is recipes.apply_mask:
-            copied.target = redrawn
-        return copied
+    def call(self: DropoutFromMask, node: Any, kept: Any) -> Call:
+        return Call(redrawn, plain(self, node, kept).args)
 
-    monkeypatch.setattr(rewrite, "_copy_again", copy_again)
+    monkeypatch.setattr(DropoutFromMask, "call", call)
     found = compared(planned)
     assert lost
     assert found.differences[0].startswith("gradient of layers.")
@@ -109,9 +106,7 @@ def test_a_replay_from_another_state_is_found(monkeypatch: pytest.MonkeyPatch) -
     found = profile(source.model, source.batch, optimizer=source.optimizer)
     plan = found.plan("1GB", planner="all")
     assert compared((source, plan)).differences == ()
-    monkeypatch.setattr(
-        rewrite.recipes, "replay", lambda state, device, op, *args, **kwargs: op(*args, **kwargs)
-    )
+    monkeypatch.setattr(replay, "replay", lambda state, device, op, *args, **kwargs: op(*args, **kwargs))
     red = compared((source, plan))
     assert red.differences[0].startswith("gradient of layers.")
     assert any(words.startswith("random state") for words in red.differences)
@@ -129,8 +124,7 @@ def test_statistics_counted_twice_are_found(
 
     model, batch, optimizer = copy.deepcopy((planned[0].model, planned[0].batch, planned[0].optimizer))
     current.append(model)
-    plain = recipes.without_statistics
-    monkeypatch.setattr(recipes, "without_statistics", lambda node: (twice, plain(node)[1]))
+    monkeypatch.setattr(batch_norm, "WITHOUT_STATISTICS", twice)
     found = compare(
         source=Target("model", model, batch, optimizer),
         solution=solution_to_dict(planned[1].solution),
@@ -140,7 +134,7 @@ def test_statistics_counted_twice_are_found(
 
 
 def test_swapped_gradients_are_found(planned: tuple[Target, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = runtime.rewrite
+    plain = backend.rewrite
 
     def swapped(segment: Any, schedule: Any) -> Any:
         graphs = plain(segment, schedule)
@@ -154,7 +148,7 @@ def test_swapped_gradients_are_found(planned: tuple[Target, Plan], monkeypatch: 
         graphs.backward.recompile()
         return graphs
 
-    monkeypatch.setattr(runtime, "rewrite", swapped)
+    monkeypatch.setattr(backend, "rewrite", swapped)
     found = compared(planned)
     assert not found.recompute_exact
     assert found.differences[0].startswith("gradient of layers.1.weight, step 1")

@@ -13,7 +13,7 @@ from lowtide.cli.summaries import NUM_LARGEST, profile_summary, profile_tables
 from lowtide.cli.terminal import Terminal
 from lowtide.errors import LowtideError
 from lowtide.planning.activations import activations
-from lowtide.planning.simulate import plain_order, simulate
+from lowtide.planning.simulate import plain_runs, simulate
 from lowtide.profiles import Profile
 from lowtide.zoo.targets import TargetSpec
 
@@ -51,9 +51,9 @@ def test_plan_writes_its_files_and_says_so(run_lowtide, profile, step, tmp_path)
     plan, spec = load_plan(out / "plan.json")
     solution = plan.solution
     assert spec == SPEC
-    peak_bytes = simulate(step, plain_order(step)).peak_bytes
+    peak_bytes = simulate(step, plain_runs(step)).peak_bytes
     assert solution.budget_bytes == int(peak_bytes * 0.6)
-    assert simulate(step, solution.schedule.order).peak_bytes == solution.peak_bytes <= solution.budget_bytes
+    assert simulate(step, solution.schedule.runs).peak_bytes == solution.peak_bytes <= solution.budget_bytes
     with (out / "ac_decisions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(activations(step))

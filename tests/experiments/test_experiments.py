@@ -13,6 +13,7 @@ from lowtide.experiments.machine import NotEnoughMemory, check_memory, needed_by
 from lowtide.experiments.mistakes import EXACT, Mistake, verdict
 from lowtide.experiments.trial import run_trial
 from lowtide.report.words import UNLIKE_EAGER
+from lowtide.torchside.route import route_of
 from lowtide.zoo.targets import Target
 
 
@@ -60,9 +61,9 @@ def test_a_switch_leaves_no_trace():
     for kind in ("blocks", "partitioner"):
         switch = switch_for(Method(name="m", kind=kind, memory_budget=0.5), made)
         switch.on()
-        assert "forward" in blocks[0].__dict__ or made.model._compiled_call_impl is not None
+        assert "forward" in blocks[0].__dict__ or route_of(made.model) is not None
         switch.off()
-        assert "forward" not in blocks[0].__dict__ and made.model._compiled_call_impl is None
+        assert "forward" not in blocks[0].__dict__ and route_of(made.model) is None
 
 
 def test_checkpointing_blocks_holds_less_and_is_exact_with_dropout():
@@ -85,7 +86,7 @@ def test_a_plan_is_exact_where_its_rivals_are_not():
     assert trial.verdict == EXACT and trial.mistakes == () and trial.num_gradients == 26
     assert trial.peak_bytes <= plan.budget_bytes < trial.baseline_peak_bytes
     assert abs(trial.peak_bytes / plan.peak_bytes - 1) < 0.01
-    assert made.model._compiled_call_impl is not None  # measured last, and still on
+    assert route_of(made.model) is not None  # measured last, and still on
 
 
 def test_the_partitioner_redraws_dropout():

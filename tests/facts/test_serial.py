@@ -11,7 +11,7 @@ from strategies import steps
 from synthetic import chain, resnet
 
 from lowtide.errors import LowtideError
-from lowtide.facts import Graph, Reserve, Solution, Step
+from lowtide.facts import Graph, Reserve, Run, Solution, Step
 from lowtide.facts.serial import (
     load_step,
     save_step,
@@ -45,7 +45,12 @@ def test_every_plan_comes_back_as_it_was(step: Step) -> None:
 
 def test_all_fields_travel() -> None:
     graph = Graph(
-        fingerprint="abc", in_model=True, returned=(0, 2), missing=(1,), schedule=(3, 1, 4), tangent_bytes=8
+        fingerprint="abc",
+        in_model=True,
+        returned=(0, 2),
+        missing=(1,),
+        schedule=(Run(3), Run(1, "again"), Run(4)),
+        tangent_bytes=8,
     )
     identity = (("torch", "2"), ("batch", "x float32[2x3]"))
     step = Step(
@@ -56,6 +61,7 @@ def test_all_fields_travel() -> None:
         notes=("one", "two"),
         graphs=(graph, graph),
         identity=identity,
+        methods=(("again", "run again"),),
     )
     assert step_from_dict(step_to_dict(step)) == step
     solution = Solution(
@@ -118,7 +124,7 @@ def test_what_is_no_file_of_ours(content: bytes | None, words: str, load: Any, t
 def test_a_plan_is_not_a_profile(tmp_path: Path) -> None:
     Plan(planned(chain(length=4))).save(tmp_path / "plan.json")
     with pytest.raises(
-        LowtideError, match=r"expected data of the format 'lowtide-step/1', found 'lowtide-plan/1'"
+        LowtideError, match=r"expected data of the format 'lowtide-step/2', found 'lowtide-plan/2'"
     ):
         load_profile(tmp_path / "plan.json")
 
@@ -137,7 +143,7 @@ def _damages(data: dict[str, Any]) -> list[dict[str, Any]]:
 def test_damaged_profiles() -> None:
     data = step_to_dict(chain(length=4))
     for damaged in _damages(data):
-        with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-step/1'.*make the file"):
+        with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-step/2'.*make the file"):
             step_from_dict(damaged)
     columns = data["nodes"]["columns"]
     for column, value in (
@@ -145,7 +151,7 @@ def test_damaged_profiles() -> None:
         ("reads", [99]),
         ("makes", [99]),
         ("region", "middle"),
-        ("recipe", []),
+        ("recipes", [[]]),
     ):
         damaged = copy.deepcopy(data)
         damaged["nodes"]["rows"][2][columns.index(column)] = value
@@ -156,7 +162,7 @@ def test_damaged_profiles() -> None:
 def test_damaged_plans() -> None:
     data = solution_to_dict(planned(chain(length=4)))
     for damaged in _damages(data):
-        with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-plan/1'.*make the file"):
+        with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-plan/2'.*make the file"):
             solution_from_dict(damaged)
 
 

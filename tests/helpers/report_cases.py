@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from report_steps import MIB, residual_step
 
-from lowtide.facts import Action, Activation, Decision, Schedule, Solution, Step
+from lowtide.facts import Action, Activation, Decision, Run, Schedule, Solution, Step
 from lowtide.planning.activations import activations
-from lowtide.planning.simulate import Timeline, plain_order, simulate
+from lowtide.planning.simulate import Timeline, plain_runs, simulate
 from lowtide.report.records import (
     CompareRow,
     Environment,
@@ -32,7 +32,7 @@ class Case:
 
 def make_case(num_layers: int = 12, *, num_points: int = 20, **names: str) -> Case:
     step = residual_step(num_layers, **names)
-    before = simulate(step, plain_order(step))
+    before = simulate(step, plain_runs(step))
     after = simulate(step, relu_schedule(step))
     solution = solution_of(step, before=before, after=after)
     return Case(
@@ -46,15 +46,16 @@ def make_case(num_layers: int = 12, *, num_points: int = 20, **names: str) -> Ca
     )
 
 
-def relu_schedule(step: Step) -> tuple[int, ...]:
+def relu_schedule(step: Step) -> tuple[Run, ...]:
     """An order that runs every relu but the last again, and its batch norm, before its backward op."""
     relus = [n.rank for n in step.nodes if n.op == "aten.relu.default"][:-1]
     readers = {rank: n.rank for n in reversed(step.nodes[step.first_backward_rank :]) for rank in n.reads}
-    again: dict[int, list[int]] = {}
+    again: dict[int, list[Run]] = {}
     for relu in relus:
         getitem = step.nodes[relu].reads[0]
-        again.setdefault(readers[relu], []).extend((step.nodes[getitem].reads[0], getitem, relu))
-    return tuple(rank for node in step.nodes for rank in (*again.get(node.rank, ()), node.rank))
+        chain = (step.nodes[getitem].reads[0], getitem, relu)
+        again.setdefault(readers[relu], []).extend(Run(r, step.nodes[r].recipes[0].method) for r in chain)
+    return tuple(run for node in step.nodes for run in (*again.get(node.rank, ()), Run(node.rank)))
 
 
 def solution_of(step: Step, *, before: Timeline, after: Timeline, slack: float = 1.05) -> Solution:
@@ -70,12 +71,12 @@ def solution_of(step: Step, *, before: Timeline, after: Timeline, slack: float =
         baseline_peak_bytes=before.peak_bytes,
         floor_bytes=after.peak_bytes // 2,
         step_seconds=step.seconds,
-        recompute_seconds=after.recompute_seconds,
+        recompute_seconds=after.added_seconds,
         decisions=tuple(
             _decision(activation, activation.creation_rank in relus and activation.creation_rank != last)
             for activation in activations(step)
         ),
-        schedule=Schedule(order=after.order),
+        schedule=Schedule(runs=after.runs),
     )
 
 
@@ -85,9 +86,10 @@ def _decision(activation: Activation, again: bool) -> Decision:
         module=activation.module,
         action=Action.RECOMPUTE if again else Action.RETAINED,
         nbytes=activation.nbytes,
+        held_bytes=0 if again else activation.nbytes,
         seconds=activation.recompute_seconds if again else 0.0,
         times=int(again),
-        how="again" if again else "",
+        method="again" if again else "",
         creation_rank=activation.creation_rank,
         last_forward_use=activation.last_forward_use,
         first_backward_use=activation.first_backward_use,

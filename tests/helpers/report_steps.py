@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lowtide.facts import How, Kind, Node, Recipe, Region, Step, Storage
+from lowtide.facts import Kind, Node, Recipe, Region, Step, Storage
 
 MIB = 2**20
 
@@ -34,10 +34,10 @@ class _Builder:
         seconds: float = 0.0,
         workspace_bytes: int = 0,
         module: str = "",
-        how: How | None = None,
+        how: str | None = None,
     ) -> int:
         recipe = how and Recipe(
-            how=how,
+            method=how,
             reads=reads,
             holds=makes + holds,
             makes=makes,
@@ -59,7 +59,7 @@ class _Builder:
                 holds=makes + holds,
                 seconds=seconds,
                 workspace_bytes=workspace_bytes,
-                recipe=recipe or None,
+                recipes=(recipe,) if recipe else (),
                 fixed="" if recipe else "an input of the step",
             )
         )
@@ -128,25 +128,25 @@ def _forward_layer(
     conv = b.node(
         f"convolution_{layer}", "aten.convolution.default", forward, act, reads=(value, params[0]),
         makes=(b.storage(nbytes, act, f"convolution_{layer}"),), seconds=7e-3, workspace_bytes=nbytes // 2,
-        module=f"{where}.conv", how=How.AGAIN,
+        module=f"{where}.conv", how="again",
     )  # fmt: skip
     outs = tuple(b.storage(size, act, f"bn_{layer}_{i}") for i, size in enumerate((nbytes, 2048, 2048)))
     norm = b.node(
         f"native_batch_norm_{layer}", "aten.native_batch_norm.default", forward, act,
         reads=(conv, params[1], params[2]), makes=outs, seconds=2.2e-3, module=f"{where}.bn",
-        how=How.NO_STATS,
+        how="no_stats",
     )  # fmt: skip
     items = [
         b.node(
             f"getitem_{3 * layer + i}", "operator.getitem", forward, act, reads=(norm,), holds=(out,),
-            module=f"{where}.bn", how=How.AGAIN,
+            module=f"{where}.bn", how="again",
         )
         for i, out in enumerate(outs)
     ]  # fmt: skip
     relu = b.node(
         f"relu_{layer}", "aten.relu.default", forward, act, reads=(items[0],),
         makes=(b.storage(nbytes, act, f"relu_{layer}"),), seconds=0.9e-3, module=f"{where}.act",
-        how=How.AGAIN,
+        how="again",
     )  # fmt: skip
     return _Layer(layer, value, params, conv, items, relu, nbytes, where)
 

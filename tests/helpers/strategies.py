@@ -4,7 +4,9 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from lowtide.facts import How, Kind, Node, Recipe, Region, Step, Storage
+from lowtide.facts import Action, Kind, Node, Recipe, Region, Run, Step, Storage
+from lowtide.planning.schedules import demanded
+from lowtide.planning.simulate import recompute_slots
 
 
 @dataclass
@@ -60,7 +62,7 @@ class StepBuilder:
     def view(self, source) -> int:
         return self._with_recipe(self.node("view", (source,), holds=self.nodes[source].holds))
 
-    def several(self, op, reads, sizes, seconds, *, again=None, how=How.AGAIN) -> tuple[int, ...]:
+    def several(self, op, reads, sizes, seconds, *, again=None, how="again") -> tuple[int, ...]:
         """An op with a tuple of results: ranks of its getitems. `again` of them are made by its recipe."""
         made = [self.storage(nbytes) for nbytes in sizes]
         rank = self.node(op, reads, makes=made, seconds=seconds)
@@ -75,15 +77,39 @@ class StepBuilder:
         return tuple(items)
 
     def dropout(self, source, nbytes, seconds) -> tuple[int, int]:
-        out, mask = self.several("native_dropout", (source,), (nbytes, nbytes // 4), seconds, how=How.REPLAY)
+        out, mask = self.several("native_dropout", (source,), (nbytes, nbytes // 4), seconds, how="replay")
         node = self.nodes[out]
         self.nodes[out] = replace(
             node,
-            recipe=Recipe(
-                how=How.MASK, reads=(source, mask), holds=node.holds, makes=node.holds, seconds=seconds / 2
+            recipes=(
+                Recipe(
+                    method="mask",
+                    reads=(source, mask),
+                    holds=node.holds,
+                    makes=node.holds,
+                    seconds=seconds / 2,
+                ),
             ),
         )
         return out, mask
+
+    def packed(self, source, nbytes, seconds) -> int:
+        """An op whose value can also be kept as a quarter of its bytes, and brought back from that."""
+        rank = self.op("op", (source,), nbytes, seconds)
+        small = self.storage(max(1, nbytes // 4))
+        keeper = self.node("pack", (rank,), makes=(small,), seconds=seconds / 8, on_demand=True, fixed="kept")
+        node = self.nodes[rank]
+        unpack = Recipe(
+            method="unpack",
+            action=Action.RETAINED,
+            reads=(keeper,),
+            holds=node.holds,
+            makes=node.makes,
+            seconds=seconds / 4,
+            workspace_bytes=1,
+        )
+        self.nodes[rank] = replace(node, recipes=(*node.recipes, unpack))
+        return rank
 
     def backward(self, *, segment=0) -> int:
         """Begin the backward part of `segment` with its input."""
@@ -104,23 +130,28 @@ class StepBuilder:
             copy_bytes_per_second=1e9,
         )
 
-    def _with_recipe(self, rank, *, how=How.AGAIN, makes=None) -> int:
+    def _with_recipe(self, rank, *, how="again", makes=None) -> int:
         node = self.nodes[rank]
         if self.region is Region.FORWARD:
             made = node.makes if makes is None else makes
             holds = tuple(s for s in node.holds if s in made or s not in node.makes)
             self.nodes[rank] = replace(
                 node,
-                recipe=Recipe(
-                    how=how,
-                    reads=node.reads,
-                    holds=holds,
-                    makes=made,
-                    seconds=node.seconds,
-                    workspace_bytes=node.workspace_bytes,
+                recipes=(
+                    Recipe(
+                        method=how,
+                        reads=node.reads,
+                        holds=holds,
+                        makes=made,
+                        seconds=node.seconds,
+                        workspace_bytes=node.workspace_bytes,
+                    ),
                 ),
             )
         return rank
+
+
+KINDS_OF_OPS = ["op", "op", "op", "op", "view", "several", "dropout", "packed", "fixed", "out"]
 
 
 @st.composite
@@ -137,7 +168,9 @@ def steps(draw, max_forward=14, max_segments=2):
         for _ in range(draw(st.integers(1, max_forward))):
             reads = [values[-1], values[draw(st.integers(0, len(values) - 1))]]
             what = draw(
-                st.sampled_from(["op", "op", "op", "op", "view", "several", "dropout", "fixed", "out"])
+                st.sampled_from(
+                    ["op", "op", "op", "op", "view", "several", "dropout", "packed", "fixed", "out"]
+                )
             )
             build.module = f"layers.{draw(st.integers(0, 3))}"
             if what == "view":
@@ -146,6 +179,8 @@ def steps(draw, max_forward=14, max_segments=2):
                 new = list(build.several("norm", reads, [draw(sizes), draw(sizes), 1], draw(cost), again=2))
             elif what == "dropout":
                 new = list(build.dropout(reads[0], draw(sizes), draw(cost)))
+            elif what == "packed":
+                new = [build.packed(reads[0], draw(sizes), draw(cost))]
             elif what == "fixed":
                 new = [build.fixed("write", reads, draw(sizes), draw(cost))]
             else:
@@ -172,14 +207,23 @@ def steps(draw, max_forward=14, max_segments=2):
 
 @st.composite
 def orders(draw, step):
-    """Any valid schedule of `step`: the plain one with random recompute runs put in."""
-    from lowtide.planning.simulate import recompute_slots
-
+    """Any valid schedule of `step`: the plain one with values brought back at random."""
     slots = recompute_slots(step)
-    order: list[int] = []
+    order: list[Run] = []
     for node in step.nodes:
-        mine = [n.rank for n in step.nodes if n.recipe is not None and n.segment == slots[node.rank]]
+        mine = [Run(n.rank, r.method) for n in step.nodes for r in n.recipes if n.segment == slots[node.rank]]
         if mine:
             order += draw(st.lists(st.sampled_from(mine), max_size=4))
-        order.append(node.rank)
-    return tuple(order)
+        order.append(Run(node.rank))
+    wanted = demanded(step, order)
+    return tuple(run for run in order if not step.nodes[run.node].on_demand or run.node in wanted)
+
+
+def runs(*items) -> tuple[Run, ...]:
+    """A schedule by hand: ranks for first runs, and for others of the same rank, which are run `again`."""
+    seen: set[int] = set()
+    made = []
+    for item in items:
+        made.append(Run(item, "again" if item in seen else "") if isinstance(item, int) else Run(*item))
+        seen.add(made[-1].node)
+    return tuple(made)

@@ -2,7 +2,7 @@
 
 from strategies import StepBuilder
 
-from lowtide.facts import How, Kind, Region, Step
+from lowtide.facts import Kind, Region, Step
 
 FLOPS = 60e9
 BANDWIDTH = 8e9
@@ -70,7 +70,7 @@ class Net:
         nbytes = self.size[x]
         weight = self.parameter(4096)
         sizes = (nbytes, 1024, 1024, 1024, 1024) if stats else (nbytes, 2048, 2048)
-        how = How.NO_STATS if stats else How.AGAIN
+        how = "no_stats" if stats else "again"
         items = self.build.several("norm", (x, weight), sizes, move(3 * nbytes), again=3, how=how)
         out, mean, rstd = items[:3]
 

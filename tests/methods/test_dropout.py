@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lowtide.capture.recipes import MASKED_PIECE, apply_mask, eager_dropout, random_state, replay_dropout
+from lowtide.torchside.ops.dropout import MASKED_PIECE, apply_mask, eager_dropout
+from lowtide.torchside.ops.random import random_state, replay_dropout
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.planning.abstract import Graph, load_graph, solve_graph
+from lowtide.planning.abstract import AbstractGraph, load_graph, solve_graph
 
 
 def referee(graph, order):
@@ -26,7 +26,7 @@ def referee(graph, order):
 @st.composite
 def graphs(draw):
     size = draw(st.integers(2, 16))
-    return Graph(
+    return AbstractGraph(
         name="random",
         nbytes=tuple(draw(st.lists(st.integers(1, 50), min_size=size, max_size=size))),
         costs=tuple(draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))),
@@ -57,7 +57,8 @@ def train_chain(length):
     """A forward chain, then a backward chain whose nodes each read one forward node."""
     parents = [()] + [(i - 1,) for i in range(1, length)]
     parents += [(length + i - 1, length - 1 - i) if i else (length - 1,) for i in range(length)]
-    return Graph(name="chain", nbytes=(10,) * 2 * length, costs=(1,) * 2 * length, parents=tuple(parents))
+    count = 2 * length
+    return AbstractGraph(name="chain", nbytes=(10,) * count, costs=(1,) * count, parents=tuple(parents))
 
 
 def test_a_chain_is_recomputed_to_a_third_of_its_peak():
@@ -69,7 +70,9 @@ def test_a_chain_is_recomputed_to_a_third_of_its_peak():
 
 def test_reordering_alone_is_free():
     # Two wide values, each read by one narrow node: plain order makes both wide ones first.
-    graph = Graph(name="two", nbytes=(50, 50, 1, 1, 1), costs=(5,) * 5, parents=((), (), (0,), (1,), (2, 3)))
+    graph = AbstractGraph(
+        name="two", nbytes=(50, 50, 1, 1, 1), costs=(5,) * 5, parents=((), (), (0,), (1,), (2, 3))
+    )
     solution = solve_graph(graph, budget_bytes=60, work=20_000)
     assert (solution.extra_cost, solution.peak_bytes <= 60) == (0, True)
 

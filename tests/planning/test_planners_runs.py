@@ -7,27 +7,29 @@ from test_simulate import reference
 
 from lowtide.planning.search.runs import Runs
 from lowtide.planning.search.table import make_table
-from lowtide.planning.simulate import simulate
+from lowtide.planning.simulate import plain_runs, simulate
 
 
-def slots_of(step, order):
-    held, slots, most = reference(step, order), [], 0
-    seen = set()
-    for rank, nbytes in zip(order, held, strict=True):
+def slots_of(step, schedule):
+    """The most bytes held in each slot; None for what does not run."""
+    slots, most = [None] * len(step.nodes), 0
+    for run, nbytes in zip(schedule, reference(step, schedule), strict=True):
         most = max(most, nbytes)
-        if rank not in seen:
-            seen.add(rank)
-            slots.append(most)
-            most = 0
+        if run.is_first:
+            slots[run.node], most = most, 0
     return slots
+
+
+def found_slots(runs):
+    return [nbytes if runs.runs[slot] else None for slot, nbytes in enumerate(runs.slot_bytes().tolist())]
 
 
 def choices(table):
     return [
-        (slot, rank)
+        (slot, recipe)
         for slot in range(table.size)
-        for rank in range(table.size)
-        if table.slot_segment[slot] >= 0 and table.may_run(rank, slot)
+        for recipe, op in enumerate(table.recipes)
+        if table.slot_segment[slot] >= 0 and table.may_run(op.rank, slot)
     ]
 
 
@@ -38,7 +40,7 @@ def test_every_change_equals_the_full_simulation(data):
     table = make_table(step)
     runs = Runs(table)
     possible = choices(table)
-    assert runs.slot_bytes().tolist() == slots_of(step, runs.order())
+    assert found_slots(runs) == slots_of(step, runs.schedule())
     present = set()
     for run in data.draw(st.lists(st.sampled_from(possible), max_size=12)) if possible else []:
         if run in present:
@@ -47,11 +49,11 @@ def test_every_change_equals_the_full_simulation(data):
         else:
             runs.insert(*run)
             present.add(run)
-        order = runs.order()
+        order = runs.schedule()
         timeline = simulate(step, order)
-        assert runs.slot_bytes().tolist() == slots_of(step, order)
+        assert found_slots(runs) == slots_of(step, order)
         assert runs.peak_bytes() == timeline.peak_bytes
-        assert abs(runs.recompute_seconds - timeline.recompute_seconds) < 1e-9
+        assert abs(runs.added_seconds - timeline.added_seconds) < 1e-9
     assert runs.plan() == present
     mark = len(runs.journal)
     before = runs.slot_bytes().tolist()
@@ -60,5 +62,5 @@ def test_every_change_equals_the_full_simulation(data):
     runs.rollback(mark)
     assert (runs.plan(), runs.slot_bytes().tolist()) == (present, before)
     runs.go_to(())
-    assert runs.order() == tuple(range(table.size))
-    assert runs.slot_bytes().tolist() == slots_of(step, runs.order())
+    assert runs.schedule() == plain_runs(step)
+    assert found_slots(runs) == slots_of(step, runs.schedule())

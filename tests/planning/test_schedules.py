@@ -5,20 +5,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import orders, steps
+from strategies import orders, runs, steps
 from synthetic import chain
 
-from lowtide.facts import Graph, How, Kind, Node, Recipe, Region, Step, Storage
+from lowtide.facts import Graph, Kind, Node, Recipe, Region, Run, Step, Storage
 from lowtide.planning.schedules import (
-    IN_NO_GRAPH,
-    RANDOM_STATE,
+    ENDS,
     as_eager,
     graph_schedules,
-    order_of_schedule,
     reserve,
+    runs_of_schedule,
     without_needless_runs,
 )
-from lowtide.planning.simulate import plain_order, simulate
+from lowtide.planning.simulate import plain_runs, simulate
 
 
 def graph(in_model: bool = True) -> Graph:
@@ -37,7 +36,7 @@ def two_graphs() -> Step:
         ("placeholder", forward, 0),
         ("a", forward, 0),
         ("b", forward, 0),
-        (RANDOM_STATE, forward, 0),
+        ("random_state", forward, 0),
         ("c", forward, 0),
         ("output", forward, 0),
         ("placeholder", forward, 1),
@@ -53,7 +52,11 @@ def two_graphs() -> Step:
         ("output", backward, 0),
         ("step", Region.OPTIMIZER, 0),
     ]
-    nodes = tuple(node(rank, op, region, segment=s) for rank, (op, region, s) in enumerate(ops))
+    again = Recipe(method="again", reads=(), holds=(), makes=())
+    nodes = tuple(
+        node(rank, op, region, segment=s, on_demand=op == "random_state", recipes=(again,) * (len(op) == 1))
+        for rank, (op, region, s) in enumerate(ops)
+    )
     return Step(nodes=nodes, storages=(), graphs=(graph(), graph()))
 
 
@@ -63,7 +66,7 @@ def tuple_step() -> Step:
 
     def forward(rank: int, **fields: tuple[int, ...]) -> Node:
         ways = {"reads": (), "holds": (), "makes": ()} | fields
-        return node(rank, "op", Region.FORWARD, recipe=Recipe(how=How.AGAIN, **ways), **ways)
+        return node(rank, "op", Region.FORWARD, recipes=(Recipe(method="again", **ways),), **ways)
 
     nodes = (
         forward(0, makes=(0, 1), holds=(0, 1)),
@@ -78,8 +81,8 @@ def tuple_step() -> Step:
 
 
 def test_a_part_of_a_kept_tuple_is_not_taken_again(tuple_step: Step) -> None:
-    order = (0, 1, 2, 2, 3, 0, 1, 2, 4, 5)
-    kept = (0, 1, 2, 3, 0, 1, 2, 4, 5)
+    order = runs(0, 1, 2, 2, 3, 0, 1, 2, 4, 5)
+    kept = runs(0, 1, 2, 3, 0, 1, 2, 4, 5)
     assert without_needless_runs(tuple_step, order) == kept
     assert simulate(tuple_step, order).bytes_held[3] == simulate(tuple_step, kept).bytes_held[3] == 10
 
@@ -91,24 +94,25 @@ def test_leaving_out_needless_runs_never_costs_memory(data: st.DataObject) -> No
     order = data.draw(orders(step))
     planned, kept = simulate(step, order), simulate(step, without_needless_runs(step, order))
     assert kept.peak_bytes <= planned.peak_bytes
-    assert kept.recompute_seconds == planned.recompute_seconds
+    assert kept.added_seconds == planned.added_seconds
 
 
 def test_a_plain_step_runs_each_backward_op_once(two_graphs: Step) -> None:
-    first, second = graph_schedules(two_graphs, range(18))
-    assert first.schedule == (3, 4)
-    assert second.schedule == (2,)
+    first, second = graph_schedules(two_graphs, plain_runs(two_graphs))
+    assert first.schedule == (Run(3), Run(4))
+    assert second.schedule == (Run(2),)
 
 
 def test_runs_again_stand_where_the_order_has_them(two_graphs: Step) -> None:
-    order = [*range(11), 8, 11, 12, 13, 4, 1, 14, 2, 4, 15, 16, 17]
+    order = runs(*range(11), 8, 11, 12, 13, 4, 1, 14, 2, 4, 15, 16, 17)
     first, second = graph_schedules(two_graphs, order)
-    assert second.schedule == (1, 2)
-    assert first.schedule == (2, 0, 3, 1, 2, 4)
+    assert second.schedule == (Run(1, "again"), Run(2))
+    assert [run.node for run in first.schedule] == [2, 0, 3, 1, 2, 4]
+    assert [run.method for run in first.schedule] == ["again", "again", "", "again", "again", ""]
 
 
 def test_an_abstract_step_has_no_graphs() -> None:
-    assert graph_schedules(chain(length=3), (0, 1, 2)) == ()
+    assert graph_schedules(chain(length=3), runs(0, 1, 2)) == ()
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,16 +123,12 @@ def test_every_run_of_an_order_is_in_one_schedule(step: Step, data: st.DataObjec
     order = data.draw(orders(step))
     schedules = graph_schedules(step, order)
     for index, made in enumerate(schedules):
-        mine = [n for n in step.nodes if n.segment == index and n.op not in IN_NO_GRAPH]
+        mine = [n for n in step.nodes if n.segment == index and n.op not in ENDS and not n.on_demand]
         ops = [n.rank for n in mine if n.region is Region.FORWARD]
         ops += [n.rank for n in mine if n.region is Region.BACKWARD]
-        seen: set[int] = set()
-        expected = []
-        for rank in order:
-            if rank in ops and (step.nodes[rank].region is Region.BACKWARD or rank in seen):
-                expected.append(rank)
-            seen.add(rank)
-        assert [ops[position] for position in made.schedule] == expected
+        backward = {rank for rank in ops if step.nodes[rank].region is Region.BACKWARD}
+        expected = [run for run in order if run.node in ops and (run.node in backward or not run.is_first)]
+        assert [Run(ops[run.node], run.method) for run in made.schedule] == expected
 
 
 def test_eager_sizes() -> None:
@@ -154,7 +154,7 @@ def test_the_reserve_of_an_optimizer_is_what_its_region_adds(step: Step) -> None
     assert found.optimizer_peak_bytes == max(
         (sum(sizes[s] for s in n.makes) + n.workspace_bytes for n in optimizer), default=0
     )
-    assert found.optimizer_peak_bytes <= simulate(step, plain_order(step)).peak_bytes
+    assert found.optimizer_peak_bytes <= simulate(step, plain_runs(step)).peak_bytes
 
 
 def test_temporaries_of_an_optimizer_live_until_they_are_last_read() -> None:
@@ -228,9 +228,9 @@ def test_a_schedule_gives_its_order_back(step: Step, data: st.DataObject) -> Non
     step = replace(step, graphs=(graph(),))
     order = data.draw(orders(step))
     (made,) = graph_schedules(step, order)
-    assert order_of_schedule(step, made.schedule) == tuple(order)
+    assert runs_of_schedule(step, made.schedule) == tuple(order)
 
 
 def test_a_schedule_of_a_larger_graph_is_refused() -> None:
     with pytest.raises(ValueError, match="more ops"):
-        order_of_schedule(replace(chain(length=3), graphs=(graph(),)), (1000,))
+        runs_of_schedule(replace(chain(length=3), graphs=(graph(),)), (Run(1000),))

@@ -3,20 +3,20 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import StepBuilder, orders, steps
+from strategies import StepBuilder, orders, runs, steps
 
 from lowtide.facts import Kind, Region
-from lowtide.planning.simulate import plain_order, simulate
+from lowtide.planning.simulate import plain_runs, simulate
 
 
-def reference(step, order):
+def reference(step, schedule):
     """Bytes held at every run, by asking for each block and each position: is anyone still to read it?"""
     last_run, runs = {}, []
-    for position, rank in enumerate(order):
-        node = step.nodes[rank]
-        what = node if rank not in last_run else node.recipe
-        runs.append((rank, what, {read: last_run[read] for read in what.reads}))
-        last_run[rank] = position
+    for position, run in enumerate(schedule):
+        node = step.nodes[run.node]
+        what = node if run.is_first else next(r for r in node.recipes if r.method == run.method)
+        runs.append((run, what, {read: last_run[read] for read in what.reads}))
+        last_run[run.node] = position
 
     def block_of(position, storage):
         _, what, sources = runs[position]
@@ -30,25 +30,24 @@ def reference(step, order):
 
     def reads(reader, position):
         """Whether the run `reader` needs all that `position` made: a part of a first value stands alone."""
-        rank, what, sources = runs[reader]
+        run, what, sources = runs[reader]
         if position not in sources.values():
             return False
-        again, makes_nothing = order.index(rank) != reader, not what.makes and len(what.reads) == 1
-        of_first_value = order.index(runs[position][0]) == position
-        is_part = set(what.holds) < set(step.nodes[runs[position][0]].holds)
-        return not (again and makes_nothing and of_first_value and is_part)
+        makes_nothing = not what.makes and len(what.reads) == 1
+        is_part = set(what.holds) < set(step.nodes[runs[position][0].node].holds)
+        return not (not run.is_first and makes_nothing and runs[position][0].is_first and is_part)
 
     def read_until(position):
         return max([position] + [p for p in range(len(runs)) if reads(p, position)])
 
     blocks = {}
-    for position, (rank, what, _) in enumerate(runs):
+    for position, (run, what, _) in enumerate(runs):
         for storage in (*what.holds, *what.makes):
             if not step.storages[storage].static:
                 block = block_of(position, storage)
                 blocks[block] = max(blocks.get(block, 0), read_until(position))
-                if step.storages[storage].pinned and order.index(rank) == position == block[0]:
-                    blocks[block] = len(order) - 1
+                if step.storages[storage].pinned and run.is_first and position == block[0]:
+                    blocks[block] = len(schedule) - 1
     always = sum(s.nbytes for s in step.storages if s.static)
     return [
         always
@@ -85,9 +84,11 @@ def test_seconds_are_those_of_the_runs(data):
     step = data.draw(steps())
     order = data.draw(orders(step))
     timeline = simulate(step, order)
-    again = [rank for i, rank in enumerate(order) if rank in order[:i]]
-    assert timeline.recompute_seconds == pytest.approx(sum(step.nodes[r].recipe.seconds for r in again))
-    assert timeline.seconds == pytest.approx(step.seconds + timeline.recompute_seconds)
+    plain = sum(node.seconds for node in step.nodes if not node.on_demand)
+    again = [r.seconds for run in order for r in step.nodes[run.node].recipes if r.method == run.method]
+    kept = [step.nodes[run.node].seconds for run in order if step.nodes[run.node].on_demand]
+    assert timeline.added_seconds == pytest.approx(sum(again) + sum(kept))
+    assert timeline.seconds == pytest.approx(plain + timeline.added_seconds)
 
 
 @settings(max_examples=60, deadline=None)
@@ -96,7 +97,7 @@ def test_all_but_static_and_pinned_is_freed_at_the_end(step):
     build = StepBuilder(nodes=list(step.nodes), storages=list(step.storages), region=Region.OPTIMIZER)
     build.node("end")
     stays = sum(s.nbytes for s in step.storages if s.static or s.pinned)
-    assert simulate(build.step(), range(len(build.nodes))).bytes_held[-1] == stays
+    assert simulate(build.step(), plain_runs(build.step())).bytes_held[-1] == stays
 
 
 def chain():
@@ -111,7 +112,7 @@ def chain():
 
 
 def test_a_chain_by_hand():
-    timeline = simulate(chain(), plain_order(chain()))
+    timeline = simulate(chain(), plain_runs(chain()))
     assert timeline.bytes_held.tolist() == [100, 117, 130, 134, 137, 118]
     assert timeline.bytes_by_kind[Kind.OTHER].tolist() == [0, 7, 0, 0, 0, 0]
     assert timeline.bytes_by_kind[Kind.GRADIENT].tolist() == [0, 0, 0, 4, 7, 8]
@@ -119,7 +120,7 @@ def test_a_chain_by_hand():
 
 
 def test_a_recompute_lengthens_the_life_of_its_source():
-    held = simulate(chain(), (0, 1, 2, 3, 2, 4, 5)).bytes_held.tolist()
+    held = simulate(chain(), runs(0, 1, 2, 3, 2, 4, 5)).bytes_held.tolist()
     assert held == [100, 117, 130, 114, 134, 137, 118]
 
 
@@ -128,16 +129,19 @@ def test_a_recompute_lengthens_the_life_of_its_source():
     [
         ((0, 1, 2, 2, 3, 4, 5), "outside the backward part"),
         ((0, 1, 2, 3, 4, 5, 2), "after the last node"),
-        ((0, 0, 1, 2, 3, 4, 5), "cannot be run again: an input of the step"),
-        ((0, 1, 3, 2, 4, 5), "first run of rank 3 before that of 2"),
+        ((0, 0, 1, 2, 3, 4, 5), "cannot be brought back: an input of the step"),
+        ((0, 1, 3, 2, 4, 5), "first run of rank 3, where that of 2 is due"),
         ((0, 1, 2, 3, 4), "never runs"),
-        ((0, 1, 2, 3, 4, 4, 5), "cannot be run again"),
+        ((0, 1, 2, 3, 4, 4, 5), "not a forward node"),
         ((0, 1, 2, 3, 4, 5, 6), "no rank 6"),
+        ((0, 1, 2, 3, (2, "magic"), 4, 5), "has no recipe 'magic'"),
+        ((0, 1, (2, "again"), 2, 3, 4, 5), "brought back before it has run"),
+        ((0, 1, 2, 3, (3, ""), 4, 5), "first run of rank 3, where that of 4 is due"),
     ],
 )
 def test_a_bad_order_is_refused(order, says):
     with pytest.raises(ValueError, match=says):
-        simulate(chain(), order)
+        simulate(chain(), runs(*order))
 
 
 def test_reading_what_has_not_run_is_refused():
@@ -145,7 +149,7 @@ def test_reading_what_has_not_run_is_refused():
     build.op("a", (1,), 1, 1.0)
     build.op("b", (), 1, 1.0)
     with pytest.raises(ValueError, match="reads 'b_1', which has not run"):
-        simulate(build.step(), (0, 1))
+        simulate(build.step(), runs(0, 1))
 
 
 def test_a_segment_is_recomputed_in_its_own_backward_only():
@@ -159,7 +163,26 @@ def test_a_segment_is_recomputed_in_its_own_backward_only():
     build.backward(segment=0)
     build.grad((gradient, first), 1, 1.0)
     step = build.step()
-    simulate(step, (0, 1, 2, 3, 2, 4, 5, 1, 6))
+    simulate(step, runs(0, 1, 2, 3, 2, 4, 5, 1, 6))
     for order in [(0, 1, 2, 3, 1, 4, 5, 6), (0, 1, 2, 3, 4, 5, 2, 6), (0, 1, 2, 3, 4, 1, 5, 6)]:
         with pytest.raises(ValueError, match="outside the backward part of its segment"):
-            simulate(step, order)
+            simulate(step, runs(*order))
+
+
+def packing():
+    """`a` of 40 bytes, which can be kept as 10; rank 2 packs it."""
+    build = StepBuilder()
+    build.packed(build.given(100), 40, 8.0)
+    start = build.backward()
+    build.grad((start, 1), 5, 1.0)
+    return build.step()
+
+
+def test_what_runs_on_demand_is_made_only_where_a_recipe_reads_it():
+    step = packing()
+    assert simulate(step, plain_runs(step)).bytes_held.tolist() == [100, 140, 144, 149]
+    packed = simulate(step, runs(0, 1, 2, 3, (1, "unpack"), 4))
+    assert packed.bytes_held.tolist() == [100, 140, 150, 114, 155, 149]
+    assert packed.added_seconds == 1.0 + 2.0
+    with pytest.raises(ValueError, match="reads 'pack_2', which has not run"):
+        simulate(step, runs(0, 1, 3, (1, "unpack"), 4))

@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 
-from lowtide.profiling import CostCache, OpCost, device_for
-from lowtide.profiling.cache import cache_directory
+from lowtide.profiling.cache import CostCache, cache_directory
+from lowtide.profiling.device import device_for
+from lowtide.torchside.calls import OpCost
 
 CPU = device_for(torch.device("cpu"))
 COST = OpCost(0.25, 64, False, (0, 96))

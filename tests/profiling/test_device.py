@@ -6,15 +6,15 @@ import sys
 import pytest
 import torch
 
-from lowtide.profiling.device import Cuda, Timing, device_for, peak_of, typical_seconds
+from lowtide.profiling.device import Cuda, OpTiming, device_for, peak_of, typical_seconds
 
 CPU = device_for(torch.device("cpu"))
 
 
 def test_typical_is_the_median_of_the_undisturbed_runs():
-    timings = [Timing(9.0, 3), Timing(1.0, 0), Timing(3.0, 0), Timing(2.0, 0), Timing(0.5, 1)]
+    timings = [OpTiming(9.0, 3), OpTiming(1.0, 0), OpTiming(3.0, 0), OpTiming(2.0, 0), OpTiming(0.5, 1)]
     assert typical_seconds(timings) == 2.0
-    assert typical_seconds([Timing(8.0, 2), Timing(9.0, 2), Timing(4.0, 5)]) == 4.0
+    assert typical_seconds([OpTiming(8.0, 2), OpTiming(9.0, 2), OpTiming(4.0, 5)]) == 4.0
 
 
 def test_peak_is_the_highest_running_sum():

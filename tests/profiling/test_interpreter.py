@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import fx
 
-from lowtide.profiling import GraphProfiler, call_of, profile_calls
+from lowtide.profiling.interpreter import GraphProfiler
+from lowtide.profiling.ops import profile_calls
+from lowtide.torchside.calls import call_of
 
 aten = torch.ops.aten
 KIB = 1024

@@ -7,8 +7,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.profiling import CostCache, device_for
 from lowtide.profiling import layouts as layouts_module
+from lowtide.profiling.cache import CostCache
+from lowtide.profiling.device import device_for
 from lowtide.profiling.layouts import real_values
 
 aten = torch.ops.aten

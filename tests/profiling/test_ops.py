@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.profiling import CostCache, OpCall, OpCost, device_for, profile_calls, scaled_cost, signature
 from lowtide.profiling import ops as ops_module
+from lowtide.profiling.cache import CostCache
+from lowtide.profiling.device import device_for
+from lowtide.profiling.ops import profile_calls, scaled_cost
 from lowtide.profiling.shrink import shrink
 from lowtide.profiling.work import work_of
+from lowtide.torchside.calls import Call, OpCost, signature
 
 aten = torch.ops.aten
 empty = torch.empty
@@ -30,23 +33,21 @@ def fake(*shape, dtype=torch.float32):
 
 def conv(batch, *, channels=16, size=32):
     image, weight = fake(batch, channels, size, size), fake(channels, channels, 3, 3)
-    return OpCall(aten.convolution.default, (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
+    return Call(aten.convolution.default, (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
 
 
 def conv_backward(batch, *, channels=16, size=32):
     image, weight = fake(batch, channels, size, size), fake(channels, channels, 3, 3)
     rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
-    return OpCall(
-        aten.convolution_backward.default, (fake(batch, channels, size, size), image, weight, *rest)
-    )
+    return Call(aten.convolution_backward.default, (fake(batch, channels, size, size), image, weight, *rest))
 
 
 def test_costs_come_in_order_and_each_signature_is_run_once(monkeypatch):
     prepared = []
     prepare = ops_module._prepare
     monkeypatch.setattr(ops_module, "_prepare", lambda call, **o: prepared.append(call) or prepare(call, **o))
-    large, small = OpCall(aten.mm.default, (fake(300, 300),) * 2), OpCall(aten.mm.default, (fake(2, 2),) * 2)
-    item = OpCall(operator.getitem, ([fake(2)], 0))
+    large, small = Call(aten.mm.default, (fake(300, 300),) * 2), Call(aten.mm.default, (fake(2, 2),) * 2)
+    item = Call(operator.getitem, ([fake(2)], 0))
     costs = profile_calls([large, small, large, item, small])
     assert len(prepared) == 2
     assert costs[0] == costs[2]
@@ -58,7 +59,7 @@ def test_costs_come_in_order_and_each_signature_is_run_once(monkeypatch):
 
 def test_progress_ends_at_the_total():
     seen = []
-    call = OpCall(aten.mm.default, (fake(2, 2),) * 2)
+    call = Call(aten.mm.default, (fake(2, 2),) * 2)
     profile_calls([call], progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (2, 2)
@@ -66,25 +67,25 @@ def test_progress_ends_at_the_total():
 
 def test_random_state_and_grad_mode_are_left_alone():
     before = torch.get_rng_state()
-    profile_calls([OpCall(aten.native_dropout.default, (fake(100), 0.5, True))])
+    profile_calls([Call(aten.native_dropout.default, (fake(100), 0.5, True))])
     assert torch.equal(before, torch.get_rng_state())
     assert torch.is_grad_enabled()
 
 
 NO_WORKSPACE = {
-    "mm": OpCall(aten.mm.default, (fake(64, 64), fake(64, 64))),
-    "softmax": OpCall(aten._softmax.default, (fake(64, 64), -1, False)),
-    "embedding_backward": OpCall(
+    "mm": Call(aten.mm.default, (fake(64, 64), fake(64, 64))),
+    "softmax": Call(aten._softmax.default, (fake(64, 64), -1, False)),
+    "embedding_backward": Call(
         aten.embedding_dense_backward.default, (fake(8, 16), fake(8, dtype=torch.long), 100, -1, False)
     ),
-    "foreach_sqrt": OpCall(aten._foreach_sqrt.default, ([fake(64), fake(32)],)),
-    "fused_adam": OpCall(
+    "foreach_sqrt": Call(aten._foreach_sqrt.default, ([fake(64), fake(32)],)),
+    "fused_adam": Call(
         aten._fused_adam_.default,
         ([fake(64)], [fake(64)], [fake(64)], [fake(64)], [], [fake()]),
         {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
         | {"amsgrad": False, "maximize": False},
     ),
-    "view": OpCall(aten.t.default, (fake(64, 64),)),
+    "view": Call(aten.t.default, (fake(64, 64),)),
 }
 
 
@@ -103,7 +104,7 @@ def holds_inside(left):
 
 
 def test_workspace_of_a_function_is_what_it_holds_beyond_its_result():
-    (cost,) = profile_calls([OpCall(holds_inside, (fake(1000),))])
+    (cost,) = profile_calls([Call(holds_inside, (fake(1000),))])
     # The sum and one temporary are alive with the new empty block, then the block goes.
     assert cost.workspace_bytes == pytest.approx(2 * 4000, abs=64)
 
@@ -111,7 +112,7 @@ def test_workspace_of_a_function_is_what_it_holds_beyond_its_result():
 def test_workspace_of_the_layer_norm_backward_is_one_row_per_thread():
     row, shape = 64, (8, 16, 64)
     given = (fake(*shape), fake(*shape), [row], fake(8, 16, 1), fake(8, 16, 1), fake(row), fake(row))
-    (cost,) = profile_calls([OpCall(aten.native_layer_norm_backward.default, (*given, [True, True, True]))])
+    (cost,) = profile_calls([Call(aten.native_layer_norm_backward.default, (*given, [True, True, True]))])
     assert cost.workspace_bytes == 2 * row * 4 * torch.get_num_threads()
 
 
@@ -146,12 +147,12 @@ def profiled_under_watch(call, limit, monkeypatch):
     [
         conv(64),
         conv_backward(64),
-        OpCall(aten.mm.default, (fake(8192, 128), fake(128, 256))),
-        OpCall(aten.add.Tensor, (fake(64, 128, 256), fake(64, 128, 256))),
-        OpCall(aten._foreach_add.Scalar, ([fake(1000, 100) for _ in range(20)], 1)),
-        OpCall(aten.embedding.default, (fake(30000, 64), fake(16, 512, dtype=torch.long))),
-        OpCall(aten.native_layer_norm.default, (fake(64, 128, 256), [256], fake(256), fake(256), 1e-5)),
-        OpCall(aten.full.default, ([64, 128, 256], 0)),
+        Call(aten.mm.default, (fake(8192, 128), fake(128, 256))),
+        Call(aten.add.Tensor, (fake(64, 128, 256), fake(64, 128, 256))),
+        Call(aten._foreach_add.Scalar, ([fake(1000, 100) for _ in range(20)], 1)),
+        Call(aten.embedding.default, (fake(30000, 64), fake(16, 512, dtype=torch.long))),
+        Call(aten.native_layer_norm.default, (fake(64, 128, 256), [256], fake(256), fake(256), 1e-5)),
+        Call(aten.full.default, ([64, 128, 256], 0)),
     ],
     ids=lambda call: str(call.target),
 )
@@ -173,7 +174,7 @@ def test_workspace_of_a_slice_is_scaled_to_that_of_the_whole():
 
 
 def mse_loss(rows):
-    return OpCall(aten.mse_loss.default, (fake(rows, 1024), fake(rows, 1024)))
+    return Call(aten.mse_loss.default, (fake(rows, 1024), fake(rows, 1024)))
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 4 * MIB])
@@ -195,7 +196,7 @@ def test_shrink_takes_the_batch():
 def test_shrink_keeps_order_and_gaps_of_strides():
     with FakeTensorMode():
         heads = torch.empty(32, 100, 3, 64)[:, :, 1].transpose(0, 1)
-    call = OpCall(aten.clone.default, (heads,))
+    call = Call(aten.clone.default, (heads,))
     part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 4)
     assert part is not None
     (small,) = part.call.tensors
@@ -204,7 +205,7 @@ def test_shrink_keeps_order_and_gaps_of_strides():
 
 
 def test_a_view_of_any_size_costs_its_dispatch():
-    (cost,) = profile_calls([OpCall(aten.t.default, (fake(1 << 20, 1 << 20),))])
+    (cost,) = profile_calls([Call(aten.t.default, (fake(1 << 20, 1 << 20),))])
     assert cost.estimated
     assert 0 < cost.seconds < 1e-2
 
@@ -214,7 +215,7 @@ def refuses(tensor):
 
 
 def test_what_cannot_run_is_costed_by_bytes_and_said_so(caplog, tmp_path):
-    call = OpCall(refuses, (fake(1000, 1000),))
+    call = Call(refuses, (fake(1000, 1000),))
     cache = CostCache(CPU, directory=tmp_path)
     with caplog.at_level(logging.WARNING):
         (cost,) = profile_calls([call], cache=cache)
@@ -225,7 +226,7 @@ def test_what_cannot_run_is_costed_by_bytes_and_said_so(caplog, tmp_path):
 
 
 def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch):
-    call = OpCall(aten.mm.default, (fake(20, 20),) * 2)
+    call = Call(aten.mm.default, (fake(20, 20),) * 2)
     first = profile_calls([call], cache=CostCache(CPU, directory=tmp_path))
     monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
     assert profile_calls([call], cache=CostCache(CPU, directory=tmp_path)) == first
@@ -233,23 +234,23 @@ def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch):
 
 def test_scaled_cost_takes_the_nearest_of_the_same_op():
     def mm(rows):
-        return OpCall(aten.mm.default, (fake(rows, 64), fake(64, 64)))
+        return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))
 
     known = {
         "a": (mm(8), OpCost(1.0, 100, False)),
         "b": (mm(1024), OpCost(64.0, 4000, False, (0, 8000))),
-        "c": (OpCall(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False)),
+        "c": (Call(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False)),
     }
     cost = scaled_cost(mm(512), known)
     assert cost.estimated
     assert cost.seconds == 32.0
     assert 2000 <= cost.workspace_bytes < 2200
     assert cost.hidden_bytes == (0, pytest.approx(2 * cost.workspace_bytes, abs=1))
-    assert scaled_cost(OpCall(aten.sin.default, (fake(8),)), known).estimated
+    assert scaled_cost(Call(aten.sin.default, (fake(8),)), known).estimated
 
 
 def test_shrink_never_leaves_a_size_of_one():
-    call = OpCall(aten.add.Tensor, (fake(4, 1000), fake(4, 1000)))
+    call = Call(aten.add.Tensor, (fake(4, 1000), fake(4, 1000)))
     part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 4)
     assert part is not None
     assert part.call.tensors[0].shape == (4, 250)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowtide.profiling.samples import make_sample
-from lowtide.torchside.calls import OpCall, storage_key
+from lowtide.torchside.calls import Call, storage_key
 
 aten = torch.ops.aten
 empty = torch.empty
@@ -35,22 +35,22 @@ def mask(*shape):
     ids=["plain", "t", "expanded", "strided", "scalar", "none", "channels", "bf16", "complex", "bool"],
 )
 def test_layout_is_kept(tensor):
-    (made,), _ = make_sample(OpCall(aten.clone.default, (tensor,)))
+    (made,), _ = make_sample(Call(aten.clone.default, (tensor,)))
     assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
     assert storage_key(made) != storage_key(tensor)
 
 
 def test_shared_storages_stay_shared():
     block = empty(4, 6)
-    (left, right), _ = make_sample(OpCall(aten.add.Tensor, (block[:, :3], block[:, 3:])))
+    (left, right), _ = make_sample(Call(aten.add.Tensor, (block[:, :3], block[:, 3:])))
     assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     assert right.data_ptr() - left.data_ptr() == 3 * 4
-    (left, right), _ = make_sample(OpCall(aten.add.Tensor, (block, empty(4, 6))))
+    (left, right), _ = make_sample(Call(aten.add.Tensor, (block, empty(4, 6))))
     assert left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr()
 
 
 def test_floats_are_spread_and_never_denormal():
-    (made,), _ = make_sample(OpCall(aten.clone.default, (empty(300, 1000),)))
+    (made,), _ = make_sample(Call(aten.clone.default, (empty(300, 1000),)))
     assert made.min() < -0.9
     assert made.max() > 0.9
     assert made.std() > 0.5
@@ -58,7 +58,7 @@ def test_floats_are_spread_and_never_denormal():
 
 def test_global_random_state_is_left_alone():
     before = torch.get_rng_state()
-    make_sample(OpCall(aten.clone.default, (empty(100),)))
+    make_sample(Call(aten.clone.default, (empty(100),)))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -123,18 +123,18 @@ ACCEPTED = {
 def test_ops_accept_their_samples(name):
     target, given = ACCEPTED[name]
     for seed in range(3):
-        args, kwargs = make_sample(OpCall(target, given), seed=seed)
+        args, kwargs = make_sample(Call(target, given), seed=seed)
         target(*args, **kwargs)
 
 
 def test_indices_reach_the_whole_range():
-    (_, indices), _ = make_sample(OpCall(aten.embedding.default, (empty(50, 4), long(5000))))
+    (_, indices), _ = make_sample(Call(aten.embedding.default, (empty(50, 4), long(5000))))
     assert indices.min() == 0
     assert indices.max() == 49
 
 
 def test_optimizer_lists_are_filled():
     lists = ([empty(4)], [empty(4)], [empty(4)], [empty(4)], [], [empty(())])
-    args, _ = make_sample(OpCall(aten._fused_adam_.default, lists))
+    args, _ = make_sample(Call(aten._fused_adam_.default, lists))
     assert args[3][0].min() > 0
     assert args[5][0] >= 1

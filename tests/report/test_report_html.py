@@ -119,7 +119,7 @@ def test_nothing_is_loaded_from_elsewhere(case):
 
 def test_names_from_models_are_only_names():
     case = make_case(3, module=EVIL.replace("{", "{{") + "{layer}")
-    evil = replace(case.solution.decisions[0], name=EVIL, reason=EVIL, how=EVIL)
+    evil = replace(case.solution.decisions[0], name=EVIL, reason=EVIL, method=EVIL)
     solution = replace(case.solution, decisions=(evil, *case.solution.decisions[1:]), notes=(EVIL,))
     point = replace(case.tradeoff[-1], recomputed=(EVIL,))
     measurement = replace(measurement_of(solution, exact=False), differences=(EVIL,))
@@ -203,7 +203,7 @@ def test_tiles_say_what_is_simulated(case):
 
 
 def test_times_add_up(case):
-    order = case.after.order
+    order = case.after.runs
     for rows in (
         times.by_region(case.step, order),
         times.by_op(case.step, order, limit=3),
@@ -212,11 +212,11 @@ def test_times_add_up(case):
         assert sum(row.seconds for row in rows) == pytest.approx(case.after.seconds)
     recompute = times.by_region(case.step, order)[-1]
     assert recompute.name == "recompute"
-    assert recompute.seconds == pytest.approx(case.after.recompute_seconds)
+    assert recompute.seconds == pytest.approx(case.after.added_seconds)
 
 
 def test_modules_are_told_apart_at_a_useful_depth(case):
-    names = [row.name for row in times.by_module(case.step, case.after.order, limit=8)]
+    names = [row.name for row in times.by_module(case.step, case.after.runs, limit=8)]
     assert len(names) <= 8
     assert {"encoder.stages.0", "encoder.stages.3"} <= {".".join(name.split(".")[:3]) for name in names}
 

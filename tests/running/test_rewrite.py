@@ -10,13 +10,14 @@ from training import differences, train, twin
 from trouble import TROUBLE
 
 import lowtide
-from lowtide.capture import recipes
 from lowtide.capture.names import module_path, source_line
 from lowtide.capture.step import Captured, capture, with_costs
-from lowtide.facts import How, Region, Solution
+from lowtide.facts import Region, Run, Solution
 from lowtide.planning.planner import Desk
-from lowtide.planning.schedules import IN_NO_GRAPH
+from lowtide.planning.schedules import ENDS
 from lowtide.running.rewrite import Rewritten, plain_schedule, rewrite
+from lowtide.torchside.ops.dropout import apply_mask, dropout_output, eager_dropout
+from lowtide.torchside.ops.random import replay_dropout
 from lowtide.zoo.targets import Target
 
 CASES = ("shared-module", "long-skips", "batch-norms", "random-in-forward", "graph-break", "views")
@@ -32,8 +33,8 @@ class Case:
         self.captured: Captured = capture(trouble.build(), trouble.batch(), loss=trouble.loss)
         step = self.captured.step
         sizes = {node.rank: sum(step.storages[s].nbytes for s in node.makes) for node in step.nodes}
-        costs = {rank: (1e-6 + 1e-9 * size, 0, False) for rank, size in sizes.items()}
-        self.step = with_costs(step, costs, {})
+        costs = {Run(rank): (1e-6 + 1e-9 * size, 0, False) for rank, size in sizes.items()}
+        self.step = with_costs(step, costs)
         self.desk = Desk(self.step)
 
     def solution(self, planner: str) -> Solution:
@@ -50,24 +51,21 @@ def ops(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
 
 
-def expected_runs(case: Case, solution: Solution, segment: int) -> list[tuple[fx.Node, bool]]:
-    """(captured node, again) in the order that the plan's schedule runs them backward."""
-    seen: set[int] = set()
+def expected_runs(case: Case, solution: Solution, segment: int) -> list[tuple[fx.Node, str]]:
+    """(captured node, method) in the order that the plan's schedule runs them backward."""
     made: set[fx.Node] = set()
     runs = []
-    for rank in solution.schedule.order:
-        record, again = case.step.nodes[rank], rank in seen
-        seen.add(rank)
-        if record.segment != segment or record.op in IN_NO_GRAPH or record.region is Region.OPTIMIZER:
+    for run in solution.schedule.runs:
+        record = case.step.nodes[run.node]
+        if record.segment != segment or record.op in ENDS or record.region is Region.OPTIMIZER:
             continue
-        if record.region is Region.FORWARD and not again:
+        if record.region is Region.FORWARD and run.is_first:
             continue
-        node = case.captured.places[rank].node
-        mask = record.recipe is not None and record.recipe.how is How.MASK
-        if again and node.target is operator.getitem and node.args[0] not in made and not mask:
+        node = case.captured.places[run.node].node
+        if run.method == "again" and node.target is operator.getitem and node.args[0] not in made:
             continue  # unpacks a tuple of the forward pass: nothing to run
         made.add(node)
-        runs.append((node, again))
+        runs.append((node, run.method))
     return runs
 
 
@@ -89,10 +87,11 @@ def test_the_graph_is_the_schedule_node_by_node(cases: dict[str, Case], name: st
         expected = expected_runs(case, solution, index)
         found = ops(graphs.backward)
         assert len(found) == len(expected)
-        for node, (origin, again) in zip(found, expected, strict=True):
-            assert node.meta.get("lowtide_recompute") == (origin.name if again else None)
+        for node, (origin, method) in zip(found, expected, strict=True):
+            assert node.meta.get("lowtide_recompute") == (origin.name if method else None)
+            assert node.meta.get("lowtide_method", "") == method
             assert node.meta["val"] is origin.meta["val"]
-            copies += again
+            copies += bool(method)
     assert copies > 0
     assert solution.recompute_seconds > 0
 
@@ -104,23 +103,21 @@ def test_every_run_reads_the_latest_one_before_it(cases: dict[str, Case], name: 
     for index, graphs in rewritten(case, solution):
         latest: dict[str, fx.Node] = {}
         for placeholder in graphs.backward.graph.find_nodes(op="placeholder"):
-            latest[placeholder.name.removesuffix("_random_state") + "_state"] = placeholder
             latest.setdefault(placeholder.name, placeholder)
-        for node, (origin, again) in zip(
+        for node, (origin, method) in zip(
             ops(graphs.backward), expected_runs(case, solution, index), strict=True
         ):
-            wanted = [latest[source.name] for source in _sources(origin, again)]
-            if again and recipes.how_again(origin) is How.REPLAY:
-                wanted = [latest[f"{origin.name}_state"], *wanted]
+            wanted = [latest[source.name] for source in _sources(origin, method)]
+            if method == "replay":
+                wanted = [latest[f"{origin.name}_random_state"], *wanted]
             assert node.all_input_nodes == wanted
             latest[origin.name] = node
 
 
-def _sources(origin: fx.Node, again: bool) -> list[fx.Node]:
-    how = recipes.how_again(origin) if again else How.AGAIN
-    if how is How.MASK:
-        return list(recipes.dropout_output(origin) or ())
-    if how is How.NO_STATS:
+def _sources(origin: fx.Node, method: str) -> list[fx.Node]:
+    if method == "mask":
+        return list(dropout_output(origin) or ())
+    if method == "no_stats":
         return [source for source in origin.args[:3] if isinstance(source, fx.Node)]
     return origin.all_input_nodes
 
@@ -198,8 +195,8 @@ def test_batch_norm_and_dropout_are_run_again_by_their_recipes(cases: dict[str, 
     assert torch.ops.aten._native_batch_norm_legit_functional.default not in targets
     (_, graphs), *_ = rewritten(cases["shared-module"], cases["shared-module"].solution("all"))
     targets = [n.target for n in ops(graphs.backward) if "lowtide_recompute" in n.meta]
-    assert recipes.eager_dropout not in targets
-    assert recipes.apply_mask in targets or recipes.replay_dropout in targets
+    assert eager_dropout not in targets
+    assert apply_mask in targets or replay_dropout in targets
 
 
 @torch.library.custom_op("lowtide_tests::columns", mutates_args=())

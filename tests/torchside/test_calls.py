@@ -7,13 +7,14 @@ import torch
 from torch import fx
 
 from lowtide.profiling.work import Work, fresh_storages, work_of
-from lowtide.torchside.calls import OpCall, call_of, is_view, signature, storages_bytes
+from lowtide.torchside.calls import Call, call_of, signature, storages_bytes
+from lowtide.torchside.ops.schema import is_view
 
 aten = torch.ops.aten
 
 
 def add(left, right):
-    return OpCall(aten.add.Tensor, (left, right))
+    return Call(aten.add.Tensor, (left, right))
 
 
 def test_signature_ignores_values_and_objects():
@@ -29,8 +30,8 @@ def test_signature_ignores_values_and_objects():
         add(torch.empty(4, 8), torch.empty(8, 4).t()),
         add(torch.empty(4, 8), torch.empty(4, 8, dtype=torch.float64)),
         add(torch.empty(4, 8), torch.empty(4, 8, device="meta")),
-        OpCall(aten.add.Tensor, (torch.empty(4, 8), torch.empty(4, 8)), {"alpha": 2}),
-        OpCall(aten.sub.Tensor, (torch.empty(4, 8), torch.empty(4, 8))),
+        Call(aten.add.Tensor, (torch.empty(4, 8), torch.empty(4, 8)), {"alpha": 2}),
+        Call(aten.sub.Tensor, (torch.empty(4, 8), torch.empty(4, 8))),
     ],
     ids=["shape", "stride", "dtype", "device", "argument", "target"],
 )
@@ -44,9 +45,9 @@ def test_signature_sees_shared_storage():
 
 
 def test_signature_reads_into_lists_and_has_no_addresses():
-    lists = OpCall(aten._foreach_add.List, ([torch.empty(2)], [torch.empty(2)]))
+    lists = Call(aten._foreach_add.List, ([torch.empty(2)], [torch.empty(2)]))
     assert "float32[2]" in signature(lists)
-    generator = OpCall(aten.bernoulli.default, (torch.empty(2),), {"generator": torch.Generator()})
+    generator = Call(aten.bernoulli.default, (torch.empty(2),), {"generator": torch.Generator()})
     assert "0x" not in signature(generator)
 
 
@@ -64,14 +65,14 @@ def test_call_of_a_node_takes_the_values_of_its_inputs():
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (OpCall(aten.view.default, (torch.empty(4), [2, 2])), True),
-        (OpCall(aten.t.default, (torch.empty(4, 2),)), True),
-        (OpCall(aten.split.Tensor, (torch.empty(4, 2), 2)), True),
-        (OpCall(operator.getitem, ((torch.empty(4),), 0)), True),
+        (Call(aten.view.default, (torch.empty(4), [2, 2])), True),
+        (Call(aten.t.default, (torch.empty(4, 2),)), True),
+        (Call(aten.split.Tensor, (torch.empty(4, 2), 2)), True),
+        (Call(operator.getitem, ((torch.empty(4),), 0)), True),
         (add(torch.empty(2), torch.empty(2)), False),
-        (OpCall(aten.add_.Tensor, (torch.empty(2), torch.empty(2))), False),
-        (OpCall(aten._foreach_add_.Scalar, ([torch.empty(2)], 1)), False),
-        (OpCall(torch.add, (torch.empty(2), torch.empty(2))), False),
+        (Call(aten.add_.Tensor, (torch.empty(2), torch.empty(2))), False),
+        (Call(aten._foreach_add_.Scalar, ([torch.empty(2)], 1)), False),
+        (Call(torch.add, (torch.empty(2), torch.empty(2))), False),
     ],
 )
 def test_is_view(call, expected):
@@ -92,9 +93,9 @@ def test_fresh_storages_are_those_of_new_storages():
 
 
 def test_work_has_flops_where_torch_knows_them():
-    mm = work_of(OpCall(aten.mm.default, (torch.empty(8, 16), torch.empty(16, 4))))
+    mm = work_of(Call(aten.mm.default, (torch.empty(8, 16), torch.empty(16, 4))))
     assert mm == Work(flops=2 * 8 * 16 * 4, input_bytes=(8 * 16 + 16 * 4) * 4, outputs=(8 * 4 * 4,))
-    in_place = work_of(OpCall(aten.relu_.default, (torch.empty(8),)))
+    in_place = work_of(Call(aten.relu_.default, (torch.empty(8),)))
     assert in_place == Work(flops=0, input_bytes=32, outputs=())
     assert mm.ratio_to(Work(flops=512, input_bytes=1, outputs=(1,))) == 2
     assert in_place.ratio_to(Work(flops=512, input_bytes=8, outputs=(8,))) == 2

@@ -12,32 +12,35 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lowtide.capture import recipes
+from lowtide import methods
 from lowtide.capture.gradients import add_gradients, add_tangent, hold_within_formulas, pin_returned
-from lowtide.capture.names import device_name, module_path, source_line, target_name
-from lowtide.capture.records import Analysis, Place, RunState
+from lowtide.capture.graphs import Execution, Trace, mutated_inputs
+from lowtide.capture.names import module_path, source_line
+from lowtide.capture.records import Analysis, GraphState, Place
 from lowtide.capture.regions import specialise, split
 from lowtide.capture.tangents import stands_for
-from lowtide.capture.trace import Run, Trace, mutated_inputs, storage_key
 from lowtide.errors import CaptureError
-from lowtide.facts import How, Kind, Recipe, Region
-from lowtide.planning.schedules import RANDOM_STATE
-from lowtide.torchside.hooks import OpOverload
+from lowtide.facts import Kind, Recipe, Region
+from lowtide.methods import Kept, Method
+from lowtide.torchside.calls import storage_key, target_name
+from lowtide.torchside.ops.dropout import extra_eager_bytes
+from lowtide.torchside.ops.schema import writes_inputs
 
 OUTPUT = "output"
 
 
 def analyse(trace: Trace) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read."""
-    runs, missing = specialise(trace)
-    analysis = Analysis(missing=missing, segments=[run.segment for run in runs])
-    states = [RunState(index, run.segment) for index, run in enumerate(runs)]
+    executions, missing = specialise(trace)
+    analysis = Analysis(missing=missing, segments=[execution.segment for execution in executions])
+    states = [GraphState(index, execution.segment) for index, execution in enumerate(executions)]
     repeated = _repeated(trace)
-    for state, run in zip(states, runs, strict=True):
-        _forward(analysis, state, run, states, fixed=repeated.get(run.segment.fingerprint, ""))
+    for state, execution in zip(states, executions, strict=True):
+        fixed = repeated.get(execution.segment.fingerprint, "")
+        _forward(analysis, state, execution, states, fixed=fixed)
     for state in reversed(states):
-        _backward(analysis, state, runs, states)
-        if state.index >= trace.num_model_runs:
+        _backward(analysis, state, executions, states)
+        if state.index >= trace.num_in_model:
             hold_within_formulas(analysis, state)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
@@ -46,37 +49,47 @@ def analyse(trace: Trace) -> Analysis:
 
 def _repeated(trace: Trace) -> dict[str, str]:
     """Why nothing of a graph can be run again, by its fingerprint."""
-    counts = Counter(run.segment.fingerprint for run in trace.runs)
+    counts = Counter(execution.segment.fingerprint for execution in trace.executions)
     reason = "its graph runs several times in one step, between graph breaks"
     fixed = {fingerprint: reason for fingerprint, count in counts.items() if count > 1}
-    for run in trace.runs[trace.num_model_runs :]:
-        fixed[run.segment.fingerprint] = "part of the loss, which lowtide leaves to you"
+    for execution in trace.executions[trace.num_in_model :]:
+        fixed[execution.segment.fingerprint] = "part of the loss, which lowtide leaves to you"
     return fixed
 
 
-def _forward(analysis: Analysis, state: RunState, run: Run, states: list[RunState], *, fixed: str) -> None:
+def _forward(
+    analysis: Analysis, state: GraphState, execution: Execution, states: list[GraphState], *, fixed: str
+) -> None:
     for index, node in enumerate(state.primals):
-        _add_primal(analysis, state, index=index, node=node, link=run.links.get(index), states=states)
+        link = execution.links.get(index)
+        _add_primal(analysis, state, index=index, node=node, link=link, states=states)
     ops = split(state.segment)[0]
     for node in ops:
-        if recipes.is_random(node):
-            _add_random_state(analysis, state, node)
+        fit, reason = ([], fixed) if fixed else methods.fitting(node)
+        if reason:
+            state.fixed[node] = reason
+        kept = [(method, method.kept(node)) for method in fit]
+        ranks = {k: _add_kept(analysis, state, node, k) for _, mine in kept for k in mine if k.before}
         _add_op(analysis, state, node, Region.FORWARD)
+        ranks |= {k: _add_kept(analysis, state, node, k) for _, mine in kept for k in mine if not k.before}
+        state.methods[node] = [(method, {k: ranks[k] for k in mine}) for method, mine in kept]
     _find_changed(state, ops)
     for node in ops:
-        _add_recipe(analysis, state, node, fixed)
+        _add_recipes(analysis, state, node)
     _add_output(
         analysis, state, [node for node in state.outputs if isinstance(node, fx.Node)], Region.FORWARD
     )
 
 
-def _backward(analysis: Analysis, state: RunState, runs: list[Run], states: list[RunState]) -> None:
+def _backward(
+    analysis: Analysis, state: GraphState, executions: list[Execution], states: list[GraphState]
+) -> None:
     if not state.segment.differentiable:
         return
     missing = analysis.missing[state.index]
     for node, output in state.tangents.items():
         if output not in missing:
-            add_tangent(analysis, state, node=node, output=output, runs=runs, states=states)
+            add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
     for node in split(state.segment)[1]:
         _add_op(analysis, state, node, Region.BACKWARD)
     _add_output(analysis, state, state.grads, Region.BACKWARD)
@@ -85,16 +98,17 @@ def _backward(analysis: Analysis, state: RunState, runs: list[Run], states: list
 
 def _add_primal(
     analysis: Analysis,
-    state: RunState,
+    state: GraphState,
     *,
     index: int,
     node: fx.Node,
     link: tuple[int, int] | None,
-    states: list[RunState],
+    states: list[GraphState],
 ) -> None:
     origin = state.segment.origins[index] if index < len(state.segment.origins) else None
     kind = origin.kind if origin else Kind.INPUT
     name = origin.name if origin else node.name
+    tensor = origin.tensor if origin else 0
     value = node.meta.get("val")
     holds: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
@@ -105,15 +119,18 @@ def _add_primal(
         holds, reads = states[link[0]].holds[source], (states[link[0]].rank[source],)
         kind = Kind.OTHER
     elif isinstance(value, torch.Tensor):
-        if name not in analysis.parameters and storage_key(value) in state.storage_of:
+        known = analysis.inputs.get(tensor) if tensor else None
+        if known is None:
             # parameters that are parts of one storage
-            analysis.parameters[name] = state.storage_of[storage_key(value)]
-        elif name not in analysis.parameters:
-            analysis.parameters[name] = analysis.add_storage(
+            known = state.storage_of.get(storage_key(value))
+        if known is None:
+            known = analysis.add_storage(
                 nbytes=value.untyped_storage().nbytes(), kind=kind, name=name, static=True
             )
-            makes = (analysis.parameters[name],)
-        holds = (analysis.parameters[name],)
+            makes = (known,)
+        if tensor:
+            analysis.inputs[tensor] = known
+        holds = (known,)
     if isinstance(value, torch.Tensor) and holds:
         state.storage_of[storage_key(value)] = holds[0]
     state.holds[node] = holds
@@ -131,7 +148,7 @@ def _add_primal(
     )
 
 
-def _add_op(analysis: Analysis, state: RunState, node: fx.Node, region: Region) -> None:
+def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region) -> None:
     name = state.name(node)
     static = node.op == "get_attr"
     makes: list[int] = []
@@ -149,7 +166,7 @@ def _add_op(analysis: Analysis, state: RunState, node: fx.Node, region: Region) 
                 kind=Kind.OTHER,
                 name=name,
                 static=static,
-                extra_eager_bytes=_extra_eager_bytes(node, tensor),
+                extra_eager_bytes=extra_eager_bytes(node, tensor),
             )
             makes.append(state.storage_of[key])
         if state.storage_of[key] not in holds:
@@ -172,70 +189,75 @@ def _add_op(analysis: Analysis, state: RunState, node: fx.Node, region: Region) 
     analysis.places[rank] = Place(state.index, node)
 
 
-def _add_random_state(analysis: Analysis, state: RunState, node: fx.Node) -> None:
-    """The generator's state before a random op: kept only where a plan replays that op."""
-    name = f"{state.name(node)}_random_state"
-    nbytes = recipes.random_state_bytes(device_name(node))
+def _add_kept(analysis: Analysis, state: GraphState, node: fx.Node, kept: Kept) -> int:
+    """What a method keeps from the forward pass: made only where a plan brings the value back so."""
+    name = f"{state.name(node)}_{kept.name}"
+    nbytes = kept.value.untyped_storage().nbytes()
     made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=name)
-    state.random[node] = analysis.add_node(
+    rank = analysis.add_node(
         name=name,
-        op=RANDOM_STATE,
+        op=kept.name,
         region=Region.FORWARD,
         kind=Kind.OTHER,
         module=module_path(node),
+        source=source_line(node),
         segment=state.index,
+        reads=tuple(state.rank[source] for source in _nodes_in((kept.call.args, kept.call.kwargs))),
         holds=(made,),
         makes=(made,),
-        fixed="the generator's state before a random op",
+        fixed="kept for a method that brings a value back",
+        on_demand=True,
     )
+    analysis.kept[rank] = kept
+    return rank
 
 
-def _find_changed(state: RunState, ops: list[fx.Node]) -> None:
+def _find_changed(state: GraphState, ops: list[fx.Node]) -> None:
     """Storages whose contents are not the same after the forward pass: a recompute must not read them."""
     for index in mutated_inputs(state.segment.joint).values():
         state.changed.update(state.holds[state.primals[index]])
     for node in ops:
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+        if writes_inputs(node.target):
             for source in node.all_input_nodes:
                 state.changed.update(state.holds[source])
 
 
-def _extra_eager_bytes(node: fx.Node, made: torch.Tensor) -> int:
-    """Eager dropout on CPU keeps a mask of its input's type, the captured op one of bytes."""
-    if node.target is not recipes.eager_dropout or made.dtype is not torch.bool:
-        return 0
-    return made.numel() * (int(node.meta["val"][0].element_size()) - 1)
-
-
-def _add_recipe(analysis: Analysis, state: RunState, node: fx.Node, fixed: str) -> None:
+def _add_recipes(analysis: Analysis, state: GraphState, node: fx.Node) -> None:
     rank = state.rank[node]
-    record = analysis.nodes[rank]
-    reason = fixed or recipes.reason_fixed(node)
-    if reason:
-        analysis.nodes[rank] = replace(record, fixed=reason)
-        return
-    how = recipes.how_again(node)
-    reads, makes = record.reads, record.makes
-    if how is How.MASK:
-        pair = recipes.dropout_output(node)
-        assert pair is not None
-        reads, makes = tuple(state.rank[source] for source in pair), record.holds
-    elif how is How.REPLAY:
-        reads = (*reads, state.random[node])
-    elif how is How.NO_STATS:
-        makes = record.makes[:3]
-        used = recipes.without_statistics(node)[1]
-        reads = tuple(state.rank[source] for source in used if isinstance(source, fx.Node))
-    if any(storage in state.changed for read in reads for storage in analysis.nodes[read].holds):
-        analysis.nodes[rank] = replace(record, fixed="reads what the step changes in place")
-        return
-    holds = makes if how in (How.MASK, How.NO_STATS) else record.holds
-    inside = recipes.random_state_bytes(device_name(node)) if how is How.REPLAY else 0
-    recipe = Recipe(how=how, reads=reads, holds=holds, makes=makes, workspace_bytes=inside)
-    analysis.nodes[rank] = replace(record, recipe=recipe)
+    recipes = [_recipe(analysis, state, node, method, kept) for method, kept in state.methods[node]]
+    unchanged = [
+        recipe
+        for recipe in recipes
+        if not any(s in state.changed for read in recipe.reads for s in analysis.nodes[read].holds)
+    ]
+    fixed = state.fixed.get(node, "") if unchanged or not recipes else "reads what the step changes in place"
+    analysis.nodes[rank] = replace(analysis.nodes[rank], recipes=tuple(unchanged), fixed=fixed)
 
 
-def _add_output(analysis: Analysis, state: RunState, values: list[fx.Node | None], region: Region) -> None:
+def _recipe(
+    analysis: Analysis, state: GraphState, node: fx.Node, method: Method, kept: dict[Kept, int]
+) -> Recipe:
+    first = analysis.nodes[state.rank[node]]
+    call = method.call(node, tuple(kept))
+    makes, holds = method.blocks(node, makes=first.makes, holds=first.holds)
+    return Recipe(
+        method=method.name,
+        action=method.action,
+        reads=(*(state.rank[source] for source in _nodes_in((call.args, call.kwargs))), *kept.values()),
+        holds=holds,
+        makes=makes,
+        workspace_bytes=method.workspace_bytes(node),
+    )
+
+
+def _nodes_in(arguments: Any) -> list[fx.Node]:
+    """The nodes among a call's arguments, each once, in order."""
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg(arguments, found.setdefault)
+    return list(found)
+
+
+def _add_output(analysis: Analysis, state: GraphState, values: list[fx.Node | None], region: Region) -> None:
     """The end of a graph: what it returns lives at least until here."""
     analysis.add_node(
         name=f"{OUTPUT}_{region.value}" + (f"_{state.index}" if state.index else ""),

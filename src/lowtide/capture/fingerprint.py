@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.capture.names import target_name
+from lowtide.torchside.calls import target_name
 
 
 def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None, weights: Iterable[str]) -> str:

@@ -4,6 +4,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lowtide.torchside.calls import storage_key
+
 
 def peak_bytes(graph: fx.Graph) -> int:
     """Largest sum of living storages, inputs left out: they are there anyway."""
@@ -38,5 +40,4 @@ def peak_bytes(graph: fx.Graph) -> int:
 
 def _storages(node: fx.Node) -> dict[int, int]:
     tensors = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {int(storage._cdata): int(storage.nbytes()) for storage in storages}
+    return {storage_key(tensor): int(tensor.untyped_storage().nbytes()) for tensor in tensors}

@@ -5,27 +5,28 @@ from dataclasses import replace
 
 from torch import fx
 
-from lowtide.capture.records import Analysis, RunState
+from lowtide.capture.graphs import Execution, Trace
+from lowtide.capture.records import Analysis, GraphState
 from lowtide.capture.regions import split
 from lowtide.capture.tangents import stands_for
-from lowtide.capture.trace import Run, Trace, storage_key
 from lowtide.facts import Kind, Region
+from lowtide.torchside.calls import storage_key
 
 
 def add_tangent(
     analysis: Analysis,
-    state: RunState,
+    state: GraphState,
     *,
     node: fx.Node,
     output: int,
-    runs: list[Run],
-    states: list[RunState],
+    executions: list[Execution],
+    states: list[GraphState],
 ) -> None:
     """The gradient of an output arrives: from the next graph as it is, or summed, or made by autograd."""
     givers = [
         (states[later], grad)
-        for later in range(state.index + 1, len(runs))
-        for primal, place in runs[later].links.items()
+        for later in range(state.index + 1, len(executions))
+        for primal, place in executions[later].links.items()
         if place == (state.index, output)
         and primal < len(states[later].grads)
         and (grad := states[later].grads[primal]) is not None
@@ -63,7 +64,7 @@ def add_tangent(
     )
 
 
-def add_gradients(analysis: Analysis, state: RunState) -> None:
+def add_gradients(analysis: Analysis, state: GraphState) -> None:
     """Pin what becomes a parameter's `.grad`; autograd copies a gradient whose layout is not dense."""
     end = len(analysis.nodes) - 1
     extra: list[int] = []
@@ -74,21 +75,21 @@ def add_gradients(analysis: Analysis, state: RunState) -> None:
         value, storages = grad.meta["val"], state.holds[grad]
         owned = analysis.storages[storages[0]]
         dense = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        if origin.name in analysis.gradients:
+        if origin.tensor in analysis.gradients:
             continue
         if owned.pinned or owned.static or not dense:
             made = analysis.add_storage(
                 nbytes=value.numel() * value.element_size(), kind=Kind.GRADIENT, name=origin.name, pinned=True
             )
             extra.append(made)
-            analysis.gradients[origin.name] = made
+            analysis.gradients[origin.tensor] = made
         else:
             analysis.storages[owned.id] = replace(owned, kind=Kind.GRADIENT, pinned=True)
-            analysis.gradients[origin.name] = owned.id
+            analysis.gradients[origin.tensor] = owned.id
     analysis.nodes[end] = replace(analysis.nodes[end], makes=tuple(extra), holds=tuple(extra))
 
 
-def hold_within_formulas(analysis: Analysis, state: RunState) -> None:
+def hold_within_formulas(analysis: Analysis, state: GraphState) -> None:
     """The loss runs eagerly: what one of autograd's formulas makes on its way lives to the formula's end."""
     for _, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
         ranks = [state.rank[node] for node in group]
@@ -97,11 +98,11 @@ def hold_within_formulas(analysis: Analysis, state: RunState) -> None:
         analysis.nodes[last.rank] = replace(last, reads=reads)
 
 
-def pin_returned(analysis: Analysis, states: list[RunState], trace: Trace) -> None:
+def pin_returned(analysis: Analysis, states: list[GraphState], trace: Trace) -> None:
     """The caller holds what the model returned, and the loss, to the end of the step."""
-    for run, output in sorted(trace.returned):
-        value = states[run].outputs[output]
-        for storage in states[run].holds[value] if value is not None else ():
+    for execution, output in sorted(trace.returned):
+        value = states[execution].outputs[output]
+        for storage in states[execution].holds[value] if value is not None else ():
             record = analysis.storages[storage]
             if not record.static:
                 analysis.storages[storage] = replace(record, pinned=True)

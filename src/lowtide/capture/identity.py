@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from lowtide.capture.trace import name_tensors
+from lowtide.capture.graphs import name_tensors
 from lowtide.facts import Kind
 
 
@@ -39,5 +40,5 @@ def _layouts(batch: Any) -> str:
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(batch)
+    leaves = pytree.tree_leaves(batch)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

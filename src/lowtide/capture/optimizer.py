@@ -6,18 +6,22 @@ long as that code holds them, for loops, foreach and fused variants alike.
 
 import copy
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
-from lowtide.capture.trace import storage_key
 from lowtide.errors import CaptureError
-from lowtide.torchside.hooks import FakeTensor, FakeTensorMode, StorageWeakRef, TorchDispatchMode
+from lowtide.torchside.calls import storage_key
+from lowtide.torchside.hooks import (
+    FakeTensor,
+    FakeTensorMode,
+    StorageWeakRef,
+    TorchDispatchMode,
+    forget_step_hooks,
+)
 
 Optimizer = torch.optim.Optimizer
 
@@ -36,16 +40,16 @@ class OptimizerOp:
 
 @dataclass(slots=True)
 class OptimizerTrace:
-    """`sizes` are bytes by storage key (temporaries have negative keys); the rest says what keys are."""
+    """`sizes` are bytes by storage key (temporaries have negative keys); the rest says what keys are.
+
+    `parameters` and `gradients` give the identity of the user's parameter.
+    """
 
     ops: list[OptimizerOp]
     sizes: dict[int, int]
     state: tuple[int, ...]
-    parameters: dict[int, str]
-    gradients: dict[int, str]
-
-
-STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    parameters: dict[int, int]
+    gradients: dict[int, int]
 
 
 class _Recorder(TorchDispatchMode):
@@ -106,10 +110,12 @@ class _Recorder(TorchDispatchMode):
             self.ops[-1].frees = (*self.ops[-1].frees, *names)
 
 
-def trace_optimizer(optimizer: Optimizer, model: nn.Module, gradients: Mapping[str, Any]) -> OptimizerTrace:
-    """Trace the second step of `optimizer` (its state already there) for parameters with a gradient."""
+def trace_optimizer(optimizer: Optimizer, gradients: Container[int]) -> OptimizerTrace:
+    """Trace the second step of `optimizer` (its state already there).
+
+    `gradients` has the identities of the parameters that get one.
+    """
     optimizer = _unwrapped(optimizer)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}
     for group in optimizer.param_groups:
@@ -119,7 +125,7 @@ def trace_optimizer(optimizer: Optimizer, model: nn.Module, gradients: Mapping[s
         double = _double(optimizer, fakes, mode)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            _give_gradients(fakes, names, gradients)
+            _give_gradients(fakes, gradients)
             double.step()
             kept = _state_tensors(double)
             recorder = _Recorder(mode)
@@ -139,8 +145,8 @@ def trace_optimizer(optimizer: Optimizer, model: nn.Module, gradients: Mapping[s
     sizes = dict(recorder.sizes)
     for tensor in kept:
         sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    parameters = {storage_key(fake): names.get(key, "") for key, fake in fakes.items()}
-    grads = {storage_key(fake.grad): names[key] for key, fake in fakes.items() if fake.grad is not None}
+    parameters = {storage_key(fake): key for key, fake in fakes.items()}
+    grads = {storage_key(fake.grad): key for key, fake in fakes.items() if fake.grad is not None}
     return OptimizerTrace(
         ops=recorder.ops,
         sizes=sizes,
@@ -171,11 +177,9 @@ def _fake_parameter(parameter: torch.Tensor, mode: FakeTensorMode) -> torch.Tens
     return fake.requires_grad_(parameter.requires_grad)
 
 
-def _give_gradients(
-    fakes: dict[int, torch.Tensor], names: dict[int, str], gradients: Mapping[str, Any]
-) -> None:
+def _give_gradients(fakes: dict[int, torch.Tensor], gradients: Container[int]) -> None:
     for key, fake in fakes.items():
-        if names.get(key) in gradients:
+        if key in gradients:
             fake.grad = torch.empty_like(fake, requires_grad=False)
 
 
@@ -198,8 +202,7 @@ def _double(optimizer: Optimizer, fakes: dict[int, torch.Tensor], mode: FakeTens
     double.state = state
     # a learning-rate scheduler counts calls by wrapping `step` on the instance
     double.__dict__.pop("step", None)
-    for hooks in STEP_HOOKS:
-        double.__dict__[hooks] = OrderedDict()
+    forget_step_hooks(double)
     return double
 
 

@@ -5,16 +5,17 @@ from typing import Any
 
 from torch import fx
 
+from lowtide.capture.graphs import Segment, results_of
 from lowtide.capture.tangents import tangent_outputs
-from lowtide.capture.trace import Segment, results_of
 from lowtide.facts import Node, Storage
+from lowtide.methods import Kept, Method
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a rank stands in the captured graphs."""
 
-    run: int
+    execution: int
     node: fx.Node
 
 
@@ -22,14 +23,16 @@ class Place:
 class Analysis:
     """Nodes and storages of forward and backward so far, and the graph node behind every rank.
 
-    `gradients[name]` is the storage of a parameter's gradient.
+    `inputs` and `gradients` have the storages of the user's tensors and of their gradients, by identity.
+    `kept` has the ranks that make what methods keep from the forward pass.
     """
 
     nodes: list[Node] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)
-    parameters: dict[str, int] = field(default_factory=dict)
-    gradients: dict[str, int] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
     missing: list[frozenset[int]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
 
@@ -42,8 +45,11 @@ class Analysis:
         return len(self.nodes) - 1
 
 
-class RunState:
-    """What is known of one run while it is analysed: ranks of its nodes, storages of its values."""
+class GraphState:
+    """What is known of one execution of a graph while it is analysed: ranks of nodes, storages of values.
+
+    `methods` are those that fit a node, each with the ranks that make what it keeps.
+    """
 
     def __init__(self, index: int, segment: Segment) -> None:
         self.index = index
@@ -53,7 +59,8 @@ class RunState:
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
         self.storage_of: dict[int, int] = {}
         self.changed: set[int] = set()
-        self.random: dict[fx.Node, int] = {}
+        self.methods: dict[fx.Node, list[tuple[Method, dict[Kept, int]]]] = {}
+        self.fixed: dict[fx.Node, str] = {}
         results = results_of(segment.joint)
         self.outputs = results[: segment.num_forward_outputs]
         self.grads = results[segment.num_forward_outputs :]
@@ -63,5 +70,5 @@ class RunState:
         self.primals = [node for node in placeholders if node not in tangents]
 
     def name(self, node: fx.Node) -> str:
-        """A name for `node` that no other run of the step has."""
+        """A name for `node` that no other graph of the step has."""
         return f"g{self.index}.{node.name}" if self.index else node.name

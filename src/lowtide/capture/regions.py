@@ -4,32 +4,34 @@ from dataclasses import replace
 
 from torch import fx
 
+from lowtide.capture.graphs import Execution, Segment, Trace, new_segment, results_of
 from lowtide.capture.tangents import drop_missing, tangent_outputs
-from lowtide.capture.trace import Run, Segment, Trace, new_segment, results_of
 
 
-def specialise(trace: Trace) -> tuple[list[Run], list[frozenset[int]]]:
-    """Copies of the captured graphs without the gradients that nobody asks for, last run first."""
+def specialise(trace: Trace) -> tuple[list[Execution], list[frozenset[int]]]:
+    """Copies of the captured graphs without the gradients that nobody asks for, last first."""
     wanted: set[tuple[int, int]] = set(trace.given)
-    runs: list[Run] = []
+    executions: list[Execution] = []
     missing: list[frozenset[int]] = []
-    for index in reversed(range(len(trace.runs))):
-        run = trace.runs[index]
-        outputs = set(tangent_outputs(run.segment.joint).values())
+    for index in reversed(range(len(trace.executions))):
+        execution = trace.executions[index]
+        outputs = set(tangent_outputs(execution.segment.joint).values())
         absent = frozenset(output for output in outputs if (index, output) not in wanted)
-        segment = without_tangents(run.segment, absent)
+        segment = without_tangents(execution.segment, absent)
         grads = results_of(segment.joint)[segment.num_forward_outputs :]
-        wanted |= {place for primal, place in run.links.items() if primal < len(grads) and grads[primal]}
-        if run.from_outside:
+        wanted |= {
+            place for primal, place in execution.links.items() if primal < len(grads) and grads[primal]
+        }
+        if execution.from_outside:
             # nobody can tell which of the earlier outputs that code read
             wanted |= {
                 (earlier, output)
                 for earlier in range(index)
-                for output in tangent_outputs(trace.runs[earlier].segment.joint).values()
+                for output in tangent_outputs(trace.executions[earlier].segment.joint).values()
             }
-        runs.append(replace(run, segment=segment))
+        executions.append(replace(execution, segment=segment))
         missing.append(absent)
-    return runs[::-1], missing[::-1]
+    return executions[::-1], missing[::-1]
 
 
 def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:

@@ -1,7 +1,7 @@
 """Capture one whole training step: forward, loss, backward and optimizer as one ranked list."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,18 +9,20 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from lowtide.capture import recipes
+from lowtide import methods
 from lowtide.capture.analyse import analyse
+from lowtide.capture.graphs import Segment, Trace, name_tensors
 from lowtide.capture.identity import identify
-from lowtide.capture.names import target_name
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
 from lowtide.capture.tangents import tangent_outputs
-from lowtide.capture.trace import Segment, Trace, name_tensors, storage_key, trace
+from lowtide.capture.trace import trace
 from lowtide.errors import CaptureError
-from lowtide.facts import Graph, How, Kind, Node, Region, Step
+from lowtide.facts import Graph, Kind, Region, Run, Step
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import split_batch
+from lowtide.torchside.calls import Call, call_of, storage_key, target_name
+from lowtide.torchside.ops.schema import short_name
 
 SCALARS_BYTES = 1024
 OUTSIDE = (
@@ -33,25 +35,15 @@ logger = logging.getLogger("lowtide")
 Values = Mapping[fx.Node, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """An op with the layouts of its arguments (fake tensors), to be timed."""
-
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 @dataclass(slots=True)
 class Captured:
     """A step whose times are still zero, the op behind every rank, and the graphs themselves.
 
-    `recipe_calls` has the ranks whose recompute runs another op than the first time.
+    `calls` has the op of every first run, and of those runs by a method that are another op than that.
     """
 
     step: Step
-    calls: dict[int, Call]
-    recipe_calls: dict[int, Call]
+    calls: dict[Run, Call]
     places: dict[int, Place]
     segments: list[Segment]
 
@@ -85,10 +77,10 @@ def captured_step(
     """Facts and ops of analysed graphs, with all else that the step holds."""
     _add_unread(analysis, model, batch)
     _add_scalars(analysis, traced)
-    calls = _calls(analysis.places, {})
+    calls = _calls(analysis, {})
     if optimizer is not None:
         _check_parameters(optimizer, model)
-        _add_optimizer(analysis, trace_optimizer(optimizer, model, analysis.gradients), calls)
+        _add_optimizer(analysis, trace_optimizer(optimizer, analysis.gradients), calls)
     step = Step(
         nodes=tuple(analysis.nodes),
         storages=tuple(analysis.storages),
@@ -97,22 +89,17 @@ def captured_step(
         notes=_notes(analysis, traced),
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
+        methods=tuple((method.name, method.words) for method in methods.METHODS),
     )
-    return Captured(
-        step=step,
-        calls=calls,
-        recipe_calls=_recipe_calls(analysis.nodes, analysis.places, {}),
-        places=analysis.places,
-        segments=analysis.segments,
-    )
+    return Captured(step=step, calls=calls, places=analysis.places, segments=analysis.segments)
 
 
 def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
     return tuple(
         Graph(
             fingerprint=segment.fingerprint,
-            in_model=index < traced.num_model_runs,
-            returned=tuple(sorted(output for run, output in traced.returned if run == index)),
+            in_model=index < traced.num_in_model,
+            returned=tuple(sorted(output for place, output in traced.returned if place == index)),
             missing=tuple(sorted(missing)),
             tangent_bytes=_tangent_bytes(segment, missing),
         )
@@ -150,11 +137,9 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
             "the model calls torch.utils.checkpoint: its activations are planned like all others, and the "
             "peak without a plan is that of a model without these calls"
         )
-    if traced.num_model_runs > 1:
-        notes.append(
-            f"the model breaks into {traced.num_model_runs} graphs; nothing is recomputed across them"
-        )
-    if traced.loss_outside or any(run.from_outside for run in traced.runs):
+    if traced.num_in_model > 1:
+        notes.append(f"the model breaks into {traced.num_in_model} graphs; nothing is recomputed across them")
+    if traced.loss_outside or any(execution.from_outside for execution in traced.executions):
         notes.append(OUTSIDE)
     if traced.real_forward:
         notes.append("captured with one real forward pass, since the model's code reads tensor values")
@@ -163,18 +148,16 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
 
 def _add_scalars(analysis: Analysis, traced: Trace) -> None:
     """Python and autograd hold a few numbers around each graph that no graph shows."""
-    for run in range(traced.num_model_runs):
-        name = f"scalars around graph {run}"
+    for index in range(traced.num_in_model):
+        name = f"scalars around graph {index}"
         analysis.add_storage(nbytes=SCALARS_BYTES, kind=Kind.OTHER, name=name, static=True)
 
 
 def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
     """Tensors that no graph reads are there all the same: unused parameters, buffers, inputs."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))}
-    origins = name_tensors(model, batch)
-    read = [key for key, origin in origins.items() if origin.name in analysis.parameters]
-    known = {storage_key(tensors[key]) for key in read}
-    for key, origin in origins.items():
+    known = {storage_key(tensors[key]) for key in analysis.inputs if key in tensors}
+    for key, origin in name_tensors(model, batch).items():
         storage = storage_key(tensors[key])
         if storage not in known:
             known.add(storage)
@@ -184,62 +167,67 @@ def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
 
 def with_values(captured: Captured, values: Values) -> Captured:
     """The same step, its ops called with other fake values of some nodes."""
-    return replace(
-        captured,
-        calls=captured.calls | _calls(captured.places, values),
-        recipe_calls=_recipe_calls(captured.step.nodes, captured.places, values),
-    )
+    places = captured.places
+    own = {Run(rank): call_of(place.node, values) for rank, place in places.items() if _calls_op(place)}
+    others = {
+        run: _method_call(places[run.node].node, run.method, values)
+        for run in captured.calls
+        if not run.is_first
+    }
+    return replace(captured, calls=captured.calls | own | others)
 
 
-def _calls(places: Mapping[int, Place], values: Values) -> dict[int, Call]:
+def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
     calls = {}
-    for rank, place in places.items():
-        if place.node.op == "call_function":
-            assert callable(place.node.target)
-            args, kwargs = _filled((place.node.args, place.node.kwargs), values)
-            calls[rank] = Call(place.node.target, tuple(args), dict(kwargs))
-    return calls
-
-
-def _filled(args: Any, values: Values) -> Any:
-    """Arguments with the fake value of every node among them: the one given, else the captured one."""
-    return fx.node.map_arg(args, lambda read: values.get(read, read.meta.get("val")))
-
-
-def _recipe_calls(nodes: Sequence[Node], places: Mapping[int, Place], values: Values) -> dict[int, Call]:
-    calls = {}
-    for rank, place in places.items():
-        recipe = nodes[rank].recipe
-        if recipe is None:
+    for rank, place in analysis.places.items():
+        if not _calls_op(place):
             continue
-        if recipe.how is How.NO_STATS:
-            target, args = recipes.without_statistics(place.node)
-            calls[rank] = Call(target, tuple(_filled(args, values)), {})
-        elif recipe.how is How.MASK:
-            pair = recipes.dropout_output(place.node)
-            assert pair is not None
-            dropout = place.node.args[0]
-            assert isinstance(dropout, fx.Node)
-            calls[rank] = Call(recipes.apply_mask, (*_filled(pair, values), dropout.args[1]), {})
+        calls[Run(rank)] = call_of(place.node, values)
+        for recipe in analysis.nodes[rank].recipes:
+            if methods.method_named(recipe.method).timed(place.node) is not None:
+                calls[Run(rank, recipe.method)] = _method_call(place.node, recipe.method, values)
+    for rank, kept in analysis.kept.items():
+        if kept.timed:
+            calls[Run(rank)] = _filled(kept.call, values)
     return calls
 
 
-def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[int, Call]) -> None:
+def _calls_op(place: Place) -> bool:
+    return place.node.op == "call_function"
+
+
+def _method_call(node: fx.Node, method: str, values: Values) -> Call:
+    call = methods.method_named(method).timed(node)
+    assert call is not None
+    return _filled(call, values)
+
+
+def _filled(call: Call, values: Values) -> Call:
+    """A call with the fake value of every node among its arguments: the one given, else the captured one."""
+
+    def value(node: fx.Node) -> Any:
+        return values[node] if node in values else node.meta["val"]
+
+    args, kwargs = fx.node.map_arg((call.args, call.kwargs), value)
+    return Call(call.target, tuple(args), dict(kwargs))
+
+
+def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call]) -> None:
     """Append the optimizer's ops. A temporary that its Python code still holds counts as read there."""
     storage: dict[int, int] = {}
     maker: dict[int, int] = {}
-    for key, name in traced.parameters.items():
-        if name in analysis.parameters:
-            storage[key] = analysis.parameters[name]
-    for key, name in traced.gradients.items():
-        storage[key] = analysis.gradients[name]
+    for key, parameter in traced.parameters.items():
+        if parameter in analysis.inputs:
+            storage[key] = analysis.inputs[parameter]
+    for key, parameter in traced.gradients.items():
+        storage[key] = analysis.gradients[parameter]
     for position, key in enumerate(traced.state):
         storage[key] = analysis.add_storage(
             nbytes=traced.sizes[key], kind=Kind.OPTIMIZER_STATE, name=f"state_{position}", static=True
         )
     first = len(analysis.nodes)
     for position, op in enumerate(traced.ops):
-        name = f"step_{position}.{_short(op.target)}"
+        name = f"step_{position}.{short_name(op.target)}"
         for key in op.makes:
             storage[key] = analysis.add_storage(nbytes=traced.sizes[key], kind=Kind.OTHER, name=name)
             maker[key] = first + position
@@ -254,25 +242,30 @@ def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[int, 
             holds=makes,
             makes=makes,
         )
-        calls[rank] = Call(op.target, op.args, op.kwargs)
+        calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
 
 
-def _short(target: Any) -> str:
-    return str(getattr(target, "_opname", target))
+Cost = tuple[float, int, bool]
+"""Seconds, workspace bytes, and whether they are estimated."""
 
 
-def with_costs(
-    step: Step, costs: dict[int, tuple[float, int, bool]], recipe_costs: dict[int, tuple[float, int, bool]]
-) -> Step:
-    """The step with (seconds, workspace bytes, estimated) of every rank filled in."""
+def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
+    """The step with the costs of every run filled in; a recipe without one costs what its node does."""
     nodes = []
     for node in step.nodes:
-        seconds, workspace, estimated = costs.get(node.rank, (0.0, 0, False))
-        recipe = node.recipe
-        if recipe is not None:
-            again, inside, _ = recipe_costs.get(node.rank, (seconds, workspace, estimated))
-            recipe = replace(recipe, seconds=again, workspace_bytes=recipe.workspace_bytes + inside)
+        own = costs.get(Run(node.rank), (0.0, 0, False))
+        recipes = []
+        for recipe in node.recipes:
+            seconds, inside, _ = costs.get(Run(node.rank, recipe.method), own)
+            recipes.append(replace(recipe, seconds=seconds, workspace_bytes=recipe.workspace_bytes + inside))
+        seconds, workspace, estimated = own
         nodes.append(
-            replace(node, seconds=seconds, workspace_bytes=workspace, estimated=estimated, recipe=recipe)
+            replace(
+                node,
+                seconds=seconds,
+                workspace_bytes=workspace,
+                estimated=estimated,
+                recipes=tuple(recipes),
+            )
         )
     return replace(step, nodes=tuple(nodes))

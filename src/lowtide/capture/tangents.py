@@ -10,8 +10,8 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from lowtide.capture.recipes import is_random
 from lowtide.torchside import hooks
+from lowtide.torchside.ops.random import is_random
 
 aten = torch.ops.aten
 

@@ -9,17 +9,22 @@ import contextlib
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from lowtide.capture import failures, forecast
-from lowtide.capture.as_eager import as_eager_computes
-from lowtide.capture.fingerprint import fingerprint
-from lowtide.capture.recipes import is_random
+from lowtide.capture.graphs import (
+    Execution,
+    Origin,
+    Segment,
+    Trace,
+    describe_inputs,
+    mutated_inputs,
+    name_tensors,
+    new_segment,
+)
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
@@ -27,71 +32,12 @@ from lowtide.facts import Kind
 from lowtide.facts.sizes import format_size
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
+from lowtide.torchside.calls import storage_key
+from lowtide.torchside.ops.random import is_random
+from lowtide.torchside.route import call_model
+from lowtide.torchside.tracing import compiled
 
 logger = logging.getLogger("lowtide")
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a graph's input comes from: a kind and a name for the user."""
-
-    kind: Kind
-    name: str
-
-
-@dataclass(slots=True)
-class Segment:
-    """One captured graph: forward and backward in one, as AOTAutograd gives it.
-
-    `differentiable` is False where nothing needs a gradient; the graph is then forward only.
-    """
-
-    joint: fx.GraphModule
-    num_forward_outputs: int
-    origins: list[Origin]
-    differentiable: bool
-    fingerprint: str
-
-
-@dataclass(slots=True)
-class Run:
-    """One execution of a segment. `links[i]` names the earlier output that input i is: (run, output).
-
-    `from_outside`: some input was made by code between the graphs, and has a gradient to pass on.
-    """
-
-    segment: Segment
-    links: dict[int, tuple[int, int]] = field(default_factory=dict)
-    from_outside: bool = False
-
-
-@dataclass(slots=True)
-class Trace:
-    """All graphs of one forward pass in the order they ran.
-
-    `returned` are the (run, output) that the caller holds; `given` those whose gradient comes from
-    outside of the graphs: the loss. `loss_outside`: the loss itself was made outside of them, so that
-    nobody can tell which outputs it reads, and all of them may get a gradient.
-    """
-
-    runs: list[Run]
-    returned: frozenset[tuple[int, int]]
-    given: frozenset[tuple[int, int]]
-    num_model_runs: int
-    real_forward: bool = False
-    loss_outside: bool = False
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for two living tensors exactly when they share memory, fake ones included."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
-    """What a graph returns, in order; None where it returns nothing or a constant."""
-    results = graph.graph.output_node().args[0]
-    assert isinstance(results, (list, tuple))
-    return [result if isinstance(result, fx.Node) else None for result in results]
 
 
 class Collector:
@@ -104,13 +50,15 @@ class Collector:
         self.origins = origins
         self.real = real
         self.segments: list[Segment] = []
-        self.runs: list[Run] = []
+        self.executions: list[Execution] = []
         self.forward_bytes = 0
         self._made: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         origins = describe_inputs(graph, self.origins, stranger=Kind.OTHER)
+        # alive as long as the capture, so that no other tensor gets the identity of one of them
+        self._alive.append(hooks.graph_inputs(graph))
         segment: Segment | None = None
 
         def partition(joint: fx.GraphModule, args: Any, **kwargs: Any) -> Any:
@@ -153,7 +101,7 @@ class Collector:
                 for index, (arg, origin) in enumerate(zip(args, segment.origins, strict=False))
                 if index not in links
             )
-            self.runs.append(Run(segment, links, from_outside=from_outside))
+            self.executions.append(Execution(segment, links, from_outside=from_outside))
             if self.real:
                 results = list(alone(*args))
                 results += [torch.empty(0)] * (len(values) - len(results))
@@ -164,7 +112,7 @@ class Collector:
             args.clear()
             for index, result in enumerate(results[: segment.num_forward_outputs]):
                 if isinstance(result, torch.Tensor) and index not in mutated:
-                    self._made.setdefault(storage_key(result), (len(self.runs) - 1, index))
+                    self._made.setdefault(storage_key(result), (len(self.executions) - 1, index))
             self._alive.append(results)
             return results
 
@@ -179,84 +127,13 @@ class Collector:
         self._alive.clear()
 
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The (run, output) that made this tensor."""
+        """The (execution, output) that made this tensor."""
         return self._made.get(storage_key(tensor))
 
 
 def _is_needed(node: fx.Node) -> bool:
     """Whether an op stays though nobody reads its result; a random one need not, where nothing is kept."""
     return node.op in ("placeholder", "output") or (node.is_impure() and not is_random(node))
-
-
-def mutated_inputs(joint: fx.GraphModule) -> dict[int, int]:
-    """Forward outputs that are new values of an input (batch-norm statistics): output to input index."""
-    descriptions = joint.graph.output_node().meta.get("desc") or []
-    return {
-        index: description.mutated_input.idx
-        for index, description in enumerate(descriptions)
-        if isinstance(description, hooks.InputMutationAOTOutput)
-        and isinstance(description.mutated_input, hooks.PlainAOTInput)
-    }
-
-
-def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_outputs: int | None) -> Segment:
-    """A segment with a graph of its own; None outputs means a graph without backward."""
-    new = fx.Graph()
-    result = new.graph_copy(joint.graph, {}, return_output_node=True)
-    assert isinstance(result, tuple)
-    value, output = result
-    new.output(value).meta = dict(output.meta)
-    as_eager_computes(new)
-    graph = fx.GraphModule(joint, new)
-    weights = [origin.name for origin in origins if origin.kind in (Kind.PARAMETER, Kind.BUFFER)]
-    return Segment(
-        joint=graph,
-        num_forward_outputs=len(results_of(graph)) if num_forward_outputs is None else num_forward_outputs,
-        origins=origins,
-        differentiable=num_forward_outputs is not None,
-        fingerprint=fingerprint(graph, num_forward_outputs, weights),
-    )
-
-
-def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin], *, stranger: Kind) -> list[Origin]:
-    """Where each input of a graph comes from; `stranger` is the kind of what `origins` does not know."""
-    names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
-    return [
-        origins.get(id(example), Origin(stranger, name))
-        for name, example in zip(names, hooks.graph_inputs(graph), strict=True)
-    ]
-
-
-def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
-    """What the user calls each tensor that a step reads, by identity."""
-    origins: dict[int, Origin] = {}
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        if isinstance(leaf, torch.Tensor):
-            origins[id(leaf)] = Origin(Kind.INPUT, _path_name(path))
-    for name, buffer in model.named_buffers():
-        origins[id(buffer)] = Origin(Kind.BUFFER, name)
-    for name, parameter in model.named_parameters():
-        origins[id(parameter)] = Origin(Kind.PARAMETER, name)
-    return origins
-
-
-def real_tensors(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """The tensors themselves by the names that `name_tensors` gives them."""
-    every = (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))
-    by_identity = {id(tensor): tensor for tensor in every if isinstance(tensor, torch.Tensor)}
-    return {origin.name: by_identity[key] for key, origin in name_tensors(model, batch).items()}
-
-
-def _path_name(path: tuple[Any, ...]) -> str:
-    """`input_ids` for a keyword argument, `input_0` for a positional one."""
-    keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[1:]]
-    name = ".".join(keys)
-    return f"input_{name}" if name[:1].isdigit() else name
-
-
-def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function that is compiled, at capture and at run time, so that both give the same graphs."""
-    return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def trace(
@@ -297,15 +174,14 @@ def _trace(
     with (
         untouched(model, values=collector.real),
         hooks.quiet(),
-        hooks.compiling(),
         hooks.forgotten(),
         torch.enable_grad(),
     ):
         breaks = hooks.graph_breaks()
         with failures.explained("the model"), _values_if_needed(collector):
             output = _compiled(call_model, collector)(model, args, kwargs)
-        num_model_runs = len(collector.runs)
-        if not num_model_runs:
+        num_in_model = len(collector.executions)
+        if not num_in_model:
             raise CaptureError(failures.nothing_captured(hooks.graph_breaks() - breaks))
         returned = frozenset(
             place for leaf in tensors_in(output) if (place := collector.where(leaf)) is not None
@@ -327,14 +203,14 @@ def _trace(
     place = collector.where(value)
     every = {
         (index, output)
-        for index, run in enumerate(collector.runs)
-        for output in tangent_outputs(run.segment.joint).values()
+        for index, execution in enumerate(collector.executions)
+        for output in tangent_outputs(execution.segment.joint).values()
     }
     return Trace(
-        runs=collector.runs,
+        executions=collector.executions,
         returned=returned if place is None else returned | {place},
         given=frozenset(every if place is None else {place}),
-        num_model_runs=num_model_runs,
+        num_in_model=num_in_model,
         real_forward=collector.real,
         loss_outside=place is None,
     )
@@ -348,7 +224,7 @@ def _values_if_needed(collector: Collector) -> Iterator[None]:
     except (LowtideError, hooks.TorchDynamoException):
         raise
     except Exception as error:
-        if collector.real or not collector.runs:
+        if collector.real or not collector.executions:
             raise
         raise failures.NeedsValues(failures.describe(error)) from error
 
@@ -356,8 +232,7 @@ def _values_if_needed(collector: Collector) -> Iterator[None]:
 def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, types.FunctionType) and function.__closure__ is None:
         function = hooks.own_code(function)
-    compiled: Callable[..., Any] = torch.compile(function, backend=hooks.weakly(backend), dynamic=False)
-    return compiled
+    return compiled(function, backend)
 
 
 def _fresh_fake(value: Any) -> Any:

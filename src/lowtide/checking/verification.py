@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture.graphs import Segment
 from lowtide.capture.identity import identify
-from lowtide.capture.recipes import random_state, set_random_state
 from lowtide.capture.regions import without_tangents
-from lowtide.capture.trace import Segment
 from lowtide.checking.clock import Timing, time_steps
 from lowtide.checking.fresh import run_fresh
 from lowtide.checking.measure import Measured, measure_here, measure_step
@@ -28,11 +27,14 @@ from lowtide.checking.train_step import device_of, train_step
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.plans import Plan, check_identity
+from lowtide.running.backend import GraphPlan
 from lowtide.running.replan import apply_plan
 from lowtide.running.rewrite import plain_schedule
-from lowtide.running.runner import GraphPlan, install, remove, runner_of
+from lowtide.running.runner import install, remove, runner_of
 from lowtide.torchside.batch import call, loss_of, split_batch
 from lowtide.torchside.first_calls import make_first_calls
+from lowtide.torchside.ops.random import random_state, set_random_state
+from lowtide.torchside.route import route_of, set_route
 from lowtide.zoo.targets import Target, TargetSpec
 
 COMPARED_STEPS = 3
@@ -279,18 +281,18 @@ def plain_plan(solution: dict[str, Any]) -> Callable[[Segment], GraphPlan]:
 
 
 def _time(target: Target, runs: int) -> dict[str, Timing]:
-    model, runner = target.model, target.model._compiled_call_impl
+    model, runner = target.model, route_of(target.model)
 
     def step(route: Any) -> Callable[[], object]:
         def run() -> object:
-            model._compiled_call_impl = route
+            set_route(model, route)
             return train_step(model, target.batch, target.optimizer, target.loss)
 
         return run
 
     device = device_of(model, target.batch)
     timings = time_steps({"eager": step(None), "planned": step(runner)}, device=device, warm_up=2, runs=runs)
-    model._compiled_call_impl = runner
+    set_route(model, runner)
     return timings
 
 

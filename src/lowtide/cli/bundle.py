@@ -42,7 +42,7 @@ def write_stages(folder: Path, *, spec: TargetSpec, profile: Profile, plan: Plan
 def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcome, name: str) -> list[Path]:
     """All other files; the report comes last, so that its being there means that all are."""
     step, before = profile.step, profile.timeline
-    after = simulate(step, plan.solution.schedule.order)
+    after = simulate(step, plan.solution.schedule.runs)
     curve = [point_of(plan) for plan in distinct_plans(profile.tradeoff(points=CURVE_POINTS))]
     save_json(folder / VERIFICATION, outcome_data(outcome, name=name))
     files = [folder / VERIFICATION]

@@ -13,7 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.report.words import size
 
 if TYPE_CHECKING:
-    from lowtide.planning.abstract import Graph, GraphSolution
+    from lowtide.planning.abstract import AbstractGraph, GraphSolution
 
 
 def solve(
@@ -69,7 +69,7 @@ def solve(
             terminal.note(f"wrote {output}")
 
 
-def _data(graph: "Graph", solution: "GraphSolution") -> dict[str, Any]:
+def _data(graph: "AbstractGraph", solution: "GraphSolution") -> dict[str, Any]:
     return {
         "graph": graph.name,
         "num_nodes": len(graph.nbytes),
@@ -84,7 +84,7 @@ def _data(graph: "Graph", solution: "GraphSolution") -> dict[str, Any]:
     }
 
 
-def _tables(graph: "Graph", solution: "GraphSolution") -> list[RenderableType]:
+def _tables(graph: "AbstractGraph", solution: "GraphSolution") -> list[RenderableType]:
     plain, again = graph.peak_bytes, len(solution.order) - len(graph.nbytes)
     share = solution.extra_cost / solution.total_cost if solution.total_cost else 0.0
     rows = [

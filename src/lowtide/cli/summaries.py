@@ -31,7 +31,7 @@ def profile_summary(profile: Profile, *, name: str) -> dict[str, Any]:
         "peak": _place(step, timeline),
         "peak_bytes_by_kind": _by_kind(timeline),
         "step_seconds": timeline.seconds,
-        "seconds_by_region": {row.name: row.seconds for row in by_region(step, timeline.order)},
+        "seconds_by_region": {row.name: row.seconds for row in by_region(step, timeline.runs)},
         "num_estimated": sum(node.estimated for node in step.nodes),
         "largest_activations": [_activation(activation) for activation in largest],
         "notes": list(step.notes),

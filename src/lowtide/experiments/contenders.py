@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,8 +13,10 @@ from lowtide.checking.verification import plain_plan, planned
 from lowtide.errors import LowtideError
 from lowtide.facts.serial import solution_to_dict
 from lowtide.plans import Plan
-from lowtide.running.runner import Runner, install
+from lowtide.running.runner import Runner, install, remove, runner_of
 from lowtide.torchside import hooks
+from lowtide.torchside.route import call_model, set_route
+from lowtide.torchside.tracing import compiled
 from lowtide.zoo.targets import Target
 
 
@@ -112,33 +113,23 @@ def _around_blocks(blocks: list[nn.Module]) -> Switch:
 
 def _partitioned(model: nn.Module, memory_budget: float | None) -> Callable[..., Any]:
     backend = partial(hooks.partitioned_by_torch, memory_budget=memory_budget)
-    call: Callable[..., Any] = hooks.own_code(_call)
-    compiled = torch.compile(call, backend=backend, dynamic=False)
+    call = compiled(hooks.own_code(call_model), backend)
 
-    def route(*args: Any, **kwargs: Any) -> Any:
-        with hooks.quiet(), hooks.compiling():
-            return compiled(model, args, kwargs)
+    def route(*args: Any, backend: object = backend, **kwargs: Any) -> Any:
+        """`backend` is there since it has to outlive what it compiles."""
+        with hooks.quiet():
+            return call(model, args, kwargs)
 
     return route
 
 
-def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
 def _taken(model: nn.Module) -> Runner:
     """The runner that was just installed, taken off again."""
-    runner = model._compiled_call_impl
-    assert isinstance(runner, Runner)
-    model._compiled_call_impl = None
+    runner = runner_of(model)
+    assert runner is not None
+    remove(model)
     return runner
 
 
 def _route(model: nn.Module, route: Callable[..., Any]) -> Switch:
-    def on() -> None:
-        model._compiled_call_impl = route
-
-    def off() -> None:
-        model._compiled_call_impl = None
-
-    return Switch(on, off)
+    return Switch(lambda: set_route(model, route), lambda: set_route(model, None))

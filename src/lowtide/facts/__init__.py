@@ -7,20 +7,20 @@
 - `files`: files that are never half written
 """
 
-from lowtide.facts.plan import Action, Decision, Reserve, Schedule, Solution
-from lowtide.facts.step import Activation, Graph, How, Kind, Node, Recipe, Region, Step, Storage
+from lowtide.facts.plan import Decision, Reserve, Schedule, Solution
+from lowtide.facts.step import Action, Activation, Graph, Kind, Node, Recipe, Region, Run, Step, Storage
 
 __all__ = [
     "Action",
     "Activation",
     "Decision",
     "Graph",
-    "How",
     "Kind",
     "Node",
     "Recipe",
     "Region",
     "Reserve",
+    "Run",
     "Schedule",
     "Solution",
     "Step",

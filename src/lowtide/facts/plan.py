@@ -1,30 +1,28 @@
 """What a plan is: decisions, a schedule of runs, and what a step needs besides its own graphs."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from lowtide.facts.step import Graph
-
-
-class Action(StrEnum):
-    RETAINED = "RETAINED"
-    RECOMPUTE = "RECOMPUTE"
+from lowtide.facts.step import Action, Graph, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a plan does with one activation, and why, in words.
+    """What a plan does with one activation, what that holds and costs, and why, in words.
 
-    `seconds` is what its recompute costs in this plan (0 when retained); `times` how often it runs.
+    Of its `nbytes`, `held_bytes` stay in memory between its last use in the forward pass and its first in
+    the backward pass. `seconds` is what bringing it back adds to the step (0 when it is simply held),
+    `method` how that is done, `times` how often. `recompute_seconds`: what computing it again takes, in
+    this plan where it does so, else alone.
     """
 
     name: str
     module: str
     action: Action
+    method: str
     nbytes: int
+    held_bytes: int
     seconds: float
     times: int
-    how: str
     creation_rank: int
     last_forward_use: int
     first_backward_use: int
@@ -35,12 +33,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The order in which ranks run. A forward rank that comes again is run by its recipe.
+    """All runs of a step in their order. Every run reads the latest earlier run of each node it needs."""
 
-    Every run reads the latest earlier run of each rank it needs.
-    """
+    runs: tuple[Run, ...]
 
-    order: tuple[int, ...]
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The ranks alone."""
+        return tuple(run.node for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Facts to JSON and back, compact and versioned."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,12 +12,12 @@ from lowtide.facts import (
     Action,
     Decision,
     Graph,
-    How,
     Kind,
     Node,
     Recipe,
     Region,
     Reserve,
+    Run,
     Schedule,
     Solution,
     Step,
@@ -25,8 +25,8 @@ from lowtide.facts import (
 )
 from lowtide.facts.files import write_atomic
 
-STEP_FORMAT = "lowtide-step/1"
-SOLUTION_FORMAT = "lowtide-plan/1"
+STEP_FORMAT = "lowtide-step/2"
+SOLUTION_FORMAT = "lowtide-plan/2"
 
 
 def step_to_dict(step: Step) -> dict[str, Any]:
@@ -39,6 +39,7 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "notes": list(step.notes),
         "graphs": _table(step.graphs, Graph),
         "identity": [list(pair) for pair in step.identity],
+        "methods": [list(pair) for pair in step.methods],
         "nodes": _table(step.nodes, Node),
         "storages": _table(step.storages, Storage),
     }
@@ -60,7 +61,8 @@ def _step(data: dict[str, Any]) -> Step:
         copy_bytes_per_second=data["copy_bytes_per_second"],
         notes=tuple(data["notes"]),
         graphs=_graphs(data["graphs"]),
-        identity=_identity(data["identity"]),
+        identity=_pairs(data["identity"]),
+        methods=_pairs(data["methods"]),
     )
 
 
@@ -71,7 +73,7 @@ def solution_to_dict(solution: Solution) -> dict[str, Any]:
         if spec.name == "decisions":
             value = _table(value, Decision)
         elif spec.name == "schedule":
-            value = list(value.order)
+            value = _runs(value.runs)
         elif spec.name == "graphs":
             value = _table(value, Graph)
         elif spec.name == "reserve":
@@ -90,10 +92,10 @@ def _solution(data: dict[str, Any]) -> Solution:
     values["decisions"] = tuple(
         Decision(**{**row, "action": Action(row["action"])}) for row in _rows(data["decisions"])
     )
-    values["schedule"] = Schedule(order=tuple(data["schedule"]))
+    values["schedule"] = Schedule(runs=_runs_from(data["schedule"]))
     values["notes"] = tuple(data["notes"])
     values["graphs"] = _graphs(data["graphs"])
-    values["identity"] = _identity(data["identity"])
+    values["identity"] = _pairs(data["identity"])
     values["reserve"] = Reserve(**data["reserve"])
     return Solution(**values)
 
@@ -141,9 +143,8 @@ def _reading(data: dict[str, Any], expected: str) -> Iterator[None]:
 def _check_references(step: Step) -> None:
     """A rank or a storage that is not there would only be noticed deep inside a planner."""
     for position, node in enumerate(step.nodes):
-        recipe = node.recipe
-        again = recipe.reads if recipe else ()
-        held = (*node.holds, *node.makes, *((*recipe.holds, *recipe.makes) if recipe else ()))
+        again = [read for recipe in node.recipes for read in recipe.reads]
+        held = [*node.holds, *node.makes, *(s for r in node.recipes for s in (*r.holds, *r.makes))]
         if node.rank != position or not all(0 <= read < position for read in node.reads):
             raise ValueError(f"node {position} is out of order")
         if not all(0 <= read < len(step.nodes) for read in again):
@@ -154,6 +155,17 @@ def _check_references(step: Step) -> None:
         raise ValueError("storages are out of order")
 
 
+def _runs(runs: Iterable[Run]) -> list[Any]:
+    """First runs as numbers, for they are most of a schedule; others as (node, method)."""
+    return [run.node if run.is_first else list(run) for run in runs]
+
+
+def _runs_from(data: list[Any]) -> tuple[Run, ...]:
+    return tuple(
+        Run(int(item)) if isinstance(item, int) else Run(int(item[0]), str(item[1])) for item in data
+    )
+
+
 def _table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
     columns = [spec.name for spec in fields(kind)]
     return {"columns": columns, "rows": [[_plain(getattr(r, c)) for c in columns] for r in records]}
@@ -162,7 +174,10 @@ def _table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Recipe):
         return [_plain(getattr(value, spec.name)) for spec in fields(Recipe)]
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        is_schedule = any(isinstance(item, Run) for item in value)
+        return _runs(value) if is_schedule else [_plain(item) for item in value]
+    return value
 
 
 def _rows(table: dict[str, Any]) -> list[dict[str, Any]]:
@@ -176,29 +191,18 @@ def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
             in_model=row["in_model"],
             returned=tuple(row["returned"]),
             missing=tuple(row["missing"]),
-            schedule=tuple(row["schedule"]),
+            schedule=_runs_from(row["schedule"]),
             tangent_bytes=row["tangent_bytes"],
         )
         for row in _rows(table)
     )
 
 
-def _identity(pairs: list[list[str]]) -> tuple[tuple[str, str], ...]:
+def _pairs(pairs: list[list[str]]) -> tuple[tuple[str, str], ...]:
     return tuple((what, value) for what, value in pairs)
 
 
 def _node(row: dict[str, Any]) -> Node:
-    recipe = row["recipe"]
-    if recipe is not None:
-        how, reads, holds, makes, seconds, workspace = recipe
-        recipe = Recipe(
-            how=How(how),
-            reads=tuple(reads),
-            holds=tuple(holds),
-            makes=tuple(makes),
-            seconds=seconds,
-            workspace_bytes=workspace,
-        )
     return Node(
         **{
             **row,
@@ -207,6 +211,19 @@ def _node(row: dict[str, Any]) -> Node:
             "reads": tuple(row["reads"]),
             "holds": tuple(row["holds"]),
             "makes": tuple(row["makes"]),
-            "recipe": recipe,
+            "recipes": tuple(_recipe(values) for values in row["recipes"]),
         }
+    )
+
+
+def _recipe(values: list[Any]) -> Recipe:
+    method, action, reads, holds, makes, seconds, workspace = values
+    return Recipe(
+        method=method,
+        action=Action(action),
+        reads=tuple(reads),
+        holds=tuple(holds),
+        makes=tuple(makes),
+        seconds=seconds,
+        workspace_bytes=workspace,
     )

@@ -1,4 +1,4 @@
-"""Frozen records that the stages exchange. Nothing here knows torch.
+"""One training step as frozen records.
 
 A training step is a list of nodes in the order they run, and the storages they make. Bytes
 belong to storages; a view, a `getitem` or a `detach` makes none and only holds one longer.
@@ -6,6 +6,7 @@ belong to storages; a view, a `getitem` or a `detach` makes none and only holds 
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Region(StrEnum):
@@ -26,17 +27,11 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
-class How(StrEnum):
-    """How a value is made again in the backward pass."""
+class Action(StrEnum):
+    """What becomes of an activation between its last use in the forward pass and its first in backward."""
 
-    AGAIN = "again"
-    """The same op on the same inputs."""
-    REPLAY = "replay"
-    """The same random op, run from the generator state it had in the forward pass."""
-    NO_STATS = "no_stats"
-    """Batch norm without touching its running statistics."""
-    MASK = "mask"
-    """A dropout's output from its input and its kept mask."""
+    RETAINED = "RETAINED"
+    RECOMPUTE = "RECOMPUTE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +55,15 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a forward node's value can be made again: what that reads, makes and costs.
+    """One way to bring a forward node's value back in the backward pass: what it reads, makes and costs.
 
-    `makes` are storage ids of the original: a second run makes a second block of the same size.
+    `method` is the name of the method behind it (`lowtide.methods`), `action` what a plan that takes it
+    does with the value. `makes` are storage ids of the original: a second run makes a second block of
+    the same size.
     """
 
-    how: How
+    method: str
+    action: Action = Action.RECOMPUTE
     reads: tuple[int, ...]
     holds: tuple[int, ...]
     makes: tuple[int, ...]
@@ -79,7 +77,9 @@ class Node:
 
     `reads` are ranks of nodes whose values it needs. `holds` are the storages its own value refers
     to: those it `makes`, and those it shares with what it reads. `workspace_bytes` are held inside
-    the op only. `recipe` is None where the value can never be made again; `fixed` then says why.
+    the op only. `recipes` are the ways to bring its value back, the one to prefer first; where there is
+    none, `fixed` says why. `on_demand`: it makes what a recipe keeps from the forward pass, and runs only
+    in schedules where such a recipe reads it.
     `estimated` marks times that were scaled from a smaller or similar op instead of measured.
     """
 
@@ -96,9 +96,33 @@ class Node:
     makes: tuple[int, ...] = ()
     seconds: float = 0.0
     workspace_bytes: int = 0
-    recipe: Recipe | None = None
+    recipes: tuple[Recipe, ...] = ()
     fixed: str = ""
+    on_demand: bool = False
     estimated: bool = False
+
+    def recipe(self, method: str) -> Recipe | None:
+        """Its recipe by that method."""
+        return next((recipe for recipe in self.recipes if recipe.method == method), None)
+
+    @property
+    def recompute(self) -> Recipe | None:
+        """Its preferred recipe that computes the value again, if any does."""
+        return next((recipe for recipe in self.recipes if recipe.action is Action.RECOMPUTE), None)
+
+
+class Run(NamedTuple):
+    """One run of a node: its first, or one that brings its value back by a method.
+
+    `node` is a rank of the step; in the schedule of one graph, a position among that graph's ops.
+    """
+
+    node: int
+    method: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        return not self.method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +131,15 @@ class Graph:
 
     Of its outputs, the caller holds `returned` to the end of the step, and `missing` get no gradient;
     the gradients of the others take `tangent_bytes`.
-    `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: positions in the
-    graph's forward ops followed by its backward ops, in the order that its backward pass runs them.
+    `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: what the graph's
+    backward pass runs, in order; positions count its forward ops and then its backward ops.
     """
 
     fingerprint: str
     in_model: bool
     returned: tuple[int, ...]
     missing: tuple[int, ...]
-    schedule: tuple[int, ...] = ()
+    schedule: tuple[Run, ...] = ()
     tangent_bytes: int = 0
 
 
@@ -127,6 +151,7 @@ class Step:
     A model with graph breaks has several segments, run 0, 1, 2 forward and 2, 1, 0 backward; a
     forward node can only be run again inside the backward part of its own segment.
     `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
+    `methods` are (name, words) of the methods that its recipes name.
     """
 
     nodes: tuple[Node, ...]
@@ -137,6 +162,7 @@ class Step:
     notes: tuple[str, ...] = ()
     graphs: tuple[Graph, ...] = ()
     identity: tuple[tuple[str, str], ...] = ()
+    methods: tuple[tuple[str, str], ...] = ()
 
     @property
     def seconds(self) -> float:

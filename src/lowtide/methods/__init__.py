@@ -1,0 +1,35 @@
+"""The methods of bringing a value back: one file each, and the registry.
+
+- `method`: what a method answers
+- `run_again`: the same op on the same inputs
+- `replay`: a random op from its earlier generator state
+- `batch_norm`: batch norm without counting its statistics twice
+- `dropout_mask`: a dropout's result from its kept mask
+
+To add one, write its file and put it into `METHODS`: nothing else names a method.
+"""
+
+from torch import fx
+
+from lowtide.methods.batch_norm import BatchNormAgain
+from lowtide.methods.dropout_mask import DropoutFromMask
+from lowtide.methods.method import Kept, Method
+from lowtide.methods.replay import Replay
+from lowtide.methods.run_again import RunAgain
+
+__all__ = ["METHODS", "Kept", "Method", "fitting", "method_named"]
+
+METHODS: tuple[Method, ...] = (BatchNormAgain(), DropoutFromMask(), Replay(), RunAgain())
+"""Where several fit a node, the first is the one that a recompute passes through."""
+
+
+def fitting(node: fx.Node) -> tuple[list[Method], str]:
+    """The methods that fit a forward node, and, where none does, why."""
+    reasons = {method: method.why_not(node) for method in METHODS}
+    fit = [method for method, reason in reasons.items() if reason == ""]
+    return fit, "" if fit else next((reason for reason in reasons.values() if reason), "no method fits it")
+
+
+def method_named(name: str) -> Method:
+    """The method that files call `name`."""
+    return next(method for method in METHODS if method.name == name)

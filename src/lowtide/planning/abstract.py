@@ -30,7 +30,7 @@ MOVES_PER_NODE = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graph:
+class AbstractGraph:
     """Nodes `0..n-1` in a topological order; `parents[i]` are read by node `i`."""
 
     name: str
@@ -63,7 +63,7 @@ class GraphSolution:
     total_cost: float
 
 
-def load_graph(path: str | Path) -> Graph:
+def load_graph(path: str | Path) -> AbstractGraph:
     """Read `{"nodes": [{"id", "bytes", "cost"}], "edges": [[parent, child]]}`."""
     data = load_json(Path(path))
     try:
@@ -75,7 +75,7 @@ def load_graph(path: str | Path) -> Graph:
             if not 0 <= parent < child < len(nodes):
                 raise LowtideError(f"{path}: edge {parent} -> {child} does not follow the order of ids")
             parents[child][parent] = None
-        return Graph(
+        return AbstractGraph(
             name=str(data.get("name", Path(path).stem)),
             nbytes=tuple(int(node["bytes"]) for node in nodes),
             costs=tuple(node["cost"] for node in nodes),
@@ -87,7 +87,7 @@ def load_graph(path: str | Path) -> Graph:
         raise LowtideError(f"{path}: not a graph, {error}") from error
 
 
-def solve_graph(graph: Graph, *, budget_bytes: int, work: int = WORK) -> GraphSolution:
+def solve_graph(graph: AbstractGraph, *, budget_bytes: int, work: int = WORK) -> GraphSolution:
     """The cheapest order found whose peak is at most `budget_bytes`; BudgetTooSmall when none is."""
     if not graph.nbytes:
         raise LowtideError(f"graph '{graph.name}' has no nodes")
@@ -120,7 +120,7 @@ def solve_graph(graph: Graph, *, budget_bytes: int, work: int = WORK) -> GraphSo
     )
 
 
-def _walk_down(graph: Graph, start: Sequence[int], budget_bytes: int) -> tuple[int, ...]:
+def _walk_down(graph: AbstractGraph, start: Sequence[int], budget_bytes: int) -> tuple[int, ...]:
     """Recompute from the order `start` until the budget is met, or as far as it goes."""
     table = _table(graph, start)
     runs = Runs(table)
@@ -132,15 +132,16 @@ def _walk_down(graph: Graph, start: Sequence[int], budget_bytes: int) -> tuple[i
     for _ in range(NUM_TARGETS):
         if not refine(runs, budget_bytes, tries=60):
             break
-    return tuple(start[rank] for rank in runs.order())
+    return tuple(start[run.node] for run in runs.schedule())
 
 
-def _table(graph: Graph, order: Sequence[int]) -> Table:
+def _table(graph: AbstractGraph, order: Sequence[int]) -> Table:
     """The graph as a step in which every node may run again before any later one."""
     size = len(order)
     place = {node: i for i, node in enumerate(order)}
     ops = tuple(
         Op(
+            rank=i,
             reads=tuple(place[parent] for parent in graph.parents[node]),
             fresh=((i, graph.nbytes[node], False),),
             shared=(),
@@ -154,9 +155,11 @@ def _table(graph: Graph, order: Sequence[int]) -> Table:
         size=size,
         width=size + 1,
         plain=ops,
-        again=ops,
+        recipes=ops,
+        again=tuple((i,) for i in range(size)),
+        recompute=tuple(range(size)),
         place=tuple(range(size)),
-        rank_at=tuple(range(size)),
+        recipe_at=tuple(range(size)),
         segment=(0,) * size,
         slot_segment=(0,) * size,
         static_bytes=0,

@@ -28,12 +28,13 @@ def storage_uses(step: Step) -> dict[int, Uses]:
     """Uses of every forward-made, non-static storage held by a forward value that backward reads."""
     nodes, storages = step.nodes, step.storages
     readers: list[list[int]] = [[] for _ in nodes]
-    for node in nodes:
+    always = [node for node in nodes if not node.on_demand]
+    for node in always:
         for read in dict.fromkeys(node.reads):
             readers[read].append(node.rank)
     maker: dict[int, int] = {}
     holders: dict[int, list[int]] = {}
-    for node in nodes:
+    for node in always:
         if node.region is Region.FORWARD:
             for storage in node.makes:
                 if not storages[storage].static:
@@ -85,12 +86,12 @@ def recompute_ranks(step: Step, storage: int, holder: int, kept: set[int]) -> tu
         if rank in again:
             continue
         again.add(rank)
-        recipe = step.nodes[rank].recipe
+        recipe = step.nodes[rank].recompute
         assert recipe is not None
         for read in recipe.reads:
             held = [s for s in step.nodes[read].holds if not storages[s].static]
             stays = all(s in kept and s != storage for s in held)
-            if stays or step.nodes[read].recipe is None:
+            if stays or step.nodes[read].recompute is None:
                 sources.add(read)
             else:
                 stack.append(read)
@@ -123,7 +124,7 @@ def why_fixed(step: Step, use: Uses) -> str:
     if step.storages[use.storage].pinned:
         return "the caller holds it to the end of the step"
     for node in (step.nodes[use.holder], step.nodes[use.maker]):
-        if node.recipe is None:
+        if node.recompute is None:
             return node.fixed or "it has no recipe"
     return ""
 
@@ -140,7 +141,7 @@ def _activation(
     sources: list[int] = []
     if not fixed:
         again, sources = recompute_ranks(step, use.storage, use.holder, saved)
-    seconds = sum(recipe.seconds for r in again if (recipe := step.nodes[r].recipe) is not None)
+    seconds = sum(recipe.seconds for r in again if (recipe := step.nodes[r].recompute) is not None)
     return Activation(
         name=names[use.storage],
         storage=use.storage,
@@ -175,7 +176,7 @@ def _bytes_on_the_way(step: Step, again: list[int]) -> int:
     """The most that the runs of `again` hold at once, their sources not counted."""
     last_holder: dict[int, int] = {}
     for position, rank in enumerate(again):
-        recipe = step.nodes[rank].recipe
+        recipe = step.nodes[rank].recompute
         assert recipe is not None
         for read in recipe.reads:
             for storage in step.nodes[read].holds:
@@ -183,7 +184,7 @@ def _bytes_on_the_way(step: Step, again: list[int]) -> int:
     live = most = 0
     made: dict[int, int] = {}
     for position, rank in enumerate(again):
-        recipe = step.nodes[rank].recipe
+        recipe = step.nodes[rank].recompute
         assert recipe is not None
         for storage in recipe.makes:
             if storage not in made and not step.storages[storage].static:

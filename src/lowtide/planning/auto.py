@@ -49,6 +49,8 @@ def lower_bound_bytes(table: Table, runs: Runs) -> int:
     """No schedule holds less: what some node reads and makes, with all that is pinned by then."""
     most = pinned = 0
     for slot in range(table.size):
+        if slot in table.on_demand:
+            continue
         key = table.last_key(slot)
         blocks = {id(b): b for b in runs.held[key].values()}
         for read in table.plain[slot].reads:

@@ -6,10 +6,10 @@ from math import isqrt
 
 from lowtide.facts import Node, Region
 from lowtide.planning.search.lazy import lazy_plan
-from lowtide.planning.search.runs import Run, Runs
+from lowtide.planning.search.runs import Rerun, Runs
 from lowtide.planning.search.table import Table
 
-Plan = frozenset[Run]
+Plan = frozenset[Rerun]
 
 
 def retain_none(table: Table) -> Plan:

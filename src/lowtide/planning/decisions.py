@@ -1,15 +1,15 @@
 """One row per activation: what a plan does with it, what that costs, and why, in words."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.facts import Action, Activation, Decision, Node, Recipe, Region, Step
+from lowtide.facts import Action, Activation, Decision, Recipe, Region, Run, Step
 from lowtide.facts.sizes import format_size
 from lowtide.planning.search.table import Table
-from lowtide.planning.simulate import Timeline
+from lowtide.planning.simulate import Timeline, source_of
 
 
 def decide(
@@ -22,88 +22,110 @@ def decide(
 ) -> tuple[Decision, ...]:
     """The decisions of the schedule `planned` about the activations `found`, against the plain one."""
     step = table.step
-    dropped = _read_from_copies(step, planned.order)
-    seconds = _seconds_by_storage(step, planned, dropped)
-    times = [-1] * len(step.nodes)
-    for rank in planned.order:
-        times[rank] += 1
-    over = np.flatnonzero(plain.bytes_held > budget_bytes)
+    brought_back = _brought_back(step, planned.runs)
+    seconds = _seconds_by_storage(step, planned, brought_back)
+    over = np.flatnonzero(_by_rank(plain, len(step.nodes)) > budget_bytes)
     dearest = max(
-        (a.recompute_seconds / a.nbytes for a in found if a.storage in dropped and a.nbytes), default=0.0
+        (a.recompute_seconds / a.nbytes for a in found if a.storage in brought_back and a.nbytes),
+        default=0.0,
     )
+    said = dict(step.methods)
     rows = []
     for a in found:
-        holder = step.nodes[table.uses[a.storage].holder]
-        again = a.storage in dropped
+        recipes = brought_back.get(a.storage, ())
         cost = fsum(seconds.get(a.storage, ()))
-        runs = times[holder.rank] if again else 0
+        action = recipes[0].action if recipes else Action.RETAINED
+        recomputes = action is Action.RECOMPUTE
         rows.append(
             Decision(
                 name=a.name,
                 module=a.module,
-                action=Action.RECOMPUTE if again else Action.RETAINED,
+                action=action,
+                method=recipes[0].method if recipes else "",
                 nbytes=a.nbytes,
+                held_bytes=_kept_bytes(step, recipes) if recipes else a.nbytes,
                 seconds=cost,
-                times=runs,
-                how=holder.recipe.how.value if again and holder.recipe is not None else "",
+                times=len(recipes),
                 creation_rank=a.creation_rank,
                 last_forward_use=a.last_forward_use,
                 first_backward_use=a.first_backward_use,
                 last_backward_use=a.last_backward_use,
-                recompute_seconds=a.recompute_seconds,
-                reason=_why_recompute(a, cost, runs) if again else _why_retained(a, over, dearest),
+                recompute_seconds=cost if recomputes else a.recompute_seconds,
+                reason=_why_freed(a, cost, recipes, said) if recipes else _why_retained(a, over, dearest),
             )
         )
     return tuple(rows)
 
 
-def _read_from_copies(step: Step, order: Sequence[int]) -> set[int]:
-    """Storages that some backward node reads from a recomputed value instead of the first one."""
-    again: set[int] = set()
-    seen: set[int] = set()
-    dropped: set[int] = set()
-    for rank in order:
-        if rank in seen:
-            again.add(rank)
-            continue
-        seen.add(rank)
-        if step.nodes[rank].region is not Region.FORWARD:
-            for read in step.nodes[rank].reads:
-                if read in again:
-                    dropped.update(step.nodes[read].holds)
-    return dropped
+def _by_rank(timeline: Timeline, num_nodes: int) -> NDArray[np.int64]:
+    """Bytes held during the first run of every rank; 0 for those that do not run."""
+    held = np.zeros(num_nodes, dtype=np.int64)
+    for run, nbytes in zip(timeline.runs, timeline.bytes_held, strict=True):
+        if run.is_first:
+            held[run.node] = nbytes
+    return held
 
 
-def _seconds_by_storage(step: Step, planned: Timeline, dropped: set[int]) -> dict[int, list[float]]:
-    """Every recompute run, charged to the dropped activation it makes or else to the first run it serves."""
+def _kept_bytes(step: Step, recipes: Sequence[Recipe]) -> int:
+    """What these recipes keep of a value in another form."""
+    kept = {read for recipe in recipes for read in recipe.reads if step.nodes[read].on_demand}
+    return sum(step.storages[s].nbytes for rank in sorted(kept) for s in step.nodes[rank].makes)
+
+
+def _brought_back(step: Step, runs: Sequence[Run]) -> dict[int, list[Recipe]]:
+    """Storages that some backward node reads from a value that was brought back, with the recipe of every
+    run that made them for it."""
+    makers: dict[int, dict[int, int]] = {}  # by rank, the positions of the runs that made what it holds
+    read: dict[int, set[int]] = {}
+    for position, run in enumerate(runs):
+        source = source_of(step, run)
+        held = {
+            s: at for rank in reversed(source.reads) for s, at in makers[rank].items() if s in source.holds
+        }
+        makers[run.node] = held | dict.fromkeys(source.makes, position)
+        if step.nodes[run.node].region is not Region.FORWARD:
+            for rank in source.reads:
+                for storage, made_at in makers[rank].items():
+                    if not runs[made_at].is_first:
+                        read.setdefault(storage, set()).add(made_at)
+    found: dict[int, list[Recipe]] = {}
+    for storage, positions in read.items():
+        sources = [source_of(step, runs[position]) for position in sorted(positions)]
+        found[storage] = [source for source in sources if isinstance(source, Recipe)]
+    return found
+
+
+def _seconds_by_storage(
+    step: Step, planned: Timeline, brought_back: Container[int]
+) -> dict[int, list[float]]:
+    """Every run that a plan adds, charged to the activation that it brings back, or else to the first run
+    that it serves."""
     latest: dict[int, int] = {}
     first_reader: dict[int, int] = {}
-    recipes: list[Recipe | None] = []
-    for position, rank in enumerate(planned.order):
-        recipe = step.nodes[rank].recipe if rank in latest else None
-        source: Node | Recipe = recipe or step.nodes[rank]
-        for read in source.reads:
+    for position, run in enumerate(planned.runs):
+        for read in source_of(step, run).reads:
             first_reader.setdefault(latest[read], position)
-        latest[rank] = position
-        recipes.append(recipe)
+        latest[run.node] = position
     owner: dict[int, int] = {}
     charged: dict[int, list[float]] = {}
-    for position in reversed(range(len(recipes))):
-        recipe = recipes[position]
-        if recipe is not None:
-            mine = next((s for s in recipe.holds if s in dropped), None)
-            if mine is None:
-                mine = owner.get(first_reader.get(position, -1))
-            if mine is not None:
-                owner[position] = mine
-                charged.setdefault(mine, []).append(recipe.seconds)
+    for position, run in reversed(list(enumerate(planned.runs))):
+        if run.is_first and not step.nodes[run.node].on_demand:
+            continue
+        source = source_of(step, run)
+        mine = next((s for s in source.holds if s in brought_back), None)
+        if mine is None:
+            mine = owner.get(first_reader.get(position, -1))
+        if mine is not None:
+            owner[position] = mine
+            charged.setdefault(mine, []).append(source.seconds)
     return charged
 
 
-def _why_recompute(a: Activation, seconds: float, times: int) -> str:
+def _why_freed(a: Activation, seconds: float, recipes: Sequence[Recipe], said: Mapping[str, str]) -> str:
     idle = f"frees {format_size(a.nbytes)} between ranks {a.last_forward_use} and {a.first_backward_use}"
-    often = f", run {times} times" if times > 1 else ""
-    return f"{idle} for {1e3 * seconds:.3g} ms{often}"
+    often = f", {len(recipes)} times" if len(recipes) > 1 else ""
+    how = said.get(recipes[0].method, recipes[0].method)
+    return f"{idle} for {1e3 * seconds:.3g} ms: {how}{often}"
 
 
 def _why_retained(a: Activation, over: NDArray[np.intp], dearest: float) -> str:

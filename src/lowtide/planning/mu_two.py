@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lowtide.facts import Activation
 from lowtide.planning.activations import NANOSECOND, activations
 from lowtide.planning.search.lazy import LazyRuns, lazy_plan
-from lowtide.planning.search.runs import Run
+from lowtide.planning.search.runs import Rerun
 from lowtide.planning.search.table import Table
 
 
@@ -107,11 +107,11 @@ def policy(table: Table) -> list[Prefix]:
         chosen.append(t)
         update_candidates(t, candidates, chosen)
         runs.drop(t.activation.storage)
-        prefixes.append(Prefix(t.activation.storage, runs.peak_bytes(), runs.recompute_seconds))
+        prefixes.append(Prefix(t.activation.storage, runs.peak_bytes(), runs.added_seconds))
     return prefixes
 
 
-def plan_of(table: Table, prefixes: list[Prefix], last: int) -> frozenset[Run]:
+def plan_of(table: Table, prefixes: list[Prefix], last: int) -> frozenset[Rerun]:
     """The plan after the choices up to `prefixes[last]`."""
     dropped = {prefix.storage for prefix in prefixes[: last + 1]}
     return lazy_plan(table, table.uses.keys() - dropped)

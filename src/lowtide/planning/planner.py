@@ -13,11 +13,11 @@ from lowtide.planning.hints import floor_hint
 from lowtide.planning.schedules import as_eager, graph_schedules, reserve, without_needless_runs
 from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.polish import Polish
-from lowtide.planning.search.runs import Run, order_of
+from lowtide.planning.search.runs import Rerun, schedule_of
 from lowtide.planning.search.table import Table, make_table
-from lowtide.planning.simulate import Timeline, plain_order, simulate
+from lowtide.planning.simulate import Timeline, plain_runs, simulate
 
-Plan = frozenset[Run]
+Plan = frozenset[Rerun]
 
 BASELINES: dict[str, Callable[[Table], Plan]] = {
     "none": lambda table: frozenset(),
@@ -44,8 +44,8 @@ class Desk:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.table = make_table(step)
-        self.plain = simulate(step, plain_order(step))
-        self.eager_peak_bytes = simulate(as_eager(step), plain_order(step)).peak_bytes
+        self.plain = simulate(step, plain_runs(step))
+        self.eager_peak_bytes = simulate(as_eager(step), plain_runs(step)).peak_bytes
 
     @cached_property
     def archive(self) -> Archive:
@@ -68,8 +68,7 @@ class Desk:
         return reserve(self.step)
 
     def timeline(self, plan: Plan) -> Timeline:
-        order = without_needless_runs(self.step, order_of(self.table, plan))
-        return simulate(self.step, order)
+        return simulate(self.step, without_needless_runs(self.step, schedule_of(self.table, plan)))
 
     def floor(self) -> Floor:
         """The lowest reachable peak. `solve` with exactly this budget succeeds."""
@@ -105,7 +104,7 @@ class Desk:
             baseline_peak_bytes=self.eager_peak_bytes,
             floor_bytes=self.archive.entries[0].peak_bytes,
             step_seconds=self.plain.seconds,
-            recompute_seconds=timeline.recompute_seconds,
+            recompute_seconds=timeline.added_seconds,
             decisions=decide(
                 self.table,
                 self.activations,
@@ -113,8 +112,8 @@ class Desk:
                 planned=timeline,
                 budget_bytes=budget_bytes,
             ),
-            schedule=Schedule(order=timeline.order),
-            graphs=graph_schedules(self.step, timeline.order),
+            schedule=Schedule(runs=timeline.runs),
+            graphs=graph_schedules(self.step, timeline.runs),
             identity=self.step.identity,
             reserve=self.reserve,
             device=self.step.device,

@@ -1,16 +1,13 @@
 """Schedules over a whole step: without runs that make nothing, and as what each captured graph runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
-from lowtide.planning.simulate import plain_order, simulate
+from lowtide.facts import Graph, Kind, Node, Region, Reserve, Run, Step, Storage
+from lowtide.planning.simulate import plain_runs, simulate, source_of
 
-RANDOM_STATE = "random_state"
-"""The op that keeps a generator's state for a replay; it runs only where a plan reads it."""
-
-IN_NO_GRAPH = ("placeholder", "output", RANDOM_STATE)
-"""Ops that stand for the ends of a graph or for what a plan adds; a graph's schedule does not count them."""
+ENDS = ("placeholder", "output")
+"""What stands for the ends of a graph; its schedule does not count them."""
 
 
 def as_eager(step: Step) -> Step:
@@ -19,27 +16,25 @@ def as_eager(step: Step) -> Step:
     return replace(step, storages=storages)
 
 
-def without_needless_runs(step: Step, order: Sequence[int]) -> tuple[int, ...]:
+def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:
     """Leave out every run that makes nothing from what stands since the forward pass.
 
     A view, or a part of a tuple, is then the same value as its first run.
     """
-    seen: set[int] = set()
-    again: set[int] = set()
+    brought_back: set[int] = set()
     kept = []
-    for rank in order:
-        if rank in seen:
-            recipe = step.nodes[rank].recipe
-            if recipe is not None and not recipe.makes and again.isdisjoint(recipe.reads):
+    for run in runs:
+        if not run.is_first:
+            recipe = source_of(step, run)
+            if not recipe.makes and brought_back.isdisjoint(recipe.reads):
                 continue
-            again.add(rank)
-        seen.add(rank)
-        kept.append(rank)
+            brought_back.add(run.node)
+        kept.append(run)
     return tuple(kept)
 
 
-def graph_schedules(step: Step, order: Sequence[int]) -> tuple[Graph, ...]:
-    """The step's graphs with the schedule that `order` gives each of them; none for an abstract step."""
+def graph_schedules(step: Step, runs: Sequence[Run]) -> tuple[Graph, ...]:
+    """The step's graphs with the schedule that `runs` give each of them; none for an abstract step."""
     if not step.graphs:
         return ()
     position = {
@@ -47,33 +42,48 @@ def graph_schedules(step: Step, order: Sequence[int]) -> tuple[Graph, ...]:
         for segment in range(len(step.graphs))
         for place, rank in enumerate(_scheduled_ranks(step, segment))
     }
-    schedules: list[list[int]] = [[] for _ in step.graphs]
-    seen: set[int] = set()
-    for rank in order:
-        node = step.nodes[rank]
-        if rank in position and (node.region is Region.BACKWARD or rank in seen):
-            schedules[node.segment].append(position[rank])
-        seen.add(rank)
+    schedules: list[list[Run]] = [[] for _ in step.graphs]
+    for run in runs:
+        node = step.nodes[run.node]
+        if run.node in position and (node.region is Region.BACKWARD or not run.is_first):
+            schedules[node.segment].append(Run(position[run.node], run.method))
     return tuple(
         replace(graph, schedule=tuple(schedule))
         for graph, schedule in zip(step.graphs, schedules, strict=True)
     )
 
 
-def order_of_schedule(step: Step, schedule: Sequence[int]) -> tuple[int, ...]:
-    """The order in which a step of one graph runs by `schedule`; the graph may be of another batch shape.
+def runs_of_schedule(step: Step, schedule: Sequence[Run]) -> tuple[Run, ...]:
+    """How a step of one graph runs by that graph's `schedule`; the graph may be of another batch shape.
 
     ValueError when the graph has no such ops; `simulate` checks the rest.
     """
     ranks = _scheduled_ranks(step, 0)
-    if not all(0 <= place < len(ranks) for place in schedule):
+    if not all(0 <= run.node < len(ranks) for run in schedule):
         raise ValueError("the schedule is for a graph with more ops")
-    scheduled = [ranks[place] for place in schedule]
+    scheduled = [Run(ranks[run.node], run.method) for run in schedule]
+    wanted = demanded(step, scheduled)
     known = set(ranks)
+    forward = [n for n in step.nodes[: step.first_backward_rank] if not n.on_demand or n.rank in wanted]
     others = [n for n in step.nodes if n.region is not Region.FORWARD and n.rank not in known]
-    arrivals = [n.rank for n in others if n.op == "placeholder"]
-    ends = [n.rank for n in others if n.op != "placeholder"]
-    return (*range(step.first_backward_rank), *arrivals, *scheduled, *ends)
+    arrivals = [n for n in others if n.op == "placeholder"]
+    ends = [n for n in others if n.op != "placeholder"]
+    return (*_first_runs(forward), *_first_runs(arrivals), *scheduled, *_first_runs(ends))
+
+
+def demanded(step: Step, runs: Iterable[Run]) -> set[int]:
+    """Nodes on demand that these runs read."""
+    return {
+        read
+        for run in runs
+        if not run.is_first
+        for read in source_of(step, run).reads
+        if step.nodes[read].on_demand
+    }
+
+
+def _first_runs(nodes: Iterable[Node]) -> list[Run]:
+    return [Run(node.rank) for node in nodes]
 
 
 def _scheduled_ranks(step: Step, segment: int) -> list[int]:
@@ -82,7 +92,7 @@ def _scheduled_ranks(step: Step, segment: int) -> list[int]:
         node.rank
         for region in (Region.FORWARD, Region.BACKWARD)
         for node in step.nodes
-        if node.segment == segment and node.region is region and node.op not in IN_NO_GRAPH
+        if node.segment == segment and node.region is region and node.op not in ENDS and not node.on_demand
     ]
 
 
@@ -128,11 +138,12 @@ def _loss_reserve(step: Step) -> Reserve:
     border = [*loss, *arrivals]
     own = {s for node in border for s in node.makes if not step.storages[s].static}
     storages = tuple(s if s.id in own else replace(s, nbytes=0) for s in step.storages)
-    alone = simulate(replace(step, storages=storages), plain_order(step)).bytes_held
+    timeline = simulate(replace(step, storages=storages), plain_runs(step))
+    alone = {run.node: int(held) for run, held in zip(timeline.runs, timeline.bytes_held, strict=True)}
     kept = {s for s in own if step.storages[s].pinned} | {s for n in arrivals for s in n.holds if s in own}
     tangent_bytes = sum(graph.tangent_bytes for graph in step.graphs if graph.in_model)
     return Reserve(
-        loss_bytes=max(int(alone[node.rank]) for node in border),
+        loss_bytes=max(alone[node.rank] for node in border if node.rank in alone),
         loss_kept_bytes=max(0, sum(step.storages[s].nbytes for s in kept) - tangent_bytes),
         loss_input_bytes=loss_input_bytes,
     )

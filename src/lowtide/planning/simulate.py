@@ -3,32 +3,34 @@
 The model: a run makes fresh blocks, holds its workspace while it runs, and gives back after it
 every value whose last read it was. A block is freed when no live value holds it. Static blocks are
 always there; a pinned one stays from the run that first makes it to the end of the step. A run
-reads the latest earlier run of each rank it needs; a rank that comes again is run by its recipe.
+reads the latest earlier run of each node it needs; one that brings a value back goes by the recipe of
+its method. What a recipe keeps from the forward pass is made only where such a recipe is used.
 A part taken again from a tuple that stands since the forward pass is the part's first value: it
 holds that part and not the rest of the tuple.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.facts import Kind, Node, Recipe, Region, Step
+from lowtide.facts import Kind, Node, Recipe, Region, Run, Step
 
 Bytes = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """Bytes held during each run of a schedule; position `i` is the run of rank `order[i]`.
+    """Bytes held during each run of a schedule; position `i` is that of `runs[i]`.
 
     `bytes_by_kind` adds up to `bytes_held`; workspace inside ops counts as `Kind.OTHER`.
     `last_read[i]` is the position of the last run that reads the value made at `i` (`i` if none).
+    `added_seconds` are those of `seconds` that the plain step does not take.
     """
 
-    order: tuple[int, ...]
+    runs: tuple[Run, ...]
     bytes_held: Bytes
     bytes_by_kind: dict[Kind, Bytes]
     last_read: tuple[int, ...]
@@ -37,12 +39,29 @@ class Timeline:
     peak_rank: int
     peak_node: str
     seconds: float
-    recompute_seconds: float
+    added_seconds: float
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The rank of every run."""
+        return tuple(run.node for run in self.runs)
 
 
-def plain_order(step: Step) -> tuple[int, ...]:
+def plain_runs(step: Step) -> tuple[Run, ...]:
     """The step as it runs without any plan."""
-    return tuple(range(len(step.nodes)))
+    return tuple(Run(node.rank) for node in step.nodes if not node.on_demand)
+
+
+def source_of(step: Step, run: Run) -> Node | Recipe:
+    """What says how a run goes: the node itself for its first, else its recipe by the run's method."""
+    node = step.nodes[run.node]
+    if run.is_first:
+        return node
+    recipe = node.recipe(run.method)
+    if recipe is None:
+        why = node.fixed or f"it has no recipe '{run.method}'"
+        raise ValueError(f"'{node.name}' cannot be brought back: {why}")
+    return recipe
 
 
 def recompute_slots(step: Step) -> tuple[int, ...]:
@@ -62,68 +81,77 @@ def recompute_slots(step: Step) -> tuple[int, ...]:
     )
 
 
-def tuple_of(step: Step, node: Node) -> int | None:
-    """The rank whose value `node` only takes a part of when it runs again; None for any other node."""
-    recipe = node.recipe
-    if recipe is None or recipe.makes or len(recipe.reads) != 1:
+def tuple_of(step: Step, recipe: Recipe) -> int | None:
+    """The rank of the tuple that a recipe only takes a part of; None for any other recipe."""
+    if recipe.makes or len(recipe.reads) != 1:
         return None
     whole = recipe.reads[0]
     return whole if set(recipe.holds) < set(step.nodes[whole].holds) else None
 
 
-def check_order(step: Step, order: Sequence[int]) -> None:
-    """Raise ValueError when `order` is not a schedule of `step`."""
+def check_runs(step: Step, runs: Sequence[Run]) -> None:
+    """Raise ValueError when `runs` are not a schedule of `step`."""
     nodes = step.nodes
     slots = recompute_slots(step)
-    seen = [False] * len(nodes)
+    seen: set[int] = set()
     waiting: list[Node] = []
-    next_plain = 0
-    for position, rank in enumerate(order):
-        if not 0 <= rank < len(nodes):
-            raise ValueError(f"position {position}: there is no rank {rank}")
-        node = nodes[rank]
-        source: Node | Recipe = node
-        if seen[rank]:
-            source = _recipe(node, position)
-            waiting.append(node)
-        elif rank != next_plain:
-            raise ValueError(f"position {position}: first run of rank {rank} before that of {next_plain}")
-        for read in source.reads:
-            if not seen[read]:
-                raise ValueError(
-                    f"position {position}: '{node.name}' reads '{nodes[read].name}', which has not run"
-                )
-        if not seen[rank]:
-            seen[rank] = True
-            next_plain += 1
-            for late in waiting:
-                if slots[rank] != late.segment:
-                    raise ValueError(
-                        f"position {position}: '{late.name}' runs again before '{node.name}', outside the "
-                        f"backward part of its segment {late.segment}"
-                    )
-            waiting.clear()
+    due = 0
+    for position, run in enumerate(runs):
+        try:
+            _check_run(step, run, seen)
+            if not run.is_first:
+                waiting.append(nodes[run.node])
+                continue
+            _check_first(nodes, run.node, due)
+            _check_slot(waiting, nodes[run.node], slots[run.node])
+        except ValueError as error:
+            raise ValueError(f"position {position}: {error}") from None
+        seen.add(run.node)
+        due = run.node + 1
+        waiting.clear()
     if waiting:
-        raise ValueError(f"'{waiting[0].name}' runs again after the last node of the step")
-    if next_plain != len(nodes):
-        raise ValueError(f"'{nodes[next_plain].name}' never runs")
+        raise ValueError(f"'{waiting[0].name}' is brought back after the last node of the step")
+    for node in nodes[due:]:
+        if not node.on_demand:
+            raise ValueError(f"'{node.name}' never runs")
 
 
-def _recipe(node: Node, position: int) -> Recipe:
-    if node.recipe is None:
-        why = node.fixed or "it has no recipe"
-        raise ValueError(f"position {position}: '{node.name}' cannot be run again: {why}")
-    if node.region is not Region.FORWARD:
-        raise ValueError(f"position {position}: '{node.name}' is not a forward node, yet runs again")
-    return node.recipe
+def _check_run(step: Step, run: Run, seen: Container[int]) -> None:
+    if not 0 <= run.node < len(step.nodes):
+        raise ValueError(f"there is no rank {run.node}")
+    node = step.nodes[run.node]
+    if not run.is_first and run.node not in seen:
+        raise ValueError(f"'{node.name}' is brought back before it has run")
+    if not run.is_first and node.region is not Region.FORWARD:
+        raise ValueError(f"'{node.name}' is not a forward node, yet brought back")
+    for read in source_of(step, run).reads:
+        if read not in seen:
+            raise ValueError(f"'{node.name}' reads '{step.nodes[read].name}', which has not run")
 
 
-def simulate(step: Step, order: Sequence[int]) -> Timeline:
-    """Walk `order` and count. ValueError when `order` is not a schedule of `step`."""
-    check_order(step, order)
+def _check_first(nodes: Sequence[Node], rank: int, due: int) -> None:
+    """First runs come in the order of ranks; only those on demand may be left out."""
+    left_out = [node.rank for node in nodes[due:rank] if not node.on_demand]
+    if rank < due or left_out:
+        wanted = left_out[0] if left_out else due
+        raise ValueError(f"first run of rank {rank}, where that of {wanted} is due")
+
+
+def _check_slot(waiting: Sequence[Node], before: Node, slot: int) -> None:
+    for node in waiting:
+        if slot != node.segment:
+            raise ValueError(
+                f"'{node.name}' is brought back before '{before.name}', outside the backward part of its "
+                f"segment {node.segment}"
+            )
+
+
+def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
+    """Walk `runs` and count. ValueError when they are not a schedule of `step`."""
+    check_runs(step, runs)
     nodes, storages = step.nodes, step.storages
     static = [storage.static for storage in storages]
-    num_runs = len(order)
+    num_runs = len(runs)
     latest = [-1] * len(nodes)
     first_value = [False] * len(nodes)
     last_read = list(range(num_runs))
@@ -133,13 +161,13 @@ def simulate(step: Step, order: Sequence[int]) -> Timeline:
     block_pinned: list[bool] = []
     workspace = np.zeros(num_runs, dtype=np.int64)
     seconds: list[float] = []
-    again_seconds: list[float] = []
-    for position, rank in enumerate(order):
-        node = nodes[rank]
-        again = latest[rank] >= 0
-        source: Node | Recipe = node.recipe if again and node.recipe is not None else node
-        first_value[rank] = not again
-        if not (again and (whole := tuple_of(step, node)) is not None and first_value[whole]):
+    added_seconds: list[float] = []
+    for position, run in enumerate(runs):
+        rank, node = run.node, nodes[run.node]
+        source = source_of(step, run)
+        first_value[rank] = run.is_first
+        whole = tuple_of(step, source) if isinstance(source, Recipe) else None
+        if whole is None or not first_value[whole]:
             for read in source.reads:
                 last_read[latest[read]] = position
         mine: dict[int, int] = {}
@@ -148,7 +176,7 @@ def simulate(step: Step, order: Sequence[int]) -> Timeline:
                 mine[storage] = len(block_storage)
                 block_storage.append(storage)
                 block_start.append(position)
-                block_pinned.append(storages[storage].pinned and not again)
+                block_pinned.append(storages[storage].pinned and run.is_first)
         for storage in source.holds:
             if not static[storage] and storage not in mine:
                 mine[storage] = _shared_block(
@@ -158,8 +186,8 @@ def simulate(step: Step, order: Sequence[int]) -> Timeline:
         latest[rank] = position
         workspace[position] = source.workspace_bytes
         seconds.append(source.seconds)
-        if again:
-            again_seconds.append(source.seconds)
+        if not run.is_first or node.on_demand:
+            added_seconds.append(source.seconds)
 
     block_end = list(block_start)
     for position, mine in enumerate(held):
@@ -175,17 +203,17 @@ def simulate(step: Step, order: Sequence[int]) -> Timeline:
     bytes_held = sum(bytes_by_kind.values(), start=np.zeros(num_runs, dtype=np.int64))
     peak = int(bytes_held.argmax()) if num_runs else 0
     return Timeline(
-        order=tuple(order),
+        runs=tuple(runs),
         bytes_held=bytes_held,
         bytes_by_kind=bytes_by_kind,
         last_read=tuple(last_read),
         peak_bytes=int(bytes_held[peak]) if num_runs else 0,
         peak_position=peak,
-        peak_rank=order[peak] if num_runs else 0,
-        peak_node=nodes[order[peak]].name if num_runs else "",
+        peak_rank=runs[peak].node if num_runs else 0,
+        peak_node=nodes[runs[peak].node].name if num_runs else "",
         # fsum: the same runs cost the same in whatever order they stand.
         seconds=fsum(seconds),
-        recompute_seconds=fsum(again_seconds),
+        added_seconds=fsum(added_seconds),
     )
 
 

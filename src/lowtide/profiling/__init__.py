@@ -1,26 +1,14 @@
 """What the ops of a step cost: seconds, and bytes held inside.
 
-Two ways: `profile_calls` times every distinct op alone, on random data, in little memory;
-`GraphProfiler` runs the whole graph for real.
+Two ways: op by op, each distinct one alone, on random data and in little memory; or the whole graph, run
+for real, in the memory of the step.
+
+- `costing`: the costs of a captured step, op by op; of another batch shape, scaled
+- `ops`: time and inner memory of single calls
+- `samples`, `rules`: random inputs that an op accepts
+- `shrink`, `work`: a smaller call of the same op, and how much work a call is
+- `layouts`: how results really lie in memory
+- `cache`: costs measured before, on disk
+- `whole_run`, `interpreter`: the costs of a captured step from real runs of its graphs
+- `device`: the clock and the allocator of a device
 """
-
-from lowtide.profiling.cache import CostCache
-from lowtide.profiling.device import Device, device_for
-from lowtide.profiling.interpreter import GraphProfiler, NodeRun
-from lowtide.profiling.ops import cost_by_bytes, profile_calls, scaled_cost
-from lowtide.torchside.calls import OpCall, OpCost, call_of, signature
-
-__all__ = [
-    "CostCache",
-    "Device",
-    "GraphProfiler",
-    "NodeRun",
-    "OpCall",
-    "OpCost",
-    "call_of",
-    "cost_by_bytes",
-    "device_for",
-    "profile_calls",
-    "scaled_cost",
-    "signature",
-]

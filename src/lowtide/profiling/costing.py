@@ -1,33 +1,28 @@
 """Fill a captured step with the measured time and inner memory of every op."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from lowtide.capture.step import Call, Captured, with_costs, with_values
-from lowtide.facts import Step
+from lowtide.capture.step import Captured, with_costs, with_values
+from lowtide.facts import Run, Step
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import device_for
 from lowtide.profiling.layouts import real_values
 from lowtide.profiling.ops import profile_calls, scaled_cost
 from lowtide.profiling.samples import make_sample
-from lowtide.torchside.calls import OpCall, OpCost, signature
+from lowtide.torchside.calls import Call, OpCost, signature
 from lowtide.torchside.hooks import real_tensors
-from lowtide.torchside.recurrent import real_result_bytes, untracked_bytes
+from lowtide.torchside.ops.recurrent import real_result_bytes, untracked_bytes
 
 MEMORY_LIMIT_BYTES = 1 << 30
 
 # Of the memory limit for the inputs and outputs of an op whose memory inside is not known yet.
 _LAYOUT_SHARE = 16
 
-Known = dict[str, tuple[OpCall, OpCost]]
+Known = dict[str, tuple[Call, OpCost]]
 """Costs by signature, with the call each was measured for."""
-
-Key = tuple[int, bool]
-"""The rank of an op, and whether it is the one of its recipe."""
-
-Calls = dict[Key, OpCall]
 
 
 def measure_costs(
@@ -45,7 +40,7 @@ def measure_costs(
         values = real_values(
             nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
         )
-        calls = _calls(with_values(captured, values) if values else captured)
+        calls = (with_values(captured, values) if values else captured).calls
         costs = profile_calls(
             list(calls.values()),
             memory_limit_bytes=memory_limit_bytes,
@@ -59,19 +54,26 @@ def measure_costs(
 
 def estimate_costs(captured: Captured, known: Known) -> Step:
     """Costs from ops that were measured before, scaled where the shape is new; measures nothing."""
-    calls, costs = _calls(captured), {}
-    for key, call in calls.items():
+    costs = {}
+    for run, call in captured.calls.items():
         name = signature(call)
-        costs[key] = known[name][1] if name in known else scaled_cost(call, known)
-    return _fill(captured, calls, costs)
+        costs[run] = known[name][1] if name in known else scaled_cost(call, known)
+    return _fill(captured, captured.calls, costs)
 
 
-def _with_real_sizes(step: Step, calls: Calls, costs: dict[Key, OpCost]) -> Step:
+def _fill(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:
+    plain = {run: (cost.seconds, cost.workspace_bytes, cost.estimated) for run, cost in costs.items()}
+    return _with_real_sizes(with_costs(captured.step, plain), calls, costs)
+
+
+def _with_real_sizes(step: Step, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:
     """Correct what fake tensors get wrong: sizes of results, and bytes inside the backward of opaque ones."""
     storages, nodes = list(step.storages), list(step.nodes)
-    for (rank, again), call in calls.items():
-        hidden = costs[rank, again].hidden_bytes
-        if not again and len(hidden) == len(nodes[rank].makes):
+    for run, call in calls.items():
+        if not run.is_first:
+            continue
+        rank, hidden = run.node, costs[run].hidden_bytes
+        if len(hidden) == len(nodes[rank].makes):
             for storage, more in zip(nodes[rank].makes, hidden, strict=True):
                 storages[storage] = replace(storages[storage], nbytes=storages[storage].nbytes + more)
         sizes = real_result_bytes(call, make_sample)
@@ -82,23 +84,3 @@ def _with_real_sizes(step: Step, calls: Calls, costs: dict[Key, OpCost]) -> Step
         if more:
             nodes[rank] = replace(nodes[rank], workspace_bytes=nodes[rank].workspace_bytes + more)
     return replace(step, storages=tuple(storages), nodes=tuple(nodes))
-
-
-def _calls(captured: Captured) -> Calls:
-    found = {(rank, False): _op_call(call) for rank, call in captured.calls.items()}
-    return found | {(rank, True): _op_call(call) for rank, call in captured.recipe_calls.items()}
-
-
-def _op_call(call: Call) -> OpCall:
-    return OpCall(call.target, call.args, call.kwargs)
-
-
-def _fill(captured: Captured, calls: Calls, costs: dict[Key, OpCost]) -> Step:
-    def of(again: bool) -> dict[int, tuple[float, int, bool]]:
-        return {
-            rank: (cost.seconds, cost.workspace_bytes, cost.estimated)
-            for (rank, is_recipe), cost in costs.items()
-            if is_recipe is again
-        }
-
-    return _with_real_sizes(with_costs(captured.step, of(False), of(True)), calls, costs)

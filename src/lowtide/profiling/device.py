@@ -27,7 +27,7 @@ SLOW_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class OpTiming:
     """One run: how long it took, and how often other processes took the processor away meanwhile."""
 
     seconds: float
@@ -39,7 +39,7 @@ class Timing:
         return self.interruptions > 0 and self.seconds < SLOW_SECONDS
 
 
-def typical_seconds(timings: Sequence[Timing]) -> float:
+def typical_seconds(timings: Sequence[OpTiming]) -> float:
     """The median of the undisturbed runs; on a machine too busy for any, the fastest.
 
     Being interrupted only ever makes a run longer, several times so where threads wait for each other.
@@ -48,7 +48,7 @@ def typical_seconds(timings: Sequence[Timing]) -> float:
     return statistics.median(undisturbed) if undisturbed else min(timing.seconds for timing in timings)
 
 
-def rest_after(timing: Timing) -> None:
+def rest_after(timing: OpTiming) -> None:
     """Pause after an interrupted run: who used less than its share is then left alone for a while."""
     if timing.avoidable:
         time.sleep(_REST_SECONDS)
@@ -65,7 +65,7 @@ class Device(ABC):
         """Text that changes when times measured before no longer hold."""
 
     @abstractmethod
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
         """The result of `run` and how long it took, all its work on the device included."""
 
     @abstractmethod
@@ -91,11 +91,11 @@ class Cpu(Device):
     def identity(self) -> str:
         return f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
         before, start = _interruptions(), time.perf_counter()
         result = run()
         stop = time.perf_counter()
-        return result, Timing(stop - start, _interruptions() - before)
+        return result, OpTiming(stop - start, _interruptions() - before)
 
     def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
         # Read when the first session starts; without it every session writes two lines to stderr.
@@ -125,7 +125,7 @@ class Cuda(Device):
     def identity(self) -> str:
         return f"{torch.cuda.get_device_name(self.torch_device)}, CUDA {torch.version.cuda}"
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
         with torch.cuda.device(self.torch_device):
             start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -134,7 +134,7 @@ class Cuda(Device):
             result = run()
             stop.record()
             stop.synchronize()
-        return result, Timing(start.elapsed_time(stop) / 1e3)
+        return result, OpTiming(start.elapsed_time(stop) / 1e3)
 
     def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
         torch.cuda.synchronize(self.torch_device)

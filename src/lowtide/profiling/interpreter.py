@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.profiling.device import Timing, device_for, rest_after, typical_seconds
+from lowtide.profiling.device import OpTiming, device_for, rest_after, typical_seconds
 from lowtide.torchside.calls import iter_tensors, storage_key
 
 
@@ -42,7 +42,7 @@ class GraphProfiler(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, *, device: torch.device | None = None) -> None:
         super().__init__(module, garbage_collect_values=True)
         self.device = device_for(device or torch.device("cpu"))
-        self._timings: dict[str, list[Timing]] = {}
+        self._timings: dict[str, list[OpTiming]] = {}
         self._memory: _Ledger | None = None
         self._inside: Counter[str] | None = None
         self._unread: list[fx.Node] = []

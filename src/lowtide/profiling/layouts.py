@@ -20,8 +20,8 @@ from lowtide.profiling.device import device_for
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.shrink import shrink
 from lowtide.profiling.work import fake_result, fake_tensor, work_of
-from lowtide.torchside.calls import OpCall, call_of, is_view, iter_tensors, map_leaves, signature
-from lowtide.torchside.hooks import OpOverload
+from lowtide.torchside.calls import Call, call_of, iter_tensors, map_leaves, signature
+from lowtide.torchside.ops.schema import is_view, writes_inputs
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def real_values(
     """
     known: dict[str, list[Order]] = {}
 
-    def orders_of(call: OpCall) -> list[Order]:
+    def orders_of(call: Call) -> list[Order]:
         key = signature(call)
         if key not in known:
             found = cache.orders(key) if cache is not None else None
@@ -68,14 +68,14 @@ def real_values(
 
 
 def _value(
-    node: fx.Node, values: Mapping[fx.Node, Any], orders_of: Callable[[OpCall], list[Order]]
+    node: fx.Node, values: Mapping[fx.Node, Any], orders_of: Callable[[Call], list[Order]]
 ) -> Any | None:
     """The node's value in its real layout, given those of its inputs; None where it is the captured one."""
     changed = any(read in values for read in node.all_input_nodes)
     call = call_of(node, values)
     if is_view(call):
         return call.target(*call.args, **call.kwargs) if changed else None
-    if isinstance(call.target, OpOverload) and call.target._schema.is_mutable:
+    if writes_inputs(call.target):
         return None
     value = fake_result(call) if changed else node.meta.get("val")
     tensors = list(iter_tensors(value))
@@ -89,7 +89,7 @@ def _value(
     return value if changed else None
 
 
-def _real_orders(call: OpCall, *, limit_bytes: int) -> list[Order]:
+def _real_orders(call: Call, *, limit_bytes: int) -> list[Order]:
     """The order of dimensions of each result, from a real run; empty where no slice is small enough."""
     part = shrink(call, work_of(call), limit_bytes=limit_bytes)
     if part is None:

@@ -20,11 +20,12 @@ from math import log
 import torch
 
 from lowtide.profiling.cache import CostCache
-from lowtide.profiling.device import SLOW_SECONDS, Device, Timing, device_for, rest_after, typical_seconds
+from lowtide.profiling.device import SLOW_SECONDS, Device, OpTiming, device_for, rest_after, typical_seconds
 from lowtide.profiling.samples import SAMPLE_EXTRA_BYTES, make_sample
 from lowtide.profiling.shrink import Slice, shrink
 from lowtide.profiling.work import Work, fresh_storages, visible_work_of, work_of
-from lowtide.torchside.calls import OpCall, OpCost, is_view, signature
+from lowtide.torchside.calls import Call, OpCost, signature
+from lowtide.torchside.ops.schema import is_view
 
 _log = logging.getLogger(__name__)
 
@@ -66,12 +67,12 @@ class _Memory:
 class _Trial:
     """A call under measurement: itself, or a slice that `factor` scales up."""
 
-    call: OpCall
+    call: Call
     device: Device
     memory: _Memory = _Memory()
     factor: float = 1.0
     estimated: bool = False
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[OpTiming] = field(default_factory=list)
 
     @property
     def cost(self) -> OpCost:
@@ -104,7 +105,7 @@ class _Trial:
 
 
 def profile_calls(
-    calls: Sequence[OpCall],
+    calls: Sequence[Call],
     *,
     memory_limit_bytes: int = 1 << 30,
     cache: CostCache | None = None,
@@ -119,7 +120,7 @@ def profile_calls(
     signatures = [signature(call) for call in calls]
     distinct = dict(zip(reversed(signatures), reversed(calls), strict=True))
     costs: dict[str, OpCost] = {}
-    missing: dict[str, OpCall] = {}
+    missing: dict[str, Call] = {}
     for key in dict.fromkeys(signatures):
         known = cache.get(key, memory_limit_bytes=memory_limit_bytes) if cache is not None else None
         if distinct[key].target is operator.getitem:
@@ -139,7 +140,7 @@ def profile_calls(
     return [costs[key] for key in signatures]
 
 
-def scaled_cost(call: OpCall, known: Mapping[str, tuple[OpCall, OpCost]]) -> OpCost:
+def scaled_cost(call: Call, known: Mapping[str, tuple[Call, OpCost]]) -> OpCost:
     """The cost of a call that was not measured, from the known call of the same op nearest in bytes.
 
     Without one, from the bytes alone. Always `estimated`.
@@ -159,7 +160,7 @@ def scaled_cost(call: OpCall, known: Mapping[str, tuple[OpCall, OpCost]]) -> OpC
     )
 
 
-def cost_by_bytes(call: OpCall) -> OpCost:
+def cost_by_bytes(call: Call) -> OpCost:
     """The time to read the inputs and to write the outputs at the device's copy speed; estimated."""
     # A copied byte is read and written.
     return OpCost(
@@ -168,7 +169,7 @@ def cost_by_bytes(call: OpCall) -> OpCost:
 
 
 def _measure(
-    calls: Mapping[str, OpCall], *, memory_limit_bytes: int, progress: Progress | None
+    calls: Mapping[str, Call], *, memory_limit_bytes: int, progress: Progress | None
 ) -> tuple[dict[str, OpCost], list[str]]:
     """Costs by signature, and the signatures that could not be run."""
     trials: dict[str, _Trial] = {}
@@ -203,7 +204,7 @@ def _measure(
     return {key: trial.cost for key, trial in trials.items()}, failed
 
 
-def _prepare(call: OpCall, *, memory_limit_bytes: int) -> _Trial:
+def _prepare(call: Call, *, memory_limit_bytes: int) -> _Trial:
     """Warm up and measure the memory inside, on the whole call or on a slice that fits."""
     device, limit = _device_of(call), memory_limit_bytes - SAMPLE_EXTRA_BYTES
     work = work_of(call)
@@ -211,7 +212,7 @@ def _prepare(call: OpCall, *, memory_limit_bytes: int) -> _Trial:
         return _Trial(call, device)
     if is_view(call):
         # A view costs its dispatch, whatever its size.
-        tiny = OpCall(torch.ops.aten.detach.default, (torch.empty(1, device=device.torch_device),))
+        tiny = Call(torch.ops.aten.detach.default, (torch.empty(1, device=device.torch_device),))
         return _Trial(tiny, device, estimated=True)
     if work.nbytes <= limit * _HARMLESS_SHARE:
         return _Trial(call, device, _memory(call, work, device))
@@ -237,13 +238,13 @@ def _prepare(call: OpCall, *, memory_limit_bytes: int) -> _Trial:
     return _Trial(part.call, device, memory, factor=work.ratio_to(part.work), estimated=True)
 
 
-def _timed(call: OpCall, device: Device) -> Timing:
+def _timed(call: Call, device: Device) -> OpTiming:
     """One run on fresh inputs; a function of its own, so that nothing of it outlives it."""
     args, kwargs = make_sample(call, fill=not is_view(call))
     return device.timed(partial(call.target, *args, **kwargs))[1]
 
 
-def _memory(call: OpCall, work: Work, device: Device) -> _Memory:
+def _memory(call: Call, work: Work, device: Device) -> _Memory:
     """Bytes that the call holds beyond what its fake run shows; this run also warms up."""
     args, kwargs = make_sample(call)
     result, peak_bytes = device.measured(partial(call.target, *args, **kwargs))
@@ -271,7 +272,7 @@ def _extrapolated(work: Work, small: Slice, large: Slice, device: Device) -> _Me
     )
 
 
-def _device_of(call: OpCall) -> Device:
+def _device_of(call: Call) -> Device:
     named = call.kwargs.get("device")
     for tensor in call.tensors:
         return device_for(tensor.device)

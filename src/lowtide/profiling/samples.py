@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowtide.profiling.rules import Values, values_for
-from lowtide.torchside.calls import OpCall, span_elements, storage_key
-from lowtide.torchside.hooks import OpOverload
-from lowtide.torchside.recurrent import with_forward_results
+from lowtide.torchside.calls import Call, span_elements, storage_key
+from lowtide.torchside.ops.recurrent import with_forward_results
+from lowtide.torchside.ops.schema import bound_arguments, schema_name
 
 _TILE_ELEMENTS = 1 << 14
 
@@ -21,14 +21,14 @@ SAMPLE_EXTRA_BYTES = 3 * _TILE_ELEMENTS * 8
 """The most that making a sample holds beyond the sample itself."""
 
 
-def make_sample(call: OpCall, *, fill: bool = True, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def make_sample(call: Call, *, fill: bool = True, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Real arguments for the call: same sizes, strides, dtypes, devices and sharing of storages.
 
     Without `fill` the memory is left as it comes, which is enough for a view. The global random
     state is neither read nor changed.
     """
-    names, bound = _bind(call)
-    rule = values_for(_op_name(call), bound)
+    names, bound = bound_arguments(call)
+    rule = values_for(schema_name(call.target), bound)
     smallest = min((int(size) for tensor in call.tensors for size in tensor.shape if size), default=1)
     maker = _Maker(_allocate(call.tensors), Values(0, min(2, smallest)), seed if fill else None)
     args = tuple(maker.make(arg, rule.get(name)) for name, arg in zip(names, call.args, strict=True))
@@ -68,22 +68,6 @@ class _Maker:
             generator = torch.Generator(like.device).manual_seed(self.seed + len(self.filled))
             _fill(flat, wanted or _default(like.dtype, self.integers), generator)
         return flat.as_strided(like.shape, like.stride(), like.storage_offset() - start // like.itemsize)
-
-
-def _op_name(call: OpCall) -> str:
-    if not isinstance(call.target, OpOverload):
-        return ""
-    return call.target._schema.name
-
-
-def _bind(call: OpCall) -> tuple[list[str], dict[str, Any]]:
-    """Names of the positional arguments, and all arguments by name, defaults included."""
-    if not isinstance(call.target, OpOverload):
-        return [str(index) for index in range(len(call.args))], {}
-    arguments = call.target._schema.arguments
-    names = [argument.name for argument in arguments][: len(call.args)]
-    bound = {argument.name: argument.default_value for argument in arguments}
-    return names, bound | dict(zip(names, call.args, strict=True)) | call.kwargs
 
 
 def _allocate(tensors: list[Tensor]) -> dict[int, tuple[Tensor, int]]:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.profiling.work import Work, fake_tensor, work_of
-from lowtide.torchside.calls import OpCall, map_leaves, storage_key
+from lowtide.torchside.calls import Call, map_leaves, storage_key
 
 _MOST_REDUCTIONS = 3
 
@@ -28,7 +28,7 @@ _SMALLEST_SIZE_ARGUMENT = 16
 class Slice:
     """A smaller call, its work, and what was reduced to get there (`size 64`, `list 12`)."""
 
-    call: OpCall
+    call: Call
     work: Work
     reduced: tuple[str, ...] = ()
 
@@ -36,10 +36,10 @@ class Slice:
 @dataclass(frozen=True, slots=True)
 class _Reduction:
     name: str
-    apply: Callable[[OpCall, int], OpCall | None]
+    apply: Callable[[Call, int], Call | None]
 
 
-def shrink(call: OpCall, work: Work, *, limit_bytes: int) -> Slice | None:
+def shrink(call: Call, work: Work, *, limit_bytes: int) -> Slice | None:
     """A slice of `call` with at most `limit_bytes` of inputs and outputs; None if there is none.
 
     Of the reductions that fit, the one is taken that makes the flops smaller most nearly in
@@ -67,7 +67,7 @@ def shrink(call: OpCall, work: Work, *, limit_bytes: int) -> Slice | None:
     return current if current.work.nbytes <= limit_bytes else None
 
 
-def _reductions(call: OpCall) -> Iterator[_Reduction]:
+def _reductions(call: Call) -> Iterator[_Reduction]:
     """Every size of the call, those of its largest tensor first, then every length of a list."""
     tensors = sorted(call.tensors, key=lambda tensor: -tensor.numel())
     sizes = [int(size) for tensor in tensors for size in tensor.shape if size > 1]
@@ -104,7 +104,7 @@ def _least(start: Slice, reduction: _Reduction, *, limit_bytes: int) -> tuple[Sl
     return best
 
 
-def _with_smaller_size(call: OpCall, parts: int, *, size: int) -> OpCall | None:
+def _with_smaller_size(call: Call, parts: int, *, size: int) -> Call | None:
     smaller = ceil(size / parts)
     if smaller < 2:
         # Ops treat a size of 1 in ways of its own.
@@ -123,7 +123,7 @@ def _with_smaller_size(call: OpCall, parts: int, *, size: int) -> OpCall | None:
         return smaller if is_size else value
 
     args, kwargs = map_leaves(leaf, (call.args, call.kwargs))
-    return OpCall(call.target, args, kwargs)
+    return Call(call.target, args, kwargs)
 
 
 def _smaller_strides(tensor: Tensor, shape: list[int]) -> list[int]:
@@ -140,13 +140,13 @@ def _smaller_strides(tensor: Tensor, shape: list[int]) -> list[int]:
     return smaller
 
 
-def _lists(call: OpCall) -> list[list[Tensor]]:
+def _lists(call: Call) -> list[list[Tensor]]:
     """The list arguments that hold several tensors."""
     values = [*call.args, *call.kwargs.values()]
     return [v for v in values if isinstance(v, list) and len(v) > 1 and all(isinstance(t, Tensor) for t in v)]
 
 
-def _with_shorter_lists(call: OpCall, parts: int, *, length: int) -> OpCall | None:
+def _with_shorter_lists(call: Call, parts: int, *, length: int) -> Call | None:
     if parts > length:
         return None
 
@@ -155,4 +155,4 @@ def _with_shorter_lists(call: OpCall, parts: int, *, length: int) -> OpCall | No
         return value[::parts] if isinstance(value, list) and len(value) == length else value
 
     args = tuple(shorter(arg) for arg in call.args)
-    return OpCall(call.target, args, {key: shorter(arg) for key, arg in call.kwargs.items()})
+    return Call(call.target, args, {key: shorter(arg) for key, arg in call.kwargs.items()})

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.profiling.samples import make_sample
-from lowtide.torchside.calls import OpCall, iter_tensors, signature, storage_key, storages_bytes
+from lowtide.torchside.calls import Call, iter_tensors, signature, storage_key, storages_bytes
 from lowtide.torchside.hooks import FakeTensorMode, OpOverload, unlogged
 
 
@@ -39,7 +39,7 @@ class Work:
 _KNOWN: dict[str, Work] = {}
 
 
-def work_of(call: OpCall) -> Work:
+def work_of(call: Call) -> Work:
     """Bytes and flops of a call; raises what the op raises when its arguments do not fit together."""
     if not isinstance(call.target, OpOverload):
         # Two functions can have one name.
@@ -50,7 +50,7 @@ def work_of(call: OpCall) -> Work:
     return _KNOWN[key]
 
 
-def visible_work_of(call: OpCall) -> Work:
+def visible_work_of(call: Call) -> Work:
     """As `work_of`; of an op that cannot run on fake tensors, the inputs alone."""
     try:
         return work_of(call)
@@ -58,7 +58,7 @@ def visible_work_of(call: OpCall) -> Work:
         return Work(flops=0, input_bytes=storages_bytes(call.tensors), outputs=())
 
 
-def _work_of(call: OpCall) -> Work:
+def _work_of(call: Call) -> Work:
     with unlogged(), torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
         args, kwargs = make_sample(call, fill=False)
         result = call.target(*args, **kwargs)
@@ -69,7 +69,7 @@ def _work_of(call: OpCall) -> Work:
         )
 
 
-def fake_result(call: OpCall) -> Any:
+def fake_result(call: Call) -> Any:
     """What the call gives on fake tensors."""
     with unlogged(), torch.no_grad(), FakeTensorMode():
         args, kwargs = make_sample(call, fill=False)

@@ -52,9 +52,11 @@ def write_node_stats(path: Path, step: Step, timeline: Timeline) -> Path:
             node.rank, node.name, node.kind, node.region, node.seconds, live, active_bytes(step, node),
             step.device, node.op, node.module, node.source, node.segment,
             sum(step.storages[made].nbytes for made in node.makes), node.workspace_bytes,
-            node.recipe.how if node.recipe else "", node.fixed, _flag(node.estimated),
+            " ".join(recipe.method for recipe in node.recipes), node.fixed, _flag(node.estimated),
         )
-        for node, live in zip(step.nodes, timeline.bytes_held.tolist(), strict=True)
+        for node, live in zip(
+            (step.nodes[run.node] for run in timeline.runs), timeline.bytes_held.tolist(), strict=True
+        )
     )  # fmt: skip
     return _write(path, NODE_COLUMNS, rows)
 
@@ -85,7 +87,7 @@ def write_decisions(path: Path, decisions: Sequence[Decision]) -> Path:
     rows = (
         (
             d.name, d.action, d.nbytes, d.recompute_seconds, d.creation_rank, d.first_backward_use,
-            d.last_forward_use, d.last_backward_use, d.module, d.how, d.times, d.seconds, d.reason,
+            d.last_forward_use, d.last_backward_use, d.module, d.method, d.times, d.seconds, d.reason,
         )
         for d in decisions
     )  # fmt: skip

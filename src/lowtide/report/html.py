@@ -14,7 +14,7 @@ from jinja2 import Environment as JinjaEnvironment
 from jinja2 import FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
+from lowtide.facts import Action, Activation, Decision, Region, Run, Solution, Step
 from lowtide.planning.simulate import Timeline
 from lowtide.report import palette, times, words
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
@@ -66,7 +66,7 @@ def render_report(
         verdicts.append(sweep_verdict(sweep))
     if compare:
         verdicts.append(compare_verdict(compare))
-    order = after.order if after is not None else before.order if before is not None else ()
+    runs = after.runs if after is not None else before.runs if before is not None else ()
     style = Markup(_text("vendor/uplot/uPlot.min.css") + _text("templates/style.css"))
     scripts = [_text("vendor/uplot/uPlot.iife.min.js"), *(_text(f"templates/{name}") for name in _SCRIPTS)]
     return (
@@ -103,7 +103,7 @@ def render_report(
             compare_whole=_largest([row.peak_bytes for row in compare]),
             decisions=sorted(decisions, key=_decision_order),
             breakdown=_breakdown(before, after),
-            time_groups=_time_groups(step, order) if step and order else [],
+            time_groups=_time_groups(step, runs) if step and runs else [],
             time_parts=[(str(part), _PART_COLOURS[part]) for part in times.PARTS],
             notes=list(
                 dict.fromkeys((*notes, *(solution.notes if solution else ()), *(step.notes if step else ())))
@@ -169,9 +169,9 @@ def _breakdown(before: Timeline | None, after: Timeline | None) -> list[dict[str
     return rows
 
 
-def _time_groups(step: Step, order: Sequence[int]) -> list[tuple[str, list[times.TimeRow]]]:
+def _time_groups(step: Step, runs: Sequence[Run]) -> list[tuple[str, list[times.TimeRow]]]:
     return [
-        ("By region", times.by_region(step, order)),
-        ("By op", times.by_op(step, order)),
-        ("By module", times.by_module(step, order)),
+        ("By region", times.by_region(step, runs)),
+        ("By op", times.by_op(step, runs)),
+        ("By module", times.by_module(step, runs)),
     ]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowtide.facts import Activation, Decision, Region, Solution, Step
-from lowtide.planning.simulate import Timeline
+from lowtide.planning.simulate import Timeline, source_of
 from lowtide.report import words
 from lowtide.report.embed import pack_integers, pack_strings
 from lowtide.report.palette import COLOURS, LABELS, STACK
@@ -49,17 +49,19 @@ def _timeline(step: Step, before: Timeline, after: Timeline | None) -> dict[str,
         "sources": pack_strings([words.short_source(node.source) for node in nodes]),
         "regions": pack_integers(regions.index(node.region) for node in nodes),
         "region_names": [str(region) for region in regions],
-        "plain_ns": pack_integers(round(node.seconds * 1e9) for node in nodes),
-        "again_ns": pack_integers(round(node.recipe.seconds * 1e9) if node.recipe else 0 for node in nodes),
-        "before": _run(before, WITHOUT),
-        "after": _run(after, WITH) if after is not None else None,
+        "before": _way(step, before, WITHOUT),
+        "after": _way(step, after, WITH) if after is not None else None,
     }
 
 
-def _run(timeline: Timeline, label: str) -> dict[str, Any]:
+def _way(step: Step, timeline: Timeline, label: str) -> dict[str, Any]:
+    """One way to run the step; `methods` say how a value is brought back, empty for first runs."""
+    said = dict(step.methods)
     return {
         "label": label,
         "order": pack_integers(timeline.order),
+        "ns": pack_integers(round(source_of(step, run).seconds * 1e9) for run in timeline.runs),
+        "methods": pack_strings([said.get(run.method, run.method) for run in timeline.runs]),
         "kinds": [pack_integers(timeline.bytes_by_kind[kind].tolist()) for kind in STACK],
         "peak": timeline.peak_position,
     }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lowtide.facts import Activation, Region, Step
-from lowtide.planning.simulate import Timeline
+from lowtide.planning.simulate import Timeline, source_of
 from lowtide.report import palette
 from lowtide.report.csvs import active_bytes
 from lowtide.report.figures import (
@@ -104,7 +104,7 @@ def plot_before_after(
 ) -> "Figure":
     """The timeline with the plan by kind, and the plain step's total as a line over it."""
     figure, axes = new_figure("Memory over the step, without and with the plan (simulated)", height=5)
-    times_before, times_after = _starts(step, before.order), _starts(step, after.order)
+    times_before, times_after = _starts(step, before), _starts(step, after)
     scale = _stack(axes, after, times_after)
     axes.step(
         times_before,
@@ -187,15 +187,9 @@ def _closed(values: np.ndarray) -> np.ndarray:
     return np.append(values, values[-1:])
 
 
-def _starts(step: Step, order: Sequence[int]) -> np.ndarray:
+def _starts(step: Step, timeline: Timeline) -> np.ndarray:
     """When every run starts, and when the last one ends."""
-    seen: set[int] = set()
-    seconds = []
-    for rank in order:
-        node = step.nodes[rank]
-        seconds.append(node.recipe.seconds if rank in seen and node.recipe else node.seconds)
-        seen.add(rank)
-    return np.concatenate([[0.0], np.cumsum(seconds)])
+    return np.concatenate([[0.0], np.cumsum([source_of(step, run).seconds for run in timeline.runs])])
 
 
 def _mark_regions(

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lowtide.facts import Node, Region, Step
+from lowtide.facts import Node, Region, Run, Step
+from lowtide.planning.simulate import source_of
 
 RECOMPUTE = "recompute"
 PARTS = (*Region, RECOMPUTE)
@@ -21,46 +22,41 @@ class TimeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Timed:
     node: Node
     seconds: float
     part: str
 
 
-def runs(step: Step, order: Sequence[int]) -> list[_Run]:
-    """Every run of a schedule with its time; a rank that comes again is run by its recipe."""
-    seen: set[int] = set()
+def timed(step: Step, runs: Sequence[Run]) -> list[_Timed]:
+    """Every run of a schedule with its time and the part of the step that it belongs to."""
     found = []
-    for rank in order:
-        node = step.nodes[rank]
-        if rank not in seen:
-            found.append(_Run(node=node, seconds=node.seconds, part=node.region))
-        else:
-            assert node.recipe is not None, f"{node.name} comes twice but has no recipe"
-            found.append(_Run(node=node, seconds=node.recipe.seconds, part=RECOMPUTE))
-        seen.add(rank)
+    for run in runs:
+        node, seconds = step.nodes[run.node], source_of(step, run).seconds
+        part = node.region if run.is_first and not node.on_demand else RECOMPUTE
+        found.append(_Timed(node=node, seconds=seconds, part=part))
     return found
 
 
-def by_region(step: Step, order: Sequence[int]) -> list[TimeRow]:
-    rows = {row.name: row for row in _group(runs(step, order), lambda run: run.part)}
+def by_region(step: Step, runs: Sequence[Run]) -> list[TimeRow]:
+    rows = {row.name: row for row in _group(timed(step, runs), lambda run: run.part)}
     return [rows[part] for part in PARTS if part in rows and rows[part].num_runs]
 
 
-def by_op(step: Step, order: Sequence[int], *, limit: int = 12) -> list[TimeRow]:
+def by_op(step: Step, runs: Sequence[Run], *, limit: int = 12) -> list[TimeRow]:
     """The ops that take longest; all others in a last row. Overloads named `default` go without."""
-    timed = [run for run in runs(step, order) if run.seconds > 0]
-    return _limited(_group(timed, lambda run: run.node.op.removesuffix(".default")), limit)
+    all_runs = [run for run in timed(step, runs) if run.seconds > 0]
+    return _limited(_group(all_runs, lambda run: run.node.op.removesuffix(".default")), limit)
 
 
-def by_module(step: Step, order: Sequence[int], *, limit: int = 12) -> list[TimeRow]:
+def by_module(step: Step, runs: Sequence[Run], *, limit: int = 12) -> list[TimeRow]:
     """Modules at whatever depth tells them apart: the slowest group is split while there is room."""
-    all_runs = [run for run in runs(step, order) if run.seconds > 0]
-    groups: dict[tuple[str, ...], list[_Run]] = {(): all_runs}
+    all_runs = [run for run in timed(step, runs) if run.seconds > 0]
+    groups: dict[tuple[str, ...], list[_Timed]] = {(): all_runs}
     finished: set[tuple[str, ...]] = set()
     while open_groups := [path for path in groups if path not in finished]:
         path = min(open_groups, key=lambda p: (-_seconds(groups[p]), p))
-        split: dict[tuple[str, ...], list[_Run]] = {}
+        split: dict[tuple[str, ...], list[_Timed]] = {}
         for run in groups[path]:
             module = tuple(run.node.module.split(".")) if run.node.module else ()
             split.setdefault(module[: len(path) + 1], []).append(run)
@@ -75,20 +71,20 @@ def by_module(step: Step, order: Sequence[int], *, limit: int = 12) -> list[Time
     return _limited(_group(all_runs, lambda run: named[id(run)]), limit)
 
 
-def _group(all_runs: Sequence[_Run], key: Callable[[_Run], str]) -> list[TimeRow]:
-    groups: dict[str, list[_Run]] = {}
+def _group(all_runs: Sequence[_Timed], key: Callable[[_Timed], str]) -> list[TimeRow]:
+    groups: dict[str, list[_Timed]] = {}
     for run in all_runs:
         groups.setdefault(key(run), []).append(run)
     rows = [_row(name, members) for name, members in groups.items()]
     return sorted(rows, key=lambda row: (-row.seconds, row.name))
 
 
-def _row(name: str, members: Sequence[_Run]) -> TimeRow:
+def _row(name: str, members: Sequence[_Timed]) -> TimeRow:
     parts = tuple(_seconds([run for run in members if run.part == part]) for part in PARTS)
     return TimeRow(name=name, seconds=sum(parts), parts=parts, num_runs=len(members))
 
 
-def _seconds(members: Sequence[_Run]) -> float:
+def _seconds(members: Sequence[_Timed]) -> float:
     return sum(run.seconds for run in members)
 
 

@@ -72,7 +72,7 @@ def _events(step: Step, timeline: Timeline, pid: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     shown: dict[str, int] = {}
     now = 0.0
-    for position, run in enumerate(times.runs(step, timeline.order)):
+    for position, run in enumerate(times.timed(step, timeline.runs)):
         start = round(now * _MICROSECONDS, 3)
         now += max(run.seconds, _SHORTEST)
         node = run.node

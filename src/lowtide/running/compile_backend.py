@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lowtide.capture.trace import Origin, Segment
+from lowtide.capture.graphs import Origin, Segment
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind, Reserve
 from lowtide.facts.sizes import parse_budget, parse_size
 from lowtide.planning.planner import PLANNERS, Desk
+from lowtide.running.backend import Backend, GraphPlan
 from lowtide.running.replan import graph_plan, step_of
-from lowtide.running.runner import Backend, GraphPlan
 from lowtide.torchside import hooks
 
 OPTIONS = {
@@ -75,5 +75,5 @@ def _origins(graph: fx.GraphModule) -> list[Origin]:
                 "promised: use lowtide.checkpoint(model, batch, budget=...), which plans all of them together"
             )
         kind = Kind.PARAMETER if isinstance(example, nn.Parameter) else Kind.INPUT
-        origins.append(Origin(kind, name))
+        origins.append(Origin(kind, name, 0 if example is None else id(example)))
     return origins

@@ -8,19 +8,20 @@ from math import ceil
 from torch import nn
 
 from lowtide.capture.analyse import analyse
+from lowtide.capture.graphs import Execution, Segment, Trace
 from lowtide.capture.identity import identify_model
 from lowtide.capture.step import captured_step
 from lowtide.capture.tangents import tangent_outputs
-from lowtide.capture.trace import Run, Segment, Trace
 from lowtide.errors import BudgetTooSmall, LowtideError, Unsupported
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
 from lowtide.facts.sizes import format_size
 from lowtide.planning.planner import Desk
-from lowtide.planning.schedules import batch_bytes, graph_schedules, order_of_schedule
+from lowtide.planning.schedules import batch_bytes, graph_schedules, runs_of_schedule
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan, check_identity
 from lowtide.profiling.costing import Known, estimate_costs, measure_costs
-from lowtide.running.runner import GraphPlan, install
+from lowtide.running.backend import GraphPlan
+from lowtide.running.runner import install
 
 logger = logging.getLogger("lowtide")
 
@@ -96,13 +97,13 @@ def _lowest(desk: Desk, planned: Graph) -> tuple[int, Graph]:
     """
     lowest = desk.solve(budget_bytes=desk.floor().floor_bytes)
     try:
-        order = order_of_schedule(desk.step, planned.schedule)
-        peak_bytes = simulate(desk.step, order).peak_bytes
+        runs = runs_of_schedule(desk.step, planned.schedule)
+        peak_bytes = simulate(desk.step, runs).peak_bytes
     except ValueError:  # the ops of this shape are others
         return lowest.peak_bytes, lowest.graphs[0]
     if lowest.peak_bytes <= peak_bytes:
         return lowest.peak_bytes, lowest.graphs[0]
-    return peak_bytes, graph_schedules(desk.step, order)[0]
+    return peak_bytes, graph_schedules(desk.step, runs)[0]
 
 
 def step_of(
@@ -119,10 +120,10 @@ def step_of(
     returned = like.returned if like is not None else tuple(every)
     missing = frozenset(like.missing) if like is not None else frozenset()
     traced = Trace(
-        runs=[Run(segment)],
+        executions=[Execution(segment)],
         returned=frozenset((0, output) for output in returned),
         given=frozenset((0, output) for output in tangents - missing),
-        num_model_runs=1,
+        num_in_model=1,
     )
     captured = captured_step(analyse(traced), traced, model)
     step = measure_costs(captured)[0] if known is None else estimate_costs(captured, known)

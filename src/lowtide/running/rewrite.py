@@ -7,20 +7,20 @@ backward still reads from the forward pass are saved; nothing else is.
 """
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from lowtide.capture import recipes
-from lowtide.capture.names import device_name
+from lowtide import methods
+from lowtide.capture.graphs import Segment, results_of
 from lowtide.capture.regions import split
 from lowtide.capture.tangents import tangent_outputs
-from lowtide.capture.trace import Segment, results_of
-from lowtide.facts import How
-from lowtide.torchside.hooks import OpOverload, boxed
+from lowtide.facts import Run
+from lowtide.methods import Kept
+from lowtide.torchside.calls import Call, map_leaves
 
 aten = torch.ops.aten
 
@@ -39,92 +39,126 @@ class Rewritten:
     tangents: tuple[int, ...]
 
 
-def plain_schedule(segment: Segment) -> tuple[int, ...]:
-    """The schedule that recomputes nothing."""
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One entry of a schedule, looked up: a backward op, or a forward value brought back by a `call`."""
+
+    node: fx.Node
+    method: str = ""
+    call: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What passes from the forward to the backward graph: values, and what methods keep besides."""
+
+    values: list[fx.Node]
+    kept: dict[Kept, str]
+    """with a name for each"""
+
+    @property
+    def checked(self) -> list[fx.Node | Kept]:
+        """Those whose version autograd checks; they come first."""
+        return [*(node for node in self.values if not _no_version_check(node)), *self.kept]
+
+    @property
+    def unchecked(self) -> list[fx.Node | Kept]:
+        return [node for node in self.values if _no_version_check(node)]
+
+    @property
+    def all(self) -> list[fx.Node | Kept]:
+        return [*self.checked, *self.unchecked]
+
+
+Keepers = dict[fx.Node, list[Kept]]
+"""What methods keep, by the forward node that it is kept for."""
+
+
+def plain_schedule(segment: Segment) -> tuple[Run, ...]:
+    """The schedule that brings nothing back."""
     forward, backward = split(segment)
-    return tuple(range(len(forward), len(forward) + len(backward)))
+    return tuple(Run(position) for position in range(len(forward), len(forward) + len(backward)))
 
 
-def rewrite(segment: Segment, schedule: Sequence[int]) -> Rewritten:
+def rewrite(segment: Segment, schedule: Sequence[Run]) -> Rewritten:
     """The forward and backward graphs of `segment` under `schedule` (see `facts.Graph`)."""
     forward_ops, backward_ops = split(segment)
-    ops = [*forward_ops, *backward_ops]
-    first_backward = len(forward_ops)
     tangents = tangent_outputs(segment.joint)
-    primals = [n for n in segment.joint.graph.find_nodes(op="placeholder") if n not in tangents]
-
-    replayed = _replayed(ops, schedule, first_backward)
-    saved, states = _saved_values(
-        [ops[index] for index in schedule], forward_ops, tangents, segment, replayed
-    )
-    forward = _forward_graph(segment, primals, forward_ops, saved, states)
-    backward = _backward_graph(segment, schedule, saved=saved, states=states, tangents=tangents)
+    steps, keepers = _look_up(schedule, forward_ops, backward_ops)
+    saved = _saved(segment, steps, keepers, tangents)
     return Rewritten(
-        forward=forward,
-        backward=backward,
-        num_saved=len(saved) + len(states),
+        forward=_forward_graph(segment, forward_ops, keepers, saved, tangents),
+        backward=_backward_graph(segment, steps, saved, tangents),
+        num_saved=len(saved.all),
         tangents=tuple(tangents.values()),
     )
+
+
+def _look_up(
+    schedule: Sequence[Run], forward_ops: list[fx.Node], backward_ops: list[fx.Node]
+) -> tuple[list[_Step], Keepers]:
+    ops = [*forward_ops, *backward_ops]
+    keepers: dict[tuple[fx.Node, str], tuple[Kept, ...]] = {}
+    steps = []
+    for position, name in schedule:
+        node = ops[position]
+        if not name:
+            steps.append(_Step(node))
+            continue
+        method = methods.method_named(name)
+        if (node, name) not in keepers:
+            keepers[node, name] = method.kept(node)
+        steps.append(_Step(node, name, method.call(node, keepers[node, name])))
+    by_node: Keepers = {}
+    for (node, _), kept in keepers.items():
+        by_node.setdefault(node, []).extend(kept)
+    return steps, by_node
 
 
 def forward_only(segment: Segment) -> fx.GraphModule:
     """A graph without a backward part, as it is run."""
     graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
+    new: dict[fx.Node | Kept, fx.Node] = {}
     for node in segment.joint.graph.nodes:
         new[node] = _copy(graph, node, new)
     return _module(segment, graph)
 
 
-def _replayed(ops: list[fx.Node], schedule: Sequence[int], first_backward: int) -> list[fx.Node]:
-    """Random ops that the schedule runs again, in forward order."""
-    indices = {index for index in schedule if index < first_backward}
-    return [ops[i] for i in sorted(indices) if recipes.how_again(ops[i]) is How.REPLAY]
-
-
-def _again_inputs(node: fx.Node) -> list[fx.Node]:
-    """What a copy of `node` reads."""
-    how = recipes.how_again(node)
-    if how is How.MASK:
-        pair = recipes.dropout_output(node)
-        assert pair is not None
-        return list(pair)
-    if how is How.NO_STATS:
-        return [arg for arg in recipes.without_statistics(node)[1] if isinstance(arg, fx.Node)]
-    return node.all_input_nodes
-
-
-def _saved_values(
-    runs: list[fx.Node],
-    forward_ops: list[fx.Node],
-    tangents: dict[fx.Node, int],
-    segment: Segment,
-    replayed: list[fx.Node],
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Forward values that a backward run reads from the first run, and ops whose random state is kept."""
-    in_forward = set(forward_ops)
-    made: set[fx.Node] = set(tangents)
+def _saved(segment: Segment, steps: list[_Step], keepers: Keepers, tangents: Container[fx.Node]) -> _Saved:
+    """Forward values that backward reads from their first run, and all that methods keep."""
+    made: set[fx.Node] = set()
     saved: dict[fx.Node, None] = {}
-    for node in runs:
-        again = node in in_forward
-        if again and _unpacks(node, made):
-            saved[node] = None
+
+    def read(source: fx.Node) -> None:
+        if source not in made and source not in tangents:
+            saved[source] = None
+
+    for step in steps:
+        if _unpacks(step, made):
+            saved[step.node] = None
             continue
-        for source in _again_inputs(node) if again else node.all_input_nodes:
-            if source not in made:
-                saved[source] = None
-        made.add(node)
+        if step.call is None:
+            for source in step.node.all_input_nodes:
+                read(source)
+        else:
+            fx.node.map_arg((step.call.args, step.call.kwargs), read)
+        made.add(step.node)
     for grad in results_of(segment.joint)[segment.num_forward_outputs :]:
-        if grad is not None and grad not in made:
-            saved[grad] = None
+        if grad is not None:
+            read(grad)
     position = {node: index for index, node in enumerate(segment.joint.graph.nodes)}
-    ordered = sorted(saved, key=lambda node: (_no_version_check(node), position[node]))
-    return ordered, replayed
+    kept = {
+        k: f"{node.name}_{k.name}"
+        for node in sorted(keepers, key=position.__getitem__)
+        for k in keepers[node]
+    }
+    return _Saved(sorted(saved, key=position.__getitem__), kept)
 
 
-def _unpacks(node: fx.Node, made: Container[fx.Node]) -> bool:
-    """Whether a copy of `node` would only unpack the forward pass's tuple: its first run is that value."""
-    return node.target is operator.getitem and node.args[0] not in made and not recipes.dropout_output(node)
+def _unpacks(step: _Step, made: Container[Any]) -> bool:
+    """Whether a step would only unpack the forward pass's tuple: its first run is that value."""
+    call = step.call
+    return call is not None and call.target is operator.getitem and call.args[0] not in made
 
 
 def _no_version_check(node: fx.Node) -> bool:
@@ -133,119 +167,82 @@ def _no_version_check(node: fx.Node) -> bool:
 
 def _forward_graph(
     segment: Segment,
-    primals: list[fx.Node],
     ops: list[fx.Node],
-    saved: list[fx.Node],
-    states: list[fx.Node],
+    keepers: Keepers,
+    saved: _Saved,
+    tangents: Container[fx.Node],
 ) -> fx.GraphModule:
     graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    captured: dict[fx.Node, fx.Node] = {}
-    for primal in primals:
-        new[primal] = graph.node_copy(primal)
+    new: dict[fx.Node | Kept, fx.Node] = {}
+    for primal in segment.joint.graph.find_nodes(op="placeholder"):
+        if primal not in tangents:
+            new[primal] = graph.node_copy(primal)
+
+    def keep(node: fx.Node, *, before: bool) -> None:
+        for kept in keepers.get(node, ()):
+            if kept.before is before:
+                new[kept] = _write(graph, kept.call, new)
+                new[kept].meta = {**node.meta, "val": kept.value}
+
     for node in ops:
-        if node in states:
-            captured[node] = graph.call_function(recipes.random_state, (device_name(node),))
-            captured[node].meta = {**node.meta, "val": _state_value(node)}
+        keep(node, before=True)
         new[node] = _copy(graph, node, new)
+        keep(node, before=False)
     results = results_of(segment.joint)[: segment.num_forward_outputs]
     plain = segment.joint.graph.output_node().args[0]
     assert isinstance(plain, (list, tuple))
     outputs: list[Any] = [
         new[node] if node is not None else value for node, value in zip(results, plain, strict=False)
     ]
-    checked = [new[node] for node in saved if not _no_version_check(node)]
-    unchecked = [new[node] for node in saved if _no_version_check(node)]
-    graph.output([*outputs, *checked, *(captured[node] for node in states), *unchecked])
+    graph.output([*outputs, *(new[value] for value in saved.all)])
     return _module(segment, graph)
 
 
 def _backward_graph(
-    segment: Segment,
-    schedule: Sequence[int],
-    *,
-    saved: list[fx.Node],
-    states: list[fx.Node],
-    tangents: dict[fx.Node, int],
+    segment: Segment, steps: list[_Step], saved: _Saved, tangents: Mapping[fx.Node, int]
 ) -> fx.GraphModule:
-    forward_ops, backward_ops = split(segment)
-    ops, first_backward = [*forward_ops, *backward_ops], len(forward_ops)
     graph = fx.Graph()
-    latest: dict[fx.Node, fx.Node] = {}
-    state: dict[fx.Node, fx.Node] = {}
-
-    def receive(nodes: list[fx.Node]) -> None:
-        for node in nodes:
-            latest[node] = graph.placeholder(node.name)
-            latest[node].meta = dict(node.meta)
-
-    receive([node for node in saved if not _no_version_check(node)])
-    for node in states:
-        state[node] = graph.placeholder(f"{node.name}_random_state")
-        state[node].meta = {**node.meta, "val": _state_value(node)}
-    receive([node for node in saved if _no_version_check(node)])
-    receive(list(tangents))
-    for index in schedule:
-        node = ops[index]
-        if index < first_backward and _unpacks(node, latest):
+    latest: dict[fx.Node | Kept, fx.Node] = {}
+    for value in (*saved.all, *tangents):
+        latest[value] = graph.placeholder(saved.kept[value] if isinstance(value, Kept) else value.name)
+        latest[value].meta = {"val": value.value} if isinstance(value, Kept) else dict(value.meta)
+    for step in steps:
+        if _unpacks(step, latest):
             continue
-        if index < first_backward:
-            latest[node] = _copy_again(graph, node, latest, state)
-        else:
-            latest[node] = _copy(graph, node, latest)
+        if step.call is None:
+            latest[step.node] = _copy(graph, step.node, latest)
+            continue
+        copy = _write(graph, step.call, latest)
+        copy.meta = {
+            **step.node.meta,
+            "lowtide_method": step.method,
+            "lowtide_recompute": step.node.name,
+            "partitioner_tag": "is_backward",
+        }
+        latest[step.node] = copy
     grads = results_of(segment.joint)[segment.num_forward_outputs :]
     graph.output([None if grad is None else latest[grad] for grad in grads])
     return _module(segment, graph)
 
 
-def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+def _copy(graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node | Kept, fx.Node]) -> fx.Node:
     copy = graph.node_copy(node, lambda source: new[source])
-    if copy.target is aten.view.default:
-        # fake strides can differ from real ones: where a view is impossible at run time, copy
-        copy.target = aten.reshape.default
+    copy.target = _possible(copy.target)
     return copy
 
 
-def _copy_again(
-    graph: fx.Graph, node: fx.Node, latest: dict[fx.Node, fx.Node], state: dict[fx.Node, fx.Node]
-) -> fx.Node:
-    """A copy of a forward op for the backward graph, by its recipe, marked as recompute."""
-    how = recipes.how_again(node)
-    if how is How.MASK:
-        value, mask = (latest[source] for source in _again_inputs(node))
-        dropout = node.args[0]
-        assert isinstance(dropout, fx.Node)
-        copy = graph.call_function(recipes.apply_mask, (value, mask, dropout.args[1]))
-    elif how is How.NO_STATS:
-        target, args = recipes.without_statistics(node)
-        copy = graph.call_function(target, fx.node.map_arg(args, lambda source: latest[source]))
-    elif how is How.REPLAY:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: latest[source])
-        first = (state[node], device_name(node))
-        if node.target is recipes.eager_dropout:
-            copy = graph.call_function(recipes.replay_dropout, (*first, *args))
-        else:
-            copy = graph.call_function(recipes.replay, (*first, _op(node), *args), dict(kwargs))
-    else:
-        copy = _copy(graph, node, latest)
-    copy.meta = {**node.meta, "lowtide_recompute": node.name, "partitioner_tag": "is_backward"}
-    return copy
+def _write(graph: fx.Graph, call: Call, new: Mapping[fx.Node | Kept, fx.Node]) -> fx.Node:
+    """A call as a node of `graph`; the nodes and kept tensors among its arguments are those of `new`."""
+    args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda source: new[source])
+    args, kwargs = map_leaves(lambda leaf: new[leaf] if isinstance(leaf, Kept) else leaf, (args, kwargs))
+    return graph.call_function(_possible(call.target), tuple(args), dict(kwargs))
 
 
-def _op(node: fx.Node) -> OpOverload[..., Any]:
-    assert isinstance(node.target, OpOverload)
-    return node.target
-
-
-def _state_value(node: fx.Node) -> torch.Tensor:
-    value = node.meta["val"]
-    tensor = value[0] if isinstance(value, (list, tuple)) else value
-    with tensor.fake_mode:
-        return torch.empty(recipes.random_state_bytes(device_name(node)), dtype=torch.uint8)
+def _possible(target: Any) -> Any:
+    """Fake strides can differ from real ones: where a view is impossible at run time, copy."""
+    return aten.reshape.default if target is aten.view.default else target
 
 
 def _module(segment: Segment, graph: fx.Graph) -> fx.GraphModule:
     graph.lint()
-    module = fx.GraphModule(segment.joint, boxed(graph))
-    module.recompile()
-    return module
+    return fx.GraphModule(segment.joint, graph)

@@ -3,15 +3,13 @@
 Shortcomings: sizes must be plain ints; a call with symbolic sizes has a signature but no sample.
 """
 
-import operator
 import re
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
-
-from lowtide.torchside.hooks import OperatorBase, OpOverload
 
 Target = Callable[..., Any]
 
@@ -19,7 +17,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True, eq=False)
-class OpCall:
+class Call:
     """`target(*args, **kwargs)`; of the tensors in it, only layout, dtype and device are used.
 
     Tensors may be fake and may be nested in lists, tuples and dicts, as for foreach ops.
@@ -50,7 +48,7 @@ class OpCost:
     hidden_bytes: tuple[int, ...] = ()
 
 
-def call_of(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> OpCall:
+def call_of(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> Call:
     """The call that a `call_function` node makes, from `values`, else the `val` that its inputs carry."""
     if node.op != "call_function":
         raise ValueError(f"node '{node.name}' calls no function: it is a {node.op}")
@@ -59,7 +57,7 @@ def call_of(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> OpCal
         (node.args, node.kwargs), lambda read: known[read] if read in known else read.meta["val"]
     )
     assert callable(node.target)
-    return OpCall(node.target, tuple(args), dict(kwargs))
+    return Call(node.target, tuple(args), dict(kwargs))
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
@@ -85,11 +83,14 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
-def target_name(target: Target) -> str:
-    """`aten.mm.default` for an op, `module.name` for any other function."""
-    if isinstance(target, OperatorBase):
-        return str(target)
-    return f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
+def target_name(target: Any) -> str:
+    """An op's name, the same in every process: `aten.mm.default`, or a function's with its library's.
+
+    Python's own text for a function has its address in it.
+    """
+    if isinstance(target, types.FunctionType | types.BuiltinFunctionType):
+        return f"{str(target.__module__).split('.')[0].lstrip('_')}.{target.__qualname__}"
+    return _ADDRESS.sub("", str(target))
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -116,18 +117,7 @@ def storages_bytes(tensors: list[Tensor]) -> int:
     return sum(high[key] - low[key] for key in low)
 
 
-def is_view(call: OpCall) -> bool:
-    """Whether the call only looks at its inputs in another way: by its schema, and writes nothing."""
-    if call.target is operator.getitem:
-        return True
-    if not isinstance(call.target, OpOverload):
-        return False
-    schema = call.target._schema
-    writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments)
-    return not writes and bool(schema.returns) and all(ret.alias_info is not None for ret in schema.returns)
-
-
-def signature(call: OpCall) -> str:
+def signature(call: Call) -> str:
     """Text that is equal for two calls exactly when they cost the same: layouts, never values.
 
     A tensor that shares its storage with an earlier one of the same call says so (`=0`), since

@@ -9,11 +9,12 @@ import functools
 import importlib
 import logging
 import re
+import threading
 import types
 import unittest.mock
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._decomp import decompositions
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
@@ -71,8 +73,9 @@ __all__ = [
     "TorchDynamoException",
     "boxed",
     "compile_graph",
-    "compiling",
+    "compiled",
     "default_partition",
+    "forget_step_hooks",
     "forgotten",
     "graph_breaks",
     "graph_inputs",
@@ -81,6 +84,8 @@ __all__ = [
     "partitioned_by_torch",
     "quiet",
     "real_tensors",
+    "recurrent_layers_traced_by",
+    "settings",
     "takes_list",
     "unlogged",
     "user_errors",
@@ -207,57 +212,53 @@ def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor | None]:
     return examples
 
 
-def _layer_inputs(params: Any, hidden: Any, layer: int, bidirectional: bool) -> tuple[Any, Any, Any, Any]:
-    if not bidirectional:
-        return params[layer], hidden[layer], None, None
-    return params[2 * layer], hidden[2 * layer], params[2 * layer + 1], hidden[2 * layer + 1]
-
-
-def _recurrent_layers(  # noqa: PLR0917 - torch calls it so
-    value: torch.Tensor,
-    hidden: Any,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-    layer_fn: Callable[..., Any],
-) -> tuple[torch.Tensor, list[Any]]:
-    """The layers of an RNN one after the other, with the dropout between them that torch 2.13 loses."""
-    value = value.transpose(0, 1) if batch_first else value
-    last_states = []
-    for layer in range(num_layers):
-        own, state, back, back_state = _layer_inputs(params, hidden, layer, bidirectional)
-        result, end = layer_fn(value, state, own, has_biases)
-        last_states.append(end)
-        if bidirectional:
-            backwards, end = layer_fn(value, back_state, back, has_biases, reverse=True)
-            last_states.append(end)
-            result = torch.cat([result, backwards], result.dim() - 1)
-        value = result
-        if dropout and train and layer < num_layers - 1:
-            value = torch.dropout(value, dropout, train=True)
-    return value.transpose(0, 1) if batch_first else value, last_states
+@contextlib.contextmanager
+def recurrent_layers_traced_by(layers: Callable[..., Any]) -> Iterator[None]:
+    """Let torch trace the layers of an RNN through `layers` instead of its own decomposition."""
+    with unittest.mock.patch.object(decompositions, "_rnn_helper", layers):
+        yield
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """torch's settings while lowtide traces a model; the user's own come back afterwards."""
-    with (
-        unittest.mock.patch.object(decompositions, "_rnn_helper", _recurrent_layers),
-        torch._dynamo.config.patch(
-            allow_rnn=True,
-            recompile_limit=GRAPHS_PER_FUNCTION,
-            accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
-            fail_on_recompile_limit_hit=True,
-            suppress_errors=False,
-            # torch would not notice a hook that a module gets later
-            skip_nnmodule_hook_guards=False,
-        ),
+def settings() -> Iterator[None]:
+    """Dynamo's settings while lowtide traces a model; the user's own come back afterwards."""
+    with torch._dynamo.config.patch(
+        allow_rnn=True,
+        recompile_limit=GRAPHS_PER_FUNCTION,
+        accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
+        fail_on_recompile_limit_hit=True,
+        suppress_errors=False,
+        # torch would not notice a hook that a module gets later
+        skip_nnmodule_hook_guards=False,
     ):
         yield
+
+
+def compiled(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    *,
+    tracing: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    """What `torch.compile(function, backend=backend, dynamic=False)` gives, traced within `tracing()`.
+
+    torch asks its callback only for frames that it has not compiled yet: a call that finds its graph
+    never enters `tracing`. The result does not keep `backend` alive.
+    """
+    context = torch._dynamo.optimize(weakly(backend), dynamic=False)
+    if not isinstance(context, OptimizeContext):
+        return function  # torch.compile is disabled in this process
+    trace_frame = context.callback
+    assert callable(trace_frame)
+
+    def trace_within(*args: Any, **kwargs: Any) -> Any:
+        with tracing():
+            return trace_frame(*args, **kwargs)
+
+    trace_within._torchdynamo_orig_backend = trace_frame  # type: ignore[attr-defined]
+    context.callback = trace_within
+    result: Callable[..., Any] = context(function)
+    return result
 
 
 @contextlib.contextmanager
@@ -291,14 +292,28 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Keep torch's log lines off the screen, but not warnings, which may be the user's own."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # what torch logs as an error, it also raises
+    """Keep torch's log lines off the screen, but not warnings, which may be the user's own.
+
+    Only those of this thread: another one may be compiling something of the user's. What torch logs as
+    an error, it also raises.
+    """
+    thread = threading.get_ident()
+
+    def is_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    loggers = [
+        logger
+        for name, logger in list(logging.Logger.manager.loggerDict.items())
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch"
+    ]
+    for logger in loggers:
+        logger.addFilter(is_others)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger in loggers:
+            logger.removeFilter(is_others)
 
 
 @contextlib.contextmanager
@@ -314,6 +329,12 @@ def graph_breaks() -> Counter[str]:
     for reason, times in counters["graph_break"].items():
         found[reason.splitlines()[0].rstrip(".")] += times
     return found
+
+
+def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the hooks around an optimizer's `step()`."""
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
 def has_own_checkpoint(node: fx.Node) -> bool:

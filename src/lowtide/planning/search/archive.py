@@ -8,7 +8,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from math import fsum
 
-from lowtide.planning.search.runs import Run, Runs
+from lowtide.planning.search.runs import Rerun, Runs, added_seconds
 from lowtide.planning.search.table import Table
 
 
@@ -16,7 +16,7 @@ from lowtide.planning.search.table import Table
 class Entry:
     peak_bytes: int
     seconds: float
-    plan: frozenset[Run]
+    plan: frozenset[Rerun]
 
 
 class Archive:
@@ -38,19 +38,19 @@ class Archive:
     def record(self, runs: Runs) -> bool:
         """Keep the plan of `runs` if nothing at most as large is as cheap; True when kept."""
         peak_bytes = runs.peak_bytes()
-        if not self.would_keep(peak_bytes, runs.recompute_seconds):
+        if not self.would_keep(peak_bytes, runs.added_seconds):
             return False
         return self.add(peak_bytes, runs.plan())
 
     def entry(self, runs: Runs) -> Entry:
         return self._entry(runs.peak_bytes(), runs.plan())
 
-    def _entry(self, peak_bytes: int, plan: frozenset[Run]) -> Entry:
+    def _entry(self, peak_bytes: int, plan: frozenset[Rerun]) -> Entry:
         # The simulator adds up in the same exact way: equal plans have equal seconds.
-        seconds = fsum(op.seconds for _, rank in plan if (op := self.table.again[rank]) is not None)
+        seconds = fsum(added_seconds(self.table, plan))
         return Entry(peak_bytes, seconds, plan)
 
-    def add(self, peak_bytes: int, plan: frozenset[Run]) -> bool:
+    def add(self, peak_bytes: int, plan: frozenset[Rerun]) -> bool:
         entry = self._entry(peak_bytes, plan)
         seconds = entry.seconds
         if not self.would_keep(peak_bytes, seconds):

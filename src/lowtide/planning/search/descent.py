@@ -102,8 +102,8 @@ def _candidates(runs: Runs, view: View, *, least_bytes: int) -> list[Candidate]:
 
 
 def _offer_new_blocks(runs: Runs, view: View, eviction: Eviction, heap: list[Candidate], number: int) -> int:
-    for rank in eviction.again:
-        key = runs.table.key(eviction.slot, rank)
+    for recipe in eviction.again:
+        key = runs.table.key(eviction.slot, recipe)
         for block in runs.held.get(key, {}).values():
             following = best_eviction(runs, view, block)
             if following is not None:
@@ -142,10 +142,10 @@ def _merge_what_fits(runs: Runs, target: int, blocks: list[Block]) -> list[Block
             left.append(block)
             continue
         mark = len(runs.journal)
-        seconds = runs.recompute_seconds
+        seconds = runs.added_seconds
         merge(runs, block)
         after = View(runs, target)
-        if after.excess_bytes > view.excess_bytes or runs.recompute_seconds > seconds:
+        if after.excess_bytes > view.excess_bytes or runs.added_seconds > seconds:
             runs.rollback(mark)
             left.append(block)
         else:
@@ -160,7 +160,7 @@ def refine(runs: Runs, target: int, *, tries: int) -> bool:
     """
     if not runs.num_recomputes:
         return False
-    start_seconds = runs.recompute_seconds
+    start_seconds = runs.added_seconds
     lower = View(runs, target - target // 50)
     heap = _candidates(runs, lower, least_bytes=int(lower.excess.max(initial=0)) // SMALLEST_PART)
     tried: set[tuple[int, int]] = set()
@@ -171,12 +171,12 @@ def refine(runs: Runs, target: int, *, tries: int) -> bool:
         if (block.storage, block.start) in tried or not is_live(runs, block):
             continue
         tried.add((block.storage, block.start))
-        mark, seconds = len(runs.journal), runs.recompute_seconds
+        mark, seconds = len(runs.journal), runs.added_seconds
         merge(runs, block)
         _evict_cheapest(runs, target, heap[:], max_moves=REFINE_MOVES, banned=block.storage)
-        if runs.peak_bytes() <= target and runs.recompute_seconds < seconds * (1 - 1e-9):
+        if runs.peak_bytes() <= target and runs.added_seconds < seconds * (1 - 1e-9):
             trim(runs, target)
             waiting = dearest_copies(runs)
         else:
             runs.rollback(mark)
-    return runs.recompute_seconds < start_seconds * (1 - 1e-9)
+    return runs.added_seconds < start_seconds * (1 - 1e-9)

@@ -7,7 +7,7 @@ is recomputed right before the first backward node that needs it, and shared by 
 from collections.abc import Iterable
 
 from lowtide.facts import Region
-from lowtide.planning.search.runs import Run, Runs
+from lowtide.planning.search.runs import Rerun, Runs
 from lowtide.planning.search.table import Table
 
 
@@ -42,37 +42,37 @@ class LazyRuns(Runs):
             need = self._need[rank]
             if need >= self._slot[rank] or not self._is_gone(rank):
                 continue
+            recipe = self.table.recompute[rank]
+            assert recipe is not None
             if self._slot[rank] < self._never:
-                self.remove(self._slot[rank], rank)
+                self.remove(self._slot[rank], recipe)
             self._slot[rank] = need
-            self.insert(need, rank)
-            op = self.table.again[rank]
-            assert op is not None
-            for read in op.reads:
+            self.insert(need, recipe)
+            for read in self.table.recipes[recipe].reads:
                 self._needed(read, need)
                 todo.append(read)
 
     def _needed(self, rank: int, slot: int) -> None:
         """Only slots where `rank` may run count; elsewhere its first value is read."""
-        if slot < self._need[rank] and self.table.may_run(rank, slot):
+        if slot < self._need[rank] and self.table.may_recompute(rank, slot):
             self._need[rank] = slot
 
     def _is_gone(self, rank: int) -> bool:
         return any(self._dropped[storage] for storage in self.table.step.nodes[rank].holds)
 
 
-def lazy_plan(table: Table, kept: Iterable[int]) -> frozenset[Run]:
+def lazy_plan(table: Table, kept: Iterable[int]) -> frozenset[Rerun]:
     """The plan that retains only the storages `kept` and what can never be run again."""
     stays = set(kept)
     need = list(table.first_need)
-    plan: set[Run] = set()
+    plan: set[Rerun] = set()
     for rank in table.readers_first:
-        op = table.again[rank]
+        recipe = table.recompute[rank]
         slot = need[rank]
-        if op is None or slot == table.size or stays.issuperset(table.own[rank]):
+        if recipe is None or slot == table.size or stays.issuperset(table.own[rank]):
             continue
-        plan.add((slot, rank))
-        for read in op.reads:
-            if slot < need[read] and table.may_run(read, slot):
+        plan.add((slot, recipe))
+        for read in table.recipes[recipe].reads:
+            if slot < need[read] and table.may_recompute(read, slot):
                 need[read] = slot
     return frozenset(plan)

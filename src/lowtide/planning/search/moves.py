@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.search.runs import Block, Run, Runs
+from lowtide.planning.search.runs import Block, Rerun, Runs
 
 SMALL_SHARE = 0.5
 """Rather than recompute through a value of at most this share of the evicted bytes, retain it."""
@@ -31,12 +31,12 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Free `block` after its use at `after`; run `again` in `slot`, where it is next used."""
+    """Free a block after one of its uses; run the recipes `again` in `slot`, where it is next used."""
 
     slot: int
     again: tuple[int, ...]
-    instead: tuple[Run, ...]
-    """later runs of the same ranks, which the new ones make needless"""
+    instead: tuple[Rerun, ...]
+    """later runs that bring the same values back, which the new ones make needless"""
     seconds: float
     gain: float
     """bytes won, less when only a small part of the excess is covered"""
@@ -75,10 +75,17 @@ def best_eviction(runs: Runs, view: View, block: Block) -> Eviction | None:
         return None
     found = _bring_back(runs, view, gap, small_bytes=0)
     if found is not None and found.passes_through:
-        other = _bring_back(runs, view, gap, small_bytes=int(SMALL_SHARE * block.nbytes))
-        if other is not None and other.seconds * found.gain < found.seconds * other.gain:
-            return other
+        found = _cheaper(found, _bring_back(runs, view, gap, small_bytes=int(SMALL_SHARE * block.nbytes)))
+    for recipe in runs.table.again[runs.table.rank(block.start)][1:]:
+        found = _cheaper(found, _bring_back(runs, view, gap, small_bytes=0, by=recipe))
     return found
+
+
+def _cheaper(one: Eviction | None, other: Eviction | None) -> Eviction | None:
+    """The one that costs less per byte; the first of equals."""
+    if one is None or other is None:
+        return one or other
+    return other if other.seconds * one.gain < one.seconds * other.gain else one
 
 
 def _best_gap(runs: Runs, view: View, block: Block) -> Gap | None:
@@ -100,31 +107,46 @@ def _best_gap(runs: Runs, view: View, block: Block) -> Gap | None:
     return best
 
 
-def _bring_back(runs: Runs, view: View, gap: Gap, *, small_bytes: int) -> Eviction | None:
+def _bring_back(
+    runs: Runs, view: View, gap: Gap, *, small_bytes: int, by: int | None = None
+) -> Eviction | None:
+    """`by`: the recipe to take for the block's own node, instead of the preferred one."""
     table, slot, block = runs.table, gap.slot, gap.block
-    way = _walk_back(runs, gap, small_bytes)
+    way = _walk_back(runs, gap, small_bytes, by)
     if way is None:
         return None
     again, lengthened, passes_through = way
+    started = _started(runs, again)
     added = sum(b.nbytes for b in lengthened.values())
+    added += sum(nbytes for rank in started for _, nbytes, _ in table.plain[rank].fresh)
     if added >= block.nbytes:
         return None
-    seconds, instead = 0.0, []
-    for rank in again:
-        op = table.again[rank]
-        assert op is not None
-        later = runs.next_run(rank, table.key(slot, rank))
+    seconds, instead = sum(table.plain[rank].seconds for rank in started), []
+    for recipe in again:
+        op = table.recipes[recipe]
+        later = runs.next_run(op.rank, table.key(slot, recipe))
         made = sum(nbytes for _, nbytes, _ in op.fresh)
         if later is not None and _fits_between(view, slot, later // runs.width, made):
-            instead.append((later // runs.width, rank))
+            instead.append((later // runs.width, table.recipe(later)))
         else:
             seconds += op.seconds
     gain = gap.gain * (block.nbytes - added) / block.nbytes
     return Eviction(slot, tuple(again), tuple(instead), seconds, gain, passes_through)
 
 
-def _walk_back(runs: Runs, gap: Gap, small_bytes: int) -> tuple[list[int], dict[int, Block], bool] | None:
-    """Ranks to run again in the gap's slot, in the order they can run, and blocks that must live until then.
+def _started(runs: Runs, again: list[int]) -> list[int]:
+    """Ranks on demand that these recipes would be the first to read."""
+    table = runs.table
+    if not table.on_demand:
+        return []
+    reads = {read: None for recipe in again for read in table.recipes[recipe].reads}
+    return [read for read in reads if not runs.runs[read]]
+
+
+def _walk_back(
+    runs: Runs, gap: Gap, small_bytes: int, by: int | None
+) -> tuple[list[int], dict[int, Block], bool] | None:
+    """Recipes for the gap's slot, in the order they can run, and blocks that must live until then.
 
     None when something would have to run that may not. The last value says whether recomputing
     went through values that could have been retained.
@@ -132,19 +154,22 @@ def _walk_back(runs: Runs, gap: Gap, small_bytes: int) -> tuple[list[int], dict[
     table, slot, block = runs.table, gap.slot, gap.block
     start_of_slot = slot * runs.width
     stack = [table.rank(h) for h in block.holders if h <= gap.before and runs.last_use(h) > gap.before]
-    again: set[int] = set()
+    again: dict[int, int] = {}
     lengthened: dict[int, Block] = {}
     passes_through = False
+    maker = -1 if by is None else table.recipes[by].rank
     while stack:
         rank = stack.pop()
         if rank in again:
             continue
-        op = table.again[rank]
-        if op is None or not table.may_run(rank, slot):
+        if not table.may_run(rank, slot):
             return None
-        again.add(rank)
-        for read in op.reads:
-            held = runs.held[runs.latest(read, table.key(slot, rank))].values()
+        recipe = by if by is not None and rank == maker else table.again[rank][0]
+        again[rank] = recipe
+        for read in table.recipes[recipe].reads:
+            if not runs.runs[read]:
+                continue
+            held = runs.held[runs.latest(read, table.key(slot, recipe))].values()
             gone = [b for b in held if b is block or b.end < start_of_slot]
             if not gone or read in again:
                 continue
@@ -158,7 +183,7 @@ def _walk_back(runs: Runs, gap: Gap, small_bytes: int) -> tuple[list[int], dict[
                 stack.append(read)
             else:
                 lengthened.update((id(b), b) for b in gone)
-    return sorted(again, key=table.place.__getitem__), lengthened, passes_through
+    return sorted(again.values(), key=table.place.__getitem__), lengthened, passes_through
 
 
 def _fits_between(view: View, first: int, last: int, nbytes: int) -> bool:
@@ -168,17 +193,17 @@ def _fits_between(view: View, first: int, last: int, nbytes: int) -> bool:
 def evict(runs: Runs, eviction: Eviction) -> None:
     """Make the move; what it makes needless goes too."""
     table = runs.table
-    for rank in eviction.again:
-        if table.key(eviction.slot, rank) not in runs.readers:
-            runs.insert(eviction.slot, rank)
-    for slot, rank in eviction.instead:
-        _take_out(runs, slot, rank)
+    for recipe in eviction.again:
+        if table.key(eviction.slot, recipe) not in runs.readers:
+            runs.insert(eviction.slot, recipe)
+    for slot, recipe in eviction.instead:
+        _take_out(runs, table.key(slot, recipe))
 
 
-def _take_out(runs: Runs, slot: int, rank: int) -> None:
-    """Remove a run and, with it, every recompute run that nobody reads any more."""
+def _take_out(runs: Runs, key: int) -> None:
+    """Remove a run and, with it, every run that brings back what nobody reads any more."""
     table = runs.table
-    todo = [table.key(slot, rank)]
+    todo = [key]
     first = True
     while todo:
         key = todo.pop()
@@ -188,7 +213,7 @@ def _take_out(runs: Runs, slot: int, rank: int) -> None:
             continue
         first = False
         sources = [runs.latest(read, key) for read in table.op(key).reads]
-        runs.remove(key // runs.width, table.rank(key))
+        runs.remove(key // runs.width, table.recipe(key))
         todo += sources
 
 
@@ -226,7 +251,7 @@ def merge(runs: Runs, block: Block) -> None:
     width = runs.width
     for key in sorted((k for k in block.holders if k % width != width - 1), reverse=True):
         if key in runs.readers:
-            _take_out(runs, key // width, runs.table.rank(key))
+            _take_out(runs, key)
 
 
 def delay(runs: Runs, first_slot: int) -> None:
@@ -253,5 +278,6 @@ def delay(runs: Runs, first_slot: int) -> None:
                     lengthened += sum(b.nbytes for b in runs.held[source].values() if b.end // width < later)
             made = sum(nbytes for _, nbytes, _ in op.fresh)
             if lengthened < made or (not lengthened and not made):
-                runs.remove(slot, rank)
-                runs.insert(later, rank)
+                recipe = table.recipe(key)
+                runs.remove(slot, recipe)
+                runs.insert(later, recipe)

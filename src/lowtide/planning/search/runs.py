@@ -1,8 +1,9 @@
 """The runs of a plan and the bytes of every slot, kept up to date as single runs come and go.
 
-A plan is a set of (slot, rank): before backward node `slot`, run forward node `rank` again. Every
-such set is a valid schedule, because a run reads the latest earlier run of what it needs. Putting
-in or taking out one run touches only the blocks near it; `peak_bytes` equals the full simulation.
+A plan is a set of (slot, recipe): before backward node `slot`, bring a forward value back by a recipe of
+the table. Every such set is a valid schedule, because a run reads the latest earlier run of what it
+needs, and what runs on demand comes and goes with its readers. Putting in or taking out one run touches
+only the blocks near it; `peak_bytes` equals the full simulation.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -11,22 +12,40 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.facts import Run
 from lowtide.planning.search.table import Table
 
-Run = tuple[int, int]
-"""(slot, rank)"""
+Rerun = tuple[int, int]
+"""(slot, number of a recipe)"""
 
 
-def order_of(table: Table, plan: Iterable[Run]) -> tuple[int, ...]:
-    """The schedule of a plan."""
+def schedule_of(table: Table, plan: Iterable[Rerun]) -> tuple[Run, ...]:
+    """All runs of a plan in their order."""
     by_slot: dict[int, list[int]] = {}
-    for slot, rank in plan:
-        by_slot.setdefault(slot, []).append(rank)
-    order: list[int] = []
+    for slot, recipe in plan:
+        by_slot.setdefault(slot, []).append(recipe)
+    absent = table.on_demand - demanded(table, plan)
+    order: list[Run] = []
     for slot in range(table.size):
-        order += sorted(by_slot.get(slot, ()), key=table.place.__getitem__)
-        order.append(slot)
+        for recipe in sorted(by_slot.get(slot, ()), key=table.place.__getitem__):
+            order.append(Run(table.recipes[recipe].rank, table.recipes[recipe].method))
+        if slot not in absent:
+            order.append(Run(slot))
     return tuple(order)
+
+
+def demanded(table: Table, plan: Iterable[Rerun]) -> set[int]:
+    """Ranks that run only for the sake of this plan."""
+    if not table.on_demand:
+        return set()
+    return {read for _, recipe in plan for read in table.recipes[recipe].reads if read in table.on_demand}
+
+
+def added_seconds(table: Table, plan: Iterable[Rerun]) -> list[float]:
+    """What every run of a plan takes that the plain step does not have."""
+    chosen = sorted(plan)
+    again = [table.recipes[recipe].seconds for _, recipe in chosen]
+    return again + [table.plain[rank].seconds for rank in sorted(demanded(table, chosen))]
 
 
 class Block:
@@ -46,11 +65,13 @@ class Runs:
     def __init__(self, table: Table) -> None:
         self.table = table
         self.width = table.width
-        self.runs: list[list[int]] = [[table.last_key(rank)] for rank in range(table.size)]
-        self.readers: dict[int, list[int]] = {keys[0]: [] for keys in self.runs}
+        self.runs: list[list[int]] = [
+            [] if rank in table.on_demand else [table.last_key(rank)] for rank in range(table.size)
+        ]
+        self.readers: dict[int, list[int]] = {keys[0]: [] for keys in self.runs if keys}
         self.held: dict[int, dict[int, Block]] = {}
         self.slot_runs: dict[int, list[int]] = {}
-        self.recompute_seconds = 0.0
+        self.added_seconds = 0.0
         self.num_recomputes = 0
         self.num_changes = 0
         self.journal: list[tuple[bool, int, int]] = []
@@ -58,19 +79,21 @@ class Runs:
         self._ending: dict[int, list[Block]] = {}
         self._base = np.full(table.size, table.static_bytes, dtype=np.int64)
         self._extra = np.zeros(table.size, dtype=np.int64)
-        self._peak_key = [keys[0] for keys in self.runs]
+        self._peak_key = [table.last_key(rank) for rank in range(table.size)]
         self._dirty = set(range(table.size))
-        for rank in range(table.size):
+        always = [rank for rank in range(table.size) if rank not in table.on_demand]
+        for rank in always:
             key = self.runs[rank][0]
             for read in table.plain[rank].reads:
                 self.readers[self.runs[read][0]].append(key)
-        for rank in range(table.size):
+        for rank in always:
             self._hold(self.runs[rank][0])
         for block in {id(b): b for mine in self.held.values() for b in mine.values()}.values():
             self._update_end(block)
         self.forward_blocks = [
             block
-            for rank in range(table.first_backward)
+            for rank in always
+            if rank < table.first_backward
             for block in self.held[self.runs[rank][0]].values()
             if block.start == self.runs[rank][0] and not block.pinned and block.nbytes
         ]
@@ -90,12 +113,12 @@ class Runs:
         self._refresh()
         return self._peak_key[slot]
 
-    def order(self) -> tuple[int, ...]:
-        return order_of(self.table, self.plan())
+    def schedule(self) -> tuple[Run, ...]:
+        return schedule_of(self.table, self.plan())
 
-    def plan(self) -> frozenset[Run]:
+    def plan(self) -> frozenset[Rerun]:
         return frozenset(
-            (slot, self.table.rank(key)) for slot, keys in self.slot_runs.items() for key in keys
+            (slot, self.table.recipe(key)) for slot, keys in self.slot_runs.items() for key in keys
         )
 
     def latest(self, rank: int, key: int) -> int:
@@ -117,7 +140,7 @@ class Runs:
         if key not in self.table.tuple_keys:
             return readers
         last = self.width - 1
-        return [k for k in readers if k % self.width == last or self.table.rank(k) not in self.table.parts]
+        return [k for k in readers if k % self.width == last or self.table.recipe(k) not in self.table.parts]
 
     def last_use(self, key: int) -> int:
         uses = self.uses(key)
@@ -125,11 +148,11 @@ class Runs:
 
     # -- changes
 
-    def insert(self, slot: int, rank: int) -> None:
+    def insert(self, slot: int, recipe: int) -> None:
         table = self.table
-        key = table.key(slot, rank)
-        op = table.again[rank]
-        assert op is not None
+        key = table.key(slot, recipe)
+        op = table.recipes[recipe]
+        rank = op.rank
         assert table.segment[rank] == table.slot_segment[slot]
         keys = self.runs[rank]
         i = bisect_left(keys, key)
@@ -146,6 +169,8 @@ class Runs:
         self.readers[key] = moved
         touched: dict[int, Block] = {id(b): b for b in self.held[previous].values()}
         for read in op.reads:
+            if not self.runs[read]:
+                self._begin(read)
             source = self.latest(read, key)
             insort(self.readers[source], key)
             for block in self.held[source].values():
@@ -157,16 +182,16 @@ class Runs:
             self._rehold(reader, rank, touched)
         for block in touched.values():
             self._update_end(block)
-        self.recompute_seconds += op.seconds
+        self.added_seconds += op.seconds
         self.num_recomputes += 1
         self.num_changes += 1
-        self.journal.append((True, slot, rank))
+        self.journal.append((True, slot, recipe))
 
-    def remove(self, slot: int, rank: int) -> None:
+    def remove(self, slot: int, recipe: int) -> None:
         table = self.table
-        key = table.key(slot, rank)
-        op = table.again[rank]
-        assert op is not None
+        key = table.key(slot, recipe)
+        op = table.recipes[recipe]
+        rank = op.rank
         keys = self.runs[rank]
         i = bisect_left(keys, key)
         assert keys[i] == key
@@ -196,32 +221,62 @@ class Runs:
                 self._update_end(block)
             else:
                 self._forget(block)
-        self.recompute_seconds -= op.seconds
+        for read in op.reads:
+            if read in table.on_demand and not self.readers[self.runs[read][0]]:
+                self._end(read)
+        self.added_seconds -= op.seconds
         self.num_recomputes -= 1
         self.num_changes += 1
-        self.journal.append((False, slot, rank))
+        self.journal.append((False, slot, recipe))
+
+    def _begin(self, rank: int) -> None:
+        """Run on demand what a recipe keeps from the forward pass; nobody reads it yet."""
+        table = self.table
+        key = table.last_key(rank)
+        op = table.plain[rank]
+        self.runs[rank], self.readers[key] = [key], []
+        for source in (self.runs[read][0] for read in op.reads):
+            insort(self.readers[source], key)
+            for block in self.held[source].values():
+                self._update_end(block)
+        self._hold(key)
+        self._dirty.add(rank)
+        self.added_seconds += op.seconds
+
+    def _end(self, rank: int) -> None:
+        """Nobody reads any more what ran on demand."""
+        op = self.table.plain[rank]
+        (key,) = self.runs[rank]
+        self.runs[rank] = []
+        del self.readers[key]
+        for block in self.held.pop(key).values():
+            self._forget(block)
+        for source in (self.runs[read][0] for read in op.reads):
+            self.readers[source].remove(key)
+            for block in self.held[source].values():
+                self._update_end(block)
+        self._dirty.add(rank)
+        self.added_seconds -= op.seconds
 
     def rollback(self, mark: int) -> None:
         """Undo every change since the journal had `mark` entries."""
         while len(self.journal) > mark:
-            inserted, slot, rank = self.journal[-1]
+            inserted, slot, recipe = self.journal[-1]
             if inserted:
-                self.remove(slot, rank)
+                self.remove(slot, recipe)
             else:
-                self.insert(slot, rank)
+                self.insert(slot, recipe)
             del self.journal[-2:]
 
-    def go_to(self, plan: Iterable[Run]) -> None:
+    def go_to(self, plan: Iterable[Rerun]) -> None:
         """Become `plan`, by the difference to what is there."""
         wanted, here = frozenset(plan), self.plan()
-        for slot, rank in sorted(here - wanted, reverse=True):
-            self.remove(slot, rank)
-        for slot, rank in sorted(wanted - here):
-            self.insert(slot, rank)
+        for slot, recipe in sorted(here - wanted, reverse=True):
+            self.remove(slot, recipe)
+        for slot, recipe in sorted(wanted - here):
+            self.insert(slot, recipe)
         self.journal.clear()
-        self.recompute_seconds = sum(
-            op.seconds for _, rank in sorted(wanted) if (op := self.table.again[rank]) is not None
-        )
+        self.added_seconds = sum(added_seconds(self.table, wanted))
 
     # -- blocks
 
@@ -314,7 +369,8 @@ class Runs:
             keys = self.slot_runs.get(slot)
             last = slot * self.width + self.width - 1
             if not keys:
-                self._extra[slot] = self.table.plain[slot].workspace_bytes
+                runs = self.runs[slot]
+                self._extra[slot] = self.table.plain[slot].workspace_bytes if runs else 0
                 self._peak_key[slot] = last
                 continue
             keys = [*keys, last]

@@ -8,19 +8,17 @@ addEventListener("DOMContentLoaded", () => {
   const names = data.names;
   const [ops, modules, sources] = [data.ops, data.modules, data.sources].map(Decode.strings);
   const regions = Decode.integers(data.regions);
-  const plainNs = Decode.integers(data.plain_ns);
-  const againNs = Decode.integers(data.again_ns);
   const numKinds = page.kinds.length;
 
   const load = (packed) => {
     const order = Decode.integers(packed.order);
     const kinds = packed.kinds.map(Decode.integers);
-    const seen = new Set();
-    const again = order.map((rank) => seen.size === seen.add(rank).size);
+    const again = Decode.strings(packed.methods);
+    const seconds = Decode.integers(packed.ns).map((ns) => ns / 1e9);
     const start = [0];
-    order.forEach((rank, i) => start.push(start[i] + (again[i] ? againNs : plainNs)[rank] / 1e9));
+    seconds.forEach((s, i) => start.push(start[i] + s));
     const total = order.map((_, i) => kinds.reduce((sum, kind) => sum + kind[i], 0));
-    return { order, kinds, again, start, total, peak: packed.peak, label: packed.label };
+    return { order, kinds, again, seconds, start, total, peak: packed.peak, label: packed.label };
   };
   const before = load(data.before);
   const after = data.after ? load(data.after) : null;
@@ -181,9 +179,9 @@ addEventListener("DOMContentLoaded", () => {
     const part = element("div");
     part.append(element("h3", label));
     const list = element("dl");
-    const seconds = (again ? againNs : plainNs)[rank] / 1e9;
+    const seconds = run.seconds[position];
     const rows = [
-      ["node", names[rank] + (again ? " (run again)" : "")],
+      ["node", names[rank] + (again ? ` (${again})` : "")],
       ["op", `${ops[rank]}, ${data.region_names[regions[rank]]}, rank ${rank}, ${Format.seconds(seconds)}`],
       ["module", modules[rank] || "–"],
       ["source", sources[rank] || "–"],

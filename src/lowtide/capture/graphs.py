@@ -1,0 +1,144 @@
+"""Captured graphs: joint graphs of forward and backward, where their inputs come from, how they follow
+each other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.capture.fingerprint import fingerprint
+from lowtide.facts import Kind
+from lowtide.torchside import hooks
+from lowtide.torchside.batch import tensors_in
+from lowtide.torchside.ops import as_eager_computes
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a graph's input comes from: a kind, a name for the user, and which tensor it is.
+
+    `tensor` is the `id` of the user's own tensor, 0 for what is none. Names are for people: a batch may
+    use the name of a parameter.
+    """
+
+    kind: Kind
+    name: str
+    tensor: int = 0
+
+
+@dataclass(slots=True)
+class Segment:
+    """One captured graph: forward and backward in one, as AOTAutograd gives it.
+
+    `differentiable` is False where nothing needs a gradient; the graph is then forward only.
+    """
+
+    joint: fx.GraphModule
+    num_forward_outputs: int
+    origins: list[Origin]
+    differentiable: bool
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class Execution:
+    """One execution of a segment. `links[i]` names the earlier output that input i is: (execution, output).
+
+    `from_outside`: some input was made by code between the graphs, and has a gradient to pass on.
+    """
+
+    segment: Segment
+    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    from_outside: bool = False
+
+
+@dataclass(slots=True)
+class Trace:
+    """All graphs of one forward pass in the order they ran.
+
+    `returned` are the (execution, output) that the caller holds; `given` those whose gradient comes from
+    outside of the graphs: the loss. `loss_outside`: the loss itself was made outside of them, so that
+    nobody can tell which outputs it reads, and all of them may get a gradient. The first `num_in_model`
+    are the model's own, the others the loss's.
+    """
+
+    executions: list[Execution]
+    returned: frozenset[tuple[int, int]]
+    given: frozenset[tuple[int, int]]
+    num_in_model: int
+    real_forward: bool = False
+    loss_outside: bool = False
+
+
+def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
+    """What a graph returns, in order; None where it returns nothing or a constant."""
+    results = graph.graph.output_node().args[0]
+    assert isinstance(results, (list, tuple))
+    return [result if isinstance(result, fx.Node) else None for result in results]
+
+
+def mutated_inputs(joint: fx.GraphModule) -> dict[int, int]:
+    """Forward outputs that are new values of an input (batch-norm statistics): output to input index."""
+    descriptions = joint.graph.output_node().meta.get("desc") or []
+    return {
+        index: description.mutated_input.idx
+        for index, description in enumerate(descriptions)
+        if isinstance(description, hooks.InputMutationAOTOutput)
+        and isinstance(description.mutated_input, hooks.PlainAOTInput)
+    }
+
+
+def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_outputs: int | None) -> Segment:
+    """A segment with a graph of its own; None outputs means a graph without backward."""
+    new = fx.Graph()
+    result = new.graph_copy(joint.graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    value, output = result
+    new.output(value).meta = dict(output.meta)
+    as_eager_computes(new)
+    graph = fx.GraphModule(joint, new)
+    weights = [origin.name for origin in origins if origin.kind in (Kind.PARAMETER, Kind.BUFFER)]
+    return Segment(
+        joint=graph,
+        num_forward_outputs=len(results_of(graph)) if num_forward_outputs is None else num_forward_outputs,
+        origins=origins,
+        differentiable=num_forward_outputs is not None,
+        fingerprint=fingerprint(graph, num_forward_outputs, weights),
+    )
+
+
+def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin], *, stranger: Kind) -> list[Origin]:
+    """Where each input of a graph comes from; `stranger` is the kind of what `origins` does not know."""
+    names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+    return [
+        origins.get(id(example)) or Origin(stranger, name, 0 if example is None else id(example))
+        for name, example in zip(names, hooks.graph_inputs(graph), strict=True)
+    ]
+
+
+def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
+    """What the user calls each tensor that a step reads, by identity."""
+    origins: dict[int, Origin] = {}
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, torch.Tensor):
+            origins[id(leaf)] = Origin(Kind.INPUT, _path_name(path), id(leaf))
+    for name, buffer in model.named_buffers():
+        origins[id(buffer)] = Origin(Kind.BUFFER, name, id(buffer))
+    for name, parameter in model.named_parameters():
+        origins[id(parameter)] = Origin(Kind.PARAMETER, name, id(parameter))
+    return origins
+
+
+def user_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    """All tensors that a step starts from: parameters, buffers and those in the batch."""
+    return [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    """`input_ids` for a keyword argument, `input_0` for a positional one."""
+    keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[1:]]
+    name = ".".join(keys)
+    return f"input_{name}" if name[:1].isdigit() else name

@@ -1,0 +1,27 @@
+"""A dropout's result from its input and its kept mask."""
+
+from torch import fx
+
+from lowtide.methods.method import Blocks, Kept, Method
+from lowtide.torchside.calls import Call
+from lowtide.torchside.ops.dropout import apply_mask, dropout_output
+
+
+class DropoutFromMask(Method):
+    name = "mask"
+    words = "from its input and the kept mask"
+
+    def why_not(self, node: fx.Node) -> str | None:
+        return None if dropout_output(node) is None else ""
+
+    def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
+        pair, dropout = dropout_output(node), node.args[0]
+        assert pair is not None and isinstance(dropout, fx.Node)
+        return Call(apply_mask, (*pair, dropout.args[1]))
+
+    def timed(self, node: fx.Node) -> Call:
+        return self.call(node, ())
+
+    def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
+        # the first run only takes it out of the dropout's tuple
+        return holds, holds

@@ -1,0 +1,71 @@
+"""What a method is: one way to bring a forward value back in the backward pass, told in one place.
+
+A method answers which nodes it fits and why not (`why_not`), what runs in the backward pass and what that
+reads (`call`), what the forward pass keeps for it besides its own values (`kept`), which blocks it makes
+(`blocks`), what stands for its cost (`timed`, `workspace_bytes`), and what files and reports call it
+(`name`, `words`, `action`). Capture, profiling, rewriting and reports ask nothing else of it.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from lowtide.facts import Action
+from lowtide.torchside.calls import Call
+
+Blocks = tuple[int, ...]
+"""Storage ids."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """One tensor that the forward pass makes for a method and keeps, besides its own values.
+
+    `call` has nodes of the graph among its arguments and makes the tensor; it runs right `before` the
+    node, or right after it. `value` is a fake tensor of the result. What is not `timed` costs nothing to
+    speak of.
+    """
+
+    name: str
+    call: Call
+    value: Any
+    before: bool = False
+    timed: bool = True
+
+
+class Method(ABC):
+    """One way to bring a value back. Methods have no state: one instance serves all graphs."""
+
+    name: ClassVar[str]
+    """in files: `replay`"""
+    words: ClassVar[str]
+    """in reports: `drawn again from its random state`"""
+    action: ClassVar[Action] = Action.RECOMPUTE
+
+    @abstractmethod
+    def why_not(self, node: fx.Node) -> str | None:
+        """Empty where the method fits a forward node; None where the node is none of its business, and
+        else why it cannot be used though it should."""
+
+    @abstractmethod
+    def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
+        """What runs in the backward pass. Its arguments are nodes of the graph, whose values it reads,
+        the `kept` tensors, and constants."""
+
+    def kept(self, node: fx.Node) -> tuple[Kept, ...]:
+        """What the forward pass keeps for it."""
+        return ()
+
+    def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
+        """Which storages a run makes anew and which its value holds, given those of the first run."""
+        return makes, holds
+
+    def timed(self, node: fx.Node) -> Call | None:
+        """The call whose cost stands for a run; None where that is the node's own op."""
+        return None
+
+    def workspace_bytes(self, node: fx.Node) -> int:
+        """Bytes held inside a run besides those of the timed call."""
+        return 0

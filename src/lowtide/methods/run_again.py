@@ -1,0 +1,65 @@
+"""The same op on the same inputs."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.methods import batch_norm
+from lowtide.methods.method import Kept, Method
+from lowtide.torchside.calls import Call
+from lowtide.torchside.hooks import OpOverload
+from lowtide.torchside.ops.dropout import dropout_output
+from lowtide.torchside.ops.random import is_random
+from lowtide.torchside.ops.recurrent import RUNS_ONCE, recurrent_layer
+from lowtide.torchside.ops.schema import writes_inputs
+
+REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
+"""Ops of these are known to give the same result twice."""
+
+
+class RunAgain(Method):
+    name = "again"
+    words = "run again"
+
+    def why_not(self, node: fx.Node) -> str | None:
+        if is_random(node) or batch_norm.counts_statistics(node) or dropout_output(node) is not None:
+            return None  # these have methods of their own
+        if node.target is operator.getitem:
+            return batch_norm.COUNTED_ONCE if batch_norm.is_statistic(node) else ""
+        return reason_unrepeatable(node)
+
+    def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
+        assert callable(node.target)
+        return Call(node.target, node.args, node.kwargs)
+
+
+def reason_unrepeatable(node: fx.Node) -> str:
+    """Why an op cannot be run a second time with the same result; empty when it can."""
+    target = node.target
+    if node.op == "placeholder":
+        return "an input of the step"
+    if node.op == "get_attr":
+        return "a constant"
+    if target is recurrent_layer:
+        return RUNS_ONCE
+    if not isinstance(target, OpOverload):
+        return "a higher-order op"
+    if writes_inputs(target):
+        return "writes to one of its inputs"
+    if target.namespace in ("_c10d_functional", "c10d_functional", "c10d"):
+        return "talks to other processes"
+    if target.namespace not in REPEATABLE_NAMESPACES:
+        return "a custom op: not known to give the same result twice"
+    if node.kwargs.get("generator") is not None:
+        return "draws from a generator of its own"
+    if not _is_tensors(node.meta.get("val")):
+        return "does not make tensors"
+    return ""
+
+
+def _is_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(item is None or _is_tensors(item) for item in value)
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,133 @@
+"""A torch.compile backend that rewrites every captured graph by its plan and hands it to an executor."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from lowtide.capture.graphs import Origin, Segment, new_segment
+from lowtide.capture.regions import without_tangents
+from lowtide.capture.tangents import drop_zeros
+from lowtide.errors import Unsupported
+from lowtide.facts import Run
+from lowtide.running.executor import EAGER_OPS, Executor, Function
+from lowtide.running.rewrite import Rewritten, forward_only, rewrite
+from lowtide.torchside import hooks
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """How one captured graph runs: its schedule, for the outputs `missing` that get no gradient."""
+
+    schedule: tuple[Run, ...]
+    missing: frozenset[int]
+
+
+@dataclass(slots=True)
+class Tally:
+    count: int = 0
+
+
+PlanGraph = Callable[[Segment], GraphPlan]
+
+
+class Backend:
+    """Rewrites each graph by the plan that `plan_graph` gives for it.
+
+    `graphs` lists what was compiled, in order, for tests and reports; `forwards` counts how often a
+    forward graph has run.
+    """
+
+    def __init__(
+        self,
+        plan_graph: PlanGraph,
+        *,
+        origins: Callable[[fx.GraphModule], list[Origin]],
+        executor: Executor = EAGER_OPS,
+    ) -> None:
+        self.plan_graph = plan_graph
+        self.origins = origins
+        self.executor = executor
+        self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
+        self.forwards = Tally()
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        # torch keeps these functions longer than the model lives: they must not know `self`
+        executor, forwards, origins = self.executor, self.forwards, self.origins(graph)
+        rewritten: Rewritten | None = None
+        plan: GraphPlan | None = None
+
+        def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
+            nonlocal rewritten, plan
+            segment = new_segment(joint, origins, num_forward_outputs=kwargs["num_fwd_outputs"])
+            plan = self.plan_graph(segment)
+            rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
+            self.graphs.append((segment, plan, rewritten))
+            return rewritten.forward, rewritten.backward
+
+        def forward(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
+            return hooks.takes_list(_counted(executor(module, args, is_backward=False), forwards))
+
+        def backward(_module: fx.GraphModule, args: Any) -> Callable[..., Any]:
+            assert rewritten is not None and plan is not None
+            return hooks.takes_list(Backward(rewritten, plan.missing, args, executor))
+
+        def inference(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
+            alone = forward_only(new_segment(module, origins, num_forward_outputs=None))
+            return hooks.takes_list(_counted(executor(alone, args, is_backward=False), forwards))
+
+        with hooks.quiet():
+            return hooks.compile_graph(
+                graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
+            )
+
+
+def _counted(function: Function, tally: Tally) -> Function:
+    def call(args: list[Any]) -> Any:
+        tally.count += 1
+        return function(args)
+
+    return call
+
+
+class Backward:
+    """A graph's backward pass, for whichever of its outputs got a gradient this time."""
+
+    def __init__(
+        self,
+        rewritten: Rewritten,
+        planned_missing: frozenset[int],
+        inputs: Sequence[Any],
+        executor: Executor,
+    ) -> None:
+        self.rewritten = rewritten
+        self.planned_missing = planned_missing
+        self.inputs = tuple(inputs)
+        self.executor = executor
+        self._functions = {planned_missing: executor(rewritten.backward, inputs, is_backward=True)}
+
+    def __call__(self, args: list[Any]) -> Any:
+        tangents = self.rewritten.tangents
+        given = args[self.rewritten.num_saved :]
+        missing = frozenset(output for output, value in zip(tangents, given, strict=True) if value is None)
+        del given
+        if missing not in self._functions:
+            self._functions[missing] = self._without(missing)
+        return self._functions[missing](args)
+
+    def _without(self, missing: frozenset[int]) -> Function:
+        surprising = sorted(self.planned_missing - missing)
+        if surprising:
+            raise Unsupported(
+                f"a gradient arrived for output {surprising[0]} of the model, but the plan was made for a "
+                "loss that does not use it. Pass `loss=` the function that your loop really uses"
+            )
+        source = self.rewritten.backward
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(source.graph, {}))
+        module = fx.GraphModule(source, graph)
+        inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
+        by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
+        drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})
+        return self.executor(module, self.inputs, is_backward=True)

@@ -1,0 +1,43 @@
+"""What the schema of an op says about it."""
+
+import operator
+from typing import Any
+
+from lowtide.torchside.calls import Call
+from lowtide.torchside.hooks import OpOverload
+
+
+def writes_inputs(target: Any) -> bool:
+    """Whether an op writes to one of its arguments."""
+    return isinstance(target, OpOverload) and bool(target._schema.is_mutable)
+
+
+def schema_name(target: Any) -> str:
+    """`aten::embedding`; empty for what has no schema."""
+    return str(target._schema.name) if isinstance(target, OpOverload) else ""
+
+
+def short_name(target: Any) -> str:
+    """`embedding` for an op of any overload."""
+    return str(getattr(target, "_opname", target))
+
+
+def bound_arguments(call: Call) -> tuple[list[str], dict[str, Any]]:
+    """Names of a call's positional arguments, and all arguments by name, defaults included."""
+    if not isinstance(call.target, OpOverload):
+        return [str(index) for index in range(len(call.args))], {}
+    arguments = call.target._schema.arguments
+    names = [argument.name for argument in arguments][: len(call.args)]
+    bound = {argument.name: argument.default_value for argument in arguments}
+    return names, bound | dict(zip(names, call.args, strict=True)) | call.kwargs
+
+
+def is_view(call: Call) -> bool:
+    """Whether the call only looks at its inputs in another way: by its schema, and writes nothing."""
+    if call.target is operator.getitem:
+        return True
+    if not isinstance(call.target, OpOverload):
+        return False
+    schema = call.target._schema
+    writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments)
+    return not writes and bool(schema.returns) and all(ret.alias_info is not None for ret in schema.returns)

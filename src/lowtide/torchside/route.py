@@ -1,0 +1,21 @@
+"""Where a call of a module goes: through its own code, or through what took its place."""
+
+from typing import Any
+
+from torch import nn
+
+
+def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's own code, hooks included. This is the function that is compiled, at capture and at run
+    time, so that both give the same graphs."""
+    return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def route_of(model: nn.Module) -> Any:
+    """What runs instead of the model's own code; None for nothing."""
+    return model._compiled_call_impl
+
+
+def set_route(model: nn.Module, route: Any) -> None:
+    """Let `route` run instead of the model's own code; None gives that back."""
+    model._compiled_call_impl = route

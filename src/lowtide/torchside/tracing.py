@@ -1,0 +1,23 @@
+"""Compile functions with lowtide's own settings of torch, which hold while torch traces and not otherwise."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lowtide.torchside import hooks
+from lowtide.torchside.ops.recurrent import traced_layers
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
+    with hooks.settings(), hooks.unlogged(), hooks.recurrent_layers_traced_by(traced_layers):
+        yield
+
+
+def compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled for one shape at a time by `backend`, which has to outlive the result.
+
+    A call that runs what was compiled before changes nothing in torch.
+    """
+    return hooks.compiled(function, backend, tracing=tracing)
