@@ -51,6 +51,7 @@ def test_all_fields_travel() -> None:
         missing=(1,),
         schedule=(Run(3), Run(1, "again"), Run(4)),
         tangent_bytes=8,
+        inputs=("x float32[2x3]",),
     )
     identity = (("torch", "2"), ("batch", "x float32[2x3]"))
     step = Step(

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lowtide.capture.graphs import name_tensors
+from lowtide.capture.graphs import Segment, name_tensors
+from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Kind
 
 
@@ -29,16 +30,24 @@ def identify_model(model: nn.Module) -> tuple[tuple[str, str], ...]:
     )
 
 
+def identify_inputs(segment: Segment) -> tuple[str, ...]:
+    """What a graph reads of the batch, each with its layout, in its order."""
+    tangents = tangent_outputs(segment.joint)
+    primals = [node for node in segment.joint.graph.find_nodes(op="placeholder") if node not in tangents]
+    return tuple(
+        _layout(origin.name, node.meta["val"])
+        for node, origin in zip(primals, segment.origins, strict=False)
+        if origin.kind is Kind.INPUT and isinstance(node.meta.get("val"), torch.Tensor)
+    )
+
+
 def _layouts(batch: Any) -> str:
-    parts = []
-    for key, origin in name_tensors(nn.Module(), batch).items():
-        tensor = next(t for t in _tensors(batch) if id(t) == key)
-        assert origin.kind is Kind.INPUT
-        shape = "x".join(map(str, tensor.shape))
-        parts.append(f"{origin.name} {str(tensor.dtype).removeprefix('torch.')}[{shape}]")
-    return ", ".join(parts)
+    tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)}
+    origins = name_tensors(nn.Module(), batch)
+    return ", ".join(_layout(origin.name, tensors[key]) for key, origin in origins.items())
 
 
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(batch)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def _layout(name: str, tensor: torch.Tensor) -> str:
+    """`input_ids int64[4x128]`"""
+    shape = "x".join(map(str, tensor.shape))
+    return f"{name} {str(tensor.dtype).removeprefix('torch.')}[{shape}]"

@@ -12,16 +12,17 @@ from torch.utils import _pytree as pytree
 from lowtide import methods
 from lowtide.capture.analyse import analyse
 from lowtide.capture.graphs import Segment, Trace, name_tensors
-from lowtide.capture.identity import identify
+from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.errors import CaptureError
 from lowtide.facts import Graph, Kind, Region, Run, Step
+from lowtide.methods import Kept
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import split_batch
-from lowtide.torchside.calls import Call, call_of, storage_key, target_name
+from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key, target_name
 from lowtide.torchside.ops.schema import short_name
 
 SCALARS_BYTES = 1024
@@ -102,6 +103,7 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
             returned=tuple(sorted(output for place, output in traced.returned if place == index)),
             missing=tuple(sorted(missing)),
             tangent_bytes=_tangent_bytes(segment, missing),
+            inputs=identify_inputs(segment),
         )
         for index, (segment, missing) in enumerate(zip(analysis.segments, analysis.missing, strict=True))
     )
@@ -184,7 +186,7 @@ def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
             continue
         calls[Run(rank)] = call_of(place.node, values)
         for recipe in analysis.nodes[rank].recipes:
-            if methods.method_named(recipe.method).timed(place.node) is not None:
+            if not methods.method_named(recipe.method).costs_as_first:
                 calls[Run(rank, recipe.method)] = _method_call(place.node, recipe.method, values)
     for rank, kept in analysis.kept.items():
         if kept.timed:
@@ -197,18 +199,20 @@ def _calls_op(place: Place) -> bool:
 
 
 def _method_call(node: fx.Node, method: str, values: Values) -> Call:
-    call = methods.method_named(method).timed(node)
-    assert call is not None
-    return _filled(call, values)
+    chosen = methods.method_named(method)
+    return _filled(chosen.call(node, chosen.kept(node)), values)
 
 
 def _filled(call: Call, values: Values) -> Call:
-    """A call with the fake value of every node among its arguments: the one given, else the captured one."""
+    """A call with fake values for the nodes among its arguments, those given or else the captured ones,
+    and for what methods keep."""
 
-    def value(node: fx.Node) -> Any:
-        return values[node] if node in values else node.meta["val"]
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return values[leaf] if leaf in values else leaf.meta["val"]
+        return leaf.value if isinstance(leaf, Kept) else leaf
 
-    args, kwargs = fx.node.map_arg((call.args, call.kwargs), value)
+    args, kwargs = map_leaves(value, (call.args, call.kwargs))
     return Call(call.target, tuple(args), dict(kwargs))
 
 

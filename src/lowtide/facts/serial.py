@@ -193,6 +193,7 @@ def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
             missing=tuple(row["missing"]),
             schedule=_runs_from(row["schedule"]),
             tangent_bytes=row["tangent_bytes"],
+            inputs=tuple(row["inputs"]),
         )
         for row in _rows(table)
     )

@@ -129,6 +129,7 @@ class Run(NamedTuple):
 class Graph:
     """One captured graph of a step, in the order they run; segment `i` of the nodes is graph `i`.
 
+    `inputs` are what it reads of the batch, each with its layout: `input_ids int64[4x128]`.
     Of its outputs, the caller holds `returned` to the end of the step, and `missing` get no gradient;
     the gradients of the others take `tangent_bytes`.
     `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: what the graph's
@@ -141,6 +142,7 @@ class Graph:
     missing: tuple[int, ...]
     schedule: tuple[Run, ...] = ()
     tangent_bytes: int = 0
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,5 @@ class BatchNormAgain(Method):
         value, weight, bias, _mean, _variance, training, momentum, eps = node.args
         return Call(WITHOUT_STATISTICS, (value, weight, bias, training, momentum, eps))
 
-    def timed(self, node: fx.Node) -> Call:
-        return self.call(node, ())
-
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
         return makes[:3], makes[:3]

@@ -19,9 +19,6 @@ class DropoutFromMask(Method):
         assert pair is not None and isinstance(dropout, fx.Node)
         return Call(apply_mask, (*pair, dropout.args[1]))
 
-    def timed(self, node: fx.Node) -> Call:
-        return self.call(node, ())
-
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
         # the first run only takes it out of the dropout's tuple
         return holds, holds

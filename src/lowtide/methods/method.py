@@ -2,7 +2,7 @@
 
 A method answers which nodes it fits and why not (`why_not`), what runs in the backward pass and what that
 reads (`call`), what the forward pass keeps for it besides its own values (`kept`), which blocks it makes
-(`blocks`), what stands for its cost (`timed`, `workspace_bytes`), and what files and reports call it
+(`blocks`), what it costs (`costs_as_first`, `workspace_bytes`), and what files and reports call it
 (`name`, `words`, `action`). Capture, profiling, rewriting and reports ask nothing else of it.
 """
 
@@ -43,6 +43,9 @@ class Method(ABC):
     words: ClassVar[str]
     """in reports: `drawn again from its random state`"""
     action: ClassVar[Action] = Action.RECOMPUTE
+    """what a plan does with a value that it brings back so"""
+    costs_as_first: ClassVar[bool] = False
+    """whether a run costs what the node's own op does; else its `call` is timed"""
 
     @abstractmethod
     def why_not(self, node: fx.Node) -> str | None:
@@ -62,10 +65,6 @@ class Method(ABC):
         """Which storages a run makes anew and which its value holds, given those of the first run."""
         return makes, holds
 
-    def timed(self, node: fx.Node) -> Call | None:
-        """The call whose cost stands for a run; None where that is the node's own op."""
-        return None
-
     def workspace_bytes(self, node: fx.Node) -> int:
-        """Bytes held inside a run besides those of the timed call."""
+        """Bytes held inside a run that neither its first run nor a timed one shows."""
         return 0

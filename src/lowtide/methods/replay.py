@@ -20,6 +20,7 @@ from lowtide.torchside.ops.random import (
 class Replay(Method):
     name = "replay"
     words = "drawn again from its random state"
+    costs_as_first = True
 
     def why_not(self, node: fx.Node) -> str | None:
         if not is_random(node):

@@ -22,6 +22,7 @@ REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
 class RunAgain(Method):
     name = "again"
     words = "run again"
+    costs_as_first = True
 
     def why_not(self, node: fx.Node) -> str | None:
         if is_random(node) or batch_norm.counts_statistics(node) or dropout_output(node) is not None:

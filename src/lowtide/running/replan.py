@@ -1,6 +1,7 @@
 """Put a plan to work on a model, and plan the batch shapes that come later."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
@@ -9,7 +10,7 @@ from torch import nn
 
 from lowtide.capture.analyse import analyse
 from lowtide.capture.graphs import Execution, Segment, Trace
-from lowtide.capture.identity import identify_model
+from lowtide.capture.identity import identify_inputs, identify_model
 from lowtide.capture.step import captured_step
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.errors import BudgetTooSmall, LowtideError, Unsupported
@@ -21,15 +22,17 @@ from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan, check_identity
 from lowtide.profiling.costing import Known, estimate_costs, measure_costs
 from lowtide.running.backend import GraphPlan
+from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.runner import install
 
 logger = logging.getLogger("lowtide")
 
 
-def apply_plan(plan: Plan, model: nn.Module) -> nn.Module:
-    """Route `model`'s calls through `plan`, in place."""
+def apply_plan(plan: Plan, model: nn.Module, *, executor: Executor = EAGER_OPS) -> nn.Module:
+    """Route `model`'s calls through `plan`, in place; `executor` runs the graphs."""
     check_identity(plan, identify_model(model))
-    install(model, PlanByGraph(plan, model), spare_bytes=plan.budget_bytes - plan.peak_bytes)
+    spare_bytes = plan.budget_bytes - plan.peak_bytes
+    install(model, PlanByGraph(plan, model), spare_bytes=spare_bytes, executor=executor)
     return model
 
 
@@ -48,11 +51,11 @@ class PlanByGraph:
         return self.known[segment.fingerprint]
 
     def _plan_anew(self, segment: Segment) -> GraphPlan:
-        count = len(self.graphs)
+        count, cause = len(self.graphs), why_unknown(segment, self.graphs)
         if count != 1:
             raise Unsupported(
-                f"this model breaks into {count} graphs, and one of them came with a shape that the "
-                "plan was not made for: keep the batch size, drop the last smaller batch, or plan again"
+                f"this model breaks into {count} graphs, and one of them is not one that the plan was made "
+                f"for: {cause}. Keep that as it was, or plan again"
             )
         # other parameters to train or another dtype: the optimizer's bytes are others, too
         check_identity(self.plan, identify_model(self.model))
@@ -76,18 +79,35 @@ class PlanByGraph:
             peak_bytes, graph = _lowest(desk, self.graphs[0])
         if peak_bytes > budget_bytes:
             logger.warning(
-                "a new batch shape runs by its lowest plan, with a peak of at most %d bytes: "
-                "that it stays within the budget of %d bytes is not proven",
-                peak_bytes,
-                budget_bytes,
+                "a graph without a plan (%s) runs by its lowest one, with a peak of at most %s: "
+                "that it stays within the budget of %s is not proven",
+                cause,
+                format_size(peak_bytes),
+                format_size(budget_bytes),
             )
         else:
             logger.info(
-                "a new batch shape got a plan of its own: %s of %s",
+                "a graph without a plan (%s) got one of its own: %s of %s",
+                cause,
                 format_size(peak_bytes),
                 format_size(budget_bytes),
             )
         return graph_plan(graph)
+
+
+def why_unknown(segment: Segment, planned: Sequence[Graph]) -> str:
+    """Why a graph is none of the planned ones, as far as its inputs tell."""
+    now = identify_inputs(segment)
+    alike = [graph.inputs for graph in planned if len(graph.inputs) == len(now)]
+    if now in alike:
+        return (
+            "its inputs are as planned, so the model took another path through its code, or runs in another "
+            "setting, such as autocast"
+        )
+    if not alike:
+        return f"it reads {len(now)} inputs of the batch"
+    new, old = next(pair for pair in zip(now, alike[0], strict=True) if pair[0] != pair[1])
+    return f"its input {new} was planned as {old}"
 
 
 def _lowest(desk: Desk, planned: Graph) -> tuple[int, Graph]:

@@ -76,7 +76,7 @@ def best_eviction(runs: Runs, view: View, block: Block) -> Eviction | None:
     found = _bring_back(runs, view, gap, small_bytes=0)
     if found is not None and found.passes_through:
         found = _cheaper(found, _bring_back(runs, view, gap, small_bytes=int(SMALL_SHARE * block.nbytes)))
-    for recipe in runs.table.again[runs.table.rank(block.start)][1:]:
+    for recipe in runs.table.choices.get(block.storage, ()):
         found = _cheaper(found, _bring_back(runs, view, gap, small_bytes=0, by=recipe))
     return found
 
@@ -110,7 +110,7 @@ def _best_gap(runs: Runs, view: View, block: Block) -> Gap | None:
 def _bring_back(
     runs: Runs, view: View, gap: Gap, *, small_bytes: int, by: int | None = None
 ) -> Eviction | None:
-    """`by`: the recipe to take for the block's own node, instead of the preferred one."""
+    """`by`: the recipe to take for its node, instead of that node's preferred one."""
     table, slot, block = runs.table, gap.slot, gap.block
     way = _walk_back(runs, gap, small_bytes, by)
     if way is None:
@@ -157,14 +157,14 @@ def _walk_back(
     again: dict[int, int] = {}
     lengthened: dict[int, Block] = {}
     passes_through = False
-    maker = -1 if by is None else table.recipes[by].rank
+    chosen = -1 if by is None else table.recipes[by].rank
     while stack:
         rank = stack.pop()
         if rank in again:
             continue
         if not table.may_run(rank, slot):
             return None
-        recipe = by if by is not None and rank == maker else table.again[rank][0]
+        recipe = by if by is not None and rank == chosen else table.again[rank][0]
         again[rank] = recipe
         for read in table.recipes[recipe].reads:
             if not runs.runs[read]:

@@ -1,6 +1,6 @@
 """A step as plain lists and tuples, the form that the planners' inner loops need."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowtide.facts import Node, Recipe, Region, Step
 from lowtide.planning.activations import Uses, storage_uses
@@ -54,6 +54,8 @@ class Table:
     """the first slot that reads each rank and where it may run again; `size` when there is none"""
     readers_first: tuple[int, ...]
     """forward ranks that can be computed again, each after all recipes that read it"""
+    choices: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """by storage, the recipes that make it besides the preferred one of their rank"""
     on_demand: frozenset[int] = frozenset()
     """ranks that run only where a recipe reads them"""
     parts: frozenset[int] = frozenset()
@@ -94,6 +96,7 @@ def make_table(step: Step) -> Table:
     again: list[tuple[int, ...]] = []
     recompute: list[int | None] = []
     parts: dict[int, int] = {}
+    choices: dict[int, tuple[int, ...]] = {}
     for node in nodes:
         mine = node.recipes if node.region is Region.FORWARD else ()
         again.append(tuple(range(len(found), len(found) + len(mine))))
@@ -102,6 +105,9 @@ def make_table(step: Step) -> Table:
             whole = tuple_of(step, recipe)
             if whole is not None:
                 parts[len(found)] = whole
+            if recipe is not mine[0]:
+                for storage in recipe.makes:
+                    choices[storage] = (*choices.get(storage, ()), len(found))
             found.append(_op(step, node.rank, recipe))
     width = len(found) + 1
     order = _topological(step)
@@ -136,6 +142,7 @@ def make_table(step: Step) -> Table:
         ),
         first_need=tuple(need),
         readers_first=tuple(rank for rank in reversed(order) if recompute[rank] is not None),
+        choices=choices,
         on_demand=frozenset(node.rank for node in nodes if node.on_demand),
         parts=frozenset(parts),
         tuple_keys=frozenset(whole * width + width - 1 for whole in parts.values()),
