@@ -1,1 +1,11 @@
-"""From a model and a batch to graphs and facts; the only package that touches torch's private hooks."""
+"""From a model to the facts of one training step, without running it.
+
+- `trace`: forward and loss through Dynamo and AOTAutograd, on fake tensors
+- `graphs`: what a trace consists of: joint graphs, their inputs, their order
+- `tangents`, `regions`: which gradients are asked for; which nodes run forward and which backward
+- `analyse`, `records`, `gradients`: ranks, storages and recipes of all nodes
+- `optimizer`: what `optimizer.step()` allocates, op by op
+- `step`: all of that as one `Step`, with the call behind every run
+- `names`, `fingerprint`, `identity`: where a node comes from; which graph, model and batch it is
+- `failures`, `forecast`, `untouched`: what cannot be captured; what a real forward pass takes; nothing left behind
+"""

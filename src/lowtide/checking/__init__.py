@@ -1,0 +1,8 @@
+"""What is true: measured peaks and times, and results compared with eager to the last bit.
+
+- `train_step`: the canonical step, and the bytes that are there before it
+- `peak`, `clock`: its peak by two methods; its time
+- `measure`: both in fresh processes
+- `fresh`, `child`: a function in a fresh process, and that process's side
+- `verification`: a plan against eager
+"""

@@ -24,8 +24,8 @@ def profile_target(
     if mode == "run":
         from lowtide.experiments.whole_run import profile_by_running
 
-        with terminal.working(f"running {spec.text}"):
-            return profile_by_running(target)
+        with terminal.counting(f"running {spec.text}") as progress:
+            return profile_by_running(target, memory_limit=memory_limit, cache=cache, progress=progress)
     # Nothing tells how far capture is; the bar starts to move when ops are measured.
     with terminal.counting(f"profiling {spec.text}") as progress:
         return api.profile(

@@ -1,0 +1,10 @@
+"""From a step and a budget to a schedule that fits. Knows no torch.
+
+- `planner`: the planners by name, one `Desk` for each step
+- `simulate`: bytes and seconds of a schedule
+- `activations`: forward storages that backward reads again
+- `schedules`: a step's schedule as what each graph runs, and the bytes besides the graphs
+- `auto`, `mu_two`, `baselines`: how each planner chooses; `search` is what `auto` is made of
+- `decisions`, `hints`: a plan in words; what would lower the floor
+- `abstract`: graphs of bytes and costs alone, for `lowtide solve`
+"""

@@ -1,0 +1,9 @@
+"""Put a plan to work inside the user's own training loop.
+
+- `rewrite`: the forward and backward graphs of a schedule
+- `executor`: who runs them
+- `backend`: the torch.compile backend that rewrites every graph by its plan
+- `runner`: what a planned model calls instead of its own code
+- `replan`: plans for graphs that come later, such as another batch shape
+- `compile_backend`: `torch.compile(backend="lowtide")`
+"""

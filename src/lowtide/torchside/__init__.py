@@ -1,0 +1,10 @@
+"""All that lowtide knows of torch's inside; no other folder reads a private name of torch.
+
+- `hooks`: torch's private functions and classes, each behind a name of ours
+- `tracing`: compile a function with our settings, which hold while torch traces
+- `route`: where a call of a module goes
+- `calls`: one call of an op, by the layouts of its tensors
+- `ops`: ops that need more than their name, one file each
+- `batch`: how a model is called, and what a step differentiates
+- `first_calls`: first calls of mathematical functions, made where they do no harm
+"""

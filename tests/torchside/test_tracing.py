@@ -1,0 +1,59 @@
+"""lowtide's settings hold while torch traces, and never in a step that runs what was traced before."""
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.torchside import hooks, tracing
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was patched, in order."""
+    found: list[str] = []
+    for name in ("settings", "unlogged", "recurrent_layers_traced_by", "quiet"):
+        plain = getattr(hooks, name)
+
+        def spy(*args, plain=plain, name=name):
+            found.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(hooks, name, spy)
+    return found
+
+
+def test_a_step_that_was_traced_before_changes_nothing_in_torch(entered: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    batch = torch.randn(4, 8)
+    lowtide.checkpoint(model, batch, budget="1GB")
+    model(batch).sum().backward()
+    assert {"settings", "unlogged"} <= set(entered), "the first call traces"
+    entered.clear()
+    for _ in range(3):
+        model(batch).sum().backward()
+    assert entered == []
+    model(batch[:2]).sum().backward()
+    assert "settings" in entered, "a new shape traces again"
+
+
+def test_the_users_settings_come_back() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    with tracing.tracing():
+        assert torch._dynamo.config.recompile_limit == hooks.GRAPHS_PER_FUNCTION != limit
+    assert torch._dynamo.config.recompile_limit == limit
+
+
+def test_only_this_threads_log_lines_are_muted(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    with caplog.at_level(logging.WARNING, "torch"):
+        with hooks.unlogged():
+            logger.warning("from the thread that traces")
+            other = threading.Thread(target=logger.warning, args=("from another thread",))
+            other.start()
+            other.join()
+        logger.warning("afterwards")
+    assert [record.getMessage() for record in caplog.records] == ["from another thread", "afterwards"]
