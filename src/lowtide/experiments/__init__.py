@@ -1,5 +1,6 @@
-"""Experiments on one target: batch sizes, the trade-off curve, other methods, and the step run for real.
+"""Experiments on one target, each a function that tells its progress and returns frozen records.
 
-Each module has one experiment, as a function that tells its progress and returns frozen records;
-the command line shows and writes them.
+- `sweep`: batch sizes; `curve`: peak against time; `compare`: other ways to save memory
+- `contenders`, `trial`, `mistakes`: those ways, one of them tried, what it got wrong
+- `measured`, `whole_run`, `machine`: a plan or a step run for real, if this machine can hold it
 """
