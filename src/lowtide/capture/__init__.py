@@ -7,5 +7,5 @@
 - `optimizer`: what `optimizer.step()` allocates, op by op
 - `step`: all of that as one `Step`, with the call behind every run
 - `names`, `fingerprint`, `identity`: where a node comes from; which graph, model and batch it is
-- `failures`, `forecast`, `untouched`: what cannot be captured; what a real forward pass takes; nothing left behind
+- `failures`, `forecast`, `untouched`: what cannot be captured; what a real forward takes; nothing left behind
 """

@@ -14,6 +14,7 @@ from lowtide.facts import Kind
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.ops import as_eager_computes
+from lowtide.torchside.ops.autocast import cast_weights_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +92,26 @@ def mutated_inputs(joint: fx.GraphModule) -> dict[int, int]:
     }
 
 
-def new_segment(joint: fx.GraphModule, origins: list[Origin], *, num_forward_outputs: int | None) -> Segment:
-    """A segment with a graph of its own; None outputs means a graph without backward."""
+def new_segment(
+    joint: fx.GraphModule,
+    origins: list[Origin],
+    *,
+    num_forward_outputs: int | None,
+    casts_once: bool = False,
+) -> Segment:
+    """A segment with a graph of its own; None outputs means a graph without backward.
+
+    `casts_once`: autocast casts each weight once for the whole graph.
+    """
     new = fx.Graph()
     result = new.graph_copy(joint.graph, {}, return_output_node=True)
     assert isinstance(result, tuple)
     value, output = result
     new.output(value).meta = dict(output.meta)
+    if casts_once:
+        placeholders = new.find_nodes(op="placeholder")
+        named = zip(placeholders, origins, strict=False)
+        cast_weights_once(new, [node for node, origin in named if origin.kind is Kind.PARAMETER])
     as_eager_computes(new)
     graph = fx.GraphModule(joint, new)
     weights = [origin.name for origin in origins if origin.kind in (Kind.PARAMETER, Kind.BUFFER)]

@@ -59,11 +59,13 @@ class Collector:
         origins = describe_inputs(graph, self.origins, stranger=Kind.OTHER)
         # alive as long as the capture, so that no other tensor gets the identity of one of them
         self._alive.append(hooks.graph_inputs(graph))
+        casts_once = hooks.casts_weights_once(graph)
         segment: Segment | None = None
 
         def partition(joint: fx.GraphModule, args: Any, **kwargs: Any) -> Any:
             nonlocal segment
-            segment = new_segment(joint, origins, num_forward_outputs=kwargs["num_fwd_outputs"])
+            outputs = kwargs["num_fwd_outputs"]
+            segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             self.segments.append(segment)
             # torch's partitioner, which only has to make something that runs here, fails on these
             joint.graph.eliminate_dead_code(is_impure_node=_is_needed)

@@ -35,8 +35,8 @@ PlanGraph = Callable[[Segment], GraphPlan]
 class Backend:
     """Rewrites each graph by the plan that `plan_graph` gives for it.
 
-    `graphs` lists what was compiled, in order, for tests and reports; `forwards` counts how often a
-    forward graph has run.
+    `graphs` lists what was compiled, in order, for tests and reports; `forwards` and `backwards` count how
+    often such a graph has run.
     """
 
     def __init__(
@@ -50,17 +50,20 @@ class Backend:
         self.origins = origins
         self.executor = executor
         self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
-        self.forwards = Tally()
+        self.forwards, self.backwards = Tally(), Tally()
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         # torch keeps these functions longer than the model lives: they must not know `self`
-        executor, forwards, origins = self.executor, self.forwards, self.origins(graph)
+        executor, forwards, backwards = self.executor, self.forwards, self.backwards
+        origins = self.origins(graph)
+        casts_once = hooks.casts_weights_once(graph)
         rewritten: Rewritten | None = None
         plan: GraphPlan | None = None
 
         def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
             nonlocal rewritten, plan
-            segment = new_segment(joint, origins, num_forward_outputs=kwargs["num_fwd_outputs"])
+            outputs = kwargs["num_fwd_outputs"]
+            segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             plan = self.plan_graph(segment)
             rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
             self.graphs.append((segment, plan, rewritten))
@@ -71,7 +74,7 @@ class Backend:
 
         def backward(_module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             assert rewritten is not None and plan is not None
-            return hooks.takes_list(Backward(rewritten, plan.missing, args, executor))
+            return hooks.takes_list(_counted(Backward(rewritten, plan.missing, args, executor), backwards))
 
         def inference(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             alone = forward_only(new_segment(module, origins, num_forward_outputs=None))

@@ -46,9 +46,11 @@ class Runner:
         self.backend = Backend(plan_graph, origins=self._origins, executor=executor)
         self.compiled = compiled(hooks.own_code(call_model), self.backend)
         self._batch: Any = ()
+        self._waiting = -1  # how many backward passes had run when a call last ended
         self._warned: set[str] = set()
         # looked at in every step, and finding them anew takes ten times as long
         self._parameters = tuple(model.parameters())
+        self._device = self._parameters[0].device.type if self._parameters else "cpu"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -57,6 +59,7 @@ class Runner:
             self._warn_of_eval_mode()
             return call_model(self.model, args, kwargs)
         self._warn_of_gradients()
+        self._warn_of_two_calls()
         self._batch, breaks, before = (args, kwargs), hooks.graph_breaks(), self.backend.forwards.count
         try:
             with hooks.user_errors():
@@ -69,6 +72,7 @@ class Runner:
                 f"the model ran without its plan, since torch.compile gave up on its forward pass ({why}). "
                 "Is its code the same as when it was planned? Plan it as it trains, or lowtide.remove(model)"
             )
+        self._waiting = self.backend.backwards.count
         return output
 
     def _origins(self, graph: fx.GraphModule) -> list[Origin]:
@@ -81,6 +85,18 @@ class Runner:
             else origin
             for origin, value in zip(origins, hooks.graph_inputs(graph), strict=True)
         ]
+
+    def _warn_of_two_calls(self) -> None:
+        """Under autocast, eager would cast every weight once for both calls."""
+        if "calls" in self._warned or not torch.is_autocast_enabled(self._device):
+            return
+        if self._waiting == self.backend.backwards.count:
+            self._warned.add("calls")
+            logger.warning(
+                "the model is called twice under autocast before a backward pass: each call casts its "
+                "weights anew and sums their gradients alone, so that the last bits can differ from eager's. "
+                "Run backward() after each call"
+            )
 
     def _warn_of_eval_mode(self) -> None:
         if "eval" not in self._warned and any(p.requires_grad for p in self._parameters):

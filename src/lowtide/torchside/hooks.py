@@ -72,6 +72,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchDynamoException",
     "boxed",
+    "casts_weights_once",
     "compile_graph",
     "compiled",
     "default_partition",
@@ -135,7 +136,12 @@ def compile_graph(
     )
     with (
         unittest.mock.patch.object(runtime_wrappers, "_AutogradSavedState", _SavedState),
-        functorch_config.patch(donated_buffer=False, enable_autograd_cache=False),
+        functorch_config.patch(
+            donated_buffer=False,
+            enable_autograd_cache=False,
+            # eager runs `loss.backward()` outside of the autocast block, where nothing is cast
+            backward_pass_autocast="off",
+        ),
         inductor_config.patch(fallback_random=True),
         _undivided(),
     ):
@@ -200,6 +206,15 @@ def partitioned_by_torch(
     with functorch_config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_with(graph, inputs)
     return compiled
+
+
+def casts_weights_once(graph: fx.GraphModule) -> bool:
+    """Whether eager PyTorch would cast a weight once for all of a Dynamo graph: autocast remembers its casts
+    until the outermost block ends. Asked while the graph is compiled, in the caller's own setting."""
+    if not torch.is_autocast_cache_enabled():
+        return False
+    blocks = graph.graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast)
+    return torch._C._is_any_autocast_enabled() or len(blocks) == 1
 
 
 def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor | None]:

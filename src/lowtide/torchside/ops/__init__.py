@@ -1,6 +1,8 @@
 """Ops that need more than their name: one file each, with all that lowtide knows of them.
 
+- `autocast`: weights that eager casts once
 - `dropout`: eager's own rounding, and the mask that it keeps
+- `norms`: the types of their statistics under autocast
 - `recurrent`: RNN layers and their workspace
 - `random`: which ops draw random numbers, and the state they draw from
 - `schema`: what an op's schema says: what it writes, what its results share
@@ -9,10 +11,13 @@
 from torch import fx
 
 from lowtide.torchside.ops.dropout import use_eager_dropout
+from lowtide.torchside.ops.norms import use_real_types
 from lowtide.torchside.ops.recurrent import use_recurrent_layers
 
 
 def as_eager_computes(graph: fx.Graph) -> None:
-    """Replace, in place, ops whose captured form differs from what eager computes; preserves all else."""
+    """Replace, in place, ops whose captured form differs from what eager computes, and put right what
+    fake tensors say wrongly; preserves all else."""
     use_recurrent_layers(graph)
     use_eager_dropout(graph)
+    use_real_types(graph)

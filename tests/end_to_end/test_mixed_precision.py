@@ -1,0 +1,153 @@
+"""Autocast and gradient scaling: equal to eager to the last bit, and within the budget."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from training import twin
+
+import lowtide
+from lowtide.checking.peak import peak_above_start
+from lowtide.checking.train_step import static_bytes
+from lowtide.zoo.targets import Target
+
+ROWS, LENGTH, WIDTH = 4, 24, 32
+TYPES = (torch.bfloat16, torch.float16)
+
+
+class Attention(nn.Module):
+    """Dropout on attention, whose backward runs ops of its own in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+class Shared(nn.Module):
+    """Weights that are used several times, one of them in its own type, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.tanh(self.norm(self.layer(x)))
+        return self.last(x).float().square().mean() + self.layer.weight.square().sum() * 1e-3
+
+
+class ByHand(nn.Module):
+    """Casts a weight itself, twice: such casts are two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(x @ self.weight.to(torch.bfloat16).mul(1))
+        return x.float().square().mean()
+
+
+class OwnBlock(nn.Module):
+    """Has an autocast block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Shared()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        norms = (nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.BatchNorm2d(8))
+        blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), norm, nn.ReLU()) for norm in norms]
+        self.blocks, self.drop = nn.Sequential(*blocks), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = x.view(ROWS, 8, LENGTH // 2, WIDTH // 4)
+        return self.drop(self.blocks(image)).float().square().mean()
+
+
+MODELS = {kind.__name__: kind for kind in (Attention, Shared, ByHand, OwnBlock, Convolutions)}
+
+
+def step(target: Target, dtype: torch.dtype, scaler: torch.amp.GradScaler | None = None) -> None:
+    ambient = not isinstance(target.model, OwnBlock)
+    with torch.autocast("cpu", dtype, enabled=ambient):
+        loss = target.model(target.batch)
+    if scaler is None:
+        loss.backward()
+        target.optimizer.step()
+    else:
+        scaler.scale(loss).backward()
+        scaler.step(target.optimizer)
+        scaler.update()
+    target.optimizer.zero_grad(set_to_none=True)
+
+
+def pair(model: nn.Module, dtype: torch.dtype) -> tuple[Target, Target, lowtide.Plan]:
+    torch.manual_seed(0)
+    batch = torch.randn(ROWS, LENGTH, WIDTH)
+    plain = Target("model", model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    planned = twin(plain)
+    with torch.autocast("cpu", dtype, enabled=not isinstance(model, OwnBlock)):
+        found = lowtide.profile(planned.model, planned.batch, optimizer=planned.optimizer)
+    plan = found.plan(found.floor_bytes)
+    plan.apply(planned.model)
+    return plain, planned, plan
+
+
+def train(target: Target, dtype: torch.dtype, *, scaled: bool) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+    for _ in range(3):
+        step(target, dtype, scaler)
+    tensors = [*target.model.parameters(), *target.model.buffers()]
+    return [tensor.detach().clone() for tensor in tensors] + [torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_training_is_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
+    plain, planned, _ = pair(MODELS[name](), dtype)
+    scaled = dtype is torch.float16
+    expected, seen = train(plain, dtype, scaled=scaled), train(planned, dtype, scaled=scaled)
+    assert all(tensor.isfinite().all() for tensor in expected)
+    assert all(torch.equal(one, other) for one, other in zip(expected, seen, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_is_within_the_budget(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lowtide"):
+        _, planned, plan = pair(MODELS[name](), torch.bfloat16)
+    assert caplog.text == ""
+    step(planned, torch.bfloat16)
+    above = peak_above_start(lambda: step(planned, torch.bfloat16))
+    measured = static_bytes(planned.model, planned.batch, planned.optimizer) + above
+    assert measured <= plan.budget_bytes
+
+
+def test_two_calls_before_a_backward_pass_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    _, planned, _ = pair(Shared(), torch.bfloat16)
+    with caplog.at_level(logging.WARNING, "lowtide"):
+        step(planned, torch.bfloat16)
+        step(planned, torch.bfloat16)
+        assert "called twice" not in caplog.text
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = planned.model(planned.batch) + planned.model(planned.batch)
+        loss.backward()
+    assert caplog.text.count("called twice under autocast") == 1
