@@ -79,11 +79,13 @@ class PlanByGraph:
             peak_bytes, graph = _lowest(desk, self.graphs[0])
         if peak_bytes > budget_bytes:
             logger.warning(
-                "a graph without a plan (%s) runs by its lowest one, with a peak of at most %s: "
-                "that it stays within the budget of %s is not proven",
+                "a graph without a plan (%s) runs by its lowest one, with a peak of at most %s (%d bytes): "
+                "that it stays within the budget of %s (%d bytes) is not proven",
                 cause,
                 format_size(peak_bytes),
+                peak_bytes,
                 format_size(budget_bytes),
+                budget_bytes,
             )
         else:
             logger.info(

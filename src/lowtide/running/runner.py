@@ -7,11 +7,12 @@ model's own code runs as if lowtide were not there.
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
+from lowtide.capture import failures
 from lowtide.capture.graphs import Origin, describe_inputs, name_tensors
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind
@@ -64,16 +65,25 @@ class Runner:
         try:
             with hooks.user_errors():
                 output = self.compiled(self.model, args, kwargs)
+            if self.backend.forwards.count == before:
+                raise _ran_without_plan(next(iter(hooks.graph_breaks() - breaks), "it gives no reason"))
+        except hooks.TorchDynamoException as error:
+            self.compiled.look_again()
+            self._raise_as_eager(error)
+        except BaseException:
+            self.compiled.look_again()
+            raise
         finally:
             self._batch = ()
-        if self.backend.forwards.count == before:
-            why = next(iter(hooks.graph_breaks() - breaks), "it gives no reason")
-            raise Unsupported(
-                f"the model ran without its plan, since torch.compile gave up on its forward pass ({why}). "
-                "Is its code the same as when it was planned? Plan it as it trains, or lowtide.remove(model)"
-            )
         self._waiting = self.backend.backwards.count
         return output
+
+    def _raise_as_eager(self, error: Exception) -> NoReturn:
+        """The user's own exception, as the model's code raises it, not the compiler's account of it."""
+        args, kwargs = self._batch
+        with torch.no_grad():
+            call_model(self.model, args, kwargs)
+        raise _ran_without_plan(failures.describe(error)) from error
 
     def _origins(self, graph: fx.GraphModule) -> list[Origin]:
         """Where a graph's inputs come from; `Kind.OTHER` is what the model itself made, in another graph."""
@@ -119,6 +129,13 @@ class Runner:
                 format_size(nbytes),
                 nbytes,
             )
+
+
+def _ran_without_plan(why: str) -> Unsupported:
+    return Unsupported(
+        f"the model ran without its plan, since torch.compile gave up on its forward pass ({why}). Is its "
+        "code the same as when it was planned? Plan it as it trains, or lowtide.remove(model)"
+    )
 
 
 def install(

@@ -23,7 +23,13 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+from torch._C._dynamo.eval_frame import (
+    _debug_get_cache_entry_list,
+    _FrameAction,
+    _FrameExecStrategy,
+    reset_code,
+    set_code_exec_strategy,
+)
 from torch._decomp import decompositions
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
@@ -58,6 +64,7 @@ from lowtide.errors import LowtideError, Unsupported
 __all__ = [
     "CHECKED_TORCH",
     "BackendCompilerFailed",
+    "Compiled",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -74,7 +81,6 @@ __all__ = [
     "boxed",
     "casts_weights_once",
     "compile_graph",
-    "compiled",
     "default_partition",
     "forget_step_hooks",
     "forgotten",
@@ -249,26 +255,58 @@ def settings() -> Iterator[None]:
         yield
 
 
-def compiled(
-    function: Callable[..., Any],
-    backend: Callable[..., Any],
-    *,
-    tracing: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Callable[..., Any]:
+class Compiled:
     """What `torch.compile(function, backend=backend, dynamic=False)` gives, traced within `tracing()`.
 
     torch asks its callback only for frames that it has not compiled yet: a call that finds its graph
-    never enters `tracing`. The result does not keep `backend` alive.
+    never enters `tracing`. Does not keep `backend` alive.
     """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Callable[..., Any],
+        *,
+        tracing: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._function = function
+        self._attempts: list[types.CodeType] = []
+        self._call = _within(function, backend, tracing, self._attempts)
+
+    def __call__(self, *args: Any) -> Any:
+        self._attempts.clear()
+        return self._call(*args)
+
+    def look_again(self) -> None:
+        """After a failed call: let torch trace what it gave up on, the next time that it comes.
+
+        It never again looks into a function whose tracing failed once, though the cause may be gone: a bad
+        batch, say, that made the user's own code raise. What was compiled before stays.
+        """
+        own = getattr(self._function, "__code__", None)
+        if own is not None:
+            set_code_exec_strategy(own, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
+        for code in self._attempts:
+            if code is not own:
+                reset_code(code)
+
+
+def _within(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    tracing: Callable[[], contextlib.AbstractContextManager[None]],
+    attempts: list[types.CodeType],
+) -> Callable[..., Any]:
     context = torch._dynamo.optimize(weakly(backend), dynamic=False)
     if not isinstance(context, OptimizeContext):
         return function  # torch.compile is disabled in this process
     trace_frame = context.callback
     assert callable(trace_frame)
 
-    def trace_within(*args: Any, **kwargs: Any) -> Any:
+    def trace_within(frame: Any, *rest: Any, **options: Any) -> Any:
+        attempts.append(frame.f_code)
         with tracing():
-            return trace_frame(*args, **kwargs)
+            return trace_frame(frame, *rest, **options)
 
     trace_within._torchdynamo_orig_backend = trace_frame  # type: ignore[attr-defined]
     context.callback = trace_within

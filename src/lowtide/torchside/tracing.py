@@ -15,9 +15,9 @@ def tracing() -> Iterator[None]:
         yield
 
 
-def compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> hooks.Compiled:
     """`function`, compiled for one shape at a time by `backend`, which has to outlive the result.
 
     A call that runs what was compiled before changes nothing in torch.
     """
-    return hooks.compiled(function, backend, tracing=tracing)
+    return hooks.Compiled(function, backend, tracing=tracing)

@@ -1,0 +1,89 @@
+"""An exception in forward comes through unchanged, and the next step works as if it had not been."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.running.runner import runner_of
+
+WIDTH = 24
+
+
+class Picky(nn.Module):
+    """Raises for a batch of five rows, or when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(3))
+        )
+        self.bad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 5:
+            raise KeyError("five rows")
+        hidden = self.layers(x)
+        if self.bad:
+            raise ValueError("told to")
+        return hidden.square().sum()
+
+
+def batch(rows: int = 32, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(2)
+    model(batch()).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.fixture
+def models() -> tuple[Picky, Picky]:
+    plain = Picky()
+    planned = copy.deepcopy(plain)
+    found = lowtide.profile(planned, batch())
+    found.plan(found.floor_bytes).apply(planned)
+    return plain, planned
+
+
+def fail_by_shape(model: Picky) -> None:
+    with pytest.raises(KeyError, match="five rows"):
+        model(batch(5))
+
+
+def fail_by_value(model: Picky) -> None:
+    model.bad = True
+    with pytest.raises(ValueError, match="told to"):
+        model(batch())
+    model.bad = False
+
+
+def fail_in_an_op(model: Picky) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        model(batch(width=WIDTH - 1))
+    assert type(caught.value) is RuntimeError
+
+
+def fail_in_the_call(model: Picky) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        model(batch(), more=1)
+
+
+@pytest.mark.parametrize("fail", [fail_by_shape, fail_by_value, fail_in_an_op, fail_in_the_call])
+@pytest.mark.parametrize("trained_before", [True, False])
+def test_the_next_step_works(models: tuple[Picky, Picky], fail, trained_before: bool) -> None:
+    plain, planned = models
+    if trained_before:
+        gradients(planned)
+    for model in models:
+        fail(model)
+        fail(model)
+    pairs = zip(gradients(plain), gradients(planned), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    compiled = runner_of(planned).backend.graphs
+    assert len(compiled) == 1, "the planned graph was compiled once"
