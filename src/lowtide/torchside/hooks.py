@@ -87,6 +87,7 @@ __all__ = [
     "graph_breaks",
     "graph_inputs",
     "has_own_checkpoint",
+    "onednn_is_enabled",
     "own_code",
     "partitioned_by_torch",
     "quiet",
@@ -234,9 +235,23 @@ def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor | None]:
 
 
 @contextlib.contextmanager
-def recurrent_layers_traced_by(layers: Callable[..., Any]) -> Iterator[None]:
-    """Let torch trace the layers of an RNN through `layers` instead of its own decomposition."""
-    with unittest.mock.patch.object(decompositions, "_rnn_helper", layers):
+def recurrent_layers_traced_by(
+    layers: Callable[..., Any], *, runs_whole: Callable[..., bool]
+) -> Iterator[None]:
+    """Let torch trace the layers of an RNN through `layers` instead of its own decomposition, and a layer of
+    an LSTM as one op where `runs_whole(input, hidden, params)`."""
+
+    def choose(value: Any, hidden: Any, params: Any) -> Callable[..., Any]:
+        whole = runs_whole(value, hidden, params)
+        chosen: Callable[..., Any] = (
+            decompositions.mkldnn_one_layer_lstm if whole else decompositions.one_layer_lstm
+        )
+        return chosen
+
+    with (
+        unittest.mock.patch.object(decompositions, "_rnn_helper", layers),
+        unittest.mock.patch.object(decompositions, "select_one_layer_lstm_function", choose),
+    ):
         yield
 
 
@@ -388,6 +403,10 @@ def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Drop the hooks around an optimizer's `step()`."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def onednn_is_enabled() -> bool:
+    return bool(torch._C._get_mkldnn_enabled())
 
 
 def has_own_checkpoint(node: fx.Node) -> bool:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowtide.torchside import hooks
-from lowtide.torchside.ops.recurrent import traced_layers
+from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
 
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
-    with hooks.settings(), hooks.unlogged(), hooks.recurrent_layers_traced_by(traced_layers):
+    layers = hooks.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
+    with hooks.settings(), hooks.unlogged(), layers:
         yield
 
 

@@ -30,6 +30,21 @@ def recurrent_layer(value: torch.Tensor, *args: Any) -> Any:
     return tuple(result.detach() for result in results)
 
 
+def eager_runs_whole(value: torch.Tensor, hidden: Any, params: Any) -> bool:
+    """Whether eager runs an LSTM's layer as one op: on CPU, in a type that oneDNN has, without projections.
+
+    torch's decomposition asks for an input without a gradient, too, and else takes a cell for every step.
+    """
+    tensors = [value, *hidden, *(weight for layer in params for weight in layer)]
+    return (
+        hooks.onednn_is_enabled()
+        and value.numel() > 0
+        and all(tensor.device.type == "cpu" for tensor in tensors)
+        and all(tensor.dtype in (torch.float32, torch.bfloat16) for tensor in tensors)
+        and hidden[0].size(2) == hidden[1].size(2)
+    )
+
+
 def use_recurrent_layers(graph: fx.Graph) -> None:
     """Let recurrent layers make the workspace that their backward reads; preserves all else."""
     for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
