@@ -6,6 +6,7 @@ from functools import cached_property
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Activation, Reserve, Schedule, Solution, Step
+from lowtide.facts.units import size_and_bytes
 from lowtide.planning import auto, baselines, mu_two
 from lowtide.planning.activations import activations
 from lowtide.planning.decisions import decide
@@ -165,7 +166,7 @@ def _too_small(desk: Desk, planner: str, budget_bytes: int, timeline: Timeline |
     if lowest.floor_bytes <= budget_bytes:
         hint += "planner 'auto' meets this budget."
     else:
-        hint += f"planner 'auto' reaches {lowest.floor_bytes} bytes. {lowest.hint}"
+        hint += f"planner 'auto' reaches {size_and_bytes(lowest.floor_bytes)}. {lowest.hint}"
     return BudgetTooSmall(
         budget_bytes=budget_bytes, floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint
     )
