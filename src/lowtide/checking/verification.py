@@ -26,6 +26,7 @@ from lowtide.checking.measure import Measured, measure_here, measure_step
 from lowtide.checking.train_step import device_of, train_step
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
+from lowtide.facts.sizes import format_size
 from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan
 from lowtide.running.replan import apply_plan
@@ -71,6 +72,14 @@ class Verification:
     step_timing: Timing | None
     baseline_step_timing: Timing | None
     fresh_process: bool
+
+    def __repr__(self) -> str:
+        return (
+            f"Verification(exact={self.exact}, fits={self.fits}, budget={format_size(self.budget_bytes)}, "
+            f"peak={format_size(self.measured_peak_bytes)}, "
+            f"without the plan={format_size(self.baseline_measured_peak_bytes)}, "
+            f"{len(self.differences)} differences)"
+        )
 
     @property
     def step_seconds(self) -> float | None:
