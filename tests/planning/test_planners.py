@@ -8,6 +8,7 @@ from synthetic import chain, resnet, transformer, unet
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
+from lowtide.planning import auto
 from lowtide.planning.auto import lower_bound_bytes
 from lowtide.planning.planner import PLANNERS, Desk, floor, solve
 from lowtide.planning.search.lazy import LazyRuns, lazy_plan
@@ -137,6 +138,15 @@ def test_the_same_step_gives_the_same_solution():
 def test_an_unknown_planner_is_named_with_the_known_ones():
     with pytest.raises(LowtideError, match=r"no planner 'best': choose one of auto, mu-two, none, all"):
         solve(chain(length=2), budget_bytes=10**9, planner="best")
+
+
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "auto"])
+def test_only_auto_pays_for_its_search(planner, monkeypatch):
+    monkeypatch.setattr(auto, "build_archive", lambda *_: pytest.fail("searched"))
+    desk = Desk(chain(length=8))
+    assert desk.solve(budget_bytes=10**9, planner=planner).floor_bytes is None
+    monkeypatch.undo()
+    assert desk.solve(budget_bytes=10**9).floor_bytes == desk.floor().floor_bytes
 
 
 def test_a_budget_above_the_plain_peak_recomputes_nothing():

@@ -193,6 +193,14 @@ def test_verdicts_do_not_say_more_than_was_found(case):
     assert compare_verdict(compare_rows()[2:4]).tone == "bad"
 
 
+def test_a_floor_that_nobody_searched_for_is_not_told(case):
+    solution = replace(case.solution, floor_bytes=None, budget_bytes=1)
+    assert "lowest" not in plan_verdict(solution, None).why.lower() and "lowest peak" not in render(
+        case, solution=solution
+    )
+    assert "lowest" in plan_verdict(replace(solution, floor_bytes=2), None).why.lower()
+
+
 def test_tiles_say_what_is_simulated(case):
     simulated = {tile.label: tile for tile in plan_tiles(case.solution, None)}
     assert "simulated" in simulated["Peak memory"].note

@@ -1,5 +1,6 @@
 """Everything that `lowtide run` leaves in its folder."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from lowtide.cli.files import (
@@ -63,7 +64,8 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcom
         step=step,
         before=before,
         after=after,
-        solution=plan.solution,
+        # the curve above searched for it, whatever planner made the plan
+        solution=replace(plan.solution, floor_bytes=profile.floor_bytes),
         activations=profile.activations,
         measurement=outcome.measurement,
         tradeoff=curve,

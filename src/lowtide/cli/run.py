@@ -96,7 +96,7 @@ def run(
             }
         )
         terminal.note(f"report: {out / 'report.html'}")
-        for line in next_commands(out, floor_bytes=plan.solution.floor_bytes):
+        for line in next_commands(out, floor_bytes=profile.floor_bytes):
             terminal.note(line)
         raise typer.Exit(outcome_exit(outcome, budget_bytes=plan.budget_bytes))
 

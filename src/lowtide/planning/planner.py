@@ -81,7 +81,7 @@ class Desk:
         """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
 
         BudgetTooSmall when it finds none; then its `floor_bytes` is the lowest peak this planner
-        reaches.
+        reaches. Only `auto` searches for the lowest peak of all, so that only its solutions tell it.
         """
         if planner not in PLANNERS:
             raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
@@ -103,7 +103,7 @@ class Desk:
             peak_bytes=timeline.peak_bytes,
             peak_node=timeline.peak_node,
             baseline_peak_bytes=self.eager_peak_bytes,
-            floor_bytes=self.archive.entries[0].peak_bytes,
+            floor_bytes=self.archive.entries[0].peak_bytes if planner == "auto" else None,
             step_seconds=self.plain.seconds,
             recompute_seconds=timeline.added_seconds,
             decisions=decide(

@@ -44,8 +44,8 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
         return Verdict(
             tone="bad",
             headline=f"Does not fit: {size(peak)} for a budget of {budget}",
-            why=f"The {basis} peak is {size(peak - solution.budget_bytes)} over the budget. "
-            f"The lowest reachable peak is {size(solution.floor_bytes)} (simulated).",
+            why=f"The {basis} peak is {size(peak - solution.budget_bytes)} over the budget."
+            + _lowest(solution),
         )
     spare = size(solution.budget_bytes - peak)
     if measured is None:
@@ -59,6 +59,12 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
         headline=f"Fits: {size(peak)} of a {budget} budget",
         why=f"Measured over a whole step, {spare} to spare.",
     )
+
+
+def _lowest(solution: Solution) -> str:
+    if solution.floor_bytes is None:
+        return ""
+    return f" The lowest reachable peak is {size(solution.floor_bytes)} (simulated)."
 
 
 def _blame(measurement: Measurement) -> str:
