@@ -18,7 +18,7 @@ from lowtide.checking.clock import Timing
 from lowtide.checking.verification import Verification
 from lowtide.cli.exits import Exit
 from lowtide.cli.files import load_plan, load_profile
-from lowtide.cli.results import outcome_exit, outcome_tables, verdict
+from lowtide.cli.results import outcome_data, outcome_exit, outcome_tables, verdict
 from lowtide.errors import FreshProcessError
 from lowtide.experiments import machine, measured
 from lowtide.experiments.measured import Outcome, measurement_of
@@ -237,6 +237,18 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal(width):
     words = " ".join(text.split())
     assert "without" in words and "114.98 GiB" in words and "1.36 s ± 49.5 ms" in words
     assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize(("runs", "is_noisy"), [((1.2, 1.21, 1.2), False), ((0.9, 1.02, 1.4), True)])
+def test_a_machine_too_busy_to_time_is_told_so(runs, is_noisy):
+    result = result_with(step_timing=Timing(runs), baseline_step_timing=Timing((1.0, 1.0, 1.0)))
+    console = Console(file=io.StringIO(), width=80)
+    outcome = Outcome(measurement=measurement_of(result), verification=result)
+    console.print(*outcome_tables(outcome, budget_bytes=100, name="x"))
+    text = " ".join(console.file.getvalue().split())
+    assert "Times are medians of runs in turn" in text
+    assert ("(noise: ±" in text) is is_noisy and ("too noisy to tell" in text) is is_noisy
+    assert outcome_data(outcome, name="x")["noise"] == result.noise
 
 
 # a machine that is too small

@@ -97,6 +97,13 @@ class Verification:
         return self.step_timing.added_to(self.baseline_step_timing)
 
     @property
+    def noise(self) -> float | None:
+        """How far off `overhead` may be; where it is larger, the machine was too busy to tell."""
+        if self.step_timing is None or self.baseline_step_timing is None:
+            return None
+        return self.step_timing.noise_beside(self.baseline_step_timing)
+
+    @property
     def fits(self) -> bool:
         return self.measured_peak_bytes <= self.budget_bytes
 
