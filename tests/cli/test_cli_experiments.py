@@ -12,7 +12,7 @@ from report_cases import make_case
 from lowtide.cli import completion, sources
 from lowtide.cli.exits import Exit
 from lowtide.cli.files import save_profile
-from lowtide.cli.run import next_commands
+from lowtide.cli.next_steps import after_run
 from lowtide.cli.sweep import sweep_exit
 from lowtide.experiments import compare, curve, machine, sweep
 from lowtide.experiments.compare import MethodResult
@@ -326,6 +326,6 @@ def test_the_shell_is_answered():
 
 
 def test_next_commands_can_be_copied(tmp_path):
-    lines = next_commands(tmp_path / "my out", floor_bytes=123)
+    lines = after_run(tmp_path / "my out", floor_bytes=123)
     assert f"lowtide plan '{tmp_path}/my out/profile.json' --budget 123" in lines[0]
     assert all(word in " ".join(lines) for word in ("tradeoff", "verify", "load_plan"))
