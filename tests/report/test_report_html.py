@@ -231,6 +231,11 @@ def test_the_time_added_says_when_it_is_noise(case, noise, value, note):
     assert words.HOW_TIMED in render(case, measurement=found)
 
 
+def test_a_large_change_does_not_excuse_any_noise():
+    assert words.added(1.4, 0.2) == "+140.0 %"
+    assert words.added(1.4, 0.62) == "+140.0 % (noise: ± 62.0 %)"
+
+
 def test_noise_is_shown_beside_every_time_added(case):
     rows = [replace(row, noise=0.2) for row in sweep_rows()]
     methods = [replace(row, noise=0.2) for row in compare_rows()]

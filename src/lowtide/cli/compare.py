@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CSV, JSON = "compare.csv", "compare.json"
 MORE = CompareRow(method="(more methods)", verdict=Results.PENDING)
-HOW_RATED = "Time is the method's median over eager's, runs in turn; a ± is noise larger than the difference."
+HOW_RATED = "Time is the method's median over eager's, runs in turn; a ± marks times too noisy to tell."
 
 
 def compare(

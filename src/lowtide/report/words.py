@@ -8,6 +8,9 @@ UNKNOWN = "–"
 HOW_TIMED = (
     "Times are medians of runs in turn, without and with; the time added is the second median over the first."
 )
+MOST_NOISE = 0.25
+"""Of the step's time; a figure that may be off by more tells nothing of the step, however large it is."""
+
 NOT_BY_RECOMPUTING = (
     "the captured graph gives these results without any recompute, too: the model takes another path of "
     "its own code while it is captured, or one of its ops rounds in another way there"
@@ -44,8 +47,8 @@ def percent(share: float | None) -> str:
 
 
 def is_noisy(share: float | None, noise: float | None) -> bool:
-    """Whether a change of `share` is no larger than what the machine's own unrest makes of nothing."""
-    return share is not None and noise is not None and noise > abs(share)
+    """Whether the machine was too busy to tell: its noise is larger than the change, or large by itself."""
+    return share is not None and noise is not None and noise > min(abs(share), MOST_NOISE)
 
 
 def added(share: float | None, noise: float | None) -> str:
