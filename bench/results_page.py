@@ -10,6 +10,7 @@ from typing import Any
 from lowtide.cli.pages import environment
 from lowtide.facts import Kind
 from lowtide.report.palette import LABELS
+from lowtide.report.records import with_why
 from lowtide.report.words import duration, percent, size
 
 MIB = 2**20
@@ -152,7 +153,9 @@ def _sweep(data: dict[str, Any], *, title: str = "Batch sizes") -> list[str]:
             _time(row["planned"]),
             percent(row["overhead"]),
             percent(row["predicted_overhead"]),
-            {True: "exact", False: "**differ**", None: row["status"]}[row["exact"]],
+            {True: "exact", False: "**differ**", None: with_why(row["status"], row.get("why", ""))}[
+                row["exact"]
+            ],
         )
         for row in data["rows"]
     ]
@@ -196,7 +199,7 @@ def _compare(data: dict[str, Any]) -> list[str]:
             size(m["peak_bytes"]),
             percent(m["peak_bytes"] / plain - 1) if plain and m["peak_bytes"] else "–",
             "–" if m["time_ratio"] is None else f"× {m['time_ratio']:.2f}",
-            m["verdict"],
+            with_why(m["verdict"], m.get("why", "")),
         )
         for m in methods
     ]

@@ -1,18 +1,36 @@
 """What lowtide raises.
 
 LowtideError
-├── CaptureError        the step cannot be captured as a graph
+├── BadSize             a size or budget that cannot be read
 ├── BudgetTooSmall      no plan fits; says the lowest reachable peak
-├── PlanMismatch        a plan made for another model, shape or torch version
-├── TargetError         the command line's TARGET cannot be loaded
+├── CaptureError        the step cannot be captured as a graph
 ├── FreshProcessError   a job in a fresh process failed there
 │   └── CannotMoveToFreshProcess    its model cannot be sent to another process
-└── Unsupported         asked at run time for what an exact result cannot be given for
+├── NotApplicable       a method of `lowtide compare` has nothing to work on in this model
+├── NotEnoughMemory     a step needs more memory than the machine has free
+├── PlanMismatch        a plan made for another model, shape or torch version
+├── TargetError         the command line's TARGET cannot be loaded
+├── Unsupported         asked at run time for what an exact result cannot be given for
+└── UsageError          what was typed makes no sense together
+
+`NotApplicable`, `NotEnoughMemory` and `UsageError` live with the code that raises them.
 """
+
+from lowtide.facts.units import size_and_bytes
 
 
 class LowtideError(Exception):
     """Base of all errors that are for users to read."""
+
+
+class BadSize(LowtideError):
+    """A size that cannot be read."""
+
+    def __init__(self, text: object) -> None:
+        super().__init__(
+            f"cannot read the size {text!r}: write bytes (8000000000), "
+            "a size ('8GiB', '500MB') or a share of the step's peak ('60%')"
+        )
 
 
 class CaptureError(LowtideError):
@@ -50,6 +68,6 @@ class BudgetTooSmall(LowtideError):
     def __init__(self, *, budget_bytes: int, floor_bytes: int, node: str, hint: str = "") -> None:
         self.budget_bytes, self.floor_bytes, self.node = budget_bytes, floor_bytes, node
         super().__init__(
-            f"cannot fit in {budget_bytes} bytes: the lowest reachable peak is {floor_bytes} bytes, "
-            f"at '{node}'. {hint or 'Try that budget, or a smaller batch.'}"
+            f"cannot fit in {size_and_bytes(budget_bytes)}: the lowest reachable peak is "
+            f"{size_and_bytes(floor_bytes)}, at '{node}'. {hint or 'Try that budget, or a smaller batch.'}"
         )

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.errors import PlanMismatch
-from lowtide.facts import Decision, Solution
+from lowtide.facts import Action, Decision, Solution
 from lowtide.facts.serial import load_json, save_json, solution_from_dict, solution_to_dict
+from lowtide.facts.sizes import format_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +24,14 @@ class Plan:
 
     solution: Solution
     known: "Known | None" = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        recomputed = sum(decision.action is Action.RECOMPUTE for decision in self.decisions)
+        return (
+            f"Plan(budget={format_size(self.budget_bytes)}, peak={format_size(self.peak_bytes)}, "
+            f"overhead={self.overhead:.1%}, planner={self.planner}, "
+            f"{recomputed} of {len(self.decisions)} activations recomputed)"
+        )
 
     @property
     def planner(self) -> str:

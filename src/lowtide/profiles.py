@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.facts import Activation, Node, Step
 from lowtide.facts.serial import load_step, save_step
-from lowtide.facts.sizes import parse_budget
+from lowtide.facts.sizes import format_size, parse_budget
 from lowtide.planning.activations import activations
 from lowtide.planning.planner import Desk
 from lowtide.planning.schedules import as_eager
@@ -27,6 +27,10 @@ class Profile:
 
     step: Step
     known: "Known | None" = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """One line; the floor is left out, since it takes a search."""
+        return f"Profile(peak={format_size(self.peak_bytes)}, {len(self.nodes)} nodes on {self.step.device})"
 
     @property
     def nodes(self) -> tuple[Node, ...]:

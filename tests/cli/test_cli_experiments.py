@@ -12,12 +12,12 @@ from report_cases import make_case
 from lowtide.cli import completion, sources
 from lowtide.cli.exits import Exit
 from lowtide.cli.files import save_profile
-from lowtide.cli.run import next_commands
+from lowtide.cli.next_steps import after_run
 from lowtide.cli.sweep import sweep_exit
 from lowtide.experiments import compare, curve, machine, sweep
 from lowtide.experiments.compare import MethodResult
 from lowtide.profiles import Profile
-from lowtide.report.records import StepMeasurement, SweepRow
+from lowtide.report.records import Results, StepMeasurement, SweepRow, SweepStatus
 from lowtide.zoo.targets import TargetSpec
 
 SPEC = TargetSpec(text="tiny-bert-base", batch_size=4)
@@ -121,10 +121,16 @@ def row(batch_size, **changes):
     return SweepRow(**({"batch_size": batch_size, "exact": True} | fields | changes))
 
 
-TOO_SMALL = {"exact": None, "status": "does not fit: lowest 120", "planned": StepMeasurement()}
+TOO_SMALL = {
+    "exact": None,
+    "status": SweepStatus.TOO_SMALL,
+    "why": "lowest 120",
+    "planned": StepMeasurement(),
+}
 FAILED = {
     "exact": None,
-    "status": "failed: oh",
+    "status": SweepStatus.FAILED,
+    "why": "oh",
     "baseline": StepMeasurement(),
     "planned": StepMeasurement(),
     "budget_bytes": None,
@@ -156,7 +162,11 @@ def test_sweep_writes_after_every_size(run_lowtide, made_up_rows, monkeypatch, t
     arguments = ("sweep", "tiny-bert-base", "--batch-sizes", "4,8", "--budget", "60%", "-o", str(tmp_path))
     code, stdout, _ = run_lowtide(*arguments)
     assert code == Exit.INTERRUPTED and stdout == ""
-    assert [found["batch_size"] for found in rows_of(tmp_path / "sweep.csv")] == ["4"]
+    found = [(row["batch_size"], row["status"]) for row in rows_of(tmp_path / "sweep.csv")]
+    assert found == [("4", "measured"), ("8", "not run yet")]
+    data = json.loads((tmp_path / "sweep.json").read_text())
+    assert data["finished"] is False and len(data["rows"]) == 1
+    assert "Unfinished: batch sizes 8 are missing" in (tmp_path / "report.html").read_text()
     names = {"sweep.csv", "sweep.json", "report.html", "plots"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
@@ -170,8 +180,9 @@ def test_sweep_goes_on_where_it_was_stopped(run_lowtide, made_up_rows, tmp_path)
     code, stdout, stderr = run_lowtide(*arguments, "--resume", "--json")
     assert code == 0 and made_up_rows == [4, 16, 8, 16]
     assert "batch 4: taken from before (1 of 3)" in stderr
-    statuses = [found["status"] for found in json.loads(stdout)["rows"]]
-    assert statuses == ["measured", "measured", "failed: RuntimeError: too tired"]
+    statuses = [(found["status"], found["why"]) for found in json.loads(stdout)["rows"]]
+    assert statuses == [("measured", ""), ("measured", ""), ("failed", "RuntimeError: too tired")]
+    assert rows_of(tmp_path / "sweep.csv")[2]["status"] == "failed: RuntimeError: too tired"
     arguments[5] = "50%"
     code, _, stderr = run_lowtide(*arguments, "--resume")
     assert code == Exit.ERROR and "another target, budget" in stderr
@@ -187,10 +198,21 @@ def test_a_resumed_sweep_stopped_again_loses_nothing(run_lowtide, made_up_rows, 
     monkeypatch.setattr(sweep, "row_of", interrupted)
     arguments[3] = "4,8,32"
     assert run_lowtide(*arguments, "--resume")[0] == Exit.INTERRUPTED
-    assert [found["batch_size"] for found in rows_of(tmp_path / "sweep.csv")] == ["4", "32"]
+    assert [found["batch_size"] for found in rows_of(tmp_path / "sweep.csv")] == ["4", "32", "8"]
     arguments[3] = "4"
     assert run_lowtide(*arguments, "--resume")[0] == 0
     assert [found["batch_size"] for found in rows_of(tmp_path / "sweep.csv")] == ["4", "32"]
+    assert json.loads((tmp_path / "sweep.json").read_text())["finished"] is True
+    assert "Unfinished" not in (tmp_path / "report.html").read_text()
+
+
+def test_rows_of_another_version_are_run_again(run_lowtide, made_up_rows, tmp_path):
+    arguments = ["sweep", "tiny-bert-base", "-b", "4,8", "--budget", "60%", "-o", str(tmp_path)]
+    assert run_lowtide(*arguments)[0] == 0
+    data = json.loads((tmp_path / "sweep.json").read_text())
+    data["rows"][1]["status"] = "does not fit: lowest reachable peak 1.0 GiB"
+    (tmp_path / "sweep.json").write_text(json.dumps(data))
+    assert run_lowtide(*arguments, "--resume")[0] == 0 and made_up_rows == [4, 8, 8]
 
 
 def test_a_target_that_is_not_there_ends_the_sweep_at_once(run_lowtide, made_up_rows):
@@ -229,26 +251,52 @@ def test_how_a_sweep_ends(rows, code):
 # compare
 
 
-@pytest.mark.parametrize(
-    ("verdict", "difference", "code"),
-    [("exact", "", Exit.DONE), ("gradients wrong (1 of 3)", "gradient of a, step 1", Exit.RESULTS_DIFFER)],
-)
-def test_compare(run_lowtide, monkeypatch, tmp_path, verdict, difference, code):
-    def methods(spec, profile, *, timed_runs, working):
-        yield MethodResult(method="none", kind="eager", verdict="exact", peak_bytes=200, time_ratio=1.0)
-        yield MethodResult(method="rival", kind="partitioner", verdict="crashed: oh")
-        yield MethodResult(
-            method="auto", kind="plan", verdict=verdict, peak_bytes=90, first_difference=difference
-        )
+def methods(*last):
+    """A comparison of eager, a rival that crashes, and `last`, which is a result or an interruption."""
 
-    monkeypatch.setattr(compare, "compare", methods)
+    def run(spec, profile, *, timed_runs, working):
+        yield MethodResult(method="none", kind="eager", verdict=Results.EXACT, peak_bytes=200, time_ratio=1.0)
+        yield MethodResult(method="rival", kind="partitioner", verdict=Results.CRASHED, why="oh")
+        for result in last:
+            if isinstance(result, BaseException):
+                raise result
+            yield result
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("verdict", "why", "difference", "code"),
+    [
+        (Results.EXACT, "", "", Exit.DONE),
+        (Results.WRONG, "1 of 3 gradients", "gradient of a, step 1", Exit.RESULTS_DIFFER),
+    ],
+)
+def test_compare(run_lowtide, monkeypatch, tmp_path, verdict, why, difference, code):
+    ours = MethodResult(
+        method="auto", kind="plan", verdict=verdict, why=why, peak_bytes=90, first_difference=difference
+    )
+    monkeypatch.setattr(compare, "compare", methods(ours))
     found, stdout, stderr = run_lowtide("compare", "tiny-bert-base", "-b", "4", "-o", str(tmp_path))
-    assert found == code and "crashed: oh" in stdout and "−55.0 %" in stdout and verdict in stdout
+    words = ours.row.verdict_text
+    assert found == code and "crashed: oh" in stdout and "−55.0 %" in stdout and words in stdout
     assert "rival: crashed: oh" in stderr
-    assert [r["verdict"] for r in rows_of(tmp_path / "compare.csv")] == ["exact", "crashed: oh", verdict]
+    assert [r["verdict"] for r in rows_of(tmp_path / "compare.csv")] == ["exact", "crashed: oh", words]
     data = json.loads((tmp_path / "compare.json").read_text())
     assert [method["kind"] for method in data["methods"]] == ["eager", "partitioner", "plan"]
-    assert "crashed: oh" in (tmp_path / "report.html").read_text()
+    assert [(m["verdict"], m["why"]) for m in data["methods"]][1:] == [("crashed", "oh"), (verdict, why)]
+    page = (tmp_path / "report.html").read_text()
+    assert data["finished"] is True and "crashed: oh" in page and "Unfinished" not in page
+
+
+def test_an_interrupted_comparison_says_so(run_lowtide, monkeypatch, tmp_path):
+    monkeypatch.setattr(compare, "compare", methods(KeyboardInterrupt()))
+    code, stdout, stderr = run_lowtide("compare", "tiny-bert-base", "-b", "4", "-o", str(tmp_path))
+    assert code == Exit.INTERRUPTED and stdout == "" and stderr.endswith("interrupted\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"compare.csv", "compare.json", "report.html"}
+    assert json.loads((tmp_path / "compare.json").read_text())["finished"] is False
+    assert rows_of(tmp_path / "compare.csv")[-1]["verdict"] == "not run yet"
+    assert "Unfinished: more methods were to follow" in (tmp_path / "report.html").read_text()
 
 
 # the shell, and what to type next
@@ -278,6 +326,6 @@ def test_the_shell_is_answered():
 
 
 def test_next_commands_can_be_copied(tmp_path):
-    lines = next_commands(tmp_path / "my out", floor_bytes=123)
+    lines = after_run(tmp_path / "my out", floor_bytes=123)
     assert f"lowtide plan '{tmp_path}/my out/profile.json' --budget 123" in lines[0]
     assert all(word in " ".join(lines) for word in ("tradeoff", "verify", "load_plan"))

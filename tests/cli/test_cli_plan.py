@@ -69,6 +69,14 @@ def test_plan_as_json_is_all_of_stdout(run_lowtide, profile):
     assert data["num_recomputed"] == sum(d["action"] == "RECOMPUTE" for d in data["decisions"]) > 0
 
 
+def test_a_planner_that_does_not_search_shows_no_floor(run_lowtide, profile, tmp_path):
+    arguments = ("plan", str(profile), "--budget", "100%", "--planner", "none")
+    code, stdout, _ = run_lowtide(*arguments, "-o", str(tmp_path))
+    assert code == 0 and "predicted peak" in stdout and "lowest reachable" not in stdout
+    assert load_plan(tmp_path / "plan.json")[0].solution.floor_bytes is None
+    assert json.loads(run_lowtide(*arguments, "--json")[1])["floor_bytes"] is None
+
+
 def test_files_are_not_replaced_unless_forced(run_lowtide, profile, tmp_path):
     (tmp_path / "plan.json").write_text("precious")
     arguments = ("plan", str(profile), "--budget", "60%", "-o", str(tmp_path))

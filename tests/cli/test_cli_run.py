@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from lowtide.checking.clock import Timing
 from lowtide.checking.verification import Verification
 from lowtide.cli.exits import Exit
 from lowtide.cli.files import load_plan, load_profile
-from lowtide.cli.results import outcome_exit, outcome_tables, verdict
+from lowtide.cli.results import outcome_data, outcome_exit, outcome_tables, verdict
 from lowtide.errors import FreshProcessError
 from lowtide.experiments import machine, measured
 from lowtide.experiments.measured import Outcome, measurement_of
+from lowtide.profiles import Profile
 from lowtide.zoo.targets import TargetSpec
 
 USERS_FILE = """
@@ -127,6 +129,30 @@ def test_verify_needs_to_know_the_target(ran, run_lowtide, tmp_path):
     plan.save(tmp_path / "plan.json")
     code, _, stderr = run_lowtide("verify", str(tmp_path / "plan.json"))
     assert code == Exit.ERROR and "does not say what it was made for" in stderr
+
+
+def test_run_with_a_budget_that_cannot_be_met_leaves_the_profile(run_lowtide, tmp_path):
+    out = tmp_path / "my out"
+    arguments = ("run", "users_model.py:make", "-b", "512", "--budget", "1KiB", "-o", str(out))
+    code, _, stderr = run_lowtide(*arguments)
+    assert code == Exit.DOES_NOT_FIT
+    assert {p.name for p in out.iterdir()} == {"profile.json", "node_stats.csv", "activation_stats.csv"}
+    wrote, command, error = stderr.splitlines()[-3:]
+    assert str(out / "profile.json") in wrote and error.startswith(
+        "error: cannot fit in 1.0 KiB (1024 bytes)"
+    )
+    code, stdout, _ = run_lowtide(*shlex.split(command.removeprefix("next: lowtide ")))
+    assert code == 0 and "predicted peak" in stdout and (out / "plan.json").exists()
+
+
+@pytest.mark.parametrize(("floor_bytes", "budget"), [(500, "60%"), (601, "601"), (123 << 20, "123MiB")])
+def test_profile_suggests_a_budget_that_can_be_met(run_lowtide, monkeypatch, tmp_path, floor_bytes, budget):
+    monkeypatch.setattr(Profile, "floor_bytes", floor_bytes)
+    monkeypatch.setattr(Profile, "peak_bytes", 1000)
+    arguments = ("profile", "users_model.py:make", "-b", "2", "-o", str(tmp_path))
+    code, _, stderr = run_lowtide(*arguments)
+    assert code == 0
+    assert f"next: lowtide plan {tmp_path / 'profile.json'} --budget {budget} -o {tmp_path}\n" in stderr
 
 
 def test_run_does_not_replace_a_run(ran, run_lowtide):
@@ -237,6 +263,18 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal(width):
     words = " ".join(text.split())
     assert "without" in words and "114.98 GiB" in words and "1.36 s ± 49.5 ms" in words
     assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize(("runs", "is_noisy"), [((1.2, 1.21, 1.2), False), ((0.9, 1.02, 1.4), True)])
+def test_a_machine_too_busy_to_time_is_told_so(runs, is_noisy):
+    result = result_with(step_timing=Timing(runs), baseline_step_timing=Timing((1.0, 1.0, 1.0)))
+    console = Console(file=io.StringIO(), width=80)
+    outcome = Outcome(measurement=measurement_of(result), verification=result)
+    console.print(*outcome_tables(outcome, budget_bytes=100, name="x"))
+    text = " ".join(console.file.getvalue().split())
+    assert "Times are medians of runs in turn" in text
+    assert ("(noise: ±" in text) is is_noisy and ("too noisy to tell" in text) is is_noisy
+    assert outcome_data(outcome, name="x")["noise"] == result.noise
 
 
 # a machine that is too small

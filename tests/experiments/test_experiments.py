@@ -10,9 +10,9 @@ from lowtide.errors import LowtideError
 from lowtide.experiments import machine
 from lowtide.experiments.contenders import Method, plan_method, repeated_blocks, switch_for
 from lowtide.experiments.machine import NotEnoughMemory, check_memory, needed_bytes, why_not
-from lowtide.experiments.mistakes import EXACT, Mistake, verdict
+from lowtide.experiments.mistakes import Mistake, judge
 from lowtide.experiments.trial import run_trial
-from lowtide.report.words import UNLIKE_EAGER
+from lowtide.report.records import Results, with_why
 from lowtide.torchside.route import route_of
 from lowtide.zoo.targets import Target
 
@@ -68,13 +68,13 @@ def test_a_switch_leaves_no_trace():
 
 def test_checkpointing_blocks_holds_less_and_is_exact_with_dropout():
     trial = run_trial(source=target(dropout=0.2), method=Method(name="m", kind="blocks"), timed_runs=1)
-    assert trial.verdict == EXACT and trial.time_ratio > 0
+    assert trial.judgement == (Results.EXACT, "") and trial.time_ratio > 0
     assert trial.peak_bytes < trial.baseline_peak_bytes
 
 
 def test_checkpointing_blocks_updates_batch_norm_twice():
     trial = run_trial(source=target(norm=True), method=Method(name="m", kind="blocks"), timed_runs=0)
-    assert trial.verdict == "buffers wrong: 18"  # 6 blocks of mean, variance and count
+    assert trial.judgement == (Results.WRONG, "18 buffers")  # 6 blocks of mean, variance and count
     assert trial.time_ratio is None and trial.mistakes[0].name.startswith("buffer 1.layers.0.norm.running_")
 
 
@@ -83,7 +83,7 @@ def test_a_plan_is_exact_where_its_rivals_are_not():
     profile = api.profile(made.model, made.batch, optimizer=made.optimizer)
     plan = profile.plan((profile.peak_bytes + profile.floor_bytes) // 2)
     trial = run_trial(source=made, method=plan_method("auto", plan), timed_runs=0)
-    assert trial.verdict == EXACT and trial.mistakes == () and trial.num_gradients == 26
+    assert trial.judgement[0] is Results.EXACT and trial.mistakes == () and trial.num_gradients == 26
     assert trial.peak_bytes <= plan.budget_bytes < trial.baseline_peak_bytes
     assert abs(trial.peak_bytes / plan.peak_bytes - 1) < 0.01
     assert route_of(made.model) is not None  # measured last, and still on
@@ -92,27 +92,31 @@ def test_a_plan_is_exact_where_its_rivals_are_not():
 def test_the_partitioner_redraws_dropout():
     method = Method(name="m", kind="partitioner", memory_budget=0.0)
     trial = run_trial(source=target(dropout=0.2), method=method, timed_runs=0)
-    assert trial.verdict.startswith("gradients wrong (") and trial.unlike_eager
+    assert trial.judgement[0] is Results.WRONG and trial.unlike_eager
 
 
 @pytest.mark.parametrize(
     ("found", "unlike_eager", "words"),
     [
-        ([], False, EXACT),
-        ([], True, UNLIKE_EAGER),
+        ([], False, "exact"),
+        ([], True, "recompute exact, unlike eager"),
         (
             [Mistake("gradient of a", 1, 0.5), Mistake("gradient of a", 2, 0.5)],
             False,
-            "gradients wrong (1 of 3)",
+            "wrong: 1 of 3 gradients",
         ),
-        ([Mistake("buffer x", 1, float("inf")), Mistake("buffer y", 1, 0.9)], False, "buffers wrong: 2"),
-        ([Mistake("gradient of a", 1, 1e-7), Mistake("gradient of b", 2, 0.5)], False, "rounding (2 of 3"),
-        ([Mistake("loss", 1, 0.5)], False, "loss wrong"),
-        ([Mistake("gradient of a", 1, float("nan"))], False, "gradients wrong (1 of 3)"),
+        ([Mistake("buffer x", 1, float("inf")), Mistake("buffer y", 1, 0.9)], False, "wrong: 2 buffers"),
+        (
+            [Mistake("gradient of a", 1, 1e-7), Mistake("gradient of b", 2, 0.5)],
+            False,
+            "not exact: rounding (2 of 3 gradients)",
+        ),
+        ([Mistake("loss", 1, 0.5)], False, "wrong: loss"),
+        ([Mistake("gradient of a", 1, float("nan"))], False, "wrong: 1 of 3 gradients"),
     ],
 )
 def test_mistakes_in_words(found, unlike_eager, words):
-    assert words in verdict(found, num_gradients=3, unlike_eager=unlike_eager)
+    assert with_why(*judge(found, num_gradients=3, unlike_eager=unlike_eager)) == words
 
 
 def test_memory_is_asked_for_before_anything_runs(monkeypatch):

@@ -30,8 +30,16 @@ ROW = {
     "predicted_overhead": 0.2,
     "exact": True,
     "status": "measured",
+    "why": "",
 }
-METHOD = {"method": "auto", "kind": "eager", "peak_bytes": 90 << 20, "time_ratio": 1.25, "verdict": "a|b"}
+METHOD = {
+    "method": "auto",
+    "kind": "eager",
+    "peak_bytes": 90 << 20,
+    "time_ratio": 1.25,
+    "verdict": "wrong",
+    "why": "a|b",
+}
 
 
 @pytest.fixture
@@ -70,7 +78,7 @@ def test_all_pieces_of_all_models(run):
     assert code == 0 and len(ran) == 12 and "**not run**" not in page
     assert ran[2][:6] == ["sweep", "resnet152", "--budget", "70%", "-b", "4,8,16"]
     assert "--resume" in ran[2] and "--predict" in ran[1]
-    for text in ("## resnet152", "## bert-base", "## transformer", "| +1.00 % |", "a/b", "ResNet-152"):
+    for text in ("## resnet152", "## bert-base", "## transformer", "| +1.00 % |", "wrong: a/b", "ResNet-152"):
         assert text in page
     assert "| 4 | 100.0 MiB | 200.0 MiB | 100.0 MiB | −50.0 % |" in page
 

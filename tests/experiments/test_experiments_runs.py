@@ -17,6 +17,7 @@ from lowtide.experiments.curve import distinct_plans, measure_points, spread_ove
 from lowtide.experiments.mistakes import Mistake
 from lowtide.experiments.trial import Trial
 from lowtide.profiles import Profile
+from lowtide.report.records import Results, SweepStatus
 from lowtide.zoo.targets import TargetSpec
 
 SPEC = TargetSpec(text="tiny-bert-base", batch_size=4)
@@ -63,7 +64,7 @@ def run_sweep(profile, *, sizes=(4, 8), budget="75%", **options):
 
 def test_a_measured_size(profile):
     row = run_sweep(profile, sizes=(4,))[0]
-    assert (row.status, row.exact, row.batch_size) == ("measured", True, 4)
+    assert (row.status, row.exact, row.batch_size) == (SweepStatus.MEASURED, True, 4)
     assert row.budget_bytes == int(0.75 * profile.peak_bytes) >= row.planned.predicted_peak_bytes
     assert row.baseline.measured_peak_bytes == row.baseline.predicted_peak_bytes - 10
     assert row.overhead == pytest.approx(0.3) and row.planned.seconds_spread == pytest.approx(0.1)
@@ -73,7 +74,7 @@ def test_what_the_machine_cannot_hold_is_not_run(profile, monkeypatch, caplog):
     needs(monkeypatch, lambda peak_bytes: "needs 9.0 GiB")
     monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
     row = run_sweep(profile, sizes=(4,))[0]
-    assert row.status == "predicted only" and row.exact is None and not row.planned.is_measured
+    assert row.status is SweepStatus.PREDICTED and row.exact is None and not row.planned.is_measured
     assert row.reduction > 0.2 and "batch 4 is predicted only" in caplog.text and "9.0 GiB" in caplog.text
 
 
@@ -83,7 +84,7 @@ def test_a_step_that_only_a_plan_makes_small_enough_is_measured_alone(monkeypatc
     needs(monkeypatch, lambda peak_bytes: "is large" if peak_bytes >= plain else "")
     monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
     (row,) = run_sweep(profile, sizes=(4,), timed_runs=2)
-    assert row.status == "plan measured" and row.exact is None and row.overhead is None
+    assert row.status is SweepStatus.PLAN_MEASURED and row.exact is None and row.overhead is None
     assert not row.baseline.is_measured and row.planned.measured_peak_bytes <= row.budget_bytes
     assert row.planned.seconds_median > 0 and row.reduction > 0.2 and sweep.is_final(row)
     assert "batch 4 runs only with its plan: without one it is large" in caplog.text
@@ -105,7 +106,7 @@ def test_a_budget_that_is_too_small_is_a_row_with_the_plain_step_measured(profil
     )
     monkeypatch.setattr(measured, "measure_step", lambda spec, *, timed_runs: found)
     row = run_sweep(profile, sizes=(4,), budget="1KiB")[0]
-    assert row.status.startswith("does not fit: lowest reachable peak") and row.budget_bytes == 1024
+    assert row.status_text.startswith("does not fit: lowest reachable peak") and row.budget_bytes == 1024
     assert row.baseline.predicted_peak_bytes == profile.peak_bytes
     assert (row.baseline.measured_peak_bytes, row.baseline.seconds_median) == (77, 1.5)
     assert row.planned.predicted_peak_bytes is None and row.reduction is None and sweep.is_final(row)
@@ -132,7 +133,7 @@ def test_a_failed_size_does_not_end_the_sweep(profile, error, status):
         return profile
 
     rows = list(sweep.sweep(SPEC, batch_sizes=(4, 8), budget="75%", profile=profile_of))
-    assert [row.status for row in rows] == [status, "measured"]
+    assert [row.status_text for row in rows] == [status, "measured"]
     assert not sweep.is_final(rows[0]) and sweep.is_final(rows[1])
 
 
@@ -157,7 +158,7 @@ def test_sizes_that_are_done_are_not_run_again(profile, monkeypatch):
 def test_rows_survive_their_file(profile):
     for row in run_sweep(profile, budget="75%") + run_sweep(profile, budget="1KiB"):
         data = sweep.row_to_dict(row)
-        assert data["reduction"] == row.reduction
+        assert data["reduction"] == row.reduction and data["overhead"] == row.overhead
         assert sweep.row_from_dict(data) == row
 
 
@@ -198,7 +199,7 @@ def test_the_curve_with_measured_points(profile, monkeypatch):
     found = [point for point in curve.points if point.measured_peak_bytes == 77]
     assert len(asked) == 3 and len(found) == 2 and curve.points[-1] in found
     assert found[0].measured_overhead == pytest.approx(0.5)
-    assert len(curve.wrong) == 1 and "loss wrong" in curve.wrong[0]
+    assert len(curve.wrong) == 1 and "wrong: loss" in curve.wrong[0]
     assert len(curve.failed) == 1 and "was killed" in curve.failed[0]
     assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
@@ -232,21 +233,21 @@ def test_compare_gives_the_planners_the_peaks_of_the_others(profile, monkeypatch
         },
     )
     assert len(found) == 8 + 4 and found["none (eager)"].time_ratio == 1.0
-    assert found["checkpoint per block"].verdict == "buffers wrong: 1"
-    assert found["partitioner 0.9"].verdict == "gradients wrong (1 of 3)"
+    assert found["checkpoint per block"].row.verdict_text == "wrong: 1 buffer"
+    assert found["partitioner 0.9"].row.verdict_text == "wrong: 1 of 3 gradients"
     assert "gradient of a, step 1" in found["partitioner 0.9"].first_difference
-    assert found["partitioner 0"].verdict == "crashed: RuntimeError: out of luck"
+    assert found["partitioner 0"].row.verdict_text == "crashed: RuntimeError: out of luck"
     assert found["partitioner 0"].peak_bytes is None
     ours = [result for result in found.values() if result.kind == "plan"]
     exact, unreachable = ours[:2], ours[2:]
-    assert [result.verdict for result in exact] == ["exact", "exact"]
+    assert [result.verdict for result in exact] == [Results.EXACT] * 2
     assert all(result.predicted_peak_bytes <= middle for result in exact)
-    assert all(result.verdict.startswith("does not reach it") for result in unreachable)
+    assert all(result.verdict is Results.NOT_REACHED for result in unreachable)
     assert compare_exit(list(found.values())) == Exit.DONE
     for changes, code in (
-        ({"verdict": "gradients wrong (1 of 3)"}, Exit.RESULTS_DIFFER),
-        ({"verdict": "recompute exact, unlike eager"}, Exit.RESULTS_DIFFER),
-        ({"verdict": "crashed: oh", "peak_bytes": None}, Exit.ERROR),
+        ({"verdict": Results.WRONG}, Exit.RESULTS_DIFFER),
+        ({"verdict": Results.UNLIKE_EAGER}, Exit.RESULTS_DIFFER),
+        ({"verdict": Results.CRASHED, "peak_bytes": None}, Exit.ERROR),
         ({"peak_bytes": middle + 1}, Exit.DOES_NOT_FIT),
     ):
         assert compare_exit([*found.values(), replace(exact[0], **changes)]) == code
@@ -272,7 +273,7 @@ def test_where_rivals_save_nothing_the_planners_go_to_the_floor(profile, monkeyp
             "plan": tried(profile.floor_bytes),
         },
     )
-    assert found["checkpoint per block"].verdict == "not applicable: no repeated blocks"
+    assert found["checkpoint per block"].row.verdict_text == "not applicable: no repeated blocks"
     ours = [result for result in found.values() if result.kind == "plan"]
     assert ours and all(result.budget_bytes in (None, profile.floor_bytes) for result in ours)
-    assert ours[-1].verdict == "exact"
+    assert ours[-1].verdict is Results.EXACT

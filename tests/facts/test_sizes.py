@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import LowtideError
 from lowtide.facts.sizes import BadSize, format_size, parse_budget, parse_size
+from lowtide.facts.units import round_up_size, size_and_bytes
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,14 @@ def test_a_printed_size_reads_back_to_about_the_same(nbytes):
 @given(st.integers(min_value=1))
 def test_whole_bytes_read_back_exactly(nbytes):
     assert parse_size(str(nbytes)) == parse_size(nbytes) == nbytes
+
+
+def test_a_size_with_its_bytes():
+    assert size_and_bytes(2040109465) == "1.9 GiB (2040109465 bytes)"
+    assert size_and_bytes(100) == "100 bytes"
+
+
+@given(st.integers(1, 2**46))
+def test_a_size_rounded_up_can_be_typed_and_is_little_more(nbytes):
+    rounded = parse_size(round_up_size(nbytes))
+    assert nbytes <= rounded <= nbytes * 1.01 and len(round_up_size(nbytes)) < 10

@@ -11,8 +11,10 @@ from lowtide.report.records import (
     CompareRow,
     Environment,
     Measurement,
+    Results,
     StepMeasurement,
     SweepRow,
+    SweepStatus,
     TradeoffPoint,
 )
 
@@ -135,7 +137,6 @@ def measurement_of(solution: Solution, *, exact: bool = True) -> Measurement:
             seconds_median=solution.step_seconds * 1.1 + solution.recompute_seconds,
             seconds_spread=0.03,
         ),
-        overhead=solution.recompute_seconds / (solution.step_seconds * 1.1),
         exact=exact,
         differences=() if exact else ("gradient of encoder.stages.0.layers.1.conv.weight", "loss"),
         method="fresh process, torch.profiler memory events; 9 interleaved steps after 2 to warm up",
@@ -170,9 +171,8 @@ def sweep_rows() -> tuple[SweepRow, ...]:
                     seconds_median=0.43 * batch_size if measured else None,
                     seconds_spread=0.03 * batch_size if measured else None,
                 ),
-                overhead=0.075 if measured else None,
                 exact=True if measured else None,
-                status="measured" if measured else "predicted only",
+                status=SweepStatus.MEASURED if measured else SweepStatus.PREDICTED,
             )
         )
     failed = SweepRow(
@@ -180,18 +180,25 @@ def sweep_rows() -> tuple[SweepRow, ...]:
         budget_bytes=2400 * MIB,
         baseline=StepMeasurement(predicted_peak_bytes=11682 * MIB),
         planned=StepMeasurement(),
-        status="failed: cannot fit in 2.3 GiB, the lowest reachable peak is 3.1 GiB",
+        status=SweepStatus.FAILED,
+        why="cannot fit in 2.3 GiB, the lowest reachable peak is 3.1 GiB",
     )
     return (*rows, failed)
 
 
 def compare_rows() -> tuple[CompareRow, ...]:
     return (
-        CompareRow(method="none", peak_bytes=1776 * MIB, time_ratio=1.0, verdict="exact"),
-        CompareRow(method="checkpoint per block", peak_bytes=489 * MIB, time_ratio=1.34, verdict="exact"),
+        CompareRow(method="none", peak_bytes=1776 * MIB, time_ratio=1.0, verdict=Results.EXACT),
         CompareRow(
-            method="partitioner 0.5", peak_bytes=1007 * MIB, time_ratio=1.1, verdict="gradients wrong"
+            method="checkpoint per block", peak_bytes=489 * MIB, time_ratio=1.34, verdict=Results.EXACT
         ),
-        CompareRow(method="budget 0.0", verdict="crashed: RuntimeError: no <decomposition>"),
-        CompareRow(method="auto", peak_bytes=430 * MIB, time_ratio=1.12, verdict="exact"),
+        CompareRow(
+            method="partitioner 0.5",
+            peak_bytes=1007 * MIB,
+            time_ratio=1.1,
+            verdict=Results.WRONG,
+            why="72 of 73 gradients",
+        ),
+        CompareRow(method="budget 0.0", verdict=Results.CRASHED, why="RuntimeError: no <decomposition>"),
+        CompareRow(method="auto", peak_bytes=430 * MIB, time_ratio=1.12, verdict=Results.EXACT),
     )

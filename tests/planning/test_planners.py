@@ -8,6 +8,7 @@ from synthetic import chain, resnet, transformer, unet
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
+from lowtide.planning import auto
 from lowtide.planning.auto import lower_bound_bytes
 from lowtide.planning.planner import PLANNERS, Desk, floor, solve
 from lowtide.planning.search.lazy import LazyRuns, lazy_plan
@@ -139,6 +140,15 @@ def test_an_unknown_planner_is_named_with_the_known_ones():
         solve(chain(length=2), budget_bytes=10**9, planner="best")
 
 
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "auto"])
+def test_only_auto_pays_for_its_search(planner, monkeypatch):
+    monkeypatch.setattr(auto, "build_archive", lambda *_: pytest.fail("searched"))
+    desk = Desk(chain(length=8))
+    assert desk.solve(budget_bytes=10**9, planner=planner).floor_bytes is None
+    monkeypatch.undo()
+    assert desk.solve(budget_bytes=10**9).floor_bytes == desk.floor().floor_bytes
+
+
 def test_a_budget_above_the_plain_peak_recomputes_nothing():
     solution = solve(chain(length=8), budget_bytes=10**9)
     assert solution.recompute_seconds == 0
@@ -170,7 +180,7 @@ def test_gradients_that_set_the_floor_are_named():
     first = build.op("a", (weight,), 10, 1.0)
     start = build.backward()
     build.grad((start, first), 100, 1.0, pinned=True)
-    with pytest.raises(BudgetTooSmall, match="Parameters, gradients and optimizer state set it"):
+    with pytest.raises(BudgetTooSmall, match="Parameters and gradients set it"):
         solve(build.step(), budget_bytes=100)
 
 

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from lowtide.profiling.device import Cuda, OpTiming, device_for, peak_of, typical_seconds
+from lowtide.profiling import device
+from lowtide.profiling.device import Cpu, Cuda, OpTiming, device_for, peak_of, spread_seconds, typical_seconds
 
 CPU = device_for(torch.device("cpu"))
 
@@ -35,11 +36,24 @@ def test_cpu_sees_all_memory_inside():
     assert peak == 1500
 
 
-def test_cpu_times_and_returns():
-    result, timing = CPU.timed(lambda: sum(range(1000)))
-    assert result == 499500
-    assert timing.seconds > 0
-    assert 1e8 < CPU.copy_bytes_per_second() < 1e13
+def test_cpu_times_and_returns(monkeypatch):
+    clock, interruptions = iter([10.0, 10.25]), iter([7, 9])
+    monkeypatch.setattr(device.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(device, "_interruptions", lambda: next(interruptions))
+    assert CPU.timed(lambda: sum(range(1000))) == (499500, OpTiming(0.25, 2))
+
+
+def test_copy_speed_is_of_the_typical_copy(monkeypatch):
+    seconds = iter([4.0, 1.0, 2.0, 2.0, 3.0])
+    monkeypatch.setattr(Cpu, "timed", lambda self, run: (run(), OpTiming(next(seconds))))
+    assert Cpu().copy_bytes_per_second() == device._COPY_BYTES / 2.0
+
+
+def test_spread_leaves_out_what_was_interrupted():
+    runs = [OpTiming(s) for s in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert spread_seconds([*runs, OpTiming(0.09, 1)]) == 2.0
+    assert spread_seconds([OpTiming(s, 5) for s in (1.0, 2.0, 3.0, 4.0, 5.0)]) == 2.0  # too slow to be spared
+    assert spread_seconds(runs[:1]) == spread_seconds([OpTiming(0.01, 1), OpTiming(0.09, 1)]) == 0.0
 
 
 def test_devices_are_found_by_type():

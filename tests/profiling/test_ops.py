@@ -2,15 +2,17 @@
 
 import logging
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.profiling import ops as ops_module
+from lowtide.profiling import trials
 from lowtide.profiling.cache import CostCache
-from lowtide.profiling.device import device_for
-from lowtide.profiling.ops import profile_calls, scaled_cost
+from lowtide.profiling.device import OpTiming, device_for
+from lowtide.profiling.ops import measure_calls, profile_calls, scaled_cost
 from lowtide.profiling.shrink import shrink
 from lowtide.profiling.work import work_of
 from lowtide.torchside.calls import Call, OpCost, signature
@@ -23,7 +25,26 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
-    monkeypatch.setattr(ops_module, "_ROUNDS", 1)
+    monkeypatch.setattr(ops_module, "ROUNDS", 1)
+
+
+@pytest.fixture
+def made_up_clock(monkeypatch):
+    """Every run takes a microsecond per byte of its inputs; gives the (target, seconds) of all runs.
+
+    `special` may have another clock for a target, by how often that ran before.
+    """
+    runs, special = [], {}
+
+    def timed(call, device):
+        seconds = sum(tensor.nbytes for tensor in call.tensors) * 1e-6
+        number = sum(target is call.target for target, _ in runs)
+        timing = special.get(call.target, lambda number: OpTiming(seconds))(number)
+        runs.append((call.target, timing.seconds))
+        return timing
+
+    monkeypatch.setattr(trials, "timed", timed)
+    return SimpleNamespace(runs=runs, special=special)
 
 
 def fake(*shape, dtype=torch.float32):
@@ -42,7 +63,7 @@ def conv_backward(batch, *, channels=16, size=32):
     return Call(aten.convolution_backward.default, (fake(batch, channels, size, size), image, weight, *rest))
 
 
-def test_costs_come_in_order_and_each_signature_is_run_once(monkeypatch):
+def test_costs_come_in_order_and_each_signature_is_run_once(monkeypatch, made_up_clock):
     prepared = []
     prepare = ops_module._prepare
     monkeypatch.setattr(ops_module, "_prepare", lambda call, **o: prepared.append(call) or prepare(call, **o))
@@ -52,7 +73,8 @@ def test_costs_come_in_order_and_each_signature_is_run_once(monkeypatch):
     assert len(prepared) == 2
     assert costs[0] == costs[2]
     assert costs[1] == costs[4]
-    assert costs[0].seconds > costs[1].seconds > 0
+    assert costs[0].seconds == pytest.approx(2 * 300 * 300 * 4e-6)
+    assert costs[1].seconds == pytest.approx(2 * 2 * 2 * 4e-6)
     assert costs[3] == OpCost(0.0, 0, False)
     assert not any(cost.estimated for cost in costs)
 
@@ -204,10 +226,11 @@ def test_shrink_keeps_order_and_gaps_of_strides():
     assert small.stride() == (192, 25 * 192, 1)
 
 
-def test_a_view_of_any_size_costs_its_dispatch():
+def test_a_view_of_any_size_costs_its_dispatch(made_up_clock):
     (cost,) = profile_calls([Call(aten.t.default, (fake(1 << 20, 1 << 20),))])
     assert cost.estimated
-    assert 0 < cost.seconds < 1e-2
+    assert [target for target, _ in made_up_clock.runs] == [aten.detach.default]
+    assert cost.seconds == pytest.approx(4e-6)  # of the one number that stands for it
 
 
 def refuses(tensor):
@@ -225,11 +248,43 @@ def test_what_cannot_run_is_costed_by_bytes_and_said_so(caplog, tmp_path):
     assert cache.get(signature(call), memory_limit_bytes=1) is None
 
 
-def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch):
+def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch, made_up_clock):
     call = Call(aten.mm.default, (fake(20, 20),) * 2)
     first = profile_calls([call], cache=CostCache(CPU, directory=tmp_path))
     monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
     assert profile_calls([call], cache=CostCache(CPU, directory=tmp_path)) == first
+
+
+MM, RELU = Call(aten.mm.default, (fake(20, 20),) * 2), Call(aten.relu.default, (fake(20, 20),))
+
+
+@pytest.mark.parametrize(
+    ("clock", "num_noisy"),
+    [
+        pytest.param(lambda number: OpTiming(1e-3), 0, id="steady"),
+        pytest.param(lambda number: OpTiming(1e-3 * (1 + number % 2)), 0, id="a little unsteady"),
+        pytest.param(lambda number: OpTiming(1e-3 * (1 + 9 * (number % 2))), 1, id="rounds far apart"),
+        pytest.param(lambda number: OpTiming(1e-3, 2), 1, id="always interrupted"),
+        pytest.param(lambda number: OpTiming(1e-3, number % 2), 0, id="at times interrupted"),
+        pytest.param(lambda number: OpTiming(0.5, 9), 0, id="too slow for one piece"),
+        pytest.param(lambda number: OpTiming(1e-6 * (1 + 9 * (number % 2))), 0, id="shorter than jitter"),
+    ],
+)
+def test_times_of_a_busy_machine_are_told_and_not_remembered(
+    clock, num_noisy, made_up_clock, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(ops_module, "ROUNDS", 8)
+    monkeypatch.setattr(trials, "rest_after", lambda timing: None)
+    made_up_clock.special[aten.mm.default] = clock
+    cache = CostCache(CPU, directory=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        found = measure_calls([MM, RELU, MM], cache=cache)
+    assert (found.num_noisy, found.num_measured) == (num_noisy, 2)
+    again = CostCache(CPU, directory=tmp_path)
+    assert (again.get(signature(MM), memory_limit_bytes=1) is None) is bool(num_noisy)
+    assert again.get(signature(RELU), memory_limit_bytes=1) == found.costs[1]
+    assert [record.message for record in caplog.records] == [found.note] * num_noisy
+    assert ("1 of 2 ops" in found.note) is bool(num_noisy)
 
 
 def test_scaled_cost_takes_the_nearest_of_the_same_op():

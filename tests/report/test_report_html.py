@@ -12,7 +12,7 @@ from lowtide.report import times, words
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
 from lowtide.report.embed import pack_integers, script_json
 from lowtide.report.html import render_report
-from lowtide.report.records import Environment, tradeoff_points
+from lowtide.report.records import Environment, SweepStatus, tradeoff_points
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'<!--"
 
@@ -130,8 +130,8 @@ def test_names_from_models_are_only_names():
         tradeoff=(point,),
         measurement=measurement,
         environment=Environment(command=EVIL, date=EVIL, machine=EVIL, versions=((EVIL, EVIL),)),
-        sweep=[replace(row, status=f"failed: {EVIL}") for row in sweep_rows()],
-        compare=[replace(row, method=EVIL, verdict=EVIL) for row in compare_rows()],
+        sweep=[replace(row, status=SweepStatus.FAILED, why=EVIL) for row in sweep_rows()],
+        compare=[replace(row, method=EVIL, why=EVIL) for row in compare_rows()],
     )
     page, plain = Page(text), Page(render(case, sweep=sweep_rows(), compare=compare_rows()))
     assert len(page.scripts) == len(plain.scripts)
@@ -177,20 +177,75 @@ def test_verdicts(case):
     )
     shares = [replace(row, budget_bytes=int(0.7 * row.peaks[0])) for row in sweep_rows()]
     assert sweep_verdict(shares).headline == "4 of 5 batch sizes fit their own budget with the plan"
-    alone = [replace(row, status="plan measured", exact=None) for row in sweep_rows()[:1]]
+    alone = [replace(row, status=SweepStatus.PLAN_MEASURED, exact=None) for row in sweep_rows()[:1]]
     assert sweep_verdict(alone).why == "1 of 1 sizes ran with the plan only, and were not compared."
     assert sweep_verdict([replace(r, exact=False) for r in sweep_rows()]).tone == "bad"
 
 
 def test_verdicts_do_not_say_more_than_was_found(case):
     solution = case.solution
-    too_small = [replace(r, status="does not fit: lowest reachable peak 1 B") for r in sweep_rows()[:1]]
+    too_small = [
+        replace(r, status=SweepStatus.TOO_SMALL, why="lowest reachable peak 1 B") for r in sweep_rows()[:1]
+    ]
     assert sweep_verdict(too_small).why == "1 of 1 sizes have no plan for their budget."
     unlike = replace(measurement_of(solution, exact=False), recompute_exact=True)
     assert "without any recompute, too" in plan_verdict(solution, unlike).why
     assert plan_tiles(solution, unlike)[-1].note.startswith("recompute exact, unlike eager")
     assert "430.0 MiB with auto" in compare_verdict(compare_rows()).headline
     assert compare_verdict(compare_rows()[2:4]).tone == "bad"
+
+
+def test_a_floor_that_nobody_searched_for_is_not_told(case):
+    solution = replace(case.solution, floor_bytes=None, budget_bytes=1)
+    assert "lowest" not in plan_verdict(solution, None).why.lower() and "lowest peak" not in render(
+        case, solution=solution
+    )
+    assert "lowest" in plan_verdict(replace(solution, floor_bytes=2), None).why.lower()
+
+
+def test_verdicts_go_by_the_status_and_never_by_its_words():
+    odd = [replace(row, status=SweepStatus.FAILED, why="does not fit") for row in sweep_rows()[:1]]
+    assert sweep_verdict(odd).why == "1 of 1 sizes failed."
+    liar = replace(compare_rows()[2], why="exact")
+    assert not liar.exact and compare_verdict([liar]).tone == "bad"
+
+
+def noisy(measurement, *, noise):
+    """The same with the plan 5 % slower, and timings that are off by `noise`."""
+    slower = replace(measurement.planned, seconds_median=measurement.baseline.seconds_median * 1.05)
+    return replace(measurement, planned=slower, noise=noise)
+
+
+@pytest.mark.parametrize(
+    ("noise", "value", "note"),
+    [
+        (None, "+5.0 %", "measured; "),
+        (0.04, "+5.0 %", "measured; "),
+        (0.06, "too noisy to tell", "measured +5.0 % (noise: ± 6.0 %)"),
+    ],
+)
+def test_the_time_added_says_when_it_is_noise(case, noise, value, note):
+    found = noisy(case.measurement, noise=noise)
+    tile = next(tile for tile in plan_tiles(case.solution, found) if tile.label == "Time added")
+    assert tile.value == value and tile.note.startswith(note)
+    assert words.HOW_TIMED in render(case, measurement=found)
+
+
+def test_a_large_change_does_not_excuse_any_noise():
+    assert words.added(1.4, 0.2) == "+140.0 %"
+    assert words.added(1.4, 0.62) == "+140.0 % (noise: ± 62.0 %)"
+
+
+def test_noise_is_shown_beside_every_time_added(case):
+    rows = [replace(row, noise=0.2) for row in sweep_rows()]
+    methods = [replace(row, noise=0.2) for row in compare_rows()]
+    points = [replace(point, measured_noise=0.5) for point in case.tradeoff]
+    page = render_report(
+        title="t", environment=ENVIRONMENT, sweep=rows, compare=methods, tradeoff=points, step_seconds=1.0
+    )
+    assert page.count("+7.5 % (noise: ± 20.0 %)") == 6 and "(noise: ± 50.0 %)" in page
+    # × 1.34 is further from 1 than the noise, × 1.10 and × 1.12 are not
+    assert page.count("± 0.20") == 3 and "× 1.34</td>" in page
 
 
 def test_tiles_say_what_is_simulated(case):

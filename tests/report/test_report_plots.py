@@ -100,6 +100,16 @@ def test_latency_leaves_out_what_was_not_measured():
     plots.plot_latency_by_batch_size(sweep_rows()[3:])
 
 
+def test_latency_bars_agree_with_the_time_added_above_them():
+    rows = [replace(row, noise=0.2) for row in sweep_rows()[:3]]
+    figure = plots.plot_latency_by_batch_size(rows)
+    heights = [patch.get_height() for patch in figure.axes[0].patches]
+    assert [after / before - 1 for before, after in zip(heights[:3], heights[3:], strict=True)] == [
+        pytest.approx(row.overhead) for row in rows
+    ]
+    assert written_texts(figure).count("+7.5 %\n(noise: ± 20.0 %)") == 3
+
+
 def test_timeline_marks_both_peaks_and_all_regions(case):
     figure = plots.plot_before_after(case.step, case.before, case.after, budget_bytes=10**8)
     texts = written_texts(figure)

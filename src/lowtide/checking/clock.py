@@ -28,11 +28,19 @@ class Timing:
         return high - low
 
     def added_to(self, baseline: "Timing") -> float:
-        """Share of `baseline`'s time that this adds: the median over pairs of runs that followed each
-        other, since a slow moment of the machine hits both of a pair.
+        """Share of `baseline`'s time that this adds, from the two medians: what stands beside them."""
+        return self.median_seconds / baseline.median_seconds - 1
+
+    def noise_beside(self, baseline: "Timing") -> float | None:
+        """How far off `added_to` may be; None for a single run, which cannot tell.
+
+        By the runs that followed each other, since a slow moment of the machine hits both of a pair: half
+        the distance between the quartiles of their ratios, and how far their median is from `added_to`.
         """
-        pairs = zip(self.runs, baseline.runs, strict=True)
-        return statistics.median(seconds / before for seconds, before in pairs) - 1
+        if len(self.runs) < 2:
+            return None
+        ratios = Timing(tuple(mine / other for mine, other in zip(self.runs, baseline.runs, strict=True)))
+        return ratios.spread_seconds / 2 + abs(ratios.median_seconds - 1 - self.added_to(baseline))
 
 
 def time_steps(

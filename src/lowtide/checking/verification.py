@@ -26,6 +26,7 @@ from lowtide.checking.measure import Measured, measure_here, measure_step
 from lowtide.checking.train_step import device_of, train_step
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
+from lowtide.facts.sizes import format_size
 from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan
 from lowtide.running.replan import apply_plan
@@ -72,6 +73,14 @@ class Verification:
     baseline_step_timing: Timing | None
     fresh_process: bool
 
+    def __repr__(self) -> str:
+        return (
+            f"Verification(exact={self.exact}, fits={self.fits}, budget={format_size(self.budget_bytes)}, "
+            f"peak={format_size(self.measured_peak_bytes)}, "
+            f"without the plan={format_size(self.baseline_measured_peak_bytes)}, "
+            f"{len(self.differences)} differences)"
+        )
+
     @property
     def step_seconds(self) -> float | None:
         return self.step_timing.median_seconds if self.step_timing else None
@@ -86,6 +95,13 @@ class Verification:
         if self.step_timing is None or self.baseline_step_timing is None:
             return None
         return self.step_timing.added_to(self.baseline_step_timing)
+
+    @property
+    def noise(self) -> float | None:
+        """How far off `overhead` may be; where it is larger, the machine was too busy to tell."""
+        if self.step_timing is None or self.baseline_step_timing is None:
+            return None
+        return self.step_timing.noise_beside(self.baseline_step_timing)
 
     @property
     def fits(self) -> bool:

@@ -1,5 +1,6 @@
 """Everything that `lowtide run` leaves in its folder."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from lowtide.cli.files import (
@@ -32,11 +33,16 @@ FILES = (PROFILE, NODES, ACTIVATIONS, PLAN, DECISIONS, VERIFICATION, TRADEOFF, T
 CURVE_POINTS = 30
 
 
-def write_stages(folder: Path, *, spec: TargetSpec, profile: Profile, plan: Plan) -> list[Path]:
-    """What is known before anything was run: the profile and the plan, to go on from should that fail."""
+def write_profile(folder: Path, *, spec: TargetSpec, profile: Profile) -> list[Path]:
+    """What is known before anything is planned, to go on from should that fail."""
     save_profile(folder / PROFILE, profile, spec)
+    return [folder / PROFILE, *profile.to_csv(folder)]
+
+
+def write_plan(folder: Path, *, spec: TargetSpec, plan: Plan) -> list[Path]:
+    """What is known before anything is run."""
     save_plan(folder / PLAN, plan, spec)
-    return [folder / PROFILE, folder / PLAN, *profile.to_csv(folder), *plan.to_csv(folder)]
+    return [folder / PLAN, *plan.to_csv(folder)]
 
 
 def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcome, name: str) -> list[Path]:
@@ -63,7 +69,8 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcom
         step=step,
         before=before,
         after=after,
-        solution=plan.solution,
+        # the curve above searched for it, whatever planner made the plan
+        solution=replace(plan.solution, floor_bytes=profile.floor_bytes),
         activations=profile.activations,
         measurement=outcome.measurement,
         tradeoff=curve,

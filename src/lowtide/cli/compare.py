@@ -28,13 +28,16 @@ from lowtide.cli.options import (
 )
 from lowtide.cli.output import claim_folder, table
 from lowtide.cli.terminal import session
-from lowtide.report.words import UNKNOWN, percent, size
+from lowtide.report.records import CompareRow, Results
+from lowtide.report.words import UNKNOWN, is_noisy, percent, size
 from lowtide.zoo.targets import TargetSpec
 
 if TYPE_CHECKING:
     from lowtide.experiments.compare import MethodResult
 
 CSV, JSON = "compare.csv", "compare.json"
+MORE = CompareRow(method="(more methods)", verdict=Results.PENDING)
+HOW_RATED = "Time is the method's median over eager's, runs in turn; a ± marks times too noisy to tell."
 
 
 def compare(
@@ -81,12 +84,13 @@ def compare(
         results = experiment.compare(spec, profile, timed_runs=timed_runs, working=terminal.working)
         for result in results:
             found.append(result)
-            terminal.note(f"{result.method}: {result.verdict}")
+            terminal.note(f"{result.method}: {result.row.verdict_text}")
             if out is not None:
-                _write(out, found, name=name, device=profile.step.device)
-        terminal.data(compare_data(found, name=name))
+                _write(out, found, finished=False, name=name, device=profile.step.device)
+        terminal.data(compare_data(found, finished=True, name=name))
         terminal.show(*compare_tables(found, name=name))
         if out is not None:
+            _write(out, found, finished=True, name=name, device=profile.step.device)
             terminal.note(f"wrote {out / CSV}, {out / JSON}")
             terminal.note(f"report: {out / REPORT}")
         raise typer.Exit(compare_exit(found))
@@ -94,22 +98,20 @@ def compare(
 
 def compare_exit(found: "Sequence[MethodResult]") -> Exit:
     """What became of lowtide's own plans: wrong results are worse than a crash, that than too much memory."""
-    from lowtide.experiments.compare import CRASHED
-
     plans = [result for result in found if result.kind == "plan"]
     ran = [result for result in plans if result.peak_bytes is not None]
     if any(not result.row.exact for result in ran):
         return Exit.RESULTS_DIFFER
-    if any(result.verdict.startswith(CRASHED) for result in plans):
+    if any(result.verdict is Results.CRASHED for result in plans):
         return Exit.ERROR
     above = [r for r in ran if r.budget_bytes is not None and (r.peak_bytes or 0) > r.budget_bytes]
     return Exit.DOES_NOT_FIT if above else Exit.DONE
 
 
-def compare_data(found: "Sequence[MethodResult]", *, name: str) -> dict[str, Any]:
+def compare_data(found: "Sequence[MethodResult]", *, finished: bool, name: str) -> dict[str, Any]:
     from lowtide.experiments.compare import result_to_dict
 
-    return {"target": name, "methods": [result_to_dict(result) for result in found]}
+    return {"target": name, "finished": finished, "methods": [result_to_dict(result) for result in found]}
 
 
 def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[RenderableType]:
@@ -119,8 +121,8 @@ def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[Render
             result.method,
             size(result.peak_bytes),
             percent(result.peak_bytes / plain - 1) if plain and result.peak_bytes else UNKNOWN,
-            UNKNOWN if result.time_ratio is None else f"× {result.time_ratio:.2f}",
-            result.verdict,
+            _time(result.time_ratio, result.noise),
+            result.row.verdict_text,
         )
         for result in found
     ]
@@ -128,12 +130,19 @@ def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[Render
     wrong = [result for result in found if result.first_difference]
     return [
         table(f"{name}: methods, measured", columns, rows),
+        Text(HOW_RATED),
         *(Text(f"{result.method}: first at {result.first_difference}") for result in wrong),
     ]
 
 
-def _write(out: Path, found: "Sequence[MethodResult]", *, name: str, device: str) -> None:
-    """All files for the methods so far."""
+def _time(ratio: float | None, noise: float | None) -> str:
+    if ratio is None:
+        return UNKNOWN
+    return f"× {ratio:.2f} ± {noise:.2f}" if is_noisy(ratio - 1, noise) else f"× {ratio:.2f}"
+
+
+def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: str, device: str) -> None:
+    """All files for the methods so far; before the last they say that more are to come."""
     from lowtide.cli.pages import REPORT, environment
     from lowtide.facts.files import write_atomic
     from lowtide.facts.serial import save_json
@@ -141,7 +150,12 @@ def _write(out: Path, found: "Sequence[MethodResult]", *, name: str, device: str
     from lowtide.report.html import render_report
 
     rows = [result.row for result in found]
-    write_compare(out / CSV, rows)
-    save_json(out / JSON, compare_data(found, name=name))
-    page = render_report(title=f"{name}: methods", environment=environment(device), compare=rows)
+    write_compare(out / CSV, rows if finished else [*rows, MORE])
+    save_json(out / JSON, compare_data(found, finished=finished, name=name))
+    page = render_report(
+        title=f"{name}: methods",
+        environment=environment(device),
+        compare=rows,
+        unfinished="" if finished else "more methods were to follow",
+    )
     write_atomic(out / REPORT, page)

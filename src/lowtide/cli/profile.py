@@ -1,7 +1,5 @@
 """`lowtide profile`: where the memory and the time of a training step go."""
 
-import shlex
-
 from lowtide.cli.options import (
     MEMORY_LIMIT,
     BatchSize,
@@ -49,6 +47,7 @@ def profile(
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.files import ACTIVATIONS, NODES, PROFILE, save_profile
+        from lowtide.cli.next_steps import budget_to_try, plan_command
         from lowtide.cli.sources import profile_target
         from lowtide.cli.summaries import profile_summary, profile_tables
 
@@ -68,7 +67,9 @@ def profile(
             measured.to_csv(out)
         terminal.data(summary)
         terminal.show(*profile_tables(summary))
-        if out is not None:
+        if out is not None and not quiet:
             terminal.note(f"wrote {out / PROFILE}, {out / NODES}, {out / ACTIVATIONS}")
-            where, file = (shlex.quote(str(path)) for path in (out, out / PROFILE))
-            terminal.note(f"next: lowtide plan {file} --budget 60% -o {where}")
+            with terminal.working("looking for the lowest reachable peak"):
+                floor_bytes = measured.floor_bytes
+            budget = budget_to_try(peak_bytes=measured.peak_bytes, floor_bytes=floor_bytes)
+            terminal.note(plan_command(out, budget=budget))

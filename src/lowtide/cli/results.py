@@ -9,7 +9,16 @@ from rich.text import Text
 from lowtide.cli.exits import Exit
 from lowtide.cli.output import table
 from lowtide.report.records import relative_increase
-from lowtide.report.words import NOT_BY_RECOMPUTING, UNKNOWN, duration, percent, size
+from lowtide.report.words import (
+    HOW_TIMED,
+    NOT_BY_RECOMPUTING,
+    UNKNOWN,
+    added,
+    duration,
+    is_noisy,
+    percent,
+    size,
+)
 
 if TYPE_CHECKING:
     from lowtide.checking.verification import Verification
@@ -22,7 +31,8 @@ def outcome_data(outcome: "Outcome", *, name: str) -> dict[str, Any]:
     result = outcome.verification
     if result is None:
         return {"target": name, "not_compared": outcome.reason, **asdict(outcome.measurement)}
-    return {"target": name, "fits": result.fits, "overhead": result.overhead, **asdict(result)}
+    figures = {"fits": result.fits, "overhead": result.overhead, "noise": result.noise}
+    return {"target": name, **figures, **asdict(result)}
 
 
 def outcome_tables(outcome: "Outcome", *, budget_bytes: int, name: str) -> list[RenderableType]:
@@ -68,12 +78,13 @@ def verification_tables(result: "Verification", *, name: str) -> list[Renderable
     ]
     times = [
         ("without", _timing(result.baseline_step_timing), ""),
-        ("with", _timing(result.step_timing), percent(result.overhead)),
+        ("with", _timing(result.step_timing), added(result.overhead, result.noise)),
     ]
     columns = ("plan", "predicted peak>", "measured peak>", "resident peak>", "memory>")
     tables: list[RenderableType] = [table(f"{name}, peak memory", columns, peaks)]
     if result.step_timing is not None:
         tables.append(table(f"{name}, step time", ("plan", "step>", "time>"), times))
+        tables.append(Text(HOW_TIMED))
     return [*tables, *(Text(line) for line in verdict(result))]
 
 
@@ -87,6 +98,10 @@ def verdict(result: "Verification") -> list[str]:
         lines += [f"  {difference}" for difference in result.differences[:MAX_DIFFERENCES]]
         if result.recompute_exact:
             lines.append(f"note: {NOT_BY_RECOMPUTING}")
+    if is_noisy(result.overhead, result.noise):
+        lines.append(
+            "note: the time added is too noisy to tell: the machine is busy, or it adds next to none"
+        )
     if not result.fresh_process:
         lines.append("note: measured in this process, since the model cannot be sent to a fresh one")
     return lines

@@ -1,6 +1,5 @@
 """`lowtide run`: profile, plan, verify and report in one."""
 
-import shlex
 from pathlib import Path
 
 import typer
@@ -26,9 +25,9 @@ from lowtide.cli.options import (
 )
 from lowtide.cli.output import claim_folder
 from lowtide.cli.terminal import session
+from lowtide.errors import BudgetTooSmall
+from lowtide.facts.units import round_up_size
 from lowtide.zoo.targets import TargetSpec
-
-PROFILE, PLAN = "profile.json", "plan.json"
 
 
 def run(
@@ -53,11 +52,12 @@ def run(
     """Profile a step, plan it for a budget, verify the plan in fresh processes, and write a report.
 
     A step that only the plan makes small enough for this machine runs with the plan alone, and is not
-    compared. Exits with 3 when the budget or this machine's memory cannot be met, with 4 when results
-    differ.
+    compared. A budget that cannot be met leaves the profile. Exits with 3 when the budget or this
+    machine's memory cannot be met, with 4 when results differ.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        from lowtide.cli.bundle import FILES, write_results, write_stages
+        from lowtide.cli.bundle import FILES, write_plan, write_profile, write_results
+        from lowtide.cli.next_steps import after_run, plan_command
         from lowtide.cli.results import outcome_data, outcome_exit, outcome_tables
         from lowtide.cli.sources import profile_target
         from lowtide.cli.summaries import plan_summary, plan_tables, profile_summary, profile_tables
@@ -76,9 +76,16 @@ def run(
         profile = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache)
         summary = profile_summary(profile, name=name)
         terminal.show(*profile_tables(summary))
-        with terminal.working("planning"):
-            plan = profile.plan(budget, planner=planner)
-        files = write_stages(out, spec=spec, profile=profile, plan=plan)
+        files = write_profile(out, spec=spec, profile=profile)
+        try:
+            with terminal.working("planning"):
+                plan = profile.plan(budget, planner=planner)
+        except BudgetTooSmall as error:
+            terminal.note(f"wrote {', '.join(map(str, files))}; there is no plan")
+            budget = round_up_size(error.floor_bytes)
+            terminal.note(plan_command(out, budget=budget, planner=planner))
+            raise
+        files += write_plan(out, spec=spec, plan=plan)
         terminal.show(*plan_tables(plan.solution, name=name))
         with terminal.working("verifying in fresh processes"):
             from lowtide.experiments.measured import run_plan
@@ -96,17 +103,6 @@ def run(
             }
         )
         terminal.note(f"report: {out / 'report.html'}")
-        for line in next_commands(out, floor_bytes=plan.solution.floor_bytes):
+        for line in after_run(out, floor_bytes=profile.floor_bytes):
             terminal.note(line)
         raise typer.Exit(outcome_exit(outcome, budget_bytes=plan.budget_bytes))
-
-
-def next_commands(out: Path, *, floor_bytes: int) -> list[str]:
-    """What to type next, ready to be copied."""
-    profile, plan = (shlex.quote(str(out / name)) for name in (PROFILE, PLAN))
-    return [
-        f"next: lowtide plan {profile} --budget {floor_bytes}   # the lowest reachable peak, at once",
-        f"      lowtide tradeoff {profile} --measure 0   # what every budget costs",
-        f"      lowtide verify {plan}   # again",
-        f"      model = lowtide.load_plan({str(out / PLAN)!r}).apply(model)   # in your own training script",
-    ]

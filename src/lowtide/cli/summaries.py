@@ -98,7 +98,7 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
         ("budget", size(solution.budget_bytes), ""),
         ("predicted peak", size(solution.peak_bytes), f"{percent(saved)}, at '{solution.peak_node}'"),
         ("peak without recompute", size(solution.baseline_peak_bytes), ""),
-        ("lowest reachable peak", size(solution.floor_bytes), ""),
+        *_floor(solution),
         ("recompute", duration(solution.recompute_seconds), f"{percent(solution.overhead)} of the step"),
         (
             "activations recomputed",
@@ -115,6 +115,12 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
     if rows:
         tables.append(table(title, columns, rows))
     return [*tables, *(Text(f"note: {note}") for note in solution.notes)]
+
+
+def _floor(solution: Solution) -> list[tuple[str, str, str]]:
+    if solution.floor_bytes is None:
+        return []
+    return [("lowest reachable peak", size(solution.floor_bytes), "")]
 
 
 def _place(step: Step, timeline: Timeline) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`lowtide sweep`: peak and latency against batch size, without and with a plan."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,15 +32,14 @@ from lowtide.cli.options import (
 from lowtide.cli.output import claim_folder, table
 from lowtide.cli.terminal import Terminal, session
 from lowtide.errors import LowtideError
-from lowtide.report.records import StepMeasurement, SweepRow
-from lowtide.report.words import UNKNOWN, UNLIKE_EAGER, duration, percent, size
+from lowtide.report.records import Results, StepMeasurement, SweepRow, SweepStatus
+from lowtide.report.words import HOW_TIMED, UNKNOWN, added, duration, percent, size
 from lowtide.zoo.targets import TargetSpec, check_target
 
 if TYPE_CHECKING:
     from lowtide.profiles import Profile
 
 CSV, JSON = "sweep.csv", "sweep.json"
-FAILED = "failed"
 
 
 def batch_sizes_of(text: str) -> list[int]:
@@ -127,12 +127,14 @@ def sweep(
             working=terminal.working,
         ):
             rows.append(row)
-            again = "taken from before" if waiting.pop(row.batch_size, None) else row.status
+            again = "taken from before" if waiting.pop(row.batch_size, None) else row.status_text
             terminal.note(f"batch {row.batch_size}: {again} ({len(rows)} of {len(sizes)})")
             if out is not None:
                 # with what an earlier sweep found out and this one has not come to, or was not asked for
-                _write(out, [*rows, *waiting.values()], settings, name=target, device=devices[-1])
-        data = _data(rows, settings)
+                known = [*rows, *waiting.values()]
+                pending = [n for n in sizes[len(rows) :] if n not in waiting]
+                _write(out, known, settings, pending=pending, name=target, device=devices[-1])
+        data = _data(rows, settings, finished=True)
         terminal.data(data)
         terminal.show(*sweep_tables(rows, name=target))
         _notes(terminal, out)
@@ -158,7 +160,11 @@ def earlier_rows(path: Path, settings: dict[str, Any]) -> list[SweepRow]:
             f"{path} is of a sweep with another target, budget or other settings: leave --resume out, or "
             "choose another -o"
         )
-    return [row for row in map(row_from_dict, data["rows"]) if is_final(row)]
+    rows = []
+    for row in data["rows"]:
+        with suppress(LowtideError):  # of another version, whose sizes are run again
+            rows.append(row_from_dict(row))
+    return [row for row in rows if is_final(row)]
 
 
 def sweep_tables(rows: Sequence[SweepRow], *, name: str) -> list[RenderableType]:
@@ -175,7 +181,7 @@ def sweep_tables(rows: Sequence[SweepRow], *, name: str) -> list[RenderableType]
         for row in rows
     ]
     times = [
-        (row.batch_size, _time(row.baseline), _time(row.planned), percent(row.overhead))
+        (row.batch_size, _time(row.baseline), _time(row.planned), added(row.overhead, row.noise))
         for row in rows
         if row.planned.seconds_median is not None or row.baseline.seconds_median is not None
     ]
@@ -185,6 +191,7 @@ def sweep_tables(rows: Sequence[SweepRow], *, name: str) -> list[RenderableType]
         tables.append(Text("~ predicted, not measured\n"))
     if times:
         tables.append(table(f"{name}: step time", ("batch>", "without>", "with>", "time>"), times))
+        tables.append(Text(HOW_TIMED))
     return tables
 
 
@@ -207,9 +214,9 @@ def _time(step: StepMeasurement) -> str:
 
 def _status(row: SweepRow) -> str:
     if row.exact is None:
-        return row.status
+        return row.status_text
     if not row.exact:
-        return UNLIKE_EAGER if row.recompute_exact else "DIFFERENT"
+        return Results.UNLIKE_EAGER if row.recompute_exact else "DIFFERENT"
     return "exact, ABOVE the budget" if _is_above(row) else "exact"
 
 
@@ -222,7 +229,7 @@ def sweep_exit(rows: Sequence[SweepRow]) -> Exit:
     """Wrong results are worse than too much memory; sizes that do not fit are findings unless all are."""
     if any(row.exact is False for row in rows):
         return Exit.RESULTS_DIFFER
-    if all(row.status.startswith(FAILED) for row in rows):
+    if all(row.status is SweepStatus.FAILED for row in rows):
         return Exit.ERROR
     if any(_is_above(row) for row in rows):
         return Exit.DOES_NOT_FIT
@@ -230,25 +237,49 @@ def sweep_exit(rows: Sequence[SweepRow]) -> Exit:
     return Exit.DONE if fits else Exit.DOES_NOT_FIT
 
 
-def _data(rows: Sequence[SweepRow], settings: dict[str, Any]) -> dict[str, Any]:
+def _data(rows: Sequence[SweepRow], settings: dict[str, Any], *, finished: bool) -> dict[str, Any]:
     from lowtide.experiments.sweep import row_to_dict
 
-    return {"settings": settings, "rows": [row_to_dict(row) for row in rows]}
+    return {"settings": settings, "finished": finished, "rows": [row_to_dict(row) for row in rows]}
 
 
-def _write(out: Path, rows: Sequence[SweepRow], settings: dict[str, Any], *, name: str, device: str) -> None:
-    """All files for the sizes so far, so that whoever stops the sweep has them."""
+def _write(
+    out: Path,
+    rows: Sequence[SweepRow],
+    settings: dict[str, Any],
+    *,
+    pending: Sequence[int],
+    name: str,
+    device: str,
+) -> None:
+    """All files for the sizes so far, for whoever stops the sweep; they say which are `pending`."""
     from lowtide.cli.pages import REPORT, environment, plots_if_possible
     from lowtide.facts.files import write_atomic
     from lowtide.facts.serial import save_json
     from lowtide.report.csvs import write_sweep
     from lowtide.report.html import render_report
 
-    write_sweep(out / CSV, rows)
-    save_json(out / JSON, _data(rows, settings))
+    write_sweep(out / CSV, [*rows, *(_pending(batch_size) for batch_size in pending)])
+    save_json(out / JSON, _data(rows, settings, finished=not pending))
     plots_if_possible(out, sweep=rows)
-    page = render_report(title=f"{name}: batch sizes", environment=environment(device), sweep=rows)
+    page = render_report(
+        title=f"{name}: batch sizes",
+        environment=environment(device),
+        sweep=rows,
+        unfinished=f"batch sizes {', '.join(map(str, pending))} are missing" if pending else "",
+    )
     write_atomic(out / REPORT, page)
+
+
+def _pending(batch_size: int) -> SweepRow:
+    nothing = StepMeasurement()
+    return SweepRow(
+        batch_size=batch_size,
+        budget_bytes=None,
+        baseline=nothing,
+        planned=nothing,
+        status=SweepStatus.PENDING,
+    )
 
 
 def _notes(terminal: Terminal, out: Path | None) -> None:

@@ -29,7 +29,7 @@ from lowtide.cli.output import claim_folder, table
 from lowtide.cli.terminal import session
 from lowtide.errors import TargetError
 from lowtide.experiments.machine import why_not
-from lowtide.report.words import UNKNOWN, duration, percent, size
+from lowtide.report.words import HOW_TIMED, added, duration, percent, size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,6 +155,7 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
     left = len(points) - len(shown)
     return [
         table(title, columns, rows),
+        *([Text(HOW_TIMED)] if measured else []),
         *([Text(f"{left} more points are in {CSV} (-o DIR) and in --json")] if left else []),
         *(Text(f"results DIFFER: {text}") for text in data["differences"]),
         *(Text(f"not measured: {text}") for text in data["failures"]),
@@ -164,8 +165,7 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
 def _measured(point: dict[str, Any]) -> tuple[str, str]:
     if point["measured_peak_bytes"] is None:
         return "", ""
-    overhead = point["measured_overhead"]
-    return size(point["measured_peak_bytes"]), UNKNOWN if overhead is None else percent(overhead)
+    return size(point["measured_peak_bytes"]), added(point["measured_overhead"], point["measured_noise"])
 
 
 def _write(out: "Path", profile: "Profile", curve: "Curve", data: dict[str, Any], *, measured: bool) -> None:

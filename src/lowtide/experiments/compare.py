@@ -13,13 +13,12 @@ from lowtide.experiments.contenders import Method, NotApplicable, plan_method
 from lowtide.experiments.machine import check_memory
 from lowtide.experiments.trial import Trial, try_method
 from lowtide.profiles import Profile
-from lowtide.report.records import CompareRow
+from lowtide.report.records import CompareRow, Results
 from lowtide.report.words import size
 from lowtide.zoo.targets import TargetSpec
 
 MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
 PLANNERS = ("mu-two", "auto")
-CRASHED = "crashed"
 NEAR = 1e-5
 EAGER = Method(name="none (eager)", kind="eager")
 BLOCKS = Method(name="checkpoint per block", kind="blocks")
@@ -29,14 +28,18 @@ BLOCKS = Method(name="checkpoint per block", kind="blocks")
 class MethodResult:
     """One line of the comparison. `kind` is the method's; `first_difference` names a tensor.
 
+    `why` says what is wrong with the results, or why there are none; `noise` is of `time_ratio`.
+
     `budget_bytes`, `predicted_peak_bytes` and `predicted_overhead` are of lowtide's own plans.
     """
 
     method: str
     kind: str
-    verdict: str
+    verdict: Results
+    why: str = ""
     peak_bytes: int | None = None
     time_ratio: float | None = None
+    noise: float | None = None
     first_difference: str = ""
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
@@ -45,7 +48,12 @@ class MethodResult:
     @property
     def row(self) -> CompareRow:
         return CompareRow(
-            method=self.method, peak_bytes=self.peak_bytes, time_ratio=self.time_ratio, verdict=self.verdict
+            method=self.method,
+            verdict=self.verdict,
+            why=self.why,
+            peak_bytes=self.peak_bytes,
+            time_ratio=self.time_ratio,
+            noise=self.noise,
         )
 
 
@@ -102,16 +110,20 @@ def _try(source: TargetSpec, method: Method, timed_runs: int, **predicted: Any) 
     except FreshProcessError as error:
         text = " ".join(str(error).split())
         if error.kind == NotApplicable.__name__:
-            words = f"not applicable: {text}"
+            verdict, why = Results.NOT_APPLICABLE, text
         else:
-            words = f"{CRASHED}: {error.kind}: {text}" if error.kind else f"{CRASHED}: {text}"
-        return MethodResult(method=method.name, kind=method.kind, verdict=words, **predicted)
+            verdict, why = Results.CRASHED, f"{error.kind}: {text}" if error.kind else text
+        return MethodResult(method=method.name, kind=method.kind, verdict=verdict, why=why, **predicted)
+    verdict, why = trial.judgement
+    is_eager = method.kind == "eager"
     return MethodResult(
         method=method.name,
         kind=method.kind,
-        verdict=trial.verdict,
+        verdict=verdict,
+        why=why,
         peak_bytes=trial.peak_bytes,
-        time_ratio=1.0 if method.kind == "eager" else trial.time_ratio,
+        time_ratio=1.0 if is_eager else trial.time_ratio,
+        noise=None if is_eager else trial.noise,
         first_difference=_first(trial),
         **predicted,
     )
@@ -132,7 +144,10 @@ def _plan(
         plan = profile.plan(budget_bytes, planner)
     except BudgetTooSmall as error:
         return MethodResult(
-            method=name, kind="plan", verdict=f"does not reach it: lowest peak {size(error.floor_bytes)}"
+            method=name,
+            kind="plan",
+            verdict=Results.NOT_REACHED,
+            why=f"lowest peak {size(error.floor_bytes)}",
         )
     return _try(
         source,

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from lowtide.errors import FreshProcessError
 from lowtide.facts import Action
 from lowtide.plans import Plan
-from lowtide.report.records import TradeoffPoint
+from lowtide.report.records import Results, TradeoffPoint, with_why
+from lowtide.report.words import size
 from lowtide.zoo.targets import TargetSpec
 
 
@@ -52,23 +53,26 @@ def measure_points(
     Each is measured in a fresh process, in turn with eager.
     """
     from lowtide.experiments.contenders import plan_method
-    from lowtide.experiments.mistakes import EXACT
     from lowtide.experiments.trial import try_method
 
     curve = Curve([point_of(plan) for plan in plans])
     chosen = spread_over(count, len(plans))
     for done, index in enumerate(chosen):
         progress(done, len(chosen))
-        name = f"plan of {plans[index].peak_bytes} bytes"
+        name = f"plan of {size(plans[index].peak_bytes)}"
         try:
             trial = try_method(source, plan_method(name, plans[index]), timed_runs=timed_runs)
         except FreshProcessError as error:
             curve.failed.append(f"{name}: {error}")
             continue
         curve.points[index] = replace(
-            curve.points[index], measured_peak_bytes=trial.peak_bytes, measured_overhead=trial.overhead
+            curve.points[index],
+            measured_peak_bytes=trial.peak_bytes,
+            measured_overhead=trial.overhead,
+            measured_noise=trial.noise,
         )
-        if trial.verdict != EXACT:
-            curve.wrong.append(f"{name}: {trial.verdict}")
+        verdict, why = trial.judgement
+        if verdict is not Results.EXACT:
+            curve.wrong.append(f"{name}: {with_why(verdict, why)}")
     progress(len(chosen), len(chosen))
     return curve

@@ -62,7 +62,7 @@ def measurement_of(result: Verification) -> Measurement:
             measured=result.measured_peak_bytes,
             timing=result.step_timing,
         ),
-        overhead=result.overhead,
+        noise=result.noise,
         exact=result.exact,
         recompute_exact=result.recompute_exact,
         differences=result.differences,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lowtide.checking.verification import Start, train
-from lowtide.report.words import UNLIKE_EAGER
+from lowtide.report.records import Results
 from lowtide.zoo.targets import Target
 
 ROUNDING = 1e-3
@@ -19,7 +19,6 @@ ROUNDING = 1e-3
 NEGLIGIBLE = 1e-5
 """Gradients below this share of the model's largest are zero but for rounding."""
 
-EXACT = "exact"
 GRADIENT, BUFFER = "gradient of ", "buffer "
 
 
@@ -63,21 +62,19 @@ def _size(value: torch.Tensor) -> float:
     return value.double().abs().max().item() if value.numel() else 0.0
 
 
-def verdict(found: Sequence[Mistake], *, num_gradients: int, unlike_eager: bool = False) -> str:
-    """`exact`, `gradients wrong (72 of 73)`, `buffers wrong: 12`, or that only rounding differs.
+def judge(found: Sequence[Mistake], *, num_gradients: int, unlike_eager: bool = False) -> tuple[Results, str]:
+    """What the results are, and in words what is wrong: `72 of 73 gradients, 12 buffers`.
 
     `unlike_eager`: the comparison was with the method's own graph, since eager's results are others.
     """
     if not found:
-        return UNLIKE_EAGER if unlike_eager else EXACT
+        return (Results.UNLIKE_EAGER if unlike_eager else Results.EXACT), ""
     wrong = list(dict.fromkeys(mistake.name for mistake in found if mistake.wrong))
+    if not wrong:
+        rounded = len({mistake.name for mistake in found if mistake.name.startswith(GRADIENT)})
+        return Results.ROUNDED, f"rounding ({rounded} of {num_gradients} gradients)"
     gradients = sum(name.startswith(GRADIENT) for name in wrong)
     buffers = sum(name.startswith(BUFFER) for name in wrong)
-    words = [f"gradients wrong ({gradients} of {num_gradients})"] if gradients else []
-    words += [f"buffers wrong: {buffers}"] if buffers else []
-    if not words and wrong:
-        words.append(f"{wrong[0]} wrong")
-    if words:
-        return ", ".join(words)
-    rounded = len({mistake.name for mistake in found if mistake.name.startswith(GRADIENT)})
-    return f"not exact: rounding ({rounded} of {num_gradients} gradients)"
+    words = [f"{gradients} of {num_gradients} gradients"] if gradients else []
+    words += [f"{buffers} buffer{'s' if buffers > 1 else ''}"] if buffers else []
+    return Results.WRONG, ", ".join(words or wrong[:1])

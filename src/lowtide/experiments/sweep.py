@@ -12,14 +12,12 @@ from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
 from lowtide.facts.sizes import parse_budget
 from lowtide.profiles import Profile
-from lowtide.report.records import StepMeasurement, SweepRow
+from lowtide.report.records import StepMeasurement, SweepRow, SweepStatus
 from lowtide.report.words import size
 from lowtide.zoo.targets import TargetSpec
 
-MEASURED = "measured"
-PLAN_MEASURED = "plan measured"
-PREDICTED = "predicted only"
-TOO_SMALL = "does not fit"
+FINAL = (SweepStatus.MEASURED, SweepStatus.PLAN_MEASURED, SweepStatus.TOO_SMALL)
+"""Where running a size again could tell nothing new; a failure may have been the machine's."""
 
 logger = logging.getLogger("lowtide")
 
@@ -78,12 +76,13 @@ def row_of(
         budget_bytes=parse_budget(budget, whole=peak_bytes),
         baseline=StepMeasurement(predicted_peak_bytes=peak_bytes),
         planned=StepMeasurement(),
-        status=PREDICTED,
+        status=SweepStatus.PREDICTED,
     )
     try:
         plan = profile.plan(budget, planner)
     except BudgetTooSmall as error:
-        row = replace(row, status=f"{TOO_SMALL}: lowest reachable peak {size(error.floor_bytes)}")
+        why = f"lowest reachable peak {size(error.floor_bytes)}"
+        row = replace(row, status=SweepStatus.TOO_SMALL, why=why)
         if not measure or why_not(profile.step, peak_bytes=peak_bytes):
             return row
         return replace(row, baseline=run_plain(spec, predicted=peak_bytes, timed_runs=timed_runs))
@@ -96,20 +95,20 @@ def row_of(
         return row
     outcome = run_plan(spec, plan, timed_runs=timed_runs)
     found = outcome.measurement
-    status = MEASURED
+    status = SweepStatus.MEASURED
     if outcome.verification is None and found.planned.is_measured:
         logger.warning("batch %s runs only with its plan: without one it %s", spec.batch_size, outcome.reason)
-        status = PLAN_MEASURED
+        status = SweepStatus.PLAN_MEASURED
     elif outcome.verification is None:
         logger.warning(
             "batch %s is predicted only: the step without a plan %s", spec.batch_size, outcome.reason
         )
-        status = PREDICTED
+        status = SweepStatus.PREDICTED
     return replace(
         row,
         baseline=found.baseline,
         planned=found.planned,
-        overhead=found.overhead,
+        noise=found.noise,
         exact=found.exact,
         recompute_exact=found.recompute_exact,
         status=status,
@@ -125,21 +124,26 @@ def _failed(batch_size: int, error: Exception) -> SweepRow:
         budget_bytes=None,
         baseline=StepMeasurement(),
         planned=StepMeasurement(),
-        status=f"failed: {text}",
+        status=SweepStatus.FAILED,
+        why=text,
     )
 
 
 def is_final(row: SweepRow) -> bool:
-    """Whether running this size again could tell nothing new: a failure may have been the machine's."""
-    return row.status in (MEASURED, PLAN_MEASURED) or row.status.startswith(TOO_SMALL)
+    return row.status in FINAL
 
 
 def row_to_dict(row: SweepRow) -> dict[str, Any]:
-    return asdict(row) | {"reduction": row.reduction}
+    return asdict(row) | {"reduction": row.reduction, "overhead": row.overhead}
 
 
 def row_from_dict(data: dict[str, Any]) -> SweepRow:
-    fields = {key: value for key, value in data.items() if key != "reduction"}
-    fields["baseline"] = StepMeasurement(**fields["baseline"])
-    fields["planned"] = StepMeasurement(**fields["planned"])
-    return SweepRow(**fields)
+    """A row as `row_to_dict` wrote it; LowtideError for anything else."""
+    try:
+        fields = {key: value for key, value in data.items() if key not in ("reduction", "overhead")}
+        fields["status"] = SweepStatus(fields["status"])
+        fields["baseline"] = StepMeasurement(**fields["baseline"])
+        fields["planned"] = StepMeasurement(**fields["planned"])
+        return SweepRow(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise LowtideError(f"not a row of a sweep: {error}") from error

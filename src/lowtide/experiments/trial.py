@@ -17,7 +17,8 @@ from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import device_of, static_bytes, train_step
 from lowtide.checking.verification import Start, record
 from lowtide.experiments.contenders import Method, Switch, reference_for, switch_for
-from lowtide.experiments.mistakes import GRADIENT, Mistake, mistakes, verdict
+from lowtide.experiments.mistakes import GRADIENT, Mistake, judge, mistakes
+from lowtide.report.records import Results
 from lowtide.torchside import hooks
 from lowtide.zoo.targets import Target, TargetSpec
 
@@ -48,13 +49,20 @@ class Trial:
         return self.timing.added_to(self.baseline_timing)
 
     @property
+    def noise(self) -> float | None:
+        """How far off `overhead` may be."""
+        if self.timing is None or self.baseline_timing is None:
+            return None
+        return self.timing.noise_beside(self.baseline_timing)
+
+    @property
     def time_ratio(self) -> float | None:
         return None if self.overhead is None else 1 + self.overhead
 
     @property
-    def verdict(self) -> str:
-        """`exact`, or what is wrong: `gradients wrong (72 of 73)`, `buffers wrong: 12`."""
-        return verdict(self.mistakes, num_gradients=self.num_gradients, unlike_eager=self.unlike_eager)
+    def judgement(self) -> tuple[Results, str]:
+        """What the results are, and what is wrong with them: `72 of 73 gradients, 12 buffers`."""
+        return judge(self.mistakes, num_gradients=self.num_gradients, unlike_eager=self.unlike_eager)
 
 
 def try_method(source: TargetSpec, method: Method, *, timed_runs: int) -> Trial:

@@ -65,7 +65,10 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A planner's answer for one step and one budget; all bytes are simulated."""
+    """A planner's answer for one step and one budget; all bytes are simulated.
+
+    `floor_bytes` is the lowest peak that any plan was found to reach, None where nobody searched for it.
+    """
 
     planner: str
     fingerprint: str
@@ -73,7 +76,7 @@ class Solution:
     peak_bytes: int
     peak_node: str
     baseline_peak_bytes: int
-    floor_bytes: int
+    floor_bytes: int | None
     step_seconds: float
     recompute_seconds: float
     decisions: tuple[Decision, ...]

@@ -1,8 +1,11 @@
-"""Read and print sizes in bytes."""
+"""Sizes in bytes as people write them."""
 
 import re
 
-from lowtide.errors import LowtideError
+from lowtide.errors import BadSize
+from lowtide.facts.units import format_size
+
+__all__ = ["BadSize", "format_size", "parse_budget", "parse_size"]
 
 _UNITS = {
     "": 1,
@@ -18,16 +21,6 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*")
-
-
-class BadSize(LowtideError):
-    """A size that cannot be read."""
-
-    def __init__(self, text: object) -> None:
-        super().__init__(
-            f"cannot read the size {text!r}: write bytes (8000000000), "
-            "a size ('8GiB', '500MB') or a share of the step's peak ('60%')"
-        )
 
 
 def parse_size(text: str | int) -> int:
@@ -60,13 +53,3 @@ def parse_budget(text: str | int, *, whole: int) -> int:
     if nbytes <= 0:
         raise BadSize(text)
     return nbytes
-
-
-def format_size(nbytes: int) -> str:
-    """`nbytes` for people, in binary units."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"

@@ -16,6 +16,7 @@ from pathlib import Path
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Step
 from lowtide.facts.serial import load_json
+from lowtide.facts.units import size_and_bytes
 from lowtide.planning.search.annealing import anneal, excess_and_cost
 from lowtide.planning.search.descent import descend, refine, trim
 from lowtide.planning.search.runs import Runs
@@ -108,7 +109,7 @@ def solve_graph(graph: AbstractGraph, *, budget_bytes: int, work: int = WORK) ->
             budget_bytes=budget_bytes,
             floor_bytes=lowest,
             node=str(best.peak_node),
-            hint=f"No order holds less than {graph.floor_bytes} bytes.",
+            hint=f"No order holds less than {size_and_bytes(graph.floor_bytes)}.",
         )
     total = sum(graph.costs)
     return GraphSolution(

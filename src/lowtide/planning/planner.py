@@ -6,6 +6,7 @@ from functools import cached_property
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Activation, Reserve, Schedule, Solution, Step
+from lowtide.facts.units import size_and_bytes
 from lowtide.planning import auto, baselines, mu_two
 from lowtide.planning.activations import activations
 from lowtide.planning.decisions import decide
@@ -80,7 +81,7 @@ class Desk:
         """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
 
         BudgetTooSmall when it finds none; then its `floor_bytes` is the lowest peak this planner
-        reaches.
+        reaches. Only `auto` searches for the lowest peak of all, so that only its solutions tell it.
         """
         if planner not in PLANNERS:
             raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
@@ -102,7 +103,7 @@ class Desk:
             peak_bytes=timeline.peak_bytes,
             peak_node=timeline.peak_node,
             baseline_peak_bytes=self.eager_peak_bytes,
-            floor_bytes=self.archive.entries[0].peak_bytes,
+            floor_bytes=self.archive.entries[0].peak_bytes if planner == "auto" else None,
             step_seconds=self.plain.seconds,
             recompute_seconds=timeline.added_seconds,
             decisions=decide(
@@ -165,7 +166,7 @@ def _too_small(desk: Desk, planner: str, budget_bytes: int, timeline: Timeline |
     if lowest.floor_bytes <= budget_bytes:
         hint += "planner 'auto' meets this budget."
     else:
-        hint += f"planner 'auto' reaches {lowest.floor_bytes} bytes. {lowest.hint}"
+        hint += f"planner 'auto' reaches {size_and_bytes(lowest.floor_bytes)}. {lowest.hint}"
     return BudgetTooSmall(
         budget_bytes=budget_bytes, floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint
     )

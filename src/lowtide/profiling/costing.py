@@ -10,7 +10,7 @@ from lowtide.facts import Run, Step
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import device_for
 from lowtide.profiling.layouts import real_values
-from lowtide.profiling.ops import profile_calls, scaled_cost
+from lowtide.profiling.ops import measure_calls, scaled_cost
 from lowtide.profiling.samples import make_sample
 from lowtide.torchside.calls import Call, OpCost, signature
 from lowtide.torchside.hooks import real_tensors
@@ -32,7 +32,10 @@ def measure_costs(
     use_cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Step, Known]:
-    """Time every distinct op alone, on real tensors; never holds more than `memory_limit_bytes`."""
+    """Time every distinct op alone, on real tensors; never holds more than `memory_limit_bytes`.
+
+    The step's notes tell of a machine that was too busy for it.
+    """
     device = device_for(torch.device(captured.step.device))
     cache = CostCache(device) if use_cache else None
     nodes = [place.node for _, place in sorted(captured.places.items())]
@@ -41,15 +44,17 @@ def measure_costs(
             nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
         )
         calls = (with_values(captured, values) if values else captured).calls
-        costs = profile_calls(
+        measured = measure_calls(
             list(calls.values()),
             memory_limit_bytes=memory_limit_bytes,
             cache=cache,
             progress=progress,
         )
-        known = {signature(call): (call, cost) for call, cost in zip(calls.values(), costs, strict=True)}
-        step = _fill(captured, calls, dict(zip(calls, costs, strict=True)))
-        return replace(step, copy_bytes_per_second=device.copy_bytes_per_second()), known
+        costs = dict(zip(calls, measured.costs, strict=True))
+        known = {signature(call): (call, costs[run]) for run, call in calls.items()}
+        step = _fill(captured, calls, costs)
+        notes = (*step.notes, measured.note) if measured.note else step.notes
+        return replace(step, notes=notes, copy_bytes_per_second=device.copy_bytes_per_second()), known
 
 
 def estimate_costs(captured: Captured, known: Known) -> Step:

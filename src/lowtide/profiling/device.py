@@ -48,6 +48,15 @@ def typical_seconds(timings: Sequence[OpTiming]) -> float:
     return statistics.median(undisturbed) if undisturbed else min(timing.seconds for timing in timings)
 
 
+def spread_seconds(timings: Sequence[OpTiming]) -> float:
+    """Distance between the quartiles, without short runs that were interrupted; 0 for fewer than two."""
+    runs = [timing.seconds for timing in timings if not timing.avoidable]
+    if len(runs) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(runs, n=4, method="inclusive")
+    return high - low
+
+
 def rest_after(timing: OpTiming) -> None:
     """Pause after an interrupted run: who used less than its share is then left alone for a while."""
     if timing.avoidable:

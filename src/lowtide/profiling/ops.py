@@ -12,7 +12,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from math import log
@@ -20,20 +20,18 @@ from math import log
 import torch
 
 from lowtide.profiling.cache import CostCache
-from lowtide.profiling.device import SLOW_SECONDS, Device, OpTiming, device_for, rest_after, typical_seconds
+from lowtide.profiling.device import Device, device_for
 from lowtide.profiling.samples import SAMPLE_EXTRA_BYTES, make_sample
 from lowtide.profiling.shrink import Slice, shrink
+from lowtide.profiling.trials import ROUNDS, Memory, Trial
 from lowtide.profiling.work import Work, fresh_storages, visible_work_of, work_of
 from lowtide.torchside.calls import Call, OpCost, signature
 from lowtide.torchside.ops.schema import is_view
 
 _log = logging.getLogger(__name__)
 
-_ROUNDS = 8
 _PATIENCE_SECONDS = 8.0
 _MORE_PATIENCE = 2
-_SHORT_SECONDS = 2e-3
-_SLOW_ROUNDS = 5
 _ATTEMPTS = 2
 
 # An op of this share of the limit is run whole without asking a slice first what it holds inside.
@@ -52,55 +50,22 @@ class _TooLarge(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
-    """What a call holds beyond its inputs and fake outputs: inside, and in each fresh output's storage."""
+class CallCosts:
+    """Costs in the order of the calls; of the `num_measured` distinct ones that were measured now, the
+    times of `num_noisy` are not to be relied on."""
 
-    workspace_bytes: int = 0
-    hidden_bytes: tuple[int, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return self.workspace_bytes + sum(self.hidden_bytes)
-
-
-@dataclass
-class _Trial:
-    """A call under measurement: itself, or a slice that `factor` scales up."""
-
-    call: Call
-    device: Device
-    memory: _Memory = _Memory()
-    factor: float = 1.0
-    estimated: bool = False
-    timings: list[OpTiming] = field(default_factory=list)
+    costs: list[OpCost]
+    num_measured: int
+    num_noisy: int
 
     @property
-    def cost(self) -> OpCost:
-        return OpCost(
-            typical_seconds(self.timings) * self.factor,
-            self.memory.workspace_bytes,
-            self.estimated,
-            self.memory.hidden_bytes,
-        )
-
-    @property
-    def settled(self) -> bool:
-        return any(not timing.avoidable for timing in self.timings)
-
-    def time(self, *, attempts: int) -> None:
-        """Add an undisturbed run, or as many disturbed ones as may be tried."""
-        for attempt in range(attempts):
-            if attempt:
-                rest_after(self.timings[-1])
-            self.timings.append(_timed(self.call, self.device))
-            if not self.timings[-1].avoidable:
-                return
-
-    def takes_part(self, number: int) -> bool:
-        """Whether it runs in this round: short ops in all, slow ones in the first few."""
-        last = self.timings[-1].seconds if self.timings else 0.0
-        return number <= (_SLOW_ROUNDS if last > SLOW_SECONDS else _ROUNDS) and (
-            last < _SHORT_SECONDS or number % 2 == 1
+    def note(self) -> str:
+        """What to tell of a machine that was too busy to time; empty where it was not."""
+        if not self.num_noisy:
+            return ""
+        return (
+            f"the machine was too busy to time {self.num_noisy} of {self.num_measured} ops: their times may "
+            "be far off and are not remembered. Profile again when it is idle"
         )
 
 
@@ -111,11 +76,23 @@ def profile_calls(
     cache: CostCache | None = None,
     progress: Progress | None = None,
 ) -> list[OpCost]:
+    """The costs alone of `measure_calls`."""
+    return measure_calls(calls, memory_limit_bytes=memory_limit_bytes, cache=cache, progress=progress).costs
+
+
+def measure_calls(
+    calls: Sequence[Call],
+    *,
+    memory_limit_bytes: int = 1 << 30,
+    cache: CostCache | None = None,
+    progress: Progress | None = None,
+) -> CallCosts:
     """Costs in the order of `calls`; calls of equal signature are measured once.
 
     Never holds more than `memory_limit_bytes` at a time: a larger op is timed on a slice and scaled.
     What cannot be run at all is costed by its bytes. Both are marked `estimated`, the latter also
-    logged with its reason. The global random state is left as it was.
+    logged with its reason. Times that the machine was too busy for are logged and kept out of the
+    cache. The global random state is left as it was.
     """
     signatures = [signature(call) for call in calls]
     distinct = dict(zip(reversed(signatures), reversed(calls), strict=True))
@@ -130,14 +107,18 @@ def profile_calls(
         else:
             missing[key] = distinct[key]
 
-    measured, failed = _measure(missing, memory_limit_bytes=memory_limit_bytes, progress=progress)
-    if cache is not None and measured:
-        for key, cost in measured.items():
-            cache.put(key, cost, memory_limit_bytes=memory_limit_bytes)
+    trials, failed = _measure(missing, memory_limit_bytes=memory_limit_bytes, progress=progress)
+    costs |= {key: trial.cost for key, trial in trials.items()}
+    settled = [key for key, trial in trials.items() if not trial.noisy]
+    if cache is not None and settled:
+        for key in settled:
+            cache.put(key, costs[key], memory_limit_bytes=memory_limit_bytes)
         cache.save()
-    costs |= measured
     costs |= {key: cost_by_bytes(missing[key]) for key in failed}
-    return [costs[key] for key in signatures]
+    found = CallCosts([costs[key] for key in signatures], len(trials), len(trials) - len(settled))
+    if found.note:
+        _log.warning(found.note)
+    return found
 
 
 def scaled_cost(call: Call, known: Mapping[str, tuple[Call, OpCost]]) -> OpCost:
@@ -170,11 +151,11 @@ def cost_by_bytes(call: Call) -> OpCost:
 
 def _measure(
     calls: Mapping[str, Call], *, memory_limit_bytes: int, progress: Progress | None
-) -> tuple[dict[str, OpCost], list[str]]:
-    """Costs by signature, and the signatures that could not be run."""
-    trials: dict[str, _Trial] = {}
+) -> tuple[dict[str, Trial], list[str]]:
+    """Finished trials by signature, and the signatures that could not be run."""
+    trials: dict[str, Trial] = {}
     failed: list[str] = []
-    total = len(calls) * (1 + _ROUNDS)
+    total = len(calls) * (1 + ROUNDS)
     with ExitStack() as guards:
         guards.enter_context(torch.no_grad())
         for device in dict.fromkeys(_device_of(call) for call in calls.values()):
@@ -189,7 +170,7 @@ def _measure(
             if progress is not None:
                 progress(done, total)
         start = time.perf_counter()
-        for number in range(1, _ROUNDS + 1):
+        for number in range(1, ROUNDS + 1):
             for done, trial in enumerate(trials.values(), 1):
                 # Those that never ran undisturbed get more time to do so.
                 patience = _PATIENCE_SECONDS * (1 if trial.settled else _MORE_PATIENCE)
@@ -201,33 +182,33 @@ def _measure(
                     progress(len(calls) * number + done, total)
     if progress is not None:
         progress(total, total)
-    return {key: trial.cost for key, trial in trials.items()}, failed
+    return trials, failed
 
 
-def _prepare(call: Call, *, memory_limit_bytes: int) -> _Trial:
+def _prepare(call: Call, *, memory_limit_bytes: int) -> Trial:
     """Warm up and measure the memory inside, on the whole call or on a slice that fits."""
     device, limit = _device_of(call), memory_limit_bytes - SAMPLE_EXTRA_BYTES
     work = work_of(call)
     if is_view(call) and work.nbytes <= limit:
-        return _Trial(call, device)
+        return Trial(call, device)
     if is_view(call):
         # A view costs its dispatch, whatever its size.
         tiny = Call(torch.ops.aten.detach.default, (torch.empty(1, device=device.torch_device),))
-        return _Trial(tiny, device, estimated=True)
+        return Trial(tiny, device, estimated=True)
     if work.nbytes <= limit * _HARMLESS_SHARE:
-        return _Trial(call, device, _memory(call, work, device))
+        return Trial(call, device, _memory(call, work, device))
 
     part = shrink(call, work, limit_bytes=int(limit * _HARMLESS_SHARE))
     if part is None:
         if 2 * work.nbytes > limit:
             raise _TooLarge(f"needs {work.nbytes} bytes of the limit of {limit}, and no size can be reduced")
-        return _Trial(call, device, _memory(call, work, device))
+        return Trial(call, device, _memory(call, work, device))
     while True:
         # Grow step by step: a small slice may run in another way inside, and hold another share.
         inside = _memory(part.call, part.work, device).nbytes / part.work.nbytes
         allowed = min(limit / (1 + _WORKSPACE_MARGIN * inside), part.work.nbytes * _GROWTH)
         if work.nbytes <= allowed:
-            return _Trial(call, device, _memory(call, work, device))
+            return Trial(call, device, _memory(call, work, device))
         larger = shrink(call, work, limit_bytes=int(allowed))
         if larger is None or larger.work.nbytes < part.work.nbytes * _LEAST_GROWTH:
             break
@@ -235,16 +216,10 @@ def _prepare(call: Call, *, memory_limit_bytes: int) -> _Trial:
     # Near each other, so that both run the same way inside.
     half = shrink(call, work, limit_bytes=int(part.work.nbytes * 0.75)) or part
     memory = _extrapolated(work, half, part, device)
-    return _Trial(part.call, device, memory, factor=work.ratio_to(part.work), estimated=True)
+    return Trial(part.call, device, memory, factor=work.ratio_to(part.work), estimated=True)
 
 
-def _timed(call: Call, device: Device) -> OpTiming:
-    """One run on fresh inputs; a function of its own, so that nothing of it outlives it."""
-    args, kwargs = make_sample(call, fill=not is_view(call))
-    return device.timed(partial(call.target, *args, **kwargs))[1]
-
-
-def _memory(call: Call, work: Work, device: Device) -> _Memory:
+def _memory(call: Call, work: Work, device: Device) -> Memory:
     """Bytes that the call holds beyond what its fake run shows; this run also warms up."""
     args, kwargs = make_sample(call)
     result, peak_bytes = device.measured(partial(call.target, *args, **kwargs))
@@ -253,10 +228,10 @@ def _memory(call: Call, work: Work, device: Device) -> _Memory:
     if len(outputs) == len(work.outputs):
         # A loss's mean, for one, is computed in a block of the size of its input and keeps that block.
         hidden = tuple(max(0, real - fake) for real, fake in zip(outputs, work.outputs, strict=True))
-    return _Memory(max(0, peak_bytes - sum(outputs)), hidden if any(hidden) else ())
+    return Memory(max(0, peak_bytes - sum(outputs)), hidden if any(hidden) else ())
 
 
-def _extrapolated(work: Work, small: Slice, large: Slice, device: Device) -> _Memory:
+def _extrapolated(work: Work, small: Slice, large: Slice, device: Device) -> Memory:
     """Memory of `work` on the line through two slices; in proportion where they are no line."""
     near, far = _memory(small.call, small.work, device), _memory(large.call, large.work, device)
 
@@ -267,7 +242,7 @@ def _extrapolated(work: Work, small: Slice, large: Slice, device: Device) -> _Me
         return max(0, round(far_bytes + slope * (work.nbytes - large.work.nbytes)))
 
     hidden = zip_longest(near.hidden_bytes, far.hidden_bytes, fillvalue=0)
-    return _Memory(
+    return Memory(
         at_work(near.workspace_bytes, far.workspace_bytes), tuple(at_work(*pair) for pair in hidden)
     )
 

@@ -3,12 +3,13 @@
 A measured figure answers before a simulated one, and every figure says which of the two it is.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.facts import Action, Solution
-from lowtide.report.records import CompareRow, Measurement, SweepRow
-from lowtide.report.words import NOT_BY_RECOMPUTING, UNLIKE_EAGER, duration, percent, size
+from lowtide.report.records import CompareRow, Measurement, Results, SweepRow, SweepStatus
+from lowtide.report.words import NOT_BY_RECOMPUTING, added, duration, is_noisy, percent, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,11 @@ class Tile:
     tone: str = ""
 
 
+def unfinished_verdict(missing: str) -> Verdict:
+    why = "The command is still running, or was stopped before its end."
+    return Verdict(tone="warn", headline=f"Unfinished: {missing}", why=why)
+
+
 def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict:
     measured = measurement.planned.measured_peak_bytes if measurement else None
     peak = solution.peak_bytes if measured is None else measured
@@ -44,8 +50,8 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
         return Verdict(
             tone="bad",
             headline=f"Does not fit: {size(peak)} for a budget of {budget}",
-            why=f"The {basis} peak is {size(peak - solution.budget_bytes)} over the budget. "
-            f"The lowest reachable peak is {size(solution.floor_bytes)} (simulated).",
+            why=f"The {basis} peak is {size(peak - solution.budget_bytes)} over the budget."
+            + _lowest(solution),
         )
     spare = size(solution.budget_bytes - peak)
     if measured is None:
@@ -61,18 +67,23 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
     )
 
 
+def _lowest(solution: Solution) -> str:
+    if solution.floor_bytes is None:
+        return ""
+    return f" The lowest reachable peak is {size(solution.floor_bytes)} (simulated)."
+
+
 def _blame(measurement: Measurement) -> str:
     return NOT_BY_RECOMPUTING if measurement.recompute_exact else "do not train with this plan"
 
 
 def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile]:
     before, after = solution.baseline_peak_bytes, solution.peak_bytes
-    basis, slower = "simulated", None
+    basis = "simulated"
     if measurement:
         measured = (measurement.baseline.measured_peak_bytes, measurement.planned.measured_peak_bytes)
         if measured[0] is not None and measured[1] is not None:
             before, after, basis = measured[0], measured[1], "measured"
-        slower = measurement.overhead
     again = [d for d in solution.decisions if d.action is Action.RECOMPUTE]
     tiles = [
         Tile(
@@ -85,13 +96,7 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
             value=size(before - after),
             note=f"{percent(after / before - 1) if before else ''} of the peak, {basis}",
         ),
-        Tile(
-            label="Time added",
-            value=percent(solution.overhead if slower is None else slower),
-            note="simulated, recompute over plain step"
-            if slower is None
-            else f"measured; {percent(solution.overhead)} simulated",
-        ),
+        _time_added(solution, measurement),
         Tile(
             label="Recomputed",
             value=f"{len(again)} of {len(solution.decisions)}",
@@ -102,6 +107,19 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
     return [*tiles, _exactness(measurement)]
 
 
+def _time_added(solution: Solution, measurement: Measurement | None) -> Tile:
+    simulated = percent(solution.overhead)
+    if measurement is None or measurement.overhead is None:
+        return Tile(label="Time added", value=simulated, note="simulated, recompute over plain step")
+    if is_noisy(measurement.overhead, measurement.noise):
+        value = added(measurement.overhead, measurement.noise)
+        note = f"measured {value}: the machine was too busy; {simulated} simulated"
+        return Tile(label="Time added", value="too noisy to tell", note=note, tone="warn")
+    return Tile(
+        label="Time added", value=percent(measurement.overhead), note=f"measured; {simulated} simulated"
+    )
+
+
 def _exactness(measurement: Measurement | None) -> Tile:
     if measurement is None or measurement.exact is None:
         return Tile(label="Results", value="not compared", note="lowtide verify compares", tone="warn")
@@ -110,8 +128,18 @@ def _exactness(measurement: Measurement | None) -> Tile:
             label="Results", value="exact", note="equal to the plain step to the last bit", tone="good"
         )
     if measurement.recompute_exact:
-        return Tile(label="Results", value="differ", note=f"{UNLIKE_EAGER}; listed below", tone="warn")
+        return Tile(
+            label="Results", value="differ", note=f"{Results.UNLIKE_EAGER}; listed below", tone="warn"
+        )
     return Tile(label="Results", value="differ", note="listed below", tone="bad")
+
+
+_CAVEATS = {
+    SweepStatus.TOO_SMALL: "have no plan for their budget",
+    SweepStatus.PLAN_MEASURED: "ran with the plan only, and were not compared",
+    SweepStatus.PREDICTED: "are simulated only",
+    SweepStatus.FAILED: "failed",
+}
 
 
 def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
@@ -122,19 +150,12 @@ def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
     if wrong:
         return Verdict(tone="bad", headline=f"Results differ at batch size {', '.join(map(str, wrong))}")
     without, fitting = ([row for row in rows if _within(row.peaks[i], row.budget_bytes)] for i in (0, 1))
-    failed = [row for row in rows if row.status.startswith("failed")]
-    predicted = [row for row in rows if row.status == "predicted only"]
-    alone = [row for row in rows if row.status == "plan measured"]
-    too_small = [row for row in rows if row.status.startswith("does not fit")]
-    caveats = []
-    if too_small:
-        caveats.append(f"{len(too_small)} of {len(rows)} sizes have no plan for their budget.")
-    if alone:
-        caveats.append(f"{len(alone)} of {len(rows)} sizes ran with the plan only, and were not compared.")
-    if predicted:
-        caveats.append(f"{len(predicted)} of {len(rows)} sizes are simulated only.")
-    if failed:
-        caveats.append(f"{len(failed)} failed.")
+    counts = Counter(row.status for row in rows)
+    caveats = [
+        f"{counts[status]} of {len(rows)} sizes {words}."
+        for status, words in _CAVEATS.items()
+        if counts[status]
+    ]
     if not fitting:
         return Verdict(tone="bad", headline="No batch size fits the budget", why=" ".join(caveats))
     budgets = {row.budget_bytes for row in rows} - {None}
@@ -169,7 +190,7 @@ def compare_verdict(rows: Sequence[CompareRow]) -> Verdict:
     return Verdict(
         tone="good",
         headline=f"Lowest exact peak: {size(best.peak_bytes)} with {best.method}{time}",
-        why=f"{inexact} of {len(rows)} methods crashed or gave other results."
+        why=f"{inexact} of {len(rows)} methods crashed, do not apply or gave other results."
         if inexact
         else "All are exact.",
     )

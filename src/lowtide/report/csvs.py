@@ -34,10 +34,12 @@ SWEEP_COLUMNS = (
     "batch_size", "status", "budget_bytes", "baseline_predicted_peak_bytes", "baseline_measured_peak_bytes",
     "planned_predicted_peak_bytes", "planned_measured_peak_bytes", "reduction", "baseline_median_s",
     "baseline_spread_s", "planned_median_s", "planned_spread_s", "overhead", "exact", "predicted_overhead",
+    "noise",
 )  # fmt: skip
-COMPARE_COLUMNS = ("method", "peak_bytes", "time_ratio", "verdict")
+COMPARE_COLUMNS = ("method", "peak_bytes", "time_ratio", "verdict", "noise")
 TRADEOFF_COLUMNS = (
     "peak_bytes", "recompute_s", "overhead", "num_recomputed", "measured_peak_bytes", "measured_overhead",
+    "measured_noise",
 )  # fmt: skip
 
 
@@ -95,15 +97,15 @@ def write_decisions(path: Path, decisions: Sequence[Decision]) -> Path:
 
 
 def write_sweep(path: Path, rows: Sequence[SweepRow]) -> Path:
-    """`sweep.csv`: one row per batch size; reduction and overhead are fractions."""
+    """`sweep.csv`: one row per batch size; reduction, overhead and noise are fractions."""
     cells = (
         (
-            row.batch_size, row.status, row.budget_bytes,
+            row.batch_size, row.status_text, row.budget_bytes,
             row.baseline.predicted_peak_bytes, row.baseline.measured_peak_bytes,
             row.planned.predicted_peak_bytes, row.planned.measured_peak_bytes, row.reduction,
             row.baseline.seconds_median, row.baseline.seconds_spread,
             row.planned.seconds_median, row.planned.seconds_spread, row.overhead, _flag(row.exact),
-            row.predicted_overhead,
+            row.predicted_overhead, row.noise,
         )
         for row in rows
     )  # fmt: skip
@@ -112,7 +114,7 @@ def write_sweep(path: Path, rows: Sequence[SweepRow]) -> Path:
 
 def write_compare(path: Path, rows: Sequence[CompareRow]) -> Path:
     """`compare.csv`: one row per method."""
-    cells = ((row.method, row.peak_bytes, row.time_ratio, row.verdict) for row in rows)
+    cells = ((row.method, row.peak_bytes, row.time_ratio, row.verdict_text, row.noise) for row in rows)
     return _write(path, COMPARE_COLUMNS, cells)
 
 
@@ -123,6 +125,7 @@ def write_tradeoff(path: Path, points: Sequence[TradeoffPoint], *, step_seconds:
             point.peak_bytes, point.recompute_seconds,
             point.recompute_seconds / step_seconds if step_seconds else None,
             len(point.recomputed), point.measured_peak_bytes, point.measured_overhead,
+            point.measured_noise,
         )
         for point in points
     )  # fmt: skip

@@ -14,8 +14,8 @@ from lowtide.report.figures import (
     time_unit,
     write_beside,
 )
-from lowtide.report.records import SweepRow, TradeoffPoint
-from lowtide.report.words import percent, size
+from lowtide.report.records import SweepRow, SweepStatus, TradeoffPoint
+from lowtide.report.words import added, percent, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +89,8 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     for index, row in enumerate(timed):
         top = ((row.planned.seconds_median or 0.0) + (row.planned.seconds_spread or 0.0) / 2) / scale
         if row.overhead is not None:
-            _above(axes, index + _WIDTH / 2, top, percent(row.overhead))
+            text = added(row.overhead, row.noise).replace(" (", "\n(")
+            _above(axes, index + _WIDTH / 2, top, text)
     _batch_axis(axes, timed)
     axes.set_ylim(0, 1.15 * largest / scale if largest else 1)
     label_axes(axes, "batch size", f"step time ({unit})")
@@ -160,6 +161,5 @@ def _batch_axis(axes: "Axes", rows: Sequence[SweepRow]) -> None:
 
 def _batch_label(row: SweepRow) -> str:
     """The batch size, and why there is no bar of a plan over it."""
-    if row.status.startswith("failed"):
-        return f"{row.batch_size}\nfailed"
-    return f"{row.batch_size}\nno plan fits" if row.status.startswith("does not fit") else str(row.batch_size)
+    marks = {SweepStatus.FAILED: "failed", SweepStatus.TOO_SMALL: "no plan fits"}
+    return f"{row.batch_size}\n{marks[row.status]}" if row.status in marks else str(row.batch_size)

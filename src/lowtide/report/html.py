@@ -17,7 +17,7 @@ from markupsafe import Markup
 from lowtide.facts import Action, Activation, Decision, Region, Run, Solution, Step
 from lowtide.planning.simulate import Timeline
 from lowtide.report import palette, times, words
-from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
+from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict, unfinished_verdict
 from lowtide.report.embed import script_json
 from lowtide.report.payload import WITH, WITHOUT, page_data
 from lowtide.report.records import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
@@ -40,12 +40,14 @@ def render_report(
     compare: Sequence[CompareRow] = (),
     step_seconds: float | None = None,
     notes: Sequence[str] = (),
+    unfinished: str = "",
 ) -> str:
     """The page for whatever is given; a section without data is left out.
 
     `before` and `after` are timelines of the plain order and of the plan's schedule. `activations`
     give the sizes of those that `tradeoff` names; a solution's decisions serve as well.
-    `step_seconds` is only needed for a trade-off curve without `step` and `solution`.
+    `step_seconds` is only needed for a trade-off curve without `step` and `solution`. `unfinished` says
+    what is missing where the page was written before the work was over.
     """
     plain_seconds = step_seconds or (solution.step_seconds if solution else step.seconds if step else 0.0)
     points = sorted(tradeoff, key=lambda point: (point.peak_bytes, point.recompute_seconds))
@@ -59,7 +61,7 @@ def render_report(
         activations=activations or decisions,
         step_seconds=plain_seconds,
     )
-    verdicts = []
+    verdicts = [unfinished_verdict(unfinished)] if unfinished else []
     if solution:
         verdicts.append(plan_verdict(solution, measurement))
     if sweep:
@@ -90,6 +92,7 @@ def render_report(
             regions=_regions(step) if step else [],
             tradeoff=points,
             step_seconds=plain_seconds,
+            how_timed=words.HOW_TIMED,
             sweep=sweep,
             sweep_whole=_largest(
                 [
@@ -129,7 +132,12 @@ def _environment() -> JinjaEnvironment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        size=words.size, breakable=words.breakable, percent=words.percent, duration=words.duration
+        added=words.added,
+        breakable=words.breakable,
+        duration=words.duration,
+        noisy=words.is_noisy,
+        percent=words.percent,
+        size=words.size,
     )
     return environment
 

@@ -6,8 +6,38 @@ report can be left out. None stands for "not measured"; it is never shown as a n
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from lowtide.facts import Action, Solution
+
+
+class SweepStatus(StrEnum):
+    """What became of one batch size."""
+
+    MEASURED = "measured"
+    PLAN_MEASURED = "plan measured"
+    PREDICTED = "predicted only"
+    TOO_SMALL = "does not fit"
+    FAILED = "failed"
+    PENDING = "not run yet"
+
+
+class Results(StrEnum):
+    """What a method's results are next to eager training's, or why there are none."""
+
+    EXACT = "exact"
+    UNLIKE_EAGER = "recompute exact, unlike eager"
+    ROUNDED = "not exact"
+    WRONG = "wrong"
+    CRASHED = "crashed"
+    NOT_APPLICABLE = "not applicable"
+    NOT_REACHED = "does not reach it"
+    PENDING = "not run yet"
+
+
+def with_why(status: str, why: str) -> str:
+    """`failed: out of memory`, as tables and CSV files show it."""
+    return f"{status}: {why}" if why else str(status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +64,25 @@ class StepMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The step without and with the plan, run side by side.
+    """The step without and with the plan, run in turn in one process.
 
-    `overhead` is the share of the plain step's measured time that the plan adds, by pairs of runs in
-    turn: near the ratio of the two medians, and steadier. `exact` is None where nobody compared.
-    `differences` name what was not equal to the last bit. `recompute_exact`: it is equal to the
+    `noise` is how far off `overhead` may be, None where nobody can tell. `exact` is None where nobody
+    compared. `differences` name what was not equal to the last bit. `recompute_exact`: it is equal to the
     captured graph without any recompute, so that the plan is not to blame for differences.
     """
 
     baseline: StepMeasurement
     planned: StepMeasurement
-    overhead: float | None = None
+    noise: float | None = None
     exact: bool | None = None
     recompute_exact: bool | None = None
     differences: tuple[str, ...] = ()
     method: str = ""
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of the plain step's measured time that the plan adds."""
+        return relative_increase(self.baseline.seconds_median, self.planned.seconds_median)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +99,7 @@ class Environment:
 class SweepRow:
     """One batch size, without (`baseline`) and with (`planned`) recompute.
 
-    `status` is "measured", "plan measured" (the plain step is too large for the machine), "predicted
-    only", "does not fit: why" or "failed: why". `overhead`, `exact` and `recompute_exact` are as in
+    `why` says why it does not fit or failed. `noise`, `exact` and `recompute_exact` are as in
     `Measurement`; `predicted_overhead` is recompute time over the plain step's time.
     """
 
@@ -74,11 +107,21 @@ class SweepRow:
     budget_bytes: int | None
     baseline: StepMeasurement
     planned: StepMeasurement
-    overhead: float | None = None
+    noise: float | None = None
     exact: bool | None = None
-    status: str = "measured"
+    status: SweepStatus = SweepStatus.MEASURED
+    why: str = ""
     predicted_overhead: float | None = None
     recompute_exact: bool | None = None
+
+    @property
+    def status_text(self) -> str:
+        return with_why(self.status, self.why)
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of the plain step's measured time that the plan adds."""
+        return relative_increase(self.baseline.seconds_median, self.planned.seconds_median)
 
     @property
     def peaks(self) -> tuple[int | None, int | None]:
@@ -97,27 +140,40 @@ class SweepRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRow:
-    """One method of saving memory. `verdict`: "exact", "gradients wrong", "crashed: why" ..."""
+    """One method of saving memory; `why` says what is wrong or what went wrong.
+
+    `noise` is how far off `time_ratio` may be, as a fraction of eager's time.
+    """
 
     method: str
+    verdict: Results
+    why: str = ""
     peak_bytes: int | None = None
     time_ratio: float | None = None
-    verdict: str = ""
+    noise: float | None = None
 
     @property
     def exact(self) -> bool:
-        return self.verdict == "exact"
+        return self.verdict is Results.EXACT
+
+    @property
+    def verdict_text(self) -> str:
+        return with_why(self.verdict, self.why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeoffPoint:
-    """One plan of the curve. `recomputed` names the activations that it makes again."""
+    """One plan of the curve. `recomputed` names the activations that it makes again.
+
+    `measured_noise` is how far off `measured_overhead` may be.
+    """
 
     peak_bytes: int
     recompute_seconds: float
     recomputed: tuple[str, ...] = ()
     measured_peak_bytes: int | None = None
     measured_overhead: float | None = None
+    measured_noise: float | None = None
 
 
 def tradeoff_points(solutions: Iterable[Solution]) -> list[TradeoffPoint]:

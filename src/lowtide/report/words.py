@@ -5,7 +5,12 @@ import re
 from markupsafe import Markup
 
 UNKNOWN = "–"
-UNLIKE_EAGER = "recompute exact, unlike eager"
+HOW_TIMED = (
+    "Times are medians of runs in turn, without and with; the time added is the second median over the first."
+)
+MOST_NOISE = 0.25
+"""Of the step's time; a figure that may be off by more tells nothing of the step, however large it is."""
+
 NOT_BY_RECOMPUTING = (
     "the captured graph gives these results without any recompute, too: the model takes another path of "
     "its own code while it is captured, or one of its ops rounds in another way there"
@@ -39,6 +44,18 @@ def percent(share: float | None) -> str:
     if share is None:
         return UNKNOWN
     return f"{'−' if share < 0 else '+'}{abs(share) * 100:.1f} %"
+
+
+def is_noisy(share: float | None, noise: float | None) -> bool:
+    """Whether the machine was too busy to tell: its noise is larger than the change, or large by itself."""
+    return share is not None and noise is not None and noise > min(abs(share), MOST_NOISE)
+
+
+def added(share: float | None, noise: float | None) -> str:
+    """The time added: `+6.2 %`, or `+0.6 % (noise: ± 9.0 %)` where that is too noisy to tell."""
+    if not is_noisy(share, noise):
+        return percent(share)
+    return f"{percent(share)} (noise: ± {(noise or 0.0) * 100:.1f} %)"
 
 
 def duration(seconds: float | None) -> str:
