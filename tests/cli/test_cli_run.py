@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -52,19 +51,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def here(folder, monkeypatch, tmp_path_factory):
+def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(scope="module")
-def ran(folder, tmp_path_factory):
+def ran(folder):
     """`lowtide run` once, in a process of its own, for all tests to look at."""
     out = folder / "out"
     command = [sys.executable, "-m", "lowtide", "run", "users_model.py:make", "-b", "512", "--budget", "75%"]
     command += ["-o", str(out), "--json", "--timed-runs", "2"]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache")}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out, json.loads(done.stdout), done.stderr
 
