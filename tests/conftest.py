@@ -10,9 +10,9 @@ from lowtide.cli import app
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Nothing of the user's is read or written: costs and whatever else programs remember go into this run's folder, here and in all subprocesses.
+    """Nothing of the user's is read or written: this run has a home of its own, in all its processes.
 
-    The workers of one run share it: what one has measured, the others need not.
+    The workers of one run share it: the costs that one has measured, the others need not.
     """
     run = tmp_path_factory.getbasetemp()
     home = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "home"
