@@ -25,6 +25,8 @@ from lowtide.experiments import machine, measured
 from lowtide.experiments.measured import Outcome, measurement_of
 from lowtide.zoo.targets import TargetSpec, load_target
 
+pytestmark = pytest.mark.slow
+
 USERS_FILE = """
 import torch
 from torch import nn

@@ -13,6 +13,8 @@ from trouble import TROUBLE
 from lowtide.api import profile
 from lowtide.zoo.targets import Target, load_target
 
+pytestmark = pytest.mark.slow
+
 TINY = ("resnet152", "bert-base", "bert-base-mlm", "transformer", "gpt2", "vit", "unet")
 SHARES = (1, 2 / 3, 1 / 3, 0)
 

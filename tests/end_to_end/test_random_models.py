@@ -9,6 +9,8 @@ from training import differences, measured_peak, train, twin
 from lowtide.api import profile
 from lowtide.zoo.targets import Target
 
+pytestmark = pytest.mark.slow
+
 POINTS = 3
 """Budgets per model, from the lowest reachable peak upward."""
 

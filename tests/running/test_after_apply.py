@@ -16,6 +16,8 @@ import lowtide
 from lowtide.plans import Plan
 from lowtide.torchside import hooks
 
+pytestmark = pytest.mark.slow
+
 
 class Stack(nn.Module):
     """Four layers; `loud` lets the forward read a value on its way, `steps` is a number that it reads."""

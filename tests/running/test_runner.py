@@ -16,6 +16,8 @@ from lowtide.api import profile
 from lowtide.running.runner import runner_of
 from lowtide.zoo.targets import Target
 
+pytestmark = pytest.mark.slow
+
 SMALL = 37
 
 
