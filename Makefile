@@ -6,7 +6,17 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 
-.PHONY: install demo test check format bench clean
+# Threads of two test processes that wait for work must not keep two cores busy with waiting.
+WORKERS ?= 2
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# Kernels that other processors would choose, and other numbers of threads; each is one run of EXACT.
+KERNELS ?= ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 \
+	OMP_NUM_THREADS=1 OMP_NUM_THREADS=4
+EXACT := tests/end_to_end tests/running tests/methods tests/checking/test_verification.py \
+	$(addprefix tests/profiling/,test_ops.py test_interpreter.py test_layouts.py test_whole_run.py)
+
+.PHONY: install demo test quick test-kernels check format bench clean
 
 install: $(STAMP)
 
@@ -22,14 +32,24 @@ demo: install
 	$(BIN)/lowtide run tiny-gpt2 --batch-size 16 --sequence-length 128 --budget 60% -o lowtide-out --force
 
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# In less than a minute: whatever does not train, profile or look at a whole model.
+quick: install
+	$(PYTEST) -m "not long and not slow"
+
+# All of them run, and it fails if one did.
+test-kernels: install
+	@failed=; for setting in $(KERNELS); do echo "== $$setting"; \
+		env $$setting $(PYTEST) $(EXACT) || failed="$$failed $$setting"; done; \
+	test -z "$$failed" || { echo "failed with:$$failed" >&2; exit 1; }
 
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 format: install
 	$(BIN)/ruff format .
@@ -42,4 +62,5 @@ bench: install
 	$(BIN)/python bench/profile_modes.py transformer:8 bert-base:4 resnet152:4 -o bench/out/modes.csv
 
 clean:
-	rm -rf .venv build dist lowtide-out
+	rm -rf .venv build dist lowtide-out .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find bench src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,8 +1,27 @@
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lowtide.cli import app
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nothing of the user's is read or written: this run has a home of its own, in all its processes.
+
+    The workers of one run share it: the costs that one has measured, the others need not.
+    """
+    run = tmp_path_factory.getbasetemp()
+    home = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "home"
+    home.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
+        patch.setenv("LOWTIDE_CACHE_DIR", str(home / "costs"))
+        yield home
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from lowtide.measure import measure_here, measure_step, static_bytes, train_step
 from lowtide.torchside.batch import call, loss_of
 from lowtide.zoo.targets import Target, TargetSpec, load_target
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 FLOATS_PER_MIB = MIB // 4
 

@@ -22,6 +22,8 @@ from lowtide.running import backend, rewrite
 from lowtide.torchside.calls import Call
 from lowtide.zoo.targets import Target
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 32
 ROWS = 128
 

@@ -9,6 +9,8 @@ from training import differences, measured_peak, train, twin
 from lowtide.api import profile
 from lowtide.zoo.targets import Target
 
+pytestmark = pytest.mark.slow
+
 POINTS = 3
 """Budgets per model, from the lowest reachable peak upward."""
 
@@ -42,14 +44,20 @@ def check(design: Design) -> None:
         assert measured >= plan.peak_bytes * (1 - SLACK) - SCALARS_BYTES, point
 
 
-@settings(SAME_EVERY_TIME, max_examples=10)
-@given(designs())
-def test_random_models(design: Design) -> None:
+@settings(SAME_EVERY_TIME, max_examples=5)
+@given(designs(images=False))
+def test_random_models_of_rows(design: Design) -> None:
+    check(design)
+
+
+@settings(SAME_EVERY_TIME, max_examples=5)
+@given(designs(images=True))
+def test_random_models_of_images(design: Design) -> None:
     check(design)
 
 
 @pytest.mark.long
 @settings(SAME_EVERY_TIME, max_examples=70)
-@given(designs(max_layers=16))
+@given(designs(images=False, max_layers=16) | designs(images=True, max_layers=16))
 def test_many_random_models(design: Design) -> None:
     check(design)

@@ -16,6 +16,8 @@ from lowtide.report.records import Results, with_why
 from lowtide.torchside.route import route_of
 from lowtide.zoo.targets import Target
 
+pytestmark = pytest.mark.slow
+
 
 class Block(nn.Module):
     """Dropout, and batch norm where wanted: the two that recomputing gets wrong."""

@@ -158,8 +158,7 @@ class RandomModel(nn.Module):
 
 
 @st.composite
-def designs(draw: st.DrawFn, max_layers: int = 10) -> Design:
-    images = draw(st.booleans())
+def designs(draw: st.DrawFn, *, images: bool, max_layers: int = 10) -> Design:
     ops = st.sampled_from(IMAGE_OPS if images else ROW_OPS)
     drawn = draw(st.lists(st.tuples(ops, st.integers(1, 6), st.booleans()), min_size=4, max_size=max_layers))
     layers = tuple(Layer(op, older, shared, number) for number, (op, older, shared) in enumerate(drawn))

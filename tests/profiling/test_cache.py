@@ -2,7 +2,10 @@
 
 import json
 import logging
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,3 +82,17 @@ def test_directory_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_directory() == tmp_path / ".cache" / "lowtide"
+
+
+def test_the_tests_never_reach_the_users_folder(temporary_home):
+    code = (
+        "import os\n"
+        "from lowtide.profiling.cache import cache_directory\n"
+        "for name in ('LOWTIDE_CACHE_DIR', 'XDG_CACHE_HOME', 'HOME'):\n"
+        "    print(cache_directory())\n"
+        "    del os.environ[name]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = [cache_directory(), *map(Path, done.stdout.split())]
+    assert len(found) == 4
+    assert all(folder.is_relative_to(temporary_home) for folder in found), found

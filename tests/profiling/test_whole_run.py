@@ -9,6 +9,8 @@ from trouble import TROUBLE
 import lowtide
 from lowtide.api import profile
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["batch-norms", "shared-module", "tuple-output", "losses-inside"])
 def test_both_modes_agree_on_every_byte(name: str, caplog: pytest.LogCaptureFixture) -> None:

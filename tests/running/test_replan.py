@@ -20,6 +20,8 @@ from lowtide.profiles import Profile
 from lowtide.running.replan import growth
 from lowtide.zoo.targets import Target
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 48
 BATCH = 256
 

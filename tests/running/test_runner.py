@@ -1,9 +1,11 @@
 """The user's own loop runs unchanged around a planned model."""
 
 import copy
+import re
 
 import pytest
 import torch
+from budgets import between
 from torch import nn
 from torch.nn import functional as F
 from training import differences, snapshot, train, twin
@@ -13,6 +15,8 @@ import lowtide
 from lowtide.api import profile
 from lowtide.running.runner import runner_of
 from lowtide.zoo.targets import Target
+
+pytestmark = pytest.mark.slow
 
 SMALL = 37
 
@@ -130,8 +134,14 @@ def test_the_model_stays_what_it_was(pair: tuple[Target, Target]) -> None:
 
 
 def test_the_state_can_be_saved_and_loaded(pair: tuple[Target, Target], tmp_path) -> None:
-    torch.save(pair[1].model.state_dict(), tmp_path / "state")
-    SharedModule().load_state_dict(torch.load(tmp_path / "state"))
+    saved, loaded = pair[1].model, SharedModule()
+    torch.save(saved.state_dict(), tmp_path / "state")
+    loaded.load_state_dict(torch.load(tmp_path / "state"))
+    assert differences(snapshot(saved, 0), snapshot(loaded, 0)) == []
+    back = pair[0].model.state_dict()
+    saved.load_state_dict(back)
+    assert all(torch.equal(value, back[name]) for name, value in saved.state_dict().items())
+    _same(*pair, lambda target: target.model(target.batch).sum().backward())
 
 
 def test_double_backward_is_refused(pair: tuple[Target, Target]) -> None:
@@ -142,10 +152,12 @@ def test_double_backward_is_refused(pair: tuple[Target, Target]) -> None:
 
 
 def test_remove_gives_the_plain_model_back() -> None:
-    _, planned = _pair(LongSkips())
+    plain, planned = _pair(LongSkips())
+    backend = runner_of(planned.model).backend
     assert lowtide.remove(planned.model) is planned.model
     assert runner_of(planned.model) is None
-    planned.model(planned.batch).sum().backward()
+    _same(plain, planned, lambda target: target.model(target.batch).sum().backward())
+    assert backend.graphs == []
 
 
 def test_two_models_at_a_time() -> None:
@@ -184,14 +196,14 @@ def test_a_larger_batch_that_cannot_fit_is_refused() -> None:
 
 def test_a_compiled_model_is_not_planned_over() -> None:
     model = SharedModule()
-    plan = profile(model, torch.randn(BATCH, WIDTH)).plan("100%")
+    plan = profile(model, torch.randn(BATCH, WIDTH)).plan("1GiB")
     model.compile(backend="eager")
     with pytest.raises(lowtide.LowtideError, match="already compiled"):
         plan.apply(model)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:
-    plan = profile(SharedModule(), torch.randn(BATCH, WIDTH)).plan("100%")
+    plan = profile(SharedModule(), torch.randn(BATCH, WIDTH)).plan("1GiB")
     with pytest.raises(lowtide.PlanMismatch, match="model"):
         plan.apply(LongSkips())
 
@@ -200,7 +212,9 @@ def test_a_saved_plan_trains_the_same(tmp_path) -> None:
     torch.manual_seed(0)
     plain = _target(SharedModule())
     planned = twin(plain)
-    made = profile(planned.model, planned.batch, optimizer=planned.optimizer).plan("70%")
+    found = profile(planned.model, planned.batch, optimizer=planned.optimizer)
+    made = found.plan(between(found, 0.5))
+    assert made.recompute_seconds > 0
     made.save(tmp_path / "plan.json")
     again = lowtide.load_plan(tmp_path / "plan.json")
     assert again == made
@@ -208,11 +222,19 @@ def test_a_saved_plan_trains_the_same(tmp_path) -> None:
     assert differences(train(plain), train(planned)) == []
 
 
+def _floor_of_the_backend(model: nn.Module, batch: torch.Tensor) -> int:
+    """The lowest budget it takes, which it tells when asked for less."""
+    with pytest.raises(Exception, match="lowest reachable peak is") as caught:
+        torch.compile(model, backend="lowtide", options={"budget": 1})(batch)
+    return int(re.search(r"lowest reachable peak is (\d+) bytes", str(caught.value))[1])
+
+
 def test_the_torch_compile_backend() -> None:
     torch.manual_seed(0)
     plain = _target(SharedModule())
     other = twin(plain)
-    compiled = torch.compile(other.model, backend="lowtide", options={"budget": "70%"})
+    floor = _floor_of_the_backend(SharedModule(), plain.batch)
+    compiled = torch.compile(other.model, backend="lowtide", options={"budget": floor})
     planned = Target("compiled", compiled, other.batch, other.optimizer)
     names = [(name, value) for name, value in train(plain) if not name.startswith("random")]
     seen = [(n.replace("_orig_mod.", ""), v) for n, v in train(planned) if not n.startswith("random")]

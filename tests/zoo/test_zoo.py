@@ -13,6 +13,8 @@ from lowtide.zoo.build import build
 from lowtide.zoo.optimizers import make_optimizer
 from lowtide.zoo.quiet import quiet
 
+pytestmark = pytest.mark.slow
+
 TINY = [name for name in CATALOG if name.startswith("tiny-")]
 
 

@@ -1,0 +1,2 @@
+WIDTH = 48
+BATCH = 64
