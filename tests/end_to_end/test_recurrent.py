@@ -11,6 +11,8 @@ import lowtide
 
 WORDS, WIDTH = 40, 16
 
+pytestmark = pytest.mark.slow
+
 
 class Tagger(nn.Module):
     def __init__(self, **options: object) -> None:

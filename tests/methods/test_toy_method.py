@@ -21,6 +21,8 @@ from lowtide.zoo.targets import Target
 aten = torch.ops.aten
 ROWS, WIDTH = 256, 96
 
+pytestmark = pytest.mark.slow
+
 
 def half_of(value: torch.Tensor, half: int) -> torch.Tensor:
     return value.reshape(-1).chunk(2)[half].clone()

@@ -10,6 +10,8 @@ from lowtide.profiling import costing
 
 MODES = ("ops", "run")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model() -> nn.Module:
@@ -57,12 +59,12 @@ def test_the_limit_reaches_what_is_measured_op_by_op(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = []
-    plain = costing.profile_calls
+    plain = costing.measure_calls
 
     def spy(calls, *, memory_limit_bytes, **rest):
         limits.append(memory_limit_bytes)
         return plain(calls, memory_limit_bytes=memory_limit_bytes, **rest)
 
-    monkeypatch.setattr(costing, "profile_calls", spy)
+    monkeypatch.setattr(costing, "measure_calls", spy)
     lowtide.profile(model, torch.randn(32, 64), mode="run", memory_limit=123 << 20)
     assert limits == [123 << 20]

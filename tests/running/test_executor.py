@@ -13,6 +13,8 @@ from lowtide.running.executor import Function
 from lowtide.running.replan import apply_plan
 from lowtide.zoo.targets import Target
 
+pytestmark = pytest.mark.slow
+
 
 class Interpreted:
     """Runs graphs node by node with torch's interpreter."""

@@ -11,6 +11,8 @@ from lowtide.running.runner import runner_of
 
 WIDTH = 24
 
+pytestmark = pytest.mark.slow
+
 
 class Picky(nn.Module):
     """Raises for a batch of five rows, or when told to."""

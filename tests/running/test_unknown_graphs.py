@@ -8,6 +8,8 @@ from torch import nn
 
 import lowtide
 
+pytestmark = pytest.mark.slow
+
 
 class Switched(nn.Module):
     """Takes another path where `flag` is set."""

@@ -18,9 +18,9 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("settings", "unlogged", "recurrent_layers_traced_by", "quiet"):
         plain = getattr(hooks, name)
 
-        def spy(*args, plain=plain, name=name):
+        def spy(*args, plain=plain, name=name, **options):
             found.append(name)
-            return plain(*args)
+            return plain(*args, **options)
 
         monkeypatch.setattr(hooks, name, spy)
     return found
