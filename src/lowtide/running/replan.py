@@ -15,7 +15,7 @@ from lowtide.capture.step import captured_step
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.errors import BudgetTooSmall, LowtideError, Unsupported
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size, size_and_bytes
 from lowtide.planning.planner import Desk
 from lowtide.planning.schedules import batch_bytes, graph_schedules, runs_of_schedule
 from lowtide.planning.simulate import simulate
@@ -79,13 +79,11 @@ class PlanByGraph:
             peak_bytes, graph = _lowest(desk, self.graphs[0])
         if peak_bytes > budget_bytes:
             logger.warning(
-                "a graph without a plan (%s) runs by its lowest one, with a peak of at most %s (%d bytes): "
-                "that it stays within the budget of %s (%d bytes) is not proven",
+                "a graph without a plan (%s) runs by its lowest one, with a peak of at most %s: "
+                "that it stays within the budget of %s is not proven",
                 cause,
-                format_size(peak_bytes),
-                peak_bytes,
-                format_size(budget_bytes),
-                budget_bytes,
+                size_and_bytes(peak_bytes),
+                size_and_bytes(budget_bytes),
             )
         else:
             logger.info(
