@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts.serial import load_step
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size
 from lowtide.planning.planner import Desk
 
 SHARES = (80, 60, 50, 40)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lowtide.errors import PlanMismatch
 from lowtide.facts import Action, Decision, Solution
 from lowtide.facts.serial import load_json, save_json, solution_from_dict, solution_to_dict
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from lowtide.facts import Activation, Node, Step
 from lowtide.facts.serial import load_step, save_step
-from lowtide.facts.sizes import format_size, parse_budget
+from lowtide.facts.sizes import parse_budget
+from lowtide.facts.units import format_size
 from lowtide.planning.activations import activations
 from lowtide.planning.planner import Desk
 from lowtide.planning.schedules import as_eager

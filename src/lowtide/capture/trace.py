@@ -29,7 +29,7 @@ from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
 from lowtide.torchside.calls import storage_key

@@ -26,7 +26,7 @@ from lowtide.checking.measure import Measured, measure_here, measure_step
 from lowtide.checking.train_step import device_of, train_step
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size
 from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan
 from lowtide.running.replan import apply_plan

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lowtide.errors import LowtideError
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size
 
 MARGIN_BYTES = 1 << 30
 """For Python, torch's own libraries and what compiling a model takes."""

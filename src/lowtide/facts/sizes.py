@@ -3,9 +3,8 @@
 import re
 
 from lowtide.errors import BadSize
-from lowtide.facts.units import format_size
 
-__all__ = ["BadSize", "format_size", "parse_budget", "parse_size"]
+__all__ = ["BadSize", "parse_budget", "parse_size"]
 
 _UNITS = {
     "": 1,

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Action, Activation, Decision, Recipe, Region, Run, Step
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size
 from lowtide.planning.search.table import Table
 from lowtide.planning.simulate import Timeline, source_of
 

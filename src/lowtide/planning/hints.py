@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from lowtide.facts import Kind, Region, Step
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size
 from lowtide.planning.simulate import Timeline
 
 LASTING = {

@@ -11,7 +11,7 @@ from lowtide.capture.graphs import Segment
 from lowtide.capture.step import Captured
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Run, Step
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size
 from lowtide.planning.simulate import plain_runs, simulate
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, Known, measure_costs
 from lowtide.profiling.interpreter import GraphProfiler, NodeRun

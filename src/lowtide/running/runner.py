@@ -16,7 +16,7 @@ from lowtide.capture import failures
 from lowtide.capture.graphs import Origin, describe_inputs, name_tensors
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind
-from lowtide.facts.sizes import format_size
+from lowtide.facts.units import format_size
 from lowtide.running.backend import Backend, PlanGraph
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.torchside import hooks
