@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -21,8 +22,7 @@ def untouched(model: nn.Module, *, values: bool) -> Iterator[None]:
     A forward pass may keep what it computes (`self.last = x`), which at capture is no real tensor.
     `values`: also what buffers contain, which only a pass over real tensors changes.
     """
-    # torch's own: numpy's is seldom drawn from in a forward pass, and lowtide's capture has no numpy
-    python = random.getstate()
+    python, numbers = random.getstate(), numpy.random.get_state()
     containers = _containers((vars(module) for module in model.modules()), seen=set())
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()] if values else []
     try:
@@ -30,6 +30,7 @@ def untouched(model: nn.Module, *, values: bool) -> Iterator[None]:
             yield
     finally:
         random.setstate(python)
+        numpy.random.set_state(numbers)
         for container, before in containers:
             _refill(container, before)
         with torch.no_grad():

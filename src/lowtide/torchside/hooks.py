@@ -264,6 +264,8 @@ def settings() -> Iterator[None]:
         accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
         fail_on_recompile_limit_hit=True,
         suppress_errors=False,
+        # torch's own numpy draws other numbers and rounds otherwise: let numpy itself run, between graphs
+        trace_numpy=False,
         # torch would not notice a hook that a module gets later
         skip_nnmodule_hook_guards=False,
     ):
