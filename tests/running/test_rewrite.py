@@ -20,6 +20,8 @@ from lowtide.torchside.ops.dropout import apply_mask, dropout_output, eager_drop
 from lowtide.torchside.ops.random import replay_dropout
 from lowtide.zoo.targets import Target
 
+pytestmark = pytest.mark.slow
+
 CASES = ("shared-module", "long-skips", "batch-norms", "random-in-forward", "graph-break", "views")
 PLANNERS = ("auto", "all", "sqrt")
 
