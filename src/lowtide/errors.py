@@ -7,6 +7,7 @@ LowtideError
 ├── TargetError         the command line's TARGET cannot be loaded
 ├── FreshProcessError   a job in a fresh process failed there
 │   └── CannotMoveToFreshProcess    its model cannot be sent to another process
+├── UnsupportedTorch    torch is too old; an ImportError, too
 └── Unsupported         asked at run time for what an exact result cannot be given for
 """
 
@@ -42,6 +43,10 @@ class CannotMoveToFreshProcess(FreshProcessError):
 
 class Unsupported(LowtideError):
     pass
+
+
+class UnsupportedTorch(LowtideError, ImportError):
+    """The installed torch is too old. An `ImportError` as well, since it is raised while importing."""
 
 
 class BudgetTooSmall(LowtideError):
