@@ -4,7 +4,8 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 BIN := .venv/bin
 STAMP := .venv/.installed
-TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
+# What tests and demo run with by default; any version that pyproject.toml allows will do.
+TORCH ?= torch==2.13.0
 
 # Threads of two test processes that wait for work must not keep two cores busy with waiting.
 WORKERS ?= 2
@@ -16,20 +17,38 @@ KERNELS ?= ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_I
 EXACT := tests/end_to_end tests/running tests/methods tests/checking/test_verification.py \
 	$(addprefix tests/profiling/,test_ops.py test_interpreter.py test_layouts.py test_whole_run.py)
 
-.PHONY: install demo test quick test-kernels check format bench clean
+# What `make test-torch` runs, with which torch, and where: all that can differ from one torch to the next.
+VERSION ?= 2.15.0
+OTHER := .venv-torch-$(VERSION)
+TORCH_TESTS := tests/capture tests/checking tests/end_to_end tests/experiments/test_experiments.py tests/methods \
+	tests/profiling tests/running tests/torchside
+
+.PHONY: install demo test quick test-kernels test-torch check format bench clean
 
 install: $(STAMP)
 
 # torch goes first and by its exact version, so that pip takes a local CPU wheel where there is one.
-$(STAMP): pyproject.toml
+# $(call environment,folder,torch)
+define environment
 	@test -n "$(PYTHON)" || { echo "lowtide needs Python 3.11 or newer: install it, or say make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[all]"
-	@touch $@
+	$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+	$(1)/bin/python -m pip install --quiet "$(2)"
+	$(1)/bin/python -m pip install --quiet -e ".[all]"
+	@touch $(1)/.installed
+endef
+
+$(STAMP): pyproject.toml
+	$(call environment,.venv,$(TORCH))
+
+$(OTHER)/.installed: pyproject.toml
+	$(call environment,$(OTHER),torch==$(VERSION))
 
 demo: install
 	$(BIN)/lowtide run tiny-gpt2 --batch-size 16 --sequence-length 128 --budget 60% -o lowtide-out --force
+
+# The tests of exactness with another torch, in an environment of its own: make test-torch VERSION=2.14.1
+test-torch: $(OTHER)/.installed
+	OMP_WAIT_POLICY=passive $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TORCH_TESTS)
 
 test: install
 	$(PYTEST)

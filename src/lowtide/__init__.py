@@ -17,6 +17,7 @@ from lowtide.errors import (
     PlanMismatch,
     TargetError,
     Unsupported,
+    UnsupportedTorch,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "Profile",
     "TargetError",
     "Unsupported",
+    "UnsupportedTorch",
     "Verification",
     "__version__",
     "checkpoint",

@@ -11,6 +11,7 @@ LowtideError
 ├── PlanMismatch        a plan made for another model, shape or torch version
 ├── TargetError         the command line's TARGET cannot be loaded
 ├── Unsupported         asked at run time for what an exact result cannot be given for
+├── UnsupportedTorch    torch is too old; an ImportError, too
 └── UsageError          what was typed makes no sense together
 
 `NotApplicable`, `NotEnoughMemory` and `UsageError` live with the code that raises them.
@@ -60,6 +61,10 @@ class CannotMoveToFreshProcess(FreshProcessError):
 
 class Unsupported(LowtideError):
     pass
+
+
+class UnsupportedTorch(LowtideError, ImportError):
+    """The installed torch is too old. An `ImportError` as well, since it is raised while importing."""
 
 
 class BudgetTooSmall(LowtideError):

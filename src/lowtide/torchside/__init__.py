@@ -7,4 +7,11 @@
 - `ops`: ops that need more than their name, one file each
 - `batch`: how a model is called, and what a step differentiates
 - `first_calls`: first calls of mathematical functions, made where they do no harm
+- `versions`: the versions of torch that all of this was checked with; importing anything here asks it
 """
+
+import torch
+
+from lowtide.torchside.versions import check_version
+
+check_version(torch.__version__)

@@ -1,4 +1,4 @@
-"""The one place that touches torch's private names. Checked against torch 2.13.0.
+"""The one place that touches torch's private names. `versions` says which torch it was checked against.
 
 Everything else in lowtide takes these from here, so that a new torch release is one file to read.
 Only `torch.utils._pytree`, which torch's own documentation sends users to, is used wherever it helps.
@@ -62,7 +62,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lowtide.errors import LowtideError, Unsupported
 
 __all__ = [
-    "CHECKED_TORCH",
     "BackendCompilerFailed",
     "Compiled",
     "DataDependentOutputException",
@@ -99,8 +98,6 @@ __all__ = [
     "user_errors",
     "weakly",
 ]
-
-CHECKED_TORCH = "2.13.0"
 
 # Every batch shape is a graph of its own; past this many, torch would silently run eager instead.
 GRAPHS_PER_FUNCTION = 256
