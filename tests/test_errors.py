@@ -25,7 +25,7 @@ def test_the_drawn_tree_is_the_real_one():
     for branch, name in re.findall(r"^((?:[│ ]   )*(?:[├└]── )?)([A-Z]\w+)(?:  |$)", errors.__doc__, re.M):
         above = [*above[: len(branch) // 4], name]
         drawn[name] = above[-2] if len(above) > 1 else "Exception"
-    assert drawn == {kind.__name__: kind.__base__.__name__ for kind in every_kind()}
+    assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in every_kind()}
 
 
 @pytest.mark.parametrize("first", ["lowtide.errors", "lowtide.facts.sizes", "lowtide.facts.units"])

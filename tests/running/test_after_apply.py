@@ -14,7 +14,7 @@ from trouble import BATCH, WIDTH
 
 import lowtide
 from lowtide.plans import Plan
-from lowtide.torchside import hooks
+from lowtide.torchside import dynamo
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,7 @@ def test_inputs_with_a_gradient_of_their_own_are_no_graph_break() -> None:
 
 
 def test_numbers_that_change_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "GRAPHS_PER_FUNCTION", 2)
+    monkeypatch.setattr(dynamo, "GRAPHS_PER_FUNCTION", 2)
     model = Stack()
     planned(model)
     with pytest.raises(lowtide.LowtideError, match="pass numbers that change as tensors"):

@@ -8,21 +8,22 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.torchside import hooks, tracing
+from lowtide.torchside import dynamo, hooks, tracing
 
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was patched, in order."""
     found: list[str] = []
-    for name in ("settings", "unlogged", "recurrent_layers_traced_by", "quiet"):
-        plain = getattr(hooks, name)
+    places = {"settings": dynamo, "recurrent_layers_traced_by": dynamo, "unlogged": hooks, "quiet": hooks}
+    for name, module in places.items():
+        plain = getattr(module, name)
 
         def spy(*args, plain=plain, name=name, **options):
             found.append(name)
             return plain(*args, **options)
 
-        monkeypatch.setattr(hooks, name, spy)
+        monkeypatch.setattr(module, name, spy)
     return found
 
 
@@ -43,7 +44,7 @@ def test_a_step_that_was_traced_before_changes_nothing_in_torch(entered: list[st
 def test_the_users_settings_come_back() -> None:
     limit = torch._dynamo.config.recompile_limit
     with tracing.tracing():
-        assert torch._dynamo.config.recompile_limit == hooks.GRAPHS_PER_FUNCTION != limit
+        assert torch._dynamo.config.recompile_limit == dynamo.GRAPHS_PER_FUNCTION != limit
     assert torch._dynamo.config.recompile_limit == limit
 
 

@@ -30,7 +30,7 @@ from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
 from lowtide.facts.units import format_size
-from lowtide.torchside import hooks
+from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.ops.random import is_random
@@ -176,15 +176,15 @@ def _trace(
     with (
         untouched(model, values=collector.real),
         hooks.quiet(),
-        hooks.forgotten(),
+        dynamo.forgotten(),
         torch.enable_grad(),
     ):
-        breaks = hooks.graph_breaks()
+        breaks = dynamo.graph_breaks()
         with failures.explained("the model"), _values_if_needed(collector):
             output = _compiled(call_model, collector)(model, args, kwargs)
         num_in_model = len(collector.executions)
         if not num_in_model:
-            raise CaptureError(failures.nothing_captured(hooks.graph_breaks() - breaks))
+            raise CaptureError(failures.nothing_captured(dynamo.graph_breaks() - breaks))
         returned = frozenset(
             place for leaf in tensors_in(output) if (place := collector.where(leaf)) is not None
         )
@@ -233,7 +233,7 @@ def _values_if_needed(collector: Collector) -> Iterator[None]:
 
 def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, types.FunctionType) and function.__closure__ is None:
-        function = hooks.own_code(function)
+        function = dynamo.own_code(function)
     return compiled(function, backend)
 
 

@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError
 from lowtide.facts.serial import solution_to_dict
 from lowtide.plans import Plan
 from lowtide.running.runner import Runner, install, remove, runner_of
-from lowtide.torchside import hooks
+from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.route import call_model, set_route
 from lowtide.torchside.tracing import compiled
 from lowtide.zoo.targets import Target
@@ -113,7 +113,7 @@ def _around_blocks(blocks: list[nn.Module]) -> Switch:
 
 def _partitioned(model: nn.Module, memory_budget: float | None) -> Callable[..., Any]:
     backend = partial(hooks.partitioned_by_torch, memory_budget=memory_budget)
-    call = compiled(hooks.own_code(call_model), backend)
+    call = compiled(dynamo.own_code(call_model), backend)
 
     def route(*args: Any, backend: object = backend, **kwargs: Any) -> Any:
         """`backend` is there since it has to outlive what it compiles."""

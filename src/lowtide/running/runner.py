@@ -19,7 +19,7 @@ from lowtide.facts import Kind
 from lowtide.facts.units import format_size
 from lowtide.running.backend import Backend, PlanGraph
 from lowtide.running.executor import EAGER_OPS, Executor
-from lowtide.torchside import hooks
+from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.route import call_model, route_of, set_route
@@ -45,7 +45,7 @@ class Runner:
         self.model = model
         self.spare_bytes = spare_bytes
         self.backend = Backend(plan_graph, origins=self._origins, executor=executor)
-        self.compiled = compiled(hooks.own_code(call_model), self.backend)
+        self.compiled = compiled(dynamo.own_code(call_model), self.backend)
         self._batch: Any = ()
         self._waiting = -1  # how many backward passes had run when a call last ended
         self._warned: set[str] = set()
@@ -61,12 +61,12 @@ class Runner:
             return call_model(self.model, args, kwargs)
         self._warn_of_gradients()
         self._warn_of_two_calls()
-        self._batch, breaks, before = (args, kwargs), hooks.graph_breaks(), self.backend.forwards.count
+        self._batch, breaks, before = (args, kwargs), dynamo.graph_breaks(), self.backend.forwards.count
         try:
-            with hooks.user_errors():
+            with dynamo.user_errors():
                 output = self.compiled(self.model, args, kwargs)
             if self.backend.forwards.count == before:
-                raise _ran_without_plan(next(iter(hooks.graph_breaks() - breaks), "it gives no reason"))
+                raise _ran_without_plan(next(iter(dynamo.graph_breaks() - breaks), "it gives no reason"))
         except hooks.TorchDynamoException as error:
             self.compiled.look_again()
             self._raise_as_eager(error)

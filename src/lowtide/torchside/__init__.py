@@ -1,6 +1,7 @@
 """All that lowtide knows of torch's inside; no other folder reads a private name of torch.
 
 - `hooks`: torch's private functions and classes, each behind a name of ours
+- `dynamo`: the same for Dynamo, which follows Python code
 - `tracing`: compile a function with our settings, which hold while torch traces
 - `route`: where a call of a module goes
 - `calls`: one call of an op, by the layouts of its tensors

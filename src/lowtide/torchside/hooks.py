@@ -10,11 +10,9 @@ import importlib
 import logging
 import re
 import threading
-import types
 import unittest.mock
 import warnings
-import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,24 +21,12 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._C._dynamo.eval_frame import (
-    _debug_get_cache_entry_list,
-    _FrameAction,
-    _FrameExecStrategy,
-    reset_code,
-    set_code_exec_strategy,
-)
-from torch._decomp import decompositions
-from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.exc import (
     BackendCompilerFailed,
-    FailOnRecompileLimitHit,
     InternalTorchDynamoError,
     TorchDynamoException,
 )
-from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
@@ -59,11 +45,8 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowtide.errors import LowtideError, Unsupported
-
 __all__ = [
     "BackendCompilerFailed",
-    "Compiled",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -82,26 +65,15 @@ __all__ = [
     "compile_graph",
     "default_partition",
     "forget_step_hooks",
-    "forgotten",
-    "graph_breaks",
     "graph_inputs",
     "has_own_checkpoint",
     "onednn_is_enabled",
-    "own_code",
     "partitioned_by_torch",
     "quiet",
     "real_tensors",
-    "recurrent_layers_traced_by",
-    "settings",
     "takes_list",
     "unlogged",
-    "user_errors",
-    "weakly",
 ]
-
-# Every batch shape is a graph of its own; past this many, torch would silently run eager instead.
-GRAPHS_PER_FUNCTION = 256
-
 
 # torch traces these by decompositions of its own, which round differently from the ops that eager runs
 # and hold far more memory: a bilinear upsampling becomes some fifty ops.
@@ -232,124 +204,6 @@ def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor | None]:
 
 
 @contextlib.contextmanager
-def recurrent_layers_traced_by(
-    layers: Callable[..., Any], *, runs_whole: Callable[..., bool]
-) -> Iterator[None]:
-    """Let torch trace the layers of an RNN through `layers` instead of its own decomposition, and a layer of
-    an LSTM as one op where `runs_whole(input, hidden, params)`."""
-
-    def choose(value: Any, hidden: Any, params: Any) -> Callable[..., Any]:
-        whole = runs_whole(value, hidden, params)
-        chosen: Callable[..., Any] = (
-            decompositions.mkldnn_one_layer_lstm if whole else decompositions.one_layer_lstm
-        )
-        return chosen
-
-    with (
-        unittest.mock.patch.object(decompositions, "_rnn_helper", layers),
-        unittest.mock.patch.object(decompositions, "select_one_layer_lstm_function", choose),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def settings() -> Iterator[None]:
-    """Dynamo's settings while lowtide traces a model; the user's own come back afterwards."""
-    with torch._dynamo.config.patch(
-        allow_rnn=True,
-        recompile_limit=GRAPHS_PER_FUNCTION,
-        accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
-        fail_on_recompile_limit_hit=True,
-        suppress_errors=False,
-        # torch's own numpy draws other numbers and rounds otherwise: let numpy itself run, between graphs
-        trace_numpy=False,
-        # torch would not notice a hook that a module gets later
-        skip_nnmodule_hook_guards=False,
-    ):
-        yield
-
-
-class Compiled:
-    """What `torch.compile(function, backend=backend, dynamic=False)` gives, traced within `tracing()`.
-
-    torch asks its callback only for frames that it has not compiled yet: a call that finds its graph
-    never enters `tracing`. Does not keep `backend` alive.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        backend: Callable[..., Any],
-        *,
-        tracing: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        self._function = function
-        self._attempts: list[types.CodeType] = []
-        self._call = _within(function, backend, tracing, self._attempts)
-
-    def __call__(self, *args: Any) -> Any:
-        self._attempts.clear()
-        return self._call(*args)
-
-    def look_again(self) -> None:
-        """After a failed call: let torch trace what it gave up on, the next time that it comes.
-
-        It never again looks into a function whose tracing failed once, though the cause may be gone: a bad
-        batch, say, that made the user's own code raise. What was compiled before stays.
-        """
-        own = getattr(self._function, "__code__", None)
-        if own is not None:
-            set_code_exec_strategy(own, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
-        for code in self._attempts:
-            if code is not own:
-                reset_code(code)
-
-
-def _within(
-    function: Callable[..., Any],
-    backend: Callable[..., Any],
-    tracing: Callable[[], contextlib.AbstractContextManager[None]],
-    attempts: list[types.CodeType],
-) -> Callable[..., Any]:
-    context = torch._dynamo.optimize(weakly(backend), dynamic=False)
-    if not isinstance(context, OptimizeContext):
-        return function  # torch.compile is disabled in this process
-    trace_frame = context.callback
-    assert callable(trace_frame)
-
-    def trace_within(frame: Any, *rest: Any, **options: Any) -> Any:
-        attempts.append(frame.f_code)
-        with tracing():
-            return trace_frame(frame, *rest, **options)
-
-    trace_within._torchdynamo_orig_backend = trace_frame  # type: ignore[attr-defined]
-    context.callback = trace_within
-    result: Callable[..., Any] = context(function)
-    return result
-
-
-@contextlib.contextmanager
-def forgotten() -> Iterator[None]:
-    """Drop afterwards what torch compiles inside, and what it gave up on.
-
-    It would keep the graphs for good, and never again look into a function that failed once. Code
-    that the user has compiled before keeps all it has.
-    """
-    users = {id(code) for code in _seen_codes() if _debug_get_cache_entry_list(code)}
-    try:
-        yield
-    finally:
-        for code in _seen_codes():
-            if id(code) not in users:
-                reset_code(code)
-
-
-def _seen_codes() -> list[types.CodeType]:
-    seen = [reference() for reference in convert_frame.input_codes.seen]
-    return [code for code in seen if code is not None]
-
-
-@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep torch's own warnings and log lines about tracing off the user's screen."""
     with unlogged(), warnings.catch_warnings():
@@ -390,14 +244,6 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def graph_breaks() -> Counter[str]:
-    """How often torch.compile gave up on something in this process, by reason, each in one line."""
-    found: Counter[str] = Counter()
-    for reason, times in counters["graph_break"].items():
-        found[reason.splitlines()[0].rstrip(".")] += times
-    return found
-
-
 def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Drop the hooks around an optimizer's `step()`."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
@@ -413,26 +259,6 @@ def has_own_checkpoint(node: fx.Node) -> bool:
     return "recompute" in node.meta
 
 
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of `function` with a code object of its own, so that Dynamo compiles it apart."""
-    assert isinstance(function, types.FunctionType)
-    return types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
-    )
-
-
-def weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend for torch.compile that goes when its owner goes: torch itself keeps every one it saw."""
-    reference = weakref.ref(backend)
-
-    def call(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        alive = reference()
-        assert alive is not None, "a backend must outlive what it compiles"
-        return alive(graph, inputs, **options)
-
-    return call
-
-
 def boxed(graph: fx.Graph) -> fx.Graph:
     """Let a graph take its inputs as one list that it empties, so each is freed at its last use."""
     graph.set_codegen(_BoxedCodeGen())
@@ -443,21 +269,3 @@ def takes_list(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a compiled function as taking one list of inputs that it may empty."""
     function._boxed_call = True  # type: ignore[attr-defined]
     return function
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Let lowtide's own errors out of the compiler as they are."""
-    try:
-        yield
-    except FailOnRecompileLimitHit as error:
-        raise Unsupported(
-            f"the model was planned for {GRAPHS_PER_FUNCTION} different inputs, and here is one more: every "
-            "new shape, and every new value of a Python number that its forward reads, is a graph of its "
-            "own. Pad batches to a few lengths, and pass numbers that change as tensors"
-        ) from error
-    except BackendCompilerFailed as error:
-        inner = error.inner_exception
-        if isinstance(inner, LowtideError):
-            raise inner from None
-        raise

@@ -4,21 +4,21 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lowtide.torchside import hooks
+from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
 
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
-    layers = hooks.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
-    with hooks.settings(), hooks.unlogged(), layers:
+    layers = dynamo.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
+    with dynamo.settings(), hooks.unlogged(), layers:
         yield
 
 
-def compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> hooks.Compiled:
+def compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> dynamo.Compiled:
     """`function`, compiled for one shape at a time by `backend`, which has to outlive the result.
 
     A call that runs what was compiled before changes nothing in torch.
     """
-    return hooks.Compiled(function, backend, tracing=tracing)
+    return dynamo.Compiled(function, backend, tracing=tracing)
