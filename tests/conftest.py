@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli import app
+from lowtide.profiling.trials import Trial
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,6 +23,13 @@ def temporary_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
         patch.setenv("LOWTIDE_CACHE_DIR", str(home / "costs"))
         yield home
+
+
+@pytest.fixture(autouse=True)
+def idle_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests keep their own machine busy: what they time is good enough for them, and is remembered."""
+    if request.node.get_closest_marker("busy") is None:
+        monkeypatch.setattr(Trial, "noisy", False)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from lowtide.profiling import trials
 from lowtide.profiling.device import OpTiming
 
 
+@pytest.mark.busy
 @pytest.mark.parametrize(("interruptions", "num_notes"), [(0, 0), (3, 1)])
 def test_a_busy_machine_is_noted_in_the_profile_and_its_plans(interruptions, num_notes, monkeypatch):
     monkeypatch.setattr(trials, "timed", lambda call, device: OpTiming(1e-3, interruptions))

@@ -264,6 +264,7 @@ def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch, made_up_cloc
 MM, RELU = Call(aten.mm.default, (fake(20, 20),) * 2), Call(aten.relu.default, (fake(20, 20),))
 
 
+@pytest.mark.busy
 @pytest.mark.parametrize(
     ("clock", "num_noisy"),
     [
