@@ -10,7 +10,8 @@ TORCH ?= torch==2.13.0
 # What `make test-torch` runs, with which torch, and where: all that can differ from one torch to the next.
 VERSION ?= 2.15.0
 OTHER := .venv-torch-$(VERSION)
-TORCH_TESTS := tests/capture tests/checking tests/end_to_end tests/methods tests/profiling tests/running tests/torchside
+TORCH_TESTS := tests/capture tests/checking tests/end_to_end tests/experiments/test_experiments.py tests/methods \
+	tests/profiling tests/running tests/torchside
 
 .PHONY: install demo test test-torch check format bench clean
 

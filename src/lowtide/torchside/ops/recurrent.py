@@ -54,7 +54,7 @@ def traced_layers(  # noqa: PLR0917 - torch calls it so
     batch_first: bool,
     layer_fn: Callable[..., Any],
 ) -> tuple[torch.Tensor, list[Any]]:
-    """The layers of an RNN one after the other, with the dropout between them that torch 2.13 loses."""
+    """An RNN's layers one after the other, with the dropout between them that torch 2.13 to 2.15 loses."""
     value = value.transpose(0, 1) if batch_first else value
     last_states = []
     for layer in range(num_layers):
