@@ -8,9 +8,10 @@ from synthetic import chain, resnet, transformer, unet
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
+from lowtide.facts.plan import PLANNERS
 from lowtide.planning import auto
 from lowtide.planning.auto import lower_bound_bytes
-from lowtide.planning.planner import PLANNERS, Desk, floor, solve
+from lowtide.planning.planner import Desk, floor, solve
 from lowtide.planning.search.lazy import LazyRuns, lazy_plan
 from lowtide.planning.search.runs import Runs
 from lowtide.planning.search.table import make_table

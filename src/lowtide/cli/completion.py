@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from lowtide.facts.plan import PLANNERS
 from lowtide.zoo.catalog import CATALOG
 
-PLANNERS = ("auto", "mu-two", "none", "all", "every-block", "sqrt")
 OPTIMIZERS = ("adam", "adamw", "sgd", "none", "adam:fused", "adam:foreach", "adam:single")
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli import completion
+from lowtide.facts.plan import PLANNERS
 from lowtide.facts.sizes import BadSize, parse_budget, parse_size
 
 MEMORY_LIMIT = "1GiB"
@@ -31,8 +32,8 @@ def _read(text: str, read: Callable[[], object]) -> str:
 
 
 def _planner(name: str) -> str:
-    if name not in completion.PLANNERS:
-        known = ", ".join(completion.PLANNERS)
+    if name not in PLANNERS:
+        known = ", ".join(PLANNERS)
         raise typer.BadParameter(f"there is no planner '{name}': choose one of {known}")
     return name
 

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from lowtide.facts.step import Action, Graph, Run
 
+PLANNERS = ("auto", "mu-two", "none", "all", "every-block", "sqrt")
+"""Names of the planners; `none` recomputes nothing, `all` whatever can be."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Activation, Reserve, Schedule, Solution, Step
+from lowtide.facts.plan import PLANNERS
 from lowtide.facts.units import size_and_bytes
 from lowtide.planning import auto, baselines, mu_two
 from lowtide.planning.activations import activations
@@ -26,8 +27,6 @@ BASELINES: dict[str, Callable[[Table], Plan]] = {
     "every-block": baselines.every_block,
     "sqrt": baselines.square_root,
 }
-PLANNERS = ("auto", "mu-two", *BASELINES)
-"""Names of the planners; `none` recomputes nothing, `all` whatever can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,9 @@ from torch import fx, nn
 from lowtide.capture.graphs import Origin, Segment
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind, Reserve
+from lowtide.facts.plan import PLANNERS
 from lowtide.facts.sizes import parse_budget, parse_size
-from lowtide.planning.planner import PLANNERS, Desk
+from lowtide.planning.planner import Desk
 from lowtide.running.backend import Backend, GraphPlan
 from lowtide.running.replan import graph_plan, step_of
 from lowtide.torchside import hooks
