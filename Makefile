@@ -81,5 +81,5 @@ bench: install
 	$(BIN)/python bench/profile_modes.py transformer:8 bert-base:4 resnet152:4 -o bench/out/modes.csv
 
 clean:
-	rm -rf .venv build dist lowtide-out .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-* build dist lowtide-out .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find bench src tests -name __pycache__ -prune -exec rm -rf {} +
