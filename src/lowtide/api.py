@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from lowtide.capture.graphs import user_tensors
+from lowtide.capture.loop import Loop, Loss, Optimizer
 from lowtide.capture.step import capture
 from lowtide.checking.verification import Verification
 from lowtide.checking.verification import verify as verify_target
@@ -33,9 +33,6 @@ __all__ = [
 ]
 
 MODES = ("ops", "run")
-
-Loss = Callable[[Any], torch.Tensor]
-Optimizer = torch.optim.Optimizer
 
 
 def profile(
@@ -74,7 +71,7 @@ def profile(
         )
     else:
         found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=progress)
-    return Profile(*found)
+    return Profile(*found, loop=Loop.of(optimizer, loss))
 
 
 def checkpoint(

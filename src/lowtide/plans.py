@@ -12,6 +12,7 @@ from lowtide.facts.units import format_size
 if TYPE_CHECKING:
     from torch import nn
 
+    from lowtide.capture.loop import Loop
     from lowtide.profiling.costing import Known
 
 
@@ -24,6 +25,7 @@ class Plan:
 
     solution: Solution
     known: "Known | None" = field(default=None, repr=False, compare=False)
+    loop: "Loop | None" = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         recomputed = sum(decision.action is Action.RECOMPUTE for decision in self.decisions)

@@ -16,6 +16,7 @@ from lowtide.planning.simulate import Timeline, plain_runs, simulate
 from lowtide.plans import Plan
 
 if TYPE_CHECKING:
+    from lowtide.capture.loop import Loop
     from lowtide.profiling.costing import Known
 
 
@@ -28,6 +29,7 @@ class Profile:
 
     step: Step
     known: "Known | None" = field(default=None, repr=False, compare=False)
+    loop: "Loop | None" = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         """One line; the floor is left out, since it takes a search."""
@@ -69,11 +71,14 @@ class Profile:
         """
         budget_bytes = parse_budget(budget, whole=self.peak_bytes)
         solution = self._desk.solve(budget_bytes=budget_bytes, planner=planner)
-        return Plan(replace(solution, notes=self.step.notes), known=self.known)
+        return Plan(replace(solution, notes=self.step.notes), known=self.known, loop=self.loop)
 
     def tradeoff(self, points: int = 50) -> list[Plan]:
         """Plans from the plain peak down to the floor, evenly spaced in bytes."""
-        return [Plan(solution, known=self.known) for solution in self._desk.tradeoff(points=points)]
+        return [
+            Plan(solution, known=self.known, loop=self.loop)
+            for solution in self._desk.tradeoff(points=points)
+        ]
 
     def to_csv(self, folder: str | Path) -> list[Path]:
         """Write `node_stats.csv` and `activation_stats.csv`."""

@@ -17,7 +17,7 @@ from lowtide.api import profile
 from lowtide.facts import Graph, Reserve, Step
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
-from lowtide.running.replan import growth
+from lowtide.running.steps import growth
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow

@@ -104,11 +104,11 @@ def test_without_gradients_the_plain_model_runs(pair: tuple[Target, Target]) -> 
         expected = plain.model(shape)
         torch.manual_seed(1)
         assert torch.equal(planned.model(shape), expected)
-    plain.model.eval(), planned.model.eval()
-    try:
-        assert torch.equal(planned.model(shape), plain.model(shape))
-    finally:
-        plain.model.train(), planned.model.train()
+        plain.model.eval(), planned.model.eval()
+        try:
+            assert torch.equal(planned.model(shape), plain.model(shape))
+        finally:
+            plain.model.train(), planned.model.train()
     assert len(runner_of(planned.model).backend.graphs) == graphs
 
 

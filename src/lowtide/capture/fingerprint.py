@@ -1,6 +1,7 @@
 """Tell graphs apart: the same model, shapes and torch give the same fingerprint."""
 
 import hashlib
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,18 @@ import torch
 from torch import fx
 
 from lowtide.torchside.calls import target_name
+
+
+def structure(graph: fx.GraphModule) -> str:
+    """A short hash of a graph's ops and of which values each reads, whatever their shapes and numbers."""
+    index = {node: position for position, node in enumerate(graph.graph.nodes)}
+    digest = hashlib.sha256()
+    for node in graph.graph.nodes:
+        reads = " ".join(str(index[source]) for source in node.all_input_nodes)
+        part = node.args[1] if node.target is operator.getitem else ""
+        target = "" if node.op == "placeholder" else target_name(node.target)
+        digest.update(f"{node.op} {target} {part} {reads}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None, weights: Iterable[str]) -> str:

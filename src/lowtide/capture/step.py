@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from lowtide import methods
 from lowtide.capture.analyse import analyse
-from lowtide.capture.graphs import Segment, Trace, name_tensors
+from lowtide.capture.fingerprint import structure
+from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
@@ -104,6 +105,9 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
             missing=tuple(sorted(missing)),
             tangent_bytes=_tangent_bytes(segment, missing),
             inputs=identify_inputs(segment),
+            structure=structure(segment.joint),
+            num_outputs=segment.num_forward_outputs,
+            num_mutated=len(mutated_inputs(segment.joint)),
         )
         for index, (segment, missing) in enumerate(zip(analysis.segments, analysis.missing, strict=True))
     )

@@ -144,12 +144,17 @@ def trace(
     kwargs: dict[str, Any],
     *,
     loss: Callable[[Any], torch.Tensor] | None,
+    any_loss: bool = False,
 ) -> Trace:
-    """Trace one forward pass and its loss; the real forward only where fake values are not enough."""
+    """Trace one forward pass and its loss; the real forward only where fake values are not enough.
+
+    With `any_loss` there may be no `loss` that takes this output: then the loss is left out, and every
+    output may get a gradient.
+    """
     collector = Collector(origins=name_tensors(model, (args, kwargs)), real=False)
     try:
         with collector:
-            return _trace(model, args, kwargs, loss=loss, collector=collector)
+            return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector)
     except failures.NeedsValues as wanted:
         own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         logger.warning(
@@ -162,7 +167,7 @@ def trace(
             format_size(collector.forward_bytes),
         )
     with Collector(origins=name_tensors(model, (args, kwargs)), real=True) as collector:
-        return _trace(model, args, kwargs, loss=loss, collector=collector)
+        return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector)
 
 
 def _trace(
@@ -171,10 +176,11 @@ def _trace(
     kwargs: dict[str, Any],
     *,
     loss: Callable[[Any], torch.Tensor] | None,
+    any_loss: bool,
     collector: Collector,
 ) -> Trace:
     with (
-        untouched(model, values=collector.real),
+        untouched(model),
         hooks.quiet(),
         dynamo.forgotten(),
         torch.enable_grad(),
@@ -189,7 +195,11 @@ def _trace(
             place for leaf in tensors_in(output) if (place := collector.where(leaf)) is not None
         )
         value = own_loss(output) if loss is None else None
-        if value is None:
+        if value is None and any_loss:
+            value = _loss_if_it_fits(loss, output, collector)
+            if value is None:
+                return _without_loss(collector.executions[:num_in_model], returned, real=collector.real)
+        elif value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(loss or sum_of_floats, collector)(output)
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
@@ -203,19 +213,47 @@ def _trace(
             "pass `loss=` a function that returns a scalar"
         )
     place = collector.where(value)
-    every = {
-        (index, output)
-        for index, execution in enumerate(collector.executions)
-        for output in tangent_outputs(execution.segment.joint).values()
-    }
     return Trace(
         executions=collector.executions,
         returned=returned if place is None else returned | {place},
-        given=frozenset(every if place is None else {place}),
+        given=_every_output(collector.executions) if place is None else frozenset({place}),
         num_in_model=num_in_model,
         real_forward=collector.real,
         loss_outside=place is None,
     )
+
+
+def _every_output(executions: Sequence[Execution]) -> frozenset[tuple[int, int]]:
+    """All that can get a gradient."""
+    return frozenset(
+        (index, output)
+        for index, execution in enumerate(executions)
+        for output in tangent_outputs(execution.segment.joint).values()
+    )
+
+
+def _without_loss(executions: list[Execution], returned: frozenset[tuple[int, int]], *, real: bool) -> Trace:
+    """A model's own graphs, where any of its outputs may get a gradient."""
+    return Trace(
+        executions=executions,
+        returned=returned,
+        given=_every_output(executions) & returned,
+        num_in_model=len(executions),
+        real_forward=real,
+    )
+
+
+def _loss_if_it_fits(
+    loss: Callable[[Any], torch.Tensor] | None, output: Any, collector: Collector
+) -> torch.Tensor | None:
+    """The loss of an output that it was not made for: targets of another batch, say, do not fit."""
+    if loss is None:
+        return None
+    try:
+        value = _compiled(loss, collector)(output)
+    except Exception:
+        return None
+    return value if isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1 else None
 
 
 @contextlib.contextmanager

@@ -16,15 +16,16 @@ CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 
 
 @contextmanager
-def untouched(model: nn.Module, *, values: bool) -> Iterator[None]:
-    """Give the model's attributes, what its lists and dicts contain, and all random states back as they were.
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Give the model's attributes, what its lists and dicts and buffers contain, and all random states back
+    as they were.
 
-    A forward pass may keep what it computes (`self.last = x`), which at capture is no real tensor.
-    `values`: also what buffers contain, which only a pass over real tensors changes.
+    A forward pass may keep what it computes (`self.last = x`), which at capture is no real tensor; code
+    before the first graph works on real ones.
     """
     python, numbers = random.getstate(), numpy.random.get_state()
     containers = _containers((vars(module) for module in model.modules()), seen=set())
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()] if values else []
+    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
     try:
         with torch.random.fork_rng(devices=_accelerators(model)):
             yield
@@ -34,8 +35,9 @@ def untouched(model: nn.Module, *, values: bool) -> Iterator[None]:
         for container, before in containers:
             _refill(container, before)
         with torch.no_grad():
-            for buffer, contents in buffers:
-                buffer.copy_(contents)
+            for buffer, contents, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(contents)
 
 
 def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Container, Container]]:

@@ -28,7 +28,7 @@ from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMism
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.facts.units import format_size
 from lowtide.plans import Plan, check_identity
-from lowtide.running.backend import GraphPlan
+from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.replan import apply_plan
 from lowtide.running.rewrite import plain_schedule
 from lowtide.running.runner import install, remove, runner_of
@@ -173,7 +173,7 @@ def compare(
         _check_graphs(target, solution)
         recompute_exact = True
         if differences:
-            install(target.model, plain_plan(solution))
+            install(target.model, PlainPlans(solution))
             captured = record(target, start, Path(folder) / "captured", steps)
             remove(target.model)
             planned(target, solution=solution)
@@ -285,15 +285,18 @@ def _same_with_nan(wanted: torch.Tensor, seen: torch.Tensor) -> bool:
     return bool(((wanted == seen) | (wanted.isnan() & seen.isnan())).all())
 
 
-def plain_plan(solution: dict[str, Any]) -> Callable[[Segment], GraphPlan]:
-    """Run the captured graphs as they are, for the same gradients as the plan."""
-    missing = {g.fingerprint: frozenset(g.missing) for g in solution_from_dict(solution).graphs}
+class PlainPlans:
+    """Runs the captured graphs as they are, for the same gradients as a plan."""
 
-    def plan_graph(segment: Segment) -> GraphPlan:
-        absent = missing[segment.fingerprint]
+    def __init__(self, solution: dict[str, Any]) -> None:
+        self.missing = {g.fingerprint: frozenset(g.missing) for g in solution_from_dict(solution).graphs}
+
+    def plan_of(self, segment: Segment, _progress: Progress, *, nothing_ran: bool) -> GraphPlan:
+        absent = self.missing.get(segment.fingerprint, frozenset())
         return GraphPlan(schedule=plain_schedule(without_tangents(segment, absent)), missing=absent)
 
-    return plan_graph
+    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
+        """Nothing to plan."""
 
 
 def _time(target: Target, runs: int) -> dict[str, Timing]:

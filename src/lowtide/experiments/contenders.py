@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.checking.verification import plain_plan, planned
+from lowtide.checking.verification import PlainPlans, planned
 from lowtide.errors import LowtideError
 from lowtide.facts.serial import solution_to_dict
 from lowtide.plans import Plan
@@ -73,7 +73,7 @@ def reference_for(method: Method, target: Target) -> Switch | None:
         return _route(model, _partitioned(model, None))
     if method.kind == "plan":
         assert method.solution is not None
-        install(model, plain_plan(method.solution))
+        install(model, PlainPlans(method.solution))
         return _route(model, _taken(model))
     return None
 

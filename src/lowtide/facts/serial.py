@@ -194,6 +194,11 @@ def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
             schedule=_runs_from(row["schedule"]),
             tangent_bytes=row["tangent_bytes"],
             inputs=tuple(row["inputs"]),
+            # plans made before these were known are still read
+            structure=row.get("structure", ""),
+            later_bytes=row.get("later_bytes", 0),
+            num_outputs=row.get("num_outputs", 0),
+            num_mutated=row.get("num_mutated", 0),
         )
         for row in _rows(table)
     )

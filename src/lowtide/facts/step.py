@@ -130,10 +130,13 @@ class Graph:
     """One captured graph of a step, in the order they run; segment `i` of the nodes is graph `i`.
 
     `inputs` are what it reads of the batch, each with its layout: `input_ids int64[4x128]`.
-    Of its outputs, the caller holds `returned` to the end of the step, and `missing` get no gradient;
-    the gradients of the others take `tangent_bytes`.
+    Of its `num_outputs` outputs, the first `num_mutated` are new values of its inputs; the caller holds
+    `returned` to the end of the step, and `missing` get no gradient; the gradients of the others take
+    `tangent_bytes`.
     `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: what the graph's
     backward pass runs, in order; positions count its forward ops and then its backward ops.
+    `structure` is the same for the same ops with other shapes; `later_bytes` is the most that the model's
+    graphs after it hold at once of what they make.
     """
 
     fingerprint: str
@@ -143,6 +146,10 @@ class Graph:
     schedule: tuple[Run, ...] = ()
     tangent_bytes: int = 0
     inputs: tuple[str, ...] = ()
+    structure: str = ""
+    later_bytes: int = 0
+    num_outputs: int = 0
+    num_mutated: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

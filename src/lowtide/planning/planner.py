@@ -1,18 +1,26 @@
 """Planners: from a step and a budget in bytes to a schedule that fits, at little recompute time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import Activation, Reserve, Schedule, Solution, Step
+from lowtide.facts import Activation, Graph, Reserve, Run, Schedule, Solution, Step
 from lowtide.facts.plan import PLANNERS
 from lowtide.facts.units import size_and_bytes
 from lowtide.planning import auto, baselines, mu_two
 from lowtide.planning.activations import activations
+from lowtide.planning.carry import carried
 from lowtide.planning.decisions import decide
 from lowtide.planning.hints import floor_hint
-from lowtide.planning.schedules import as_eager, graph_schedules, reserve, without_needless_runs
+from lowtide.planning.schedules import (
+    as_eager,
+    graph_schedules,
+    reserve,
+    runs_of_schedules,
+    without_needless_runs,
+)
 from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.polish import Polish
 from lowtide.planning.search.runs import Rerun, schedule_of
@@ -38,14 +46,27 @@ class Floor:
     hint: str
 
 
+class Carried(NamedTuple):
+    """A step's peak and graphs under schedules that were made for another one."""
+
+    peak_bytes: int
+    graphs: tuple[Graph, ...]
+
+
 class Desk:
     """Plans for one step. What serves every budget is worked out once, when first needed."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.table = make_table(step)
-        self.plain = simulate(step, plain_runs(step))
-        self.eager_peak_bytes = simulate(as_eager(step), plain_runs(step)).peak_bytes
+
+    @cached_property
+    def plain(self) -> Timeline:
+        return simulate(self.step, plain_runs(self.step))
+
+    @cached_property
+    def eager_peak_bytes(self) -> int:
+        return simulate(as_eager(self.step), plain_runs(self.step)).peak_bytes
 
     @cached_property
     def archive(self) -> Archive:
@@ -75,6 +96,20 @@ class Desk:
         timeline = self.timeline(self.archive.entries[0].plan)
         hint = floor_hint(self.step, timeline)
         return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
+
+    def carry(self, schedules: Sequence[Sequence[Run]], *, budget_bytes: int) -> Carried | None:
+        """The schedules of another step with the same graphs, mended where they do not fit here.
+
+        None where these graphs have no such ops, or where that takes a search of its own.
+        """
+        try:
+            plan = carried(self.table, runs_of_schedules(self.step, schedules), budget_bytes=budget_bytes)
+        except (KeyError, ValueError):  # the ops are others
+            return None
+        if plan is None:
+            return None
+        timeline = self.timeline(plan)
+        return Carried(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
 
     def solve(self, *, budget_bytes: int, planner: str = "auto") -> Solution:
         """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.

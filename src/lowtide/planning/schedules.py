@@ -1,5 +1,6 @@
 """Schedules over a whole step: without runs that make nothing, and as what each captured graph runs."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -48,27 +49,53 @@ def graph_schedules(step: Step, runs: Sequence[Run]) -> tuple[Graph, ...]:
         if run.node in position and (node.region is Region.BACKWARD or not run.is_first):
             schedules[node.segment].append(Run(position[run.node], run.method))
     return tuple(
-        replace(graph, schedule=tuple(schedule))
-        for graph, schedule in zip(step.graphs, schedules, strict=True)
+        replace(graph, schedule=tuple(schedule), later_bytes=later_bytes)
+        for graph, schedule, later_bytes in zip(step.graphs, schedules, _later_bytes(step, runs), strict=True)
     )
 
 
-def runs_of_schedule(step: Step, schedule: Sequence[Run]) -> tuple[Run, ...]:
-    """How a step of one graph runs by that graph's `schedule`; the graph may be of another batch shape.
+def runs_of_schedules(step: Step, schedules: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
+    """How a step runs by one schedule for each of its graphs; those may be of another batch shape.
 
-    ValueError when the graph has no such ops; `simulate` checks the rest.
+    ValueError when a graph has no such ops; `simulate` checks the rest.
     """
-    ranks = _scheduled_ranks(step, 0)
-    if not all(0 <= run.node < len(ranks) for run in schedule):
-        raise ValueError("the schedule is for a graph with more ops")
-    scheduled = [Run(ranks[run.node], run.method) for run in schedule]
-    wanted = demanded(step, scheduled)
-    known = set(ranks)
+    scheduled: list[list[Run]] = []
+    for segment, schedule in enumerate(schedules):
+        ranks = _scheduled_ranks(step, segment)
+        if not all(0 <= run.node < len(ranks) for run in schedule):
+            raise ValueError("the schedule is for a graph with more ops")
+        scheduled.append([Run(ranks[run.node], run.method) for run in schedule])
+    wanted = demanded(step, itertools.chain.from_iterable(scheduled))
     forward = [n for n in step.nodes[: step.first_backward_rank] if not n.on_demand or n.rank in wanted]
-    others = [n for n in step.nodes if n.region is not Region.FORWARD and n.rank not in known]
-    arrivals = [n for n in others if n.op == "placeholder"]
-    ends = [n for n in others if n.op != "placeholder"]
-    return (*_first_runs(forward), *_first_runs(arrivals), *scheduled, *_first_runs(ends))
+    runs = _first_runs(forward)
+    rest = step.nodes[step.first_backward_rank :]
+    for (region, segment), group in itertools.groupby(rest, key=lambda n: (n.region, n.segment)):
+        nodes = list(group)
+        if region is Region.BACKWARD and scheduled[segment]:
+            runs += _first_runs(node for node in nodes if node.op == "placeholder")
+            runs += scheduled[segment]
+            runs += _first_runs(node for node in nodes if node.op in ENDS and node.op != "placeholder")
+        else:
+            runs += _first_runs(nodes)
+    return tuple(runs)
+
+
+def _later_bytes(step: Step, runs: Sequence[Run]) -> list[int]:
+    """For every graph, the most that those after it hold at once of what they make; not the loss."""
+    own = [index for index, graph in enumerate(step.graphs) if graph.in_model]
+    found = [0] * len(step.graphs)
+    if len(own) < 2:
+        return found
+    made = {s: node.segment for node in step.nodes if node.region is not Region.OPTIMIZER for s in node.makes}
+    for index in own[:-1]:
+        storages = tuple(
+            s if index < made.get(s.id, -1) <= own[-1] and not s.static else replace(s, nbytes=0)
+            for s in step.storages
+        )
+        timeline = simulate(replace(step, storages=storages), runs)
+        later = [step.nodes[run.node].segment > index for run in runs]
+        found[index] = int(timeline.bytes_held[later].max(initial=0))
+    return found
 
 
 def demanded(step: Step, runs: Iterable[Run]) -> set[int]:

@@ -4,6 +4,7 @@
 - `executor`: who runs them
 - `backend`: the torch.compile backend that rewrites every graph by its plan
 - `runner`: what a planned model calls instead of its own code
-- `replan`: plans for graphs that come later, such as another batch shape
+- `replan`: plans for graphs that come later: other batch shapes, other situations
+- `steps`: the facts of a step around such graphs
 - `compile_backend`: `torch.compile(backend="lowtide")`
 """

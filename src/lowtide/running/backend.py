@@ -25,9 +25,30 @@ class GraphPlan:
 
 
 @dataclass(slots=True)
-class Tally:
-    count: int = 0
+class Progress:
+    """How often graphs have run forward and backward, and what of the current call has run.
 
+    Of what ran in this call, `saved_bytes` are held for the backward pass. While a graph is compiled:
+    `is_whole` tells that it reaches to the end of the function that torch traces, `batch_bytes` what the
+    call was given.
+    """
+
+    forwards: int = 0
+    backwards: int = 0
+    forwards_before: int = 0
+    saved_bytes: int = 0
+    is_whole: bool = False
+    batch_bytes: int = 0
+
+    def begin_call(self) -> None:
+        self.forwards_before, self.saved_bytes = self.forwards, 0
+
+    @property
+    def graphs_in_call(self) -> int:
+        return self.forwards - self.forwards_before
+
+
+LISTED_GRAPHS = 32
 
 PlanGraph = Callable[[Segment], GraphPlan]
 
@@ -35,8 +56,7 @@ PlanGraph = Callable[[Segment], GraphPlan]
 class Backend:
     """Rewrites each graph by the plan that `plan_graph` gives for it.
 
-    `graphs` lists what was compiled, in order, for tests and reports; `forwards` and `backwards` count how
-    often such a graph has run.
+    `graphs` lists the last ones that were compiled, in order, for tests and reports.
     """
 
     def __init__(
@@ -50,11 +70,12 @@ class Backend:
         self.origins = origins
         self.executor = executor
         self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
-        self.forwards, self.backwards = Tally(), Tally()
+        self.progress = Progress()
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         # torch keeps these functions longer than the model lives: they must not know `self`
-        executor, forwards, backwards = self.executor, self.forwards, self.backwards
+        executor, progress = self.executor, self.progress
+        progress.is_whole = hooks.reaches_the_end(graph)
         origins = self.origins(graph)
         casts_once = hooks.casts_weights_once(graph)
         rewritten: Rewritten | None = None
@@ -66,19 +87,27 @@ class Backend:
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             plan = self.plan_graph(segment)
             rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
-            self.graphs.append((segment, plan, rewritten))
+            self.graphs = [*self.graphs[1 - LISTED_GRAPHS :], (segment, plan, rewritten)]
             return rewritten.forward, rewritten.backward
 
         def forward(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
-            return hooks.takes_list(_counted(executor(module, args, is_backward=False), forwards))
+            assert rewritten is not None
+            run = executor(module, args, is_backward=False)
+            return hooks.takes_list(_forward(run, progress, saved_bytes=rewritten.saved_bytes))
 
         def backward(_module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             assert rewritten is not None and plan is not None
-            return hooks.takes_list(_counted(Backward(rewritten, plan.missing, args, executor), backwards))
+            run = Backward(rewritten, plan.missing, args, executor)
+
+            def call(values: list[Any]) -> Any:
+                progress.backwards += 1
+                return run(values)
+
+            return hooks.takes_list(call)
 
         def inference(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             alone = forward_only(new_segment(module, origins, num_forward_outputs=None))
-            return hooks.takes_list(_counted(executor(alone, args, is_backward=False), forwards))
+            return hooks.takes_list(_forward(executor(alone, args, is_backward=False), progress))
 
         with hooks.quiet():
             return hooks.compile_graph(
@@ -86,10 +115,12 @@ class Backend:
             )
 
 
-def _counted(function: Function, tally: Tally) -> Function:
+def _forward(run: Function, progress: Progress, *, saved_bytes: int = 0) -> Function:
     def call(args: list[Any]) -> Any:
-        tally.count += 1
-        return function(args)
+        result = run(args)
+        progress.forwards += 1
+        progress.saved_bytes += saved_bytes
+        return result
 
     return call
 

@@ -18,7 +18,7 @@ from lowtide.facts.plan import PLANNERS
 from lowtide.facts.sizes import parse_budget, parse_size
 from lowtide.planning.planner import Desk
 from lowtide.running.backend import Backend, GraphPlan
-from lowtide.running.replan import graph_plan, step_of
+from lowtide.running.steps import step_of
 from lowtide.torchside import hooks
 
 OPTIONS = {
@@ -55,7 +55,8 @@ def lowtide(
         )
         desk = Desk(step)
         budget = parse_budget(chosen["budget"], whole=desk.eager_peak_bytes)
-        return graph_plan(desk.solve(budget_bytes=budget, planner=planner).graphs[0])
+        (planned,) = desk.solve(budget_bytes=budget, planner=planner).graphs
+        return GraphPlan(schedule=planned.schedule, missing=frozenset(planned.missing))
 
     return Backend(plan_graph, origins=_origins)(graph, inputs)
 

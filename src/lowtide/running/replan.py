@@ -1,29 +1,28 @@
-"""Put a plan to work on a model, and plan the batch shapes that come later."""
+"""Put a plan to work on a model, and plan what comes later: other batch shapes, other situations."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 from torch import nn
 
-from lowtide.capture.analyse import analyse
-from lowtide.capture.graphs import Execution, Segment, Trace
+from lowtide.capture.fingerprint import structure
+from lowtide.capture.graphs import Segment
 from lowtide.capture.identity import identify_inputs, identify_model
-from lowtide.capture.step import captured_step
-from lowtide.capture.tangents import tangent_outputs
-from lowtide.errors import BudgetTooSmall, LowtideError, Unsupported
-from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
+from lowtide.capture.loop import Loop
+from lowtide.errors import BudgetTooSmall
+from lowtide.facts import Graph, Step
 from lowtide.facts.units import format_size, size_and_bytes
-from lowtide.planning.planner import Desk
-from lowtide.planning.schedules import batch_bytes, graph_schedules, runs_of_schedule
+from lowtide.planning.planner import Carried, Desk
+from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan, check_identity
-from lowtide.profiling.costing import Known, estimate_costs, measure_costs
-from lowtide.running.backend import GraphPlan
+from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
-from lowtide.running.runner import install
+from lowtide.running.runner import UnknownStep, install
+from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
 
 logger = logging.getLogger("lowtide")
 
@@ -32,67 +31,156 @@ def apply_plan(plan: Plan, model: nn.Module, *, executor: Executor = EAGER_OPS) 
     """Route `model`'s calls through `plan`, in place; `executor` runs the graphs."""
     check_identity(plan, identify_model(model))
     spare_bytes = plan.budget_bytes - plan.peak_bytes
-    install(model, PlanByGraph(plan, model), spare_bytes=spare_bytes, executor=executor)
+    install(model, PlanBook(plan, model), spare_bytes=spare_bytes, executor=executor)
     return model
 
 
-class PlanByGraph:
-    """The plan of every graph that comes: the one that was made, or a new one for another shape."""
+class PlanBook:
+    """The plan of every graph that comes: one that was made, or a new one for the same budget.
+
+    Of a call that begins with an unknown graph, the whole step is planned (`plan_call`), unless it is a known
+    step with other shapes. Where the call got further, the graph is planned beside what has run.
+    """
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
-        self.plan = plan
         self.model = model
-        self.graphs = [graph for graph in plan.solution.graphs if graph.in_model]
-        self.known = {graph.fingerprint: graph_plan(graph) for graph in self.graphs}
+        self.budget_bytes = plan.budget_bytes
+        self.planner = plan.planner
+        self.reserve = plan.solution.reserve
+        self.known_costs = plan.known
+        self.loop = plan.loop or Loop()
+        self.identity = identify_model(model)
+        self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
+        """the graphs of the user's own plan"""
+        self.steps = {_structures(self.first): self.first}
+        """of every structure, the graphs of the last step that was planned"""
+        self.graphs = {graph.fingerprint: graph for graph in self.first}
+        self._alike: dict[str, Graph] = {}
 
-    def __call__(self, segment: Segment) -> GraphPlan:
-        if segment.fingerprint not in self.known:
-            self.known[segment.fingerprint] = self._plan_anew(segment)
-        return self.known[segment.fingerprint]
+    def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
+        kind = structure(segment.joint)
+        graph = self.graphs.get(segment.fingerprint)
+        if graph is None:
+            cause = why_unknown(segment, self.first)
+            like = self._alike.get(kind)
+            if nothing_ran and progress.is_whole:
+                graph = self._as_one_graph(segment, like, cause)
+            if graph is None and nothing_ran:
+                raise UnknownStep(cause)
+            if graph is None:
+                graph = self._beside_others(segment, like, progress, cause)
+            self.graphs[segment.fingerprint] = graph
+        self._alike[kind] = graph
+        return GraphPlan(schedule=graph.schedule, missing=frozenset(graph.missing))
 
-    def _plan_anew(self, segment: Segment) -> GraphPlan:
-        count, cause = len(self.graphs), why_unknown(segment, self.graphs)
-        if count != 1:
-            raise Unsupported(
-                f"this model breaks into {count} graphs, and one of them is not one that the plan was made "
-                f"for: {cause}. Keep that as it was, or plan again"
-            )
-        # other parameters to train or another dtype: the optimizer's bytes are others, too
-        check_identity(self.plan, identify_model(self.model))
-        if any(origin.kind is Kind.OTHER for origin in segment.origins):
-            raise Unsupported(
-                "the model breaks into several graphs now, and was one graph when it was planned, so no "
-                "budget can be promised: does its forward print or read values only now and then? "
-                "Plan it as it trains, or keep its forward the same"
-            )
-        solution = self.plan.solution
-        step = step_of(
-            segment, self.model, like=self.graphs[0], reserve=solution.reserve, known=self.plan.known
+    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
+        step = step_of_call(
+            self.model, args, kwargs, loop=self.loop, reserve=self.reserve, known=self.known_costs
         )
-        desk, budget_bytes = Desk(step), solution.budget_bytes
+        own = [graph for graph in step.graphs if graph.in_model]
+        if all(graph.fingerprint in self.graphs for graph in own):
+            return
+        larger = growth(step, like=None, reserve=self.reserve) > 1
+        larger = larger or identify_model(self.model) != self.identity
+        found = self._plan(step, self.steps.get(_structures(own), ()), larger=larger)
+        self._tell(found.peak_bytes, cause)
+        self._remember(found.graphs[: len(own)])
+
+    @property
+    def _planned_graph(self) -> Graph | None:
+        """The graph that the reserve was found for, where it is one."""
+        return self.first[0] if len(self.first) == 1 else None
+
+    def _as_one_graph(self, segment: Segment, like: Graph | None, cause: str) -> Graph | None:
+        """A plan for a step of this graph alone, whose loss reads the outputs that it reads in another such
+        step; None where there is none with as many outputs."""
+        alone = [graphs[0] for graphs in self.steps.values() if len(graphs) == 1]
+        likely = [like] if like is not None else alone
+        found = [fitting for graph in likely if (fitting := as_in(graph, segment)) is not None]
+        if not found:
+            return None
+        changed = identify_model(self.model) != self.identity
+        step = step_of(
+            segment,
+            self.model,
+            like=found[0],
+            planned=self._planned_graph,
+            reserve=self.reserve,
+            known=self.known_costs,
+            optimizer=optimizer_of(self.model, self.loop) if changed else None,
+        )
+        alike = [graph for graph in found if graph.structure == step.graphs[0].structure]
+        larger = changed or growth(step, like=self._planned_graph, reserve=self.reserve) > 1
+        plan = self._plan(step, alike[:1], larger=larger)
+        self._tell(plan.peak_bytes, cause)
+        self._remember(plan.graphs)
+        return plan.graphs[0]
+
+    def _beside_others(self, segment: Segment, like: Graph | None, progress: Progress, cause: str) -> Graph:
+        """A plan for one of several graphs of a step, beside what the others hold."""
+        position = progress.graphs_in_call
+        planned = list(self.steps.values())[-1]
+        times = max(Fraction(1), Fraction(progress.batch_bytes, max(1, self.reserve.batch_bytes)))
+        like = None if like is None else as_in(like, segment)
+        beside = like or (planned[position] if position < len(planned) > 1 else None)
+        step = step_of(
+            segment,
+            self.model,
+            like=like,
+            reserve=self.reserve,
+            known=self.known_costs,
+            held_bytes=progress.saved_bytes + _other_gradient_bytes(segment, self.model),
+            later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
+        )
+        if beside is None and not progress.is_whole:
+            # nobody knows what follows: leave as much room as there is
+            found = _lowest(Desk(step), None)
+        else:
+            found = self._plan(step, () if like is None else (like,), larger=False)
+        self._tell(found.peak_bytes, cause)
+        return found.graphs[0]
+
+    def _remember(self, graphs: tuple[Graph, ...]) -> None:
+        self.steps[_structures(graphs)] = graphs
+        self.graphs.update({graph.fingerprint: graph for graph in graphs})
+
+    def _plan(self, step: Step, like: Sequence[Graph], *, larger: bool) -> Carried:
+        """Schedules for `step`: those of the graphs `like`, mended, or found anew; the lowest there are where
+        none is known to fit and the step is not `larger` than what was planned."""
+        desk = Desk(step)
+        # the loss, which is never rescheduled, has graphs of its own
+        schedules = [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
+        carried = desk.carry(schedules, budget_bytes=self.budget_bytes) if like else None
+        if carried is not None and carried.peak_bytes <= self.budget_bytes:
+            return carried
         try:
-            answer = desk.solve(budget_bytes=budget_bytes, planner=solution.planner)
-            peak_bytes, graph = answer.peak_bytes, answer.graphs[0]
+            answer = desk.solve(budget_bytes=self.budget_bytes, planner=self.planner)
+            return Carried(answer.peak_bytes, answer.graphs)
         except BudgetTooSmall:
-            if growth(step, like=self.graphs[0], reserve=solution.reserve) > 1:
+            if larger:
                 raise
-            peak_bytes, graph = _lowest(desk, self.graphs[0])
-        if peak_bytes > budget_bytes:
+        return _lowest(desk, schedules if like else None)
+
+    def _tell(self, peak_bytes: int, cause: str) -> None:
+        if peak_bytes > self.budget_bytes:
             logger.warning(
                 "a graph without a plan (%s) runs by its lowest one, with a peak of at most %s: "
                 "that it stays within the budget of %s is not proven",
                 cause,
                 size_and_bytes(peak_bytes),
-                size_and_bytes(budget_bytes),
+                size_and_bytes(self.budget_bytes),
             )
         else:
             logger.info(
                 "a graph without a plan (%s) got one of its own: %s of %s",
                 cause,
                 format_size(peak_bytes),
-                format_size(budget_bytes),
+                format_size(self.budget_bytes),
             )
-        return graph_plan(graph)
+
+
+def _structures(graphs: Sequence[Graph]) -> tuple[str, ...]:
+    return tuple(graph.structure for graph in graphs)
 
 
 def why_unknown(segment: Segment, planned: Sequence[Graph]) -> str:
@@ -110,101 +198,25 @@ def why_unknown(segment: Segment, planned: Sequence[Graph]) -> str:
     return f"its input {new} was planned as {old}"
 
 
-def _lowest(desk: Desk, planned: Graph) -> tuple[int, Graph]:
-    """The lowest peak known for a step, and its graph: by a new plan, or by the planned schedule.
+def _other_gradient_bytes(segment: Segment, model: nn.Module) -> int:
+    """The gradients of parameters that a graph does not read."""
+    own = {origin.tensor for origin in segment.origins}
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad and id(p) not in own)
+
+
+def _lowest(desk: Desk, schedules: Sequence[Sequence[Any]] | None) -> Carried:
+    """The lowest peak known for a step, and its graphs: by a new plan, or by the `schedules` of another step.
 
     A search can miss for a smaller batch what it found for the planned one.
     """
     lowest = desk.solve(budget_bytes=desk.floor().floor_bytes)
-    try:
-        runs = runs_of_schedule(desk.step, planned.schedule)
-        peak_bytes = simulate(desk.step, runs).peak_bytes
-    except ValueError:  # the ops of this shape are others
-        return lowest.peak_bytes, lowest.graphs[0]
-    if lowest.peak_bytes <= peak_bytes:
-        return lowest.peak_bytes, lowest.graphs[0]
-    return peak_bytes, graph_schedules(desk.step, runs)[0]
-
-
-def step_of(
-    segment: Segment, model: nn.Module, *, like: Graph | None, reserve: Reserve, known: Known | None
-) -> Step:
-    """The facts of a step around one graph, its times from ops measured before.
-
-    Which outputs are returned and get a gradient is as in `like`; without it, all of them.
-    """
-    tangents = frozenset(tangent_outputs(segment.joint).values())
-    every = range(segment.num_forward_outputs)
-    if like is not None and (max((*like.returned, *like.missing), default=0) >= segment.num_forward_outputs):
-        raise LowtideError("the model returned fewer outputs than the plan was made for: plan again")
-    returned = like.returned if like is not None else tuple(every)
-    missing = frozenset(like.missing) if like is not None else frozenset()
-    traced = Trace(
-        executions=[Execution(segment)],
-        returned=frozenset((0, output) for output in returned),
-        given=frozenset((0, output) for output in tangents - missing),
-        num_in_model=1,
-    )
-    captured = captured_step(analyse(traced), traced, model)
-    step = measure_costs(captured)[0] if known is None else estimate_costs(captured, known)
-    return _with_reserve(step, reserve, growth=growth(step, like=like, reserve=reserve))
-
-
-def growth(step: Step, *, like: Graph | None, reserve: Reserve) -> Fraction:
-    """How many times larger a step's batch is than the planned one; 1 for a smaller one.
-
-    Taken from what the model reads or from what it gives the loss to read, whichever grew more:
-    an input that is the same for every batch hides how the others grow.
-    """
-    pairs = [(batch_bytes(step), reserve.batch_bytes)]
-    if like is not None:
-        pairs.append((step.graphs[0].tangent_bytes, like.tangent_bytes))
-    return max([Fraction(1), *(Fraction(new, planned) for new, planned in pairs if planned)])
-
-
-def _with_reserve(step: Step, reserve: Reserve, *, growth: Fraction) -> Step:
-    """Add what the graph does not show, where it is held: the optimizer's state and temporaries, the loss.
-
-    A smaller batch's loss needs at most what the planned one's does; a larger one's grows with it.
-    """
-    loss_bytes, kept_bytes, input_bytes = (
-        ceil(nbytes * growth)
-        for nbytes in (reserve.loss_bytes, reserve.loss_kept_bytes, reserve.loss_input_bytes)
-    )
-    state, inputs, kept, temporaries = range(len(step.storages), len(step.storages) + 4)
-    storages = (
-        Storage(
-            id=state,
-            nbytes=reserve.optimizer_state_bytes,
-            kind=Kind.OPTIMIZER_STATE,
-            name="optimizer state",
-            static=True,
-        ),
-        Storage(id=inputs, nbytes=input_bytes, kind=Kind.INPUT, name="inputs of the loss", static=True),
-        Storage(id=kept, nbytes=kept_bytes, kind=Kind.OTHER, name="loss", pinned=True),
-        Storage(id=temporaries, nbytes=reserve.optimizer_peak_bytes, kind=Kind.OTHER, name="optimizer"),
-    )
-    optimizer = Node(
-        rank=len(step.nodes),
-        name="optimizer",
-        op="optimizer",
-        region=Region.OPTIMIZER,
-        kind=Kind.OTHER,
-        holds=(temporaries,),
-        makes=(temporaries,),
-    )
-    nodes = [*step.nodes, optimizer]
-    # The graph's own inputs of the backward pass come next and take less than what is inside here.
-    end = nodes[step.first_backward_rank - 1]
-    nodes[end.rank] = replace(
-        end,
-        holds=(*end.holds, kept),
-        makes=(*end.makes, kept),
-        workspace_bytes=max(0, loss_bytes - kept_bytes),
-    )
-    return replace(step, storages=(*step.storages, *storages), nodes=tuple(nodes))
-
-
-def graph_plan(graph: Graph) -> GraphPlan:
-    """What a planned graph runs, as the runtime takes it."""
-    return GraphPlan(schedule=graph.schedule, missing=frozenset(graph.missing))
+    if schedules is not None:
+        try:
+            runs = runs_of_schedules(desk.step, schedules)
+            peak_bytes = simulate(desk.step, runs).peak_bytes
+        except ValueError:  # the ops of this shape are others
+            pass
+        else:
+            if peak_bytes < lowest.peak_bytes:
+                return Carried(peak_bytes, graph_schedules(desk.step, runs))
+    return Carried(lowest.peak_bytes, lowest.graphs)

@@ -20,14 +20,15 @@ from lowtide.capture.regions import split
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Run
 from lowtide.methods import Kept
-from lowtide.torchside.calls import Call, map_leaves
+from lowtide.torchside.calls import Call, map_leaves, storage_key
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """The two graphs that run; `num_saved` tensors pass from the first to the second.
+    """The two graphs that run; `num_saved` tensors pass from the first to the second, and hold
+    `saved_bytes`, the model's own tensors and those of the batch apart.
 
     Backward's inputs are the saved tensors, then one gradient for each of `tangents`, the outputs
     that can have one.
@@ -36,6 +37,7 @@ class Rewritten:
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_saved: int
+    saved_bytes: int
     tangents: tuple[int, ...]
 
 
@@ -90,6 +92,7 @@ def rewrite(segment: Segment, schedule: Sequence[Run]) -> Rewritten:
         forward=_forward_graph(segment, forward_ops, keepers, saved, tangents),
         backward=_backward_graph(segment, steps, saved, tangents),
         num_saved=len(saved.all),
+        saved_bytes=_bytes_of(saved, segment),
         tangents=tuple(tangents.values()),
     )
 
@@ -153,6 +156,14 @@ def _saved(segment: Segment, steps: list[_Step], keepers: Keepers, tangents: Con
         for k in keepers[node]
     }
     return _Saved(sorted(saved, key=position.__getitem__), kept)
+
+
+def _bytes_of(saved: _Saved, segment: Segment) -> int:
+    inputs = segment.joint.graph.find_nodes(op="placeholder")
+    known = {storage_key(node.meta["val"]) for node in inputs if isinstance(node.meta["val"], torch.Tensor)}
+    values = [kept.value for kept in saved.kept] + [node.meta.get("val") for node in saved.values]
+    sizes = {storage_key(v): v.untyped_storage().nbytes() for v in values if isinstance(v, torch.Tensor)}
+    return sum(nbytes for key, nbytes in sizes.items() if key not in known)
 
 
 def _unpacks(step: _Step, made: Container[Any]) -> bool:

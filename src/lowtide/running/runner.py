@@ -1,23 +1,24 @@
 """Run a planned model inside the user's own training loop.
 
 The model stays the same object of the same class. Its call is routed through torch.compile with a
-backend that rewrites every captured graph by its plan; without gradients, or in eval mode, the
-model's own code runs as if lowtide were not there.
+backend that rewrites every captured graph by its plan; without gradients the model's own code runs as if
+lowtide were not there.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import fx, nn
 
 from lowtide.capture import failures
-from lowtide.capture.graphs import Origin, describe_inputs, name_tensors
+from lowtide.capture.graphs import Origin, Segment, describe_inputs, name_tensors
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind
 from lowtide.facts.units import format_size
-from lowtide.running.backend import Backend, PlanGraph
+from lowtide.running.backend import Backend, GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import tensors_in
@@ -26,6 +27,22 @@ from lowtide.torchside.route import call_model, route_of, set_route
 from lowtide.torchside.tracing import compiled
 
 logger = logging.getLogger("lowtide")
+
+
+class UnknownStep(LowtideError):
+    """A call begins with a graph that has no plan: its step has to be captured whole first."""
+
+
+class Plans(Protocol):
+    """Where a runner gets the plan of a graph from."""
+
+    def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
+        """How `segment` runs. UnknownStep where `plan_call` has to tell, which needs that nothing ran yet."""
+        ...
+
+    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
+        """Plan the step that this call of the model begins, without running it."""
+        ...
 
 
 class Runner:
@@ -37,35 +54,35 @@ class Runner:
     def __init__(
         self,
         model: nn.Module,
-        plan_graph: PlanGraph,
+        plans: Plans,
         *,
         spare_bytes: int | None = None,
         executor: Executor = EAGER_OPS,
     ) -> None:
         self.model = model
+        self.plans = plans
         self.spare_bytes = spare_bytes
-        self.backend = Backend(plan_graph, origins=self._origins, executor=executor)
+        self.backend = Backend(self._plan_of, origins=self._origins, executor=executor)
         self.compiled = compiled(dynamo.own_code(call_model), self.backend)
         self._batch: Any = ()
+        self._may_start_over = True
         self._waiting = -1  # how many backward passes had run when a call last ended
         self._warned: set[str] = set()
+        self._entrance = _entrance(model)
         # looked at in every step, and finding them anew takes ten times as long
         self._parameters = tuple(model.parameters())
         self._device = self._parameters[0].device.type if self._parameters else "cpu"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return call_model(self.model, args, kwargs)
-        if not self.model.training:
-            self._warn_of_eval_mode()
+        if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
             return call_model(self.model, args, kwargs)
         self._warn_of_gradients()
         self._warn_of_two_calls()
-        self._batch, breaks, before = (args, kwargs), dynamo.graph_breaks(), self.backend.forwards.count
+        self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
+        self.backend.progress.begin_call()
         try:
-            with dynamo.user_errors():
-                output = self.compiled(self.model, args, kwargs)
-            if self.backend.forwards.count == before:
+            output = self._call_planned(args, kwargs)
+            if not self.backend.progress.graphs_in_call:
                 raise _ran_without_plan(next(iter(dynamo.graph_breaks() - breaks), "it gives no reason"))
         except hooks.TorchDynamoException as error:
             self.compiled.look_again()
@@ -74,9 +91,31 @@ class Runner:
             self.compiled.look_again()
             raise
         finally:
-            self._batch = ()
-        self._waiting = self.backend.backwards.count
+            self._batch, self._may_start_over = (), True
+        self._waiting = self.backend.progress.backwards
         return output
+
+    def _call_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            with dynamo.user_errors():
+                return self.compiled(self.model, args, kwargs)
+        except UnknownStep as unknown:
+            self.compiled.look_again()
+            self.plans.plan_call(args, kwargs, cause=str(unknown))
+        self._may_start_over = False
+        with dynamo.user_errors():
+            return self.compiled(self.model, args, kwargs)
+
+    def _plan_of(self, segment: Segment) -> GraphPlan:
+        nothing_ran = self._may_start_over and self.compiled.is_tracing(*self._entrance)
+        self.backend.progress.batch_bytes = sum(tensor.nbytes for tensor in tensors_in(self._batch))
+        return self.plans.plan_of(segment, self.backend.progress, nothing_ran=nothing_ran)
+
+    def _is_trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a backward pass through this call has anything to do."""
+        if any(parameter.requires_grad for parameter in self._parameters):
+            return True
+        return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
     def _raise_as_eager(self, error: Exception) -> NoReturn:
         """The user's own exception, as the model's code raises it, not the compiler's account of it."""
@@ -100,20 +139,12 @@ class Runner:
         """Under autocast, eager would cast every weight once for both calls."""
         if "calls" in self._warned or not torch.is_autocast_enabled(self._device):
             return
-        if self._waiting == self.backend.backwards.count:
+        if self._waiting == self.backend.progress.backwards:
             self._warned.add("calls")
             logger.warning(
                 "the model is called twice under autocast before a backward pass: each call casts its "
                 "weights anew and sums their gradients alone, so that the last bits can differ from eager's. "
                 "Run backward() after each call"
-            )
-
-    def _warn_of_eval_mode(self) -> None:
-        if "eval" not in self._warned and any(p.requires_grad for p in self._parameters):
-            self._warned.add("eval")
-            logger.warning(
-                "in eval mode the model runs without its plan: a backward pass through it is not within the "
-                "budget. Use torch.no_grad() to evaluate"
             )
 
     def _warn_of_gradients(self) -> None:
@@ -131,6 +162,14 @@ class Runner:
             )
 
 
+def _entrance(model: nn.Module) -> list[Callable[..., Any]]:
+    """The model's forward, where it is known to be the first of the user's code that a call runs."""
+    forward = type(model).forward
+    shared = any(type(module).forward is forward for module in model.modules() if module is not model)
+    hooked = bool(model._forward_pre_hooks) or "forward" in vars(model)
+    return [] if shared or hooked else [forward]
+
+
 def _ran_without_plan(why: str) -> Unsupported:
     return Unsupported(
         f"the model ran without its plan, since torch.compile gave up on its forward pass ({why}). Is its "
@@ -140,7 +179,7 @@ def _ran_without_plan(why: str) -> Unsupported:
 
 def install(
     model: nn.Module,
-    plan_graph: PlanGraph,
+    plans: Plans,
     *,
     spare_bytes: int | None = None,
     executor: Executor = EAGER_OPS,
@@ -150,7 +189,7 @@ def install(
     if current is not None and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
-    runner = Runner(model, plan_graph, spare_bytes=spare_bytes, executor=executor)
+    runner = Runner(model, plans, spare_bytes=spare_bytes, executor=executor)
     set_route(model, runner)
     return runner
 

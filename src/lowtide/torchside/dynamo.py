@@ -25,6 +25,7 @@ from torch._decomp import decompositions
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import counters
 
 from lowtide.errors import LowtideError, Unsupported
@@ -36,18 +37,26 @@ GRAPHS_PER_FUNCTION = 256
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
     """Dynamo's settings while lowtide traces a model; the user's own come back afterwards."""
-    with torch._dynamo.config.patch(
-        allow_rnn=True,
-        recompile_limit=GRAPHS_PER_FUNCTION,
-        accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
-        fail_on_recompile_limit_hit=True,
-        suppress_errors=False,
-        # torch's own numpy draws other numbers and rounds otherwise: let numpy itself run, between graphs
-        trace_numpy=False,
-        # torch would not notice a hook that a module gets later
-        skip_nnmodule_hook_guards=False,
+    with (
+        torch._dynamo.config.patch(
+            allow_rnn=True,
+            recompile_limit=GRAPHS_PER_FUNCTION,
+            accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
+            fail_on_recompile_limit_hit=True,
+            suppress_errors=False,
+            # torch's own numpy draws other numbers and rounds otherwise: let numpy itself run, between graphs
+            trace_numpy=False,
+            # torch would not notice a hook that a module gets later
+            skip_nnmodule_hook_guards=False,
+        ),
+        # torch would run a whole function without graphs where one of them ends inside of a loop
+        unittest.mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_backedge),
     ):
         yield
+
+
+def _no_backedge(_translator: InstructionTranslatorBase) -> bool:
+    return False
 
 
 class Compiled:
@@ -71,6 +80,16 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         self._attempts.clear()
         return self._call(*args)
+
+    def is_tracing(self, *functions: Callable[..., Any]) -> bool:
+        """Asked by the backend: whether the graph at hand is of this function itself or of one of
+        `functions`, and none of those was traced before in this call."""
+        codes = [getattr(function, "__code__", None) for function in (self._function, *functions)]
+        return (
+            bool(self._attempts)
+            and self._attempts[-1] in codes
+            and self._attempts.count(self._attempts[-1]) == 1
+        )
 
     def look_again(self) -> None:
         """After a failed call: let torch trace what it gave up on, the next time that it comes.

@@ -70,6 +70,7 @@ __all__ = [
     "onednn_is_enabled",
     "partitioned_by_torch",
     "quiet",
+    "reaches_the_end",
     "real_tensors",
     "takes_list",
     "unlogged",
@@ -191,6 +192,11 @@ def casts_weights_once(graph: fx.GraphModule) -> bool:
         return False
     blocks = graph.graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast)
     return torch._C._is_any_autocast_enabled() or len(blocks) == 1
+
+
+def reaches_the_end(graph: fx.GraphModule) -> bool:
+    """Whether a Dynamo graph goes to the end of the function that is traced, and not to a graph break."""
+    return not graph.compile_subgraph_reason.graph_break  # type: ignore[union-attr]
 
 
 def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor | None]:
