@@ -21,4 +21,5 @@ def grouped_products_of_any_type() -> Iterator[None]:
 def _result(mat_a: torch.Tensor, mat_b: torch.Tensor, **options: Any) -> Any:
     if options["scale_a"] is not None or mat_a.dtype is torch.bfloat16:
         return TORCHS(mat_a, mat_b, **options)
-    return registrations._create_grouped_mm_output_tensor(mat_a, mat_b, options["offs"], options["out_dtype"])
+    make: Any = registrations._create_grouped_mm_output_tensor
+    return make(mat_a, mat_b, options["offs"], options["out_dtype"])
