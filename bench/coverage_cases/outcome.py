@@ -38,4 +38,6 @@ class Outcome:
     def from_text(cls, row: Mapping[str, str]) -> "Outcome":
         """As it was written to a CSV."""
         kinds = {"int": int, "float": float, "str": str}
-        return cls(**{f.name: kinds[getattr(f.type, "__name__", str(f.type))](row[f.name]) for f in fields(cls)})
+        return cls(
+            **{f.name: kinds[getattr(f.type, "__name__", str(f.type))](row[f.name]) for f in fields(cls)}
+        )

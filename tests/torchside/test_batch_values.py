@@ -131,6 +131,36 @@ def test_what_more_than_the_batch_decides_ends_the_graph(read: Read) -> None:
     assert differences(expected, train(planned)) == []
 
 
+class DropsLayers(nn.Module):
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < self.probability:
+                continue
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_layers_that_are_never_dropped_are_one_graph() -> None:
+    torch.manual_seed(0)
+    model = DropsLayers(0.0)
+    target = Target("drops", model, torch.randn(4, WIDTH), torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = train(twin(target))
+    found = lowtide.profile(target.model, target.batch, optimizer=target.optimizer)
+    planned = twin(target)
+    found.plan(between(found, 0.5)).apply(planned.model)
+    assert differences(expected, train(planned)) == []
+
+
+def test_layers_that_may_be_dropped_are_not_taken_for_certain() -> None:
+    with pytest.raises(lowtide.LowtideError, match="Data-dependent branching"):
+        lowtide.profile(DropsLayers(0.5), torch.randn(4, WIDTH))
+
+
 def test_a_value_that_changes_with_every_batch_ends_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_values, "MAX_VALUES", 2)
 

@@ -98,6 +98,9 @@ def _known_value(tx: Any, variable: Any, read: Callable[[torch.Tensor], Any]) ->
     fake = variable.proxy.node.meta.get("example_value")
     if not isinstance(fake, torch.Tensor) or fake.numel() > MAX_LIST or fake.requires_grad:
         return None
+    certain = _certain_comparison(variable.proxy.node)
+    if certain is not None and read is bool:
+        return certain
     found = _origin(variable.proxy.node, tx.output.graph)
     if found is None:
         return None
@@ -115,6 +118,16 @@ def _known_value(tx: Any, variable: Any, read: Callable[[torch.Tensor], Any]) ->
         sources = [node.meta["grapharg"].source for node in inputs]
         install_guard(sources[0].make_guard(_guard(compute, read, value, sources)))
     return value
+
+
+def _certain_comparison(node: fx.Node) -> bool | None:
+    """A number from [0, 1) is never below 0 and always below 1: layers that are dropped with probability 0."""
+    drawn, bound = (*node.args, None, None)[:2]
+    if node.target is not operator.lt or not isinstance(drawn, fx.Node) or drawn.target is not torch.rand:
+        return None
+    if not isinstance(bound, (int, float)) or 0 < bound < 1:
+        return None
+    return bound >= 1
 
 
 def _is_one_of_few(tx: Any, value: Any) -> bool:
