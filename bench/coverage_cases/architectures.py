@@ -20,6 +20,14 @@ from .case import Case, Training, adam
 from .shrink import shrunk
 
 BATCH, LENGTH, TOKENS, LABELS = 2, 16, 100, 2
+SIZES: tuple[dict[str, int], ...] = (
+    {"layers": 2},
+    {"layers": 4},
+    {"layers": 6},
+    {"layers": 2, "num_key_value_heads": 4},
+    {"layers": 2, "num_heads": 8},
+)
+"""What is tried in turn, until a model can be made and trained."""
 HEADS = (
     "CAUSAL_LM",
     "SEQ_TO_SEQ_CAUSAL_LM",
@@ -85,11 +93,12 @@ def build(kind: str, name: str) -> Training:
 
     transformers.logging.set_verbosity_error()
     problem: Exception | None = None
-    for layers in (2, 4, 6):
+    for sizes in SIZES:
         torch.manual_seed(0)
         try:
-            config = shrunk(CONFIG_MAPPING[kind], layers=layers)
-            model: nn.Module = getattr(transformers, name)(config).train()
+            made = getattr(transformers, name)
+            config = shrunk(made.config_class or CONFIG_MAPPING[kind], **sizes)
+            model: nn.Module = made(config).train()
             return Training(model, _first_that_trains(model, config), adam(model))
         except ImportError:
             raise

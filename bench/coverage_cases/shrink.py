@@ -4,6 +4,8 @@ import re
 from typing import Any
 
 SIZES: tuple[tuple[str, int], ...] = (
+    (r"mamba_d_head", 16),
+    (r"d_head", 8),
     (r".*vocab_size(_\w+)?|.*codebook_size|n_vocab|num_codevectors.*", 128),
     (r"(num_)?(local_|routed_)?experts|n_routed_experts|num_local_experts|moe_num_experts|.*num_experts", 4),
     (r"num_experts_per_tok(en)?|moe_top_k|top_k_experts|moe_k|num_selected_experts|.*experts_per_tok\w*", 2),
@@ -28,11 +30,12 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"num_frames|frames|tubelet_num", 4),
     (r"num_mel_bins|n_mels|feature_size|num_mels|mel_bins|input_feat_per_channel", 16),
     (
-        r"sliding_window|attention_window|local_window_size|block_size|window_size|chunk_size|mamba_chunk_size",
+        r"sliding_window|attention_window|local_window_size|block_size|chunk_size|mamba_chunk_size",
         8,
     ),
+    (r"\w*window_size", 2),
+    (r"num_groups", 4),
     (r"state_size|mamba_d_state|ssm_state_size|d_state|time_step_rank", 8),
-    (r"mamba_d_head", 16),
     (r"mamba_n_heads|mamba_num_heads|linear_num_\w+_heads|n_mamba_heads", 4),
     (
         r"(\w+_)?(hidden_size|hidden_dim|embed_dim|embedding_size|d_model|n_embd|projection_dim|dim|out_dim)",
@@ -61,27 +64,32 @@ KEPT = re.compile(
 )
 
 
-def shrunk(kind: type, default: Any = None, *, layers: int = 2) -> Any:
+def shrunk(kind: type, default: Any = None, *, layers: int = 2, **sizes: int) -> Any:
     """A tiny configuration of `kind`; fields that follow from others are left to the class itself.
 
-    Some alternate between kinds of layers, and need more `layers` to have one of each.
+    Some alternate between kinds of layers, and need more `layers` to have one of each; `sizes` are for
+    fields that have to fit to others.
     """
     from transformers import PreTrainedConfig
 
     default = kind() if default is None else default
     changes: dict[str, Any] = {}
+    counts = {getattr(default, name, None) for name in LAYERS}
     token = FIRST_TOKEN
     for name, value in sorted(vars(default).items()):
         if name.startswith("_") or KEPT.fullmatch(name):
             continue
         if isinstance(value, PreTrainedConfig):
-            changes[name] = shrunk(type(value), value, layers=layers)
+            changes[name] = shrunk(type(value), value, layers=layers, **sizes)
+        elif value is None and name == "head_dim":
+            changes[name] = 8
         elif isinstance(value, bool) or value is None:
             continue
         elif isinstance(value, int):
             small = _small(name, value)
             if name in LAYERS and small is not None:
                 small = layers
+            small = sizes.get(name, small)
             if TOKEN.fullmatch(name) and value >= FIRST_TOKEN:
                 small, token = NUMBERED.get(name, token), token + 1
             if small is not None:
@@ -90,6 +98,10 @@ def shrunk(kind: type, default: Any = None, *, layers: int = 2) -> Any:
             many = _small_list(name, list(value))
             if many is not None:
                 changes[name] = type(value)(many)
+        elif (
+            isinstance(value, list) and len(value) in counts and all(isinstance(each, str) for each in value)
+        ):
+            changes[name] = value[:layers]
     return _made(kind, default, changes)
 
 
@@ -123,6 +135,6 @@ def _made(kind: type, default: Any, changes: dict[str, Any]) -> Any:
 
 def _rope(default: Any) -> dict[str, Any]:
     settings = getattr(default, "rope_parameters", None)
-    if not isinstance(settings, dict) or "mrope_section" not in settings:
+    if not isinstance(settings, dict) or any(isinstance(value, dict) for value in settings.values()):
         return {}
     return {"rope_parameters": {**settings, "mrope_section": [2, 1, 1]}}
