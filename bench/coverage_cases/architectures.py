@@ -4,7 +4,6 @@ Nothing here knows a model: sizes follow from the names of fields (`shrink`), an
 forward's arguments allow, the first that trains in eager is taken.
 """
 
-import copy
 import hashlib
 import inspect
 from collections.abc import Iterator
@@ -109,36 +108,45 @@ def build(kind: str, name: str) -> Training:
 
 
 def _first_that_trains(model: nn.Module, config: Any) -> dict[str, Any]:
+    names = set(inspect.signature(model.forward).parameters)
     problem: Exception | None = None
-    for batch in batches(model, config):
+    for inputs in _inputs(names, config):
         try:
-            _try(model, batch)
+            with torch.no_grad():
+                call(model, inputs)
+            return _labelled(model, inputs, names)
         except Exception as error:
             problem = problem or error
-        else:
-            return batch
     raise problem or RuntimeError("no batch could be made from its arguments")
 
 
-def _try(model: nn.Module, batch: dict[str, Any]) -> None:
-    double = copy.deepcopy(model)
-    value = loss_of(call(double, batch), None)
-    value.backward()
-    if not torch.isfinite(value):
-        raise RuntimeError(f"the loss is {value.item()}")
-
-
-def batches(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
-    """Batches that the arguments of a forward allow, the most complete first."""
-    names = set(inspect.signature(model.forward).parameters)
+def _inputs(names: set[str], config: Any) -> Iterator[dict[str, Any]]:
+    """What the arguments of a forward allow, the most complete first."""
     kinds = [kind for kind in (_text(names), _image(names, config), _audio(names, config)) if kind]
-    inputs = [{key: value for part in parts for key, value in part.items()} for parts in product(*kinds)]
-    alone = [choice for kind in kinds for choice in kind]
+    together = [{key: value for part in parts for key, value in part.items()} for parts in product(*kinds)]
+    alone = [choice for kind in kinds for choice in kind] if len(kinds) > 1 else []
+    decoder = _decoder(names)
+    for cache in ({}, {"use_cache": False}) if "use_cache" in names else ({},):
+        for batch in (*together, *alone):
+            yield batch | decoder | cache
+
+
+def _labelled(model: nn.Module, inputs: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """The inputs with the first labels that train; without any if none do."""
+    problem: Exception | None = None
     for labels in _labels(names):
-        for batch in (*inputs, *alone):
-            decoder = _decoder(names)
-            yield batch | labels
-            yield batch | decoder | labels
+        try:
+            value = loss_of(call(model, inputs | labels), None)
+            value.backward()
+            if torch.isfinite(value):
+                return inputs | labels
+            problem = problem or RuntimeError(f"the loss is {value.item()}")
+        except Exception as error:
+            problem = problem or error
+        finally:
+            model.zero_grad(set_to_none=True)
+    assert problem is not None
+    raise problem
 
 
 def _text(names: set[str]) -> list[dict[str, Any]]:

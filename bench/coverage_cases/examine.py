@@ -14,7 +14,6 @@ import torch
 import lowtide
 from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import static_bytes
-from lowtide.profiling import ops
 from lowtide.torchside import dynamo
 from lowtide.torchside.batch import tensors_in
 
@@ -24,8 +23,6 @@ from .outcome import GOOD, OVER, Outcome
 SHARE = 0.5
 """Of the way from the lowest reachable peak to that of eager: where the budget is."""
 SEED = 7
-# On a busy machine, ops would wait for quiet moments to be timed in; the table is not about their times.
-ops._PATIENCE_SECONDS = 1.0
 
 
 def examine(case: Case) -> Outcome:
