@@ -121,7 +121,7 @@ def _known_value(tx: Any, variable: Any, read: Callable[[torch.Tensor], Any]) ->
 
 
 def _certain_comparison(node: fx.Node) -> bool | None:
-    """A number from [0, 1) is never below 0 and always below 1: layers that are dropped with probability 0."""
+    """A number from [0, 1) is never below 0, and always below 1: layers dropped with probability 0."""
     drawn, bound = (*node.args, None, None)[:2]
     if node.target is not operator.lt or not isinstance(drawn, fx.Node) or drawn.target is not torch.rand:
         return None
