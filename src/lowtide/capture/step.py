@@ -64,7 +64,11 @@ def capture(
     traced = trace(model, args, kwargs, loss=loss)
     captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
     if OUTSIDE in captured.step.notes:
-        logger.warning("%s, so budgets are kept only for the rest", OUTSIDE)
+        logger.warning(
+            "%s, so budgets are kept only for the rest. Gradients of what both read may be summed in another "
+            "order than in eager: lowtide.verify says whether the last bits differ",
+            OUTSIDE,
+        )
     return captured
 
 

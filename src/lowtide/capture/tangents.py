@@ -80,7 +80,7 @@ def _keeps(node: fx.Node) -> bool:
 def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> None:
     if node.target is aten.add.Tensor and not node.kwargs:
         other = next(arg for arg in node.args if arg not in zeros)
-        if isinstance(other, fx.Node) and _same_layout(other, node):
+        if isinstance(other, fx.Node) and _same_size(other, node):
             node.replace_all_uses_with(other)
             # views of the sum are views of this now, though their fake values do not show it
             other.meta[STANDS_FOR] = (*stands_for(other), node.meta["val"], *stands_for(node))
@@ -97,10 +97,12 @@ def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> None
             node.replace_input_with(source, filled)
 
 
-def _same_layout(one: fx.Node, other: fx.Node) -> bool:
+def _same_size(one: fx.Node, other: fx.Node) -> bool:
+    """Whether one gradient can stand where the sum was. Its strides may be others: they are those that it has
+    in eager, where there is no sum, and later sums are rounded in their order."""
     a, b = one.meta.get("val"), other.meta.get("val")
     return (
         isinstance(a, torch.Tensor)
         and isinstance(b, torch.Tensor)
-        and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        and (a.shape, a.dtype) == (b.shape, b.dtype)
     )

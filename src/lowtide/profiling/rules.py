@@ -89,6 +89,13 @@ def _full_length(bound: Bound) -> dict[str, Any]:
     return {"lengths": Values(length, length + 1)}
 
 
+def _one_group(bound: Bound) -> dict[str, Any]:
+    """All rows belong to the first group; `offs` says where each group ends."""
+    one, other = bound["self"], bound["mat2"]
+    rows = other.shape[-1] if one.ndim > other.ndim else one.shape[0 if one.ndim < other.ndim else 1]
+    return {"offs": Values(rows, rows + 1)}
+
+
 _ALONG_DIM = "gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill"
 _PER_DIM = "index index_put _unsafe_index _unsafe_index_put _index_put_impl _unsafe_masked_index"
 _CLASSES = (
@@ -122,6 +129,7 @@ _RULES: dict[str, Rule] = {
     "aten::max_unpool2d": _below("indices", lambda bound: prod(bound["output_size"])),
     "aten::max_unpool3d": _below("indices", lambda bound: prod(bound["output_size"])),
     "aten::_ctc_loss": lambda bound: {"targets": Values(1, bound["log_probs"].shape[-1])},
+    "aten::_grouped_mm": _one_group,
     "aten::_pack_padded_sequence": _full_length,
     "aten::bernoulli": _within(self=_PROBABILITY, p=_PROBABILITY),
     "aten::binary_cross_entropy": _within(self=_PROBABILITY, target=_PROBABILITY),

@@ -1,5 +1,7 @@
 """How much work a call is, without doing it: bytes and flops from a run on fake tensors."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lowtide.profiling.samples import make_sample
 from lowtide.torchside.calls import Call, iter_tensors, signature, storage_key, storages_bytes
 from lowtide.torchside.hooks import FakeTensorMode, OpOverload, unlogged
+from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def visible_work_of(call: Call) -> Work:
 
 
 def _work_of(call: Call) -> Work:
-    with unlogged(), torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, _faked():
         args, kwargs = make_sample(call, fill=False)
         result = call.target(*args, **kwargs)
         return Work(
@@ -71,9 +74,15 @@ def _work_of(call: Call) -> Work:
 
 def fake_result(call: Call) -> Any:
     """What the call gives on fake tensors."""
-    with unlogged(), torch.no_grad(), FakeTensorMode():
+    with _faked():
         args, kwargs = make_sample(call, fill=False)
         return call.target(*args, **kwargs)
+
+
+@contextmanager
+def _faked() -> Iterator[None]:
+    with unlogged(), torch.no_grad(), grouped_products_of_any_type(), FakeTensorMode():
+        yield
 
 
 def fresh_storages(result: object, inputs: object) -> tuple[int, ...]:

@@ -3,6 +3,9 @@
 - `hooks`: torch's private functions and classes, each behind a name of ours
 - `dynamo`: the same for Dynamo, which follows Python code
 - `tracing`: compile a function with our settings, which hold while torch traces
+- `eager_paths`: model code that asks whether it is compiled goes the way it goes in eager
+- `batch_values`: values of the batch that Python code reads, without a break in the graph
+- `log_lines`: log lines of a forward, without a break in the graph
 - `route`: where a call of a module goes
 - `calls`: one call of an op, by the layouts of its tensors
 - `ops`: ops that need more than their name, one file each

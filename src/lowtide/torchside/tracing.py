@@ -5,6 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowtide.torchside import dynamo, hooks
+from lowtide.torchside.batch_values import batch_values
+from lowtide.torchside.eager_paths import eager_answers
+from lowtide.torchside.log_lines import log_lines_after_graphs
+from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
 
 
@@ -12,7 +16,15 @@ from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
 def tracing() -> Iterator[None]:
     """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
     layers = dynamo.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
-    with dynamo.settings(), hooks.unlogged(), layers:
+    with (
+        dynamo.settings(),
+        hooks.unlogged(),
+        layers,
+        grouped_products_of_any_type(),
+        eager_answers(),
+        batch_values(),
+        log_lines_after_graphs(),
+    ):
         yield
 
 

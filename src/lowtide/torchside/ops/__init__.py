@@ -2,6 +2,7 @@
 
 - `autocast`: weights that eager casts once
 - `dropout`: eager's own rounding, and the mask that it keeps
+- `grouped`: the products of experts, traced in all types
 - `norms`: the types of their statistics under autocast
 - `recurrent`: RNN layers and their workspace
 - `random`: which ops draw random numbers, and the state they draw from

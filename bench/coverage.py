@@ -1,0 +1,110 @@
+"""What lowtide trains: every architecture of transformers, plain constructions of torch, and training loops.
+
+    python bench/coverage.py [--only TEXT] [--out bench/out/coverage.csv] [--limit 180] [--markdown PAGE.md]
+
+Each case trains a few steps in eager and by a plan whose budget is halfway between the lowest
+reachable peak and that of eager, in a process of its own, and every loss, gradient, parameter and buffer
+is compared to the last bit. Rows that are in the CSV already are not run again: delete one to do so.
+"""
+
+import argparse
+import csv
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import fields
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from coverage_cases import Case, every_case, find_case
+from coverage_cases.outcome import Outcome
+from coverage_cases.table import markdown, show
+
+COLUMNS = [field.name for field in fields(Outcome)]
+OUT = Path("bench/out/coverage.csv")
+PRELOADED = ["torch", "transformers", "lowtide", "coverage_cases.examine"]
+
+
+def main() -> None:
+    options = _options()
+    finished = read(options.out)
+    cases = [case for case in every_case() if options.only in f"{case.group}:{case.name}"]
+    waiting = [case for case in cases if case.name not in {row.case for row in finished}]
+    try:
+        for number, case in enumerate(waiting, 1):
+            row = run(case, limit_seconds=options.limit)
+            finished.append(row)
+            append(options.out, row)
+            print(f"{number}/{len(waiting)} {case.name}: {row.outcome} {row.words}"[:150], file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped; what is finished is kept, and the same command goes on", file=sys.stderr)
+    show(finished)
+    if options.markdown:
+        options.markdown.write_text(markdown(finished))
+
+
+def run(case: Case, *, limit_seconds: float) -> Outcome:
+    """The row of a case, from a process that has been forked before anything was computed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=work, args=(case.name, send), daemon=True)
+    start = time.monotonic()
+    child.start()
+    send.close()
+    try:
+        if not receive.poll(limit_seconds):
+            return Outcome(case.name, case.group, "timeout", f"after {limit_seconds:.0f} s")
+        row: Outcome = receive.recv()
+        return row
+    except EOFError:
+        child.join()
+        seconds = time.monotonic() - start
+        words = f"the process ended with {child.exitcode} after {seconds:.0f} s"
+        return Outcome(case.name, case.group, "failed", words)
+    finally:
+        child.kill()
+        child.join()
+
+
+def work(name: str, send: Connection) -> None:
+    """The child's job."""
+    from coverage_cases.examine import examine
+    from lowtide.profiling import ops
+
+    # On a busy machine, ops wait for quiet moments to be timed in; the table is not about their times.
+    ops._PATIENCE_SECONDS = 1.0
+    send.send(examine(find_case(name)))
+
+
+def read(path: Path) -> list[Outcome]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [Outcome.from_text(row) for row in csv.DictReader(file)]
+
+
+def append(path: Path, row: Outcome) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if is_new:
+            writer.writeheader()
+        writer.writerow({name: getattr(row, name) for name in COLUMNS})
+
+
+def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose `group:name` has this text")
+    parser.add_argument("--out", type=Path, default=OUT, help="CSV that rows are added to")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for one case")
+    parser.add_argument("--markdown", type=Path, help="write the table as a page, too")
+    return parser.parse_args(None if arguments is None else list(arguments))
+
+
+if __name__ == "__main__":
+    main()

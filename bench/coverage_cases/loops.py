@@ -1,0 +1,563 @@
+"""Ways to train: what loops do around a model, and what forwards do besides computing."""
+
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .case import STEPS, Case, Training, Values, adam, forward, gradients, step, update
+
+WIDTH, ROWS, CLASSES = 24, 8, 5
+
+
+class Net(nn.Module):
+    """Two blocks and a head; `middle` is called between the blocks."""
+
+    def __init__(self, middle: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.last = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, CLASSES))
+        self.middle = middle
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.norm(self.first(x)))
+        if self.middle is not None:
+            hidden = self.middle(self, hidden)
+        result: torch.Tensor = self.last(hidden)
+        return result
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, torch.arange(len(output)) % CLASSES)
+
+
+def _training(
+    loop: Callable[[Training], Values] | None = None,
+    *,
+    model: Callable[[], nn.Module] = Net,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer | None] = adam,
+    loss: Callable[[Any], torch.Tensor] | None = _loss,
+    batch: Callable[[], Any] = lambda: torch.randn(ROWS, WIDTH),
+) -> Training:
+    torch.manual_seed(0)
+    made = model()
+    training = Training(made, batch(), optimizer(made), loss)
+    return training if loop is None else Training(made, training.batch, training.optimizer, loss, loop)
+
+
+def _state(training: Training) -> Values:
+    """The whole step at the moment before it is taken."""
+    yield [*gradients(training.model)]
+
+
+def _accumulate(training: Training) -> Values:
+    for _ in range(2):
+        for _ in range(2):
+            (forward(training) / 2).backward()
+        yield from _state(training)
+        update(training)
+
+
+def _accumulate_sums(training: Training) -> Values:
+    (forward(training) + forward(training)).backward()
+    yield from _state(training)
+    update(training)
+
+
+def _clip(training: Training, *, by: Callable[..., Any]) -> Values:
+    for _ in range(STEPS):
+        forward(training).backward()
+        by(training.model.parameters(), 0.1)
+        yield from _state(training)
+        update(training)
+
+
+def _autocast(training: Training, *, dtype: torch.dtype = torch.bfloat16) -> Values:
+    for _ in range(STEPS):
+        with torch.autocast("cpu", dtype=dtype):
+            value = forward(training)
+        value.backward()
+        yield from _state(training)
+        update(training)
+
+
+def _scaled(training: Training) -> Values:
+    scaler = torch.amp.GradScaler("cpu")
+    assert training.optimizer is not None
+    for _ in range(STEPS):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = forward(training)
+        scaler.scale(value).backward()
+        scaler.unscale_(training.optimizer)
+        yield from _state(training)
+        scaler.step(training.optimizer)
+        scaler.update()
+        training.model.zero_grad(set_to_none=True)
+
+
+def _scheduled(training: Training, *, make: Callable[[Any], Any]) -> Values:
+    schedule = make(training.optimizer)
+    for _ in range(STEPS):
+        yield from step(training)
+        schedule.step()
+
+
+def _sizes(training: Training, *, sizes: tuple[int, ...]) -> Values:
+    for size in sizes:
+        yield from step(training, torch.randn(size, WIDTH))
+
+
+def _lengths(training: Training) -> Values:
+    for length in (6, 4, 6, 5):
+        yield from step(training, torch.randn(4, length, WIDTH))
+
+
+def _evaluates(training: Training) -> Values:
+    for _ in range(STEPS):
+        yield from step(training)
+        training.model.eval()
+        with torch.no_grad():
+            yield [training.model(training.batch)]
+        training.model.train()
+
+
+def _without_gradients_in_training_mode(training: Training) -> Values:
+    yield from step(training)
+    with torch.no_grad():
+        yield [training.model(training.batch)]
+    yield from step(training)
+
+
+def _inference_mode(training: Training) -> Values:
+    yield from step(training)
+    with torch.inference_mode():
+        found = training.model(training.batch)
+    yield [found.clone()]
+    yield from step(training)
+
+
+def _freezes_later(training: Training) -> Values:
+    yield from step(training)
+    for parameter in training.model.first.parameters():
+        parameter.requires_grad_(False)
+    yield from step(training)
+
+
+def _toggles(training: Training) -> Values:
+    """As a GAN's discriminator: its parameters train in one step and not in the next."""
+    inputs = training.batch.clone().requires_grad_()
+    for trains in (True, False, True):
+        for parameter in training.model.parameters():
+            parameter.requires_grad_(trains)
+        forward(training, training.batch if trains else inputs).backward()
+        yield from _state(training)
+        if trains:
+            update(training)
+    training.model.zero_grad(set_to_none=True)
+
+
+def _gan(training: Training) -> Values:
+    """The model is the discriminator; a generator outside trains through it."""
+    torch.manual_seed(1)
+    generator = nn.Linear(4, WIDTH)
+    outer = torch.optim.SGD(generator.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        forward(training, generator(torch.randn(ROWS, 4)).detach()).backward()
+        yield from _state(training)
+        update(training)
+        forward(training, generator(torch.randn(ROWS, 4))).backward()
+        yield [parameter.grad for parameter in generator.parameters()]
+        outer.step()
+        outer.zero_grad()
+        training.model.zero_grad(set_to_none=True)
+
+
+def _several_losses(training: Training) -> Values:
+    for _ in range(STEPS):
+        output = training.model(training.batch)
+        value = _loss(output) + 0.1 * output.square().mean() + output.abs().max()
+        value.backward()
+        yield from _state(training)
+        update(training)
+
+
+def _two_backwards(training: Training) -> Values:
+    for _ in range(STEPS):
+        output = training.model(training.batch)
+        _loss(output).backward(retain_graph=True)
+        output.square().mean().backward()
+        yield from _state(training)
+        update(training)
+
+
+def _other_losses(training: Training) -> Values:
+    yield from step(training)
+    training.model(training.batch).square().sum().backward()
+    yield from _state(training)
+    update(training)
+
+
+def _grad_function(training: Training) -> Values:
+    parameters = list(training.model.parameters())
+    for _ in range(STEPS):
+        yield list(torch.autograd.grad(forward(training), parameters))
+
+
+def _penalty_on_inputs(training: Training) -> Values:
+    inputs = training.batch.clone().requires_grad_()
+    forward(training, inputs).backward()
+    yield [inputs.grad]
+    training.model.zero_grad(set_to_none=True)
+
+
+def _hooks_on_gradients(training: Training) -> Values:
+    handles = [p.register_hook(lambda grad: grad * 0.5) for p in training.model.parameters()]
+    yield from step(training)
+    for handle in handles:
+        handle.remove()
+    yield from step(training)
+
+
+def _step_in_hooks(training: Training) -> Values:
+    def descend(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(descend) for p in training.model.parameters()]
+    for _ in range(STEPS):
+        forward(training).backward()
+        yield [p.detach() for p in training.model.parameters()]
+    for handle in handles:
+        handle.remove()
+
+
+def _forward_hooks(training: Training) -> Values:
+    seen: list[torch.Tensor] = []
+    handle = training.model.first.register_forward_hook(lambda m, args, output: seen.append(output.detach()))
+    yield from step(training)
+    handle.remove()
+    yield seen
+
+
+def _loads_a_state(training: Training) -> Values:
+    yield from step(training)
+    training.model.load_state_dict({k: v * 0.9 for k, v in training.model.state_dict().items()})
+    yield from step(training)
+
+
+def _averages(training: Training) -> Values:
+    average = torch.optim.swa_utils.AveragedModel(training.model)
+    for _ in range(STEPS):
+        yield from step(training)
+        average.update_parameters(training.model)
+    yield [parameter.detach() for parameter in average.parameters()]
+
+
+def _raises_once(training: Training) -> Values:
+    yield from step(training)
+    try:
+        training.model(torch.randn(ROWS, WIDTH + 1))
+    except RuntimeError:
+        yield [torch.tensor(1)]
+    yield from step(training)
+
+
+def _skips_what_is_not_finite(training: Training) -> Values:
+    for number in range(STEPS):
+        value = forward(training, training.batch * (float("inf") if number == 1 else 1))
+        if torch.isfinite(value):
+            value.backward()
+            yield from _state(training)
+        update(training)
+
+
+def _zeroes_instead_of_none(training: Training) -> Values:
+    assert training.optimizer is not None
+    for _ in range(STEPS):
+        forward(training).backward()
+        yield from _state(training)
+        training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=False)
+
+
+def _closure(training: Training) -> Values:
+    assert training.optimizer is not None
+
+    def evaluate() -> torch.Tensor:
+        training.model.zero_grad(set_to_none=True)
+        value = forward(training)
+        value.backward()
+        return value
+
+    for _ in range(2):
+        yield [training.optimizer.step(evaluate)]
+
+
+def _only_now_and_then(training: Training) -> Values:
+    for number in range(4):
+        forward(training).backward()
+        if number % 2:
+            yield from _state(training)
+            update(training)
+
+
+def _anomalies(training: Training) -> Values:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        yield from step(training)
+
+
+def _threads(training: Training) -> Values:
+    before = torch.get_num_threads()
+    yield from step(training)
+    torch.set_num_threads(1)
+    try:
+        yield from step(training)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _adds_noise_to_weights(training: Training) -> Values:
+    for _ in range(STEPS):
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+        yield from step(training)
+
+
+def _replaces_a_weight(training: Training) -> Values:
+    yield from step(training)
+    with torch.no_grad():
+        training.model.last[2].weight.data = training.model.last[2].weight.data.clone() * 0.5
+    yield from step(training)
+
+
+def _loader(training: Training) -> Values:
+    data = torch.utils.data.TensorDataset(torch.randn(20, WIDTH))
+    for (rows,) in torch.utils.data.DataLoader(data, batch_size=ROWS, shuffle=True):
+        yield from step(training, rows)
+
+
+def _infinite(training: Training) -> Values:
+    for rows in itertools.islice(iter(lambda: torch.randn(ROWS, WIDTH), None), STEPS):
+        yield from step(training, rows)
+
+
+def _numpy(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.from_numpy(numpy.random.rand(x.shape[-1]).astype("float32"))
+
+
+def _python_random(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * random.random()
+
+
+def _item(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x / max(1.0, x.detach().abs().max().item())
+
+
+def _prints(model: Any, x: torch.Tensor) -> torch.Tensor:
+    print(end="")
+    return x.tanh()
+
+
+def _branches_on_values(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.tanh() if x.sum() > 0 else x.sin()
+
+
+def _counts_calls(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    return x.tanh()
+
+
+def _drops_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if torch.rand([]) < 0.5 else x.tanh()
+
+
+def _never_drops_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if torch.rand([]) < 0.0 else x.tanh()
+
+
+def _asks_whether_it_is_compiled(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.sin() if torch.compiler.is_compiling() else x.tanh()
+
+
+def _catches(model: Any, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x.view(7, -1)
+    except RuntimeError:
+        return x.tanh()
+
+
+@torch._dynamo.disable
+def _not_followed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.tanh()
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.exp()
+
+
+def _own_function(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return _Function.apply(x)
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.TransformerEncoderLayer(WIDTH, 4, 48, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.mix(x)
+        return result
+
+
+class Masked(Sequences):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        padding = None if mask.all() else mask == 0
+        result: torch.Tensor = self.mix(x, src_key_padding_mask=padding)
+        return result
+
+
+def _masks(training: Training) -> Values:
+    x, mask = training.batch
+    padded = mask.clone()
+    padded[:, -2:] = 0
+    for each in (mask, padded, mask):
+        yield from step(training, (x, each))
+
+
+def _frozen_first() -> nn.Module:
+    model = Net()
+    model.first.requires_grad_(False)
+    return model
+
+
+def _low_rank() -> nn.Module:
+    """All weights frozen but those of two small matrices beside a layer."""
+    model = Net(lambda net, x: x + net.up(net.down(x)))
+    model.requires_grad_(False)
+    model.down, model.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+    return model
+
+
+def _square(output: Any) -> torch.Tensor:
+    value: torch.Tensor = output.square().mean()
+    return value
+
+
+def _with(middle: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[], Training]:
+    return partial(_training, model=partial(Net, middle))
+
+
+def _sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def _optimizer(kind: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: kind([p for p in model.parameters() if p.requires_grad], **options)
+
+
+def _groups(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [{"params": model.first.parameters(), "lr": 1e-2}, {"params": model.last.parameters()}], lr=1e-3
+    )
+
+
+schedulers = torch.optim.lr_scheduler
+LOOP: dict[str, Callable[[], Training]] = {
+    "plain": _training,
+    "no-optimizer": partial(_training, optimizer=lambda model: None),
+    "sgd-momentum": partial(_training, optimizer=partial(_sgd, momentum=0.9, nesterov=True)),
+    "adam-one-by-one": partial(_training, optimizer=_optimizer(torch.optim.Adam, foreach=False)),
+    "adam-fused": partial(_training, optimizer=_optimizer(torch.optim.Adam, fused=True)),
+    "adamw-amsgrad": partial(_training, optimizer=_optimizer(torch.optim.AdamW, amsgrad=True)),
+    "rmsprop": partial(_training, optimizer=_optimizer(torch.optim.RMSprop, lr=1e-3)),
+    "adagrad": partial(_training, optimizer=_optimizer(torch.optim.Adagrad, lr=1e-2)),
+    "adafactor": partial(_training, optimizer=_optimizer(torch.optim.Adafactor)),
+    "lbfgs": partial(_training, _closure, optimizer=_optimizer(torch.optim.LBFGS, max_iter=2)),
+    "parameter-groups": partial(_training, optimizer=_groups),
+    "accumulation": partial(_training, _accumulate),
+    "accumulation-in-one-backward": partial(_training, _accumulate_sums),
+    "update-every-other-step": partial(_training, _only_now_and_then),
+    "clip-norm": partial(_training, partial(_clip, by=nn.utils.clip_grad_norm_)),
+    "clip-value": partial(_training, partial(_clip, by=nn.utils.clip_grad_value_)),
+    "autocast-bfloat16": partial(_training, _autocast),
+    "autocast-float16": partial(_training, partial(_autocast, dtype=torch.float16)),
+    "grad-scaler": partial(_training, _scaled),
+    "cosine-schedule": partial(
+        _training, partial(_scheduled, make=lambda opt: schedulers.CosineAnnealingLR(opt, 10))
+    ),
+    "one-cycle": partial(
+        _training, partial(_scheduled, make=lambda opt: schedulers.OneCycleLR(opt, 0.1, total_steps=10))
+    ),
+    "smaller-last-batch": partial(_training, partial(_sizes, sizes=(ROWS, ROWS, 5))),
+    "larger-batch": partial(_training, partial(_sizes, sizes=(ROWS, ROWS + 4))),
+    "changing-lengths": partial(
+        _training, _lengths, model=Sequences, loss=_square, batch=lambda: torch.randn(4, 6, WIDTH)
+    ),
+    "changing-masks": partial(
+        _training,
+        _masks,
+        model=Masked,
+        loss=_square,
+        batch=lambda: (torch.randn(4, 6, WIDTH), torch.ones(4, 6, dtype=torch.long)),
+    ),
+    "evaluation-between": partial(_training, _evaluates),
+    "no-grad-in-training-mode": partial(_training, _without_gradients_in_training_mode),
+    "inference-mode-between": partial(_training, _inference_mode),
+    "frozen-part": partial(_training, model=_frozen_first),
+    "low-rank-adapters": partial(_training, model=_low_rank),
+    "frozen-later": partial(_training, _freezes_later),
+    "requires-grad-toggled": partial(_training, _toggles),
+    "gan": partial(_training, _gan),
+    "several-losses": partial(_training, _several_losses),
+    "two-backward-passes": partial(_training, _two_backwards),
+    "another-loss-later": partial(_training, _other_losses),
+    "autograd-grad": partial(_training, _grad_function),
+    "gradient-of-the-batch": partial(_training, _penalty_on_inputs),
+    "gradient-hooks": partial(_training, _hooks_on_gradients),
+    "step-in-backward": partial(_training, _step_in_hooks, optimizer=lambda model: None),
+    "forward-hooks": partial(_training, _forward_hooks),
+    "load-state-dict": partial(_training, _loads_a_state),
+    "averaged-weights": partial(_training, _averages),
+    "bad-batch-caught": partial(_training, _raises_once),
+    "infinite-loss-skipped": partial(_training, _skips_what_is_not_finite),
+    "zeroed-gradients": partial(_training, _zeroes_instead_of_none),
+    "anomaly-detection": partial(_training, _anomalies),
+    "other-number-of-threads": partial(_training, _threads),
+    "noise-on-weights": partial(_training, _adds_noise_to_weights),
+    "weight-replaced": partial(_training, _replaces_a_weight),
+    "data-loader": partial(_training, _loader),
+    "endless-batches": partial(_training, _infinite),
+    "numpy-in-forward": _with(_numpy),
+    "python-random-in-forward": _with(_python_random),
+    "item-in-forward": _with(_item),
+    "print-in-forward": _with(_prints),
+    "branch-on-values": _with(_branches_on_values),
+    "counts-its-calls": _with(_counts_calls),
+    "drops-layers": _with(_drops_layers),
+    "never-drops-layers": _with(_never_drops_layers),
+    "asks-whether-compiled": _with(_asks_whether_it_is_compiled),
+    "exception-in-forward": _with(_catches),
+    "function-not-followed": _with(_not_followed),
+    "own-autograd-function": _with(_own_function),
+}
+LOOPS = [Case(name, "loop", build) for name, build in LOOP.items()]

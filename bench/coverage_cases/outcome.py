@@ -1,0 +1,43 @@
+"""A row of the coverage table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+GOOD = "exact, within the budget"
+OVER = "exact, over the budget"
+OUTCOMES = (
+    GOOD,
+    OVER,
+    "differs",
+    "refused",
+    "failed",
+    "timeout",
+    "does not repeat in eager",
+    "does not train eagerly",
+)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a case. Numbers are 0 where it did not get so far."""
+
+    case: str
+    group: str
+    outcome: str
+    words: str = ""
+    over_bytes: int = 0
+    budget_bytes: int = 0
+    peak_bytes: int = 0
+    eager_peak_bytes: int = 0
+    first_steps_seconds: float = 0.0
+    num_nodes: int = 0
+    num_graphs: int = 0
+    breaks: str = ""
+
+    @classmethod
+    def from_text(cls, row: Mapping[str, str]) -> "Outcome":
+        """As it was written to a CSV."""
+        kinds = {"int": int, "float": float, "str": str}
+        return cls(
+            **{f.name: kinds[getattr(f.type, "__name__", str(f.type))](row[f.name]) for f in fields(cls)}
+        )
