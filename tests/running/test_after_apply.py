@@ -14,6 +14,7 @@ from trouble import BATCH, WIDTH
 
 import lowtide
 from lowtide.plans import Plan
+from lowtide.running import runner
 from lowtide.torchside import dynamo
 
 pytestmark = pytest.mark.slow
@@ -85,13 +86,22 @@ def test_inputs_with_a_gradient_of_their_own_are_no_graph_break() -> None:
         assert torch.equal(*found)
 
 
-def test_numbers_that_change_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_change_all_the_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(dynamo, "GRAPHS_PER_FUNCTION", 2)
+    monkeypatch.setattr(runner, "MANY_GRAPHS", 3)
     model = Stack()
+    plain = copy.deepcopy(model)
     planned(model)
-    with pytest.raises(lowtide.LowtideError, match="pass numbers that change as tensors"):
-        for model.steps in range(5):
-            model(rows()).sum().backward()
+    batch = rows()
+    for number in (0, 1, 2, 3, 3, 0):
+        model.steps = plain.steps = number
+        model.zero_grad()
+        assert torch.equal(model(batch), plain(batch))
+    (words,) = warnings_of(caplog)
+    assert "3 graphs were planned so far" in words and "pass numbers that change as tensors" in words
+    assert runner.runner_of(model).backend.num_graphs == 5, "one that left is compiled again"
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

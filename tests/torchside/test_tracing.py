@@ -44,7 +44,7 @@ def test_a_step_that_was_traced_before_changes_nothing_in_torch(entered: list[st
 def test_the_users_settings_come_back() -> None:
     limit = torch._dynamo.config.recompile_limit
     with tracing.tracing():
-        assert torch._dynamo.config.recompile_limit == dynamo.GRAPHS_PER_FUNCTION != limit
+        assert torch._dynamo.config.recompile_limit > limit
     assert torch._dynamo.config.recompile_limit == limit
 
 

@@ -48,7 +48,7 @@ class Progress:
         return self.forwards - self.forwards_before
 
 
-LISTED_GRAPHS = 32
+LISTED_GRAPHS = 4
 
 PlanGraph = Callable[[Segment], GraphPlan]
 
@@ -56,7 +56,7 @@ PlanGraph = Callable[[Segment], GraphPlan]
 class Backend:
     """Rewrites each graph by the plan that `plan_graph` gives for it.
 
-    `graphs` lists the last ones that were compiled, in order, for tests and reports.
+    `graphs` lists the last ones of `num_graphs` that were compiled, in order, for tests and reports.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Backend:
         self.origins = origins
         self.executor = executor
         self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
+        self.num_graphs = 0
         self.progress = Progress()
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -87,6 +88,7 @@ class Backend:
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             plan = self.plan_graph(segment)
             rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
+            self.num_graphs += 1
             self.graphs = [*self.graphs[1 - LISTED_GRAPHS :], (segment, plan, rewritten)]
             return rewritten.forward, rewritten.backward
 

@@ -6,6 +6,7 @@ lowtide were not there.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
@@ -27,6 +28,9 @@ from lowtide.torchside.route import call_model, route_of, set_route
 from lowtide.torchside.tracing import compiled
 
 logger = logging.getLogger("lowtide")
+
+MANY_GRAPHS = 24
+LARGE_SHARE = 0.25
 
 
 class UnknownStep(LowtideError):
@@ -68,6 +72,7 @@ class Runner:
         self._may_start_over = True
         self._waiting = -1  # how many backward passes had run when a call last ended
         self._warned: set[str] = set()
+        self._start = time.perf_counter()
         self._entrance = _entrance(model)
         # looked at in every step, and finding them anew takes ten times as long
         self._parameters = tuple(model.parameters())
@@ -93,6 +98,7 @@ class Runner:
         finally:
             self._batch, self._may_start_over = (), True
         self._waiting = self.backend.progress.backwards
+        self._warn_of_many_graphs()
         return output
 
     def _call_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,6 +151,22 @@ class Runner:
                 "the model is called twice under autocast before a backward pass: each call casts its "
                 "weights anew and sums their gradients alone, so that the last bits can differ from eager's. "
                 "Run backward() after each call"
+            )
+
+    def _warn_of_many_graphs(self) -> None:
+        """Told where most of the time goes into it."""
+        if self.backend.num_graphs < MANY_GRAPHS or "graphs" in self._warned:
+            return
+        share = self.compiled.seconds / (time.perf_counter() - self._start)
+        if share > LARGE_SHARE:
+            self._warned.add("graphs")
+            logger.warning(
+                "%d graphs were planned so far, which took %.0f%% of the time since the plan was applied: "
+                "every new shape, and every new value of a Python number that the forward reads, is a graph "
+                "of its own. Pad batches to a few lengths (pad_to_multiple_of=64, say), and pass numbers "
+                "that change as tensors",
+                self.backend.num_graphs,
+                share * 100,
             )
 
     def _warn_of_gradients(self) -> None:

@@ -4,6 +4,8 @@ Like `hooks`, one of the few files to read when torch changes.
 """
 
 import contextlib
+import sys
+import time
 import types
 import unittest.mock
 import weakref
@@ -24,13 +26,14 @@ from torch._C._dynamo.eval_frame import (
 from torch._decomp import decompositions
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizeContext
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import counters
 
-from lowtide.errors import LowtideError, Unsupported
+from lowtide.errors import LowtideError
 
-# Every batch shape is a graph of its own; past this many, torch would silently run eager instead.
+# Every batch shape is a graph of its own. Of each function this many are kept, the last ones that were used.
 GRAPHS_PER_FUNCTION = 256
 
 
@@ -40,9 +43,9 @@ def settings() -> Iterator[None]:
     with (
         torch._dynamo.config.patch(
             allow_rnn=True,
-            recompile_limit=GRAPHS_PER_FUNCTION,
-            accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
-            fail_on_recompile_limit_hit=True,
+            # past its limits torch would silently run eager instead
+            recompile_limit=sys.maxsize,
+            accumulated_recompile_limit=sys.maxsize,
             suppress_errors=False,
             # torch's own numpy draws other numbers and rounds otherwise: let numpy itself run, between graphs
             trace_numpy=False,
@@ -75,7 +78,9 @@ class Compiled:
     ) -> None:
         self._function = function
         self._attempts: list[types.CodeType] = []
-        self._call = _within(function, backend, tracing, self._attempts)
+        self.seconds = 0.0
+        """that tracing has taken so far"""
+        self._call = _within(function, backend, tracing, self._attempts, weakref.ref(self))
 
     def __call__(self, *args: Any) -> Any:
         self._attempts.clear()
@@ -110,6 +115,7 @@ def _within(
     backend: Callable[..., Any],
     tracing: Callable[[], contextlib.AbstractContextManager[None]],
     attempts: list[types.CodeType],
+    owner: weakref.ref[Compiled],
 ) -> Callable[..., Any]:
     context = torch._dynamo.optimize(weakly(backend), dynamic=False)
     if not isinstance(context, OptimizeContext):
@@ -119,13 +125,34 @@ def _within(
 
     def trace_within(frame: Any, *rest: Any, **options: Any) -> Any:
         attempts.append(frame.f_code)
-        with tracing():
-            return trace_frame(frame, *rest, **options)
+        _drop_oldest_graph(frame.f_code)
+        start = time.perf_counter()
+        try:
+            with tracing():
+                return trace_frame(frame, *rest, **options)
+        finally:
+            compiled = owner()
+            assert compiled is not None
+            compiled.seconds += time.perf_counter() - start
 
     trace_within._torchdynamo_orig_backend = trace_frame  # type: ignore[attr-defined]
     context.callback = trace_within
     result: Callable[..., Any] = context(function)
     return result
+
+
+def _drop_oldest_graph(code: types.CodeType) -> None:
+    """Make room for one more graph of a function, where it has as many as are kept."""
+    alive = [
+        entry
+        for entry in _debug_get_cache_entry_list(code)
+        if not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
+    ]
+    if len(alive) >= GRAPHS_PER_FUNCTION:
+        manager = alive[-1].guard_manager  # torch keeps them in the order of their last use
+        assert manager.extra_state is not None and manager.cache_entry is not None
+        gone = DeletedGuardManagerWrapper("lowtide keeps no more graphs of this function")
+        manager.extra_state.invalidate(manager.cache_entry, gone)
 
 
 @contextlib.contextmanager
@@ -203,12 +230,6 @@ def user_errors() -> Iterator[None]:
     """Let lowtide's own errors out of the compiler as they are."""
     try:
         yield
-    except FailOnRecompileLimitHit as error:
-        raise Unsupported(
-            f"the model was planned for {GRAPHS_PER_FUNCTION} different inputs, and here is one more: every "
-            "new shape, and every new value of a Python number that its forward reads, is a graph of its "
-            "own. Pad batches to a few lengths, and pass numbers that change as tensors"
-        ) from error
     except BackendCompilerFailed as error:
         inner = error.inner_exception
         if isinstance(inner, LowtideError):
