@@ -31,15 +31,7 @@ class EagerOps:
     name = "eager"
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function:
-        module.graph = hooks.boxed(module.graph)
-        module.recompile()
-        run = module.forward
-
-        # a plain function, without nn.Module's call around it
-        def call(args: list[Any]) -> Any:
-            return run(args)
-
-        return call
+        return hooks.boxed_function(module)
 
 
 EAGER_OPS = EagerOps()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowtide.torchside import dynamo, hooks
+from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
 
 
@@ -12,7 +13,7 @@ from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
 def tracing() -> Iterator[None]:
     """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
     layers = dynamo.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
-    with dynamo.settings(), hooks.unlogged(), layers:
+    with dynamo.settings(), hooks.unlogged(), rarely_collected(), layers:
         yield
 
 
