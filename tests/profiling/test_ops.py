@@ -12,13 +12,16 @@ from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import tensors_in
 from lowtide.profiling import ops as ops_module
 from lowtide.profiling import trials
+from lowtide.profiling import work as work_module
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import OpTiming, device_for
-from lowtide.profiling.ops import measure_calls, profile_calls, scaled_cost
+from lowtide.profiling.known import Known
+from lowtide.profiling.ops import measure_calls, profile_calls
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.shrink import shrink
-from lowtide.profiling.work import work_of
+from lowtide.profiling.work import Work, work_of
 from lowtide.torchside.calls import Call, OpCost, signature, storages_bytes
+from lowtide.torchside.ops.dropout import apply_mask
 
 aten = torch.ops.aten
 empty = torch.empty
@@ -298,17 +301,40 @@ def test_scaled_cost_takes_the_nearest_of_the_same_op():
     def mm(rows):
         return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))
 
-    known = {
-        "a": (mm(8), OpCost(1.0, 100, False)),
-        "b": (mm(1024), OpCost(64.0, 4000, False, (0, 8000))),
-        "c": (Call(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False)),
-    }
-    cost = scaled_cost(mm(512), known)
+    known = Known(
+        [
+            (mm(8), OpCost(1.0, 100, False)),
+            (mm(1024), OpCost(64.0, 4000, False, (0, 8000))),
+            (Call(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False)),
+        ]
+    )
+    cost = known.cost_of(mm(512), signature(mm(512)))
     assert cost.estimated
     assert cost.seconds == 32.0
     assert 2000 <= cost.workspace_bytes < 2200
     assert cost.hidden_bytes == (0, pytest.approx(2 * cost.workspace_bytes, abs=1))
-    assert scaled_cost(Call(aten.sin.default, (fake(8),)), known).estimated
+    assert known.cost_of(mm(8), signature(mm(8))) == OpCost(1.0, 100, False)
+    sine = Call(aten.sin.default, (fake(8),))
+    assert known.cost_of(sine, signature(sine)).estimated
+
+
+def test_the_work_of_each_known_call_is_found_out_once(monkeypatch):
+    """Also of functions that are no ops of torch: a dropout of ours, or an item of a tuple."""
+    found = []
+    monkeypatch.setattr(work_module, "_work_of", lambda call: found.append(call) or Work(0, 8, (8,)))
+    monkeypatch.setattr(work_module, "_KNOWN", {})
+
+    def masked(rows):
+        return Call(apply_mask, (fake(rows), torch.empty(rows, dtype=torch.bool), 0.1))
+
+    known = Known((masked(rows), OpCost(1.0, 0, False)) for rows in (16, 32))
+    for _ in range(2):
+        for rows in (17, 18, 19):
+            assert known.cost_of(masked(rows), signature(masked(rows))).estimated
+    assert len(found) == 5
+    item = Call(operator.getitem, ([fake(3), fake(3)], 0))
+    assert known.cost_of(item, signature(item)) == OpCost(0.0, 0, False)
+    assert len(found) == 5
 
 
 def test_shrink_never_leaves_a_size_of_one():

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from math import log
 
 import torch
 
@@ -119,26 +118,6 @@ def measure_calls(
     if found.note:
         _log.warning(found.note)
     return found
-
-
-def scaled_cost(call: Call, known: Mapping[str, tuple[Call, OpCost]]) -> OpCost:
-    """The cost of a call that was not measured, from the known call of the same op nearest in bytes.
-
-    Without one, from the bytes alone. Always `estimated`.
-    """
-    same = [(other, cost) for other, cost in known.values() if other.target is call.target]
-    if not same:
-        return cost_by_bytes(call)
-    work = visible_work_of(call)
-    works = [(visible_work_of(other), cost) for other, cost in same]
-    near, cost = min(works, key=lambda each: abs(log((each[0].nbytes + 1) / (work.nbytes + 1))))
-    ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
-    return OpCost(
-        cost.seconds * work.ratio_to(near),
-        round(cost.workspace_bytes * ratio),
-        estimated=True,
-        hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
-    )
 
 
 def cost_by_bytes(call: Call) -> OpCost:

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.profiling.samples import make_sample
 from lowtide.torchside.calls import Call, iter_tensors, signature, storage_key, storages_bytes
-from lowtide.torchside.hooks import FakeTensorMode, OpOverload, unlogged
+from lowtide.torchside.hooks import FakeTensorMode, unlogged
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,13 @@ class Work:
         return self.nbytes / other.nbytes if other.nbytes else 1.0
 
 
-_KNOWN: dict[str, Work] = {}
+_KNOWN: dict[tuple[object, str], Work] = {}
 
 
 def work_of(call: Call) -> Work:
     """Bytes and flops of a call; raises what the op raises when its arguments do not fit together."""
-    if not isinstance(call.target, OpOverload):
-        # Two functions can have one name.
-        return _work_of(call)
-    key = signature(call)
+    # Two functions can have one name.
+    key = (call.target, signature(call))
     if key not in _KNOWN:
         _KNOWN[key] = _work_of(call)
     return _KNOWN[key]
