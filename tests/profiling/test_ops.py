@@ -342,3 +342,19 @@ def test_shrink_never_leaves_a_size_of_one():
     part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 4)
     assert part is not None
     assert part.call.tensors[0].shape == (4, 250)
+
+
+@pytest.mark.parametrize(("rows", "is_whole"), [(4096, True), (1 << 16, False)])
+def test_what_never_fits_is_measured_on_small_slices_and_each_once(rows, is_whole, monkeypatch):
+    sizes, memory = [], ops_module._memory
+    monkeypatch.setattr(ops_module, "_SLICE_BYTES", MIB)
+    monkeypatch.setattr(
+        ops_module,
+        "_memory",
+        lambda call, work, device: sizes.append(work.nbytes) or memory(call, work, device),
+    )
+    call = Call(aten.relu.default, (fake(rows, 128),))
+    profile_calls([call], memory_limit_bytes=8 * MIB)
+    assert (sizes[-1] == work_of(call).nbytes) is is_whole
+    assert is_whole or max(sizes) <= MIB
+    assert len(set(sizes)) == len(sizes)
