@@ -11,6 +11,7 @@ from lowtide.capture.graphs import Segment
 from lowtide.capture.regions import without_tangents
 from lowtide.torchside import hooks
 from lowtide.torchside.garbage import NEW_OBJECTS, rarely_collected
+from lowtide.torchside.ops.direct import direct_function
 
 
 def _sum_graph() -> fx.Graph:
@@ -54,7 +55,7 @@ def test_no_code_is_written_for_a_graph_that_nobody_runs(monkeypatch) -> None:
     monkeypatch.setattr(fx.Graph, "python_code", lambda *a, **k: written.append(1) or write(*a, **k))
     module = hooks.graph_module(nn.Module(), _sum_graph())
     assert not written
-    run = hooks.boxed_function(module)
+    run = direct_function(module)
     assert len(written) == 1
     args = [torch.ones(2), torch.ones(2)]
     assert torch.equal(run(args)[0], torch.full((2,), 2.0))

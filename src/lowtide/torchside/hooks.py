@@ -42,7 +42,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -61,7 +60,6 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "TorchDynamoException",
-    "boxed_function",
     "casts_weights_once",
     "compile_graph",
     "default_partition",
@@ -160,8 +158,10 @@ def partitioned_by_torch(
     importlib.import_module("torch._inductor.lowering")  # some decompositions need it, and do not import it
     from torch._inductor.decomposition import select_decomp_table
 
+    from lowtide.torchside.ops.direct import direct_function
+
     def compiler(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
-        return takes_list(boxed_function(module))
+        return takes_list(direct_function(module))
 
     partition = (
         default_partition
@@ -259,20 +259,6 @@ def has_own_checkpoint(node: fx.Node) -> bool:
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A graph as a module whose code is written when it is first run or read: most graphs never are."""
     return _LazyGraphModule(root, graph)
-
-
-def boxed_function(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A graph as a plain function, without nn.Module's call around it: it takes its inputs as one list
-    that it empties, so that each is freed at its last use."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    _LazyGraphModule.force_recompile(module)
-    run = module.forward
-
-    def call(args: list[Any]) -> Any:
-        return run(args)
-
-    return call
 
 
 def takes_list(function: Callable[..., Any]) -> Callable[..., Any]:
