@@ -19,7 +19,7 @@ from lowtide.profiling.known import Known
 from lowtide.profiling.ops import measure_calls, profile_calls
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.shrink import shrink
-from lowtide.profiling.work import Work, work_of
+from lowtide.profiling.work import Work, work_making, work_of
 from lowtide.torchside.calls import Call, OpCost, signature, storages_bytes
 from lowtide.torchside.ops.dropout import apply_mask
 
@@ -303,38 +303,46 @@ def test_scaled_cost_takes_the_nearest_of_the_same_op():
 
     known = Known(
         [
-            (mm(8), OpCost(1.0, 100, False)),
-            (mm(1024), OpCost(64.0, 4000, False, (0, 8000))),
-            (Call(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False)),
+            (mm(8), OpCost(1.0, 100, False), (8 * 64 * 4,)),
+            (mm(1024), OpCost(64.0, 4000, False, (0, 8000)), (1024 * 64 * 4,)),
+            (Call(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False), (512 * 64 * 4,)),
         ]
     )
-    cost = known.cost_of(mm(512), signature(mm(512)))
+    cost = known.cost_of(mm(512), signature(mm(512)), (512 * 64 * 4,))
     assert cost.estimated
     assert cost.seconds == 32.0
     assert 2000 <= cost.workspace_bytes < 2200
     assert cost.hidden_bytes == (0, pytest.approx(2 * cost.workspace_bytes, abs=1))
-    assert known.cost_of(mm(8), signature(mm(8))) == OpCost(1.0, 100, False)
+    assert known.cost_of(mm(8), signature(mm(8)), ()) == OpCost(1.0, 100, False)
     sine = Call(aten.sin.default, (fake(8),))
-    assert known.cost_of(sine, signature(sine)).estimated
+    assert known.cost_of(sine, signature(sine), (32,)).estimated
 
 
-def test_the_work_of_each_known_call_is_found_out_once(monkeypatch):
-    """Also of functions that are no ops of torch: a dropout of ours, or an item of a tuple."""
+def test_only_what_has_flops_is_run_on_fake_tensors_and_once(monkeypatch):
     found = []
-    monkeypatch.setattr(work_module, "_work_of", lambda call: found.append(call) or Work(0, 8, (8,)))
+    monkeypatch.setattr(work_module, "_work_of", lambda call: found.append(call) or Work(8, 8, (8,)))
     monkeypatch.setattr(work_module, "_KNOWN", {})
 
     def masked(rows):
         return Call(apply_mask, (fake(rows), torch.empty(rows, dtype=torch.bool), 0.1))
 
-    known = Known((masked(rows), OpCost(1.0, 0, False)) for rows in (16, 32))
-    for _ in range(2):
-        for rows in (17, 18, 19):
-            assert known.cost_of(masked(rows), signature(masked(rows))).estimated
-    assert len(found) == 5
+    def product(rows):
+        return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))
+
+    for make, num_runs in ((masked, 0), (product, 5)):
+        known = Known((make(rows), OpCost(1.0, 0, False), (4 * rows,)) for rows in (16, 32))
+        for _ in range(2):
+            for rows in (8, 64, 128):
+                cost = known.cost_of(make(rows), signature(make(rows)), (4 * rows,))
+                assert cost.estimated
+        assert len(found) == num_runs
     item = Call(operator.getitem, ([fake(3), fake(3)], 0))
-    assert known.cost_of(item, signature(item)) == OpCost(0.0, 0, False)
-    assert len(found) == 5
+    assert known.cost_of(item, signature(item), ()) == OpCost(0.0, 0, False)
+
+
+def test_the_work_of_a_call_is_the_same_from_the_blocks_that_it_makes():
+    call = Call(aten.relu.default, (fake(512, 64),))
+    assert work_making(call, (512 * 64 * 4,)) == work_of(call)
 
 
 def test_shrink_never_leaves_a_size_of_one():

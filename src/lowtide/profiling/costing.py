@@ -51,7 +51,7 @@ def measure_costs(
             progress=progress,
         )
         costs = dict(zip(calls, measured.costs, strict=True))
-        known = Known((call, costs[run]) for run, call in calls.items())
+        known = Known((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
         step = _fill(captured, calls, costs)
         notes = (*step.notes, measured.note) if measured.note else step.notes
         return replace(step, notes=notes, copy_bytes_per_second=device.copy_bytes_per_second()), known
@@ -64,9 +64,17 @@ def estimate_costs(captured: Captured, known: Known) -> Step:
     for run, call in captured.calls.items():
         name = signature(call)
         if name not in by_signature:
-            by_signature[name] = known.cost_of(call, name)
+            by_signature[name] = known.cost_of(call, name, _made(captured.step, run))
         costs[run] = by_signature[name]
     return _fill(captured, captured.calls, costs)
+
+
+def _made(step: Step, run: Run) -> tuple[int, ...]:
+    """Bytes of each block that a run makes."""
+    node = step.nodes[run.node]
+    recipe = node.recipe(run.method)
+    makes = node.makes if recipe is None else recipe.makes
+    return tuple(step.storages[storage].nbytes for storage in makes)
 
 
 def _fill(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lowtide.profiling.samples import make_sample
 from lowtide.torchside.calls import Call, iter_tensors, signature, storage_key, storages_bytes
 from lowtide.torchside.hooks import FakeTensorMode, unlogged
+from lowtide.torchside.ops.schema import may_have_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,14 @@ def visible_work_of(call: Call) -> Work:
         return work_of(call)
     except Exception:
         return Work(flops=0, input_bytes=storages_bytes(call.tensors), outputs=())
+
+
+def work_making(call: Call, made: tuple[int, ...]) -> Work:
+    """As `visible_work_of`, for a call that is known to make blocks of these bytes: only what has flops
+    needs a fake run then."""
+    if may_have_flops(call.target):
+        return visible_work_of(call)
+    return Work(flops=0, input_bytes=storages_bytes(call.tensors), outputs=made)
 
 
 def _work_of(call: Call) -> Work:
