@@ -1,10 +1,12 @@
 """The library's front door: profile, plan, apply, verify."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
+from lowtide import display
 from lowtide.capture.graphs import user_tensors
 from lowtide.capture.loop import Loop, Loss, Optimizer
 from lowtide.capture.step import capture
@@ -51,8 +53,9 @@ def profile(
     `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `loss`: a function
     of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
     tensors. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
-    `cache=False`. `progress(done, total)` is called as they are. With `mode="run"` the captured graphs
-    are run whole instead, which needs the memory of the step.
+    `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)` is called
+    instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs the memory
+    of the step.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
@@ -62,15 +65,19 @@ def profile(
         raise LowtideError(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
         )
-    captured = capture(model, batch, optimizer=optimizer, loss=loss)
     limit_bytes = parse_size(memory_limit)
-    if mode == "run":
-        tensors = user_tensors(model, batch)
-        found = run_costs(
-            captured, tensors, memory_limit_bytes=limit_bytes, use_cache=cache, progress=progress
-        )
-    else:
-        found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=progress)
+    with display.silenced() if progress else nullcontext(), display.shown() as line:
+        line.stage("capturing the step")
+        captured = capture(model, batch, optimizer=optimizer, loss=loss)
+        line.stage("measuring its ops")
+        count = progress or line.count
+        if mode == "run":
+            tensors = user_tensors(model, batch)
+            found = run_costs(
+                captured, tensors, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
+            )
+        else:
+            found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count)
     return Profile(*found, loop=Loop.of(optimizer, loss))
 
 
@@ -87,7 +94,10 @@ def checkpoint(
 
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
     """
-    return profile(model, batch, optimizer=optimizer, loss=loss).plan(budget, planner).apply(model)
+    with display.shown() as line:
+        found = profile(model, batch, optimizer=optimizer, loss=loss)
+        line.stage("planning")
+        return found.plan(budget, planner).apply(model)
 
 
 def verify(

@@ -12,13 +12,16 @@ from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import tensors_in
 from lowtide.profiling import ops as ops_module
 from lowtide.profiling import trials
+from lowtide.profiling import work as work_module
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import OpTiming, device_for
-from lowtide.profiling.ops import measure_calls, profile_calls, scaled_cost
+from lowtide.profiling.known import Known
+from lowtide.profiling.ops import measure_calls, profile_calls
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.shrink import shrink
-from lowtide.profiling.work import work_of
+from lowtide.profiling.work import Work, work_making, work_of
 from lowtide.torchside.calls import Call, OpCost, signature, storages_bytes
+from lowtide.torchside.ops.dropout import apply_mask
 
 aten = torch.ops.aten
 empty = torch.empty
@@ -298,17 +301,48 @@ def test_scaled_cost_takes_the_nearest_of_the_same_op():
     def mm(rows):
         return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))
 
-    known = {
-        "a": (mm(8), OpCost(1.0, 100, False)),
-        "b": (mm(1024), OpCost(64.0, 4000, False, (0, 8000))),
-        "c": (Call(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False)),
-    }
-    cost = scaled_cost(mm(512), known)
+    known = Known(
+        [
+            (mm(8), OpCost(1.0, 100, False), (8 * 64 * 4,)),
+            (mm(1024), OpCost(64.0, 4000, False, (0, 8000)), (1024 * 64 * 4,)),
+            (Call(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False), (512 * 64 * 4,)),
+        ]
+    )
+    cost = known.cost_of(mm(512), signature(mm(512)), (512 * 64 * 4,))
     assert cost.estimated
     assert cost.seconds == 32.0
     assert 2000 <= cost.workspace_bytes < 2200
     assert cost.hidden_bytes == (0, pytest.approx(2 * cost.workspace_bytes, abs=1))
-    assert scaled_cost(Call(aten.sin.default, (fake(8),)), known).estimated
+    assert known.cost_of(mm(8), signature(mm(8)), ()) == OpCost(1.0, 100, False)
+    sine = Call(aten.sin.default, (fake(8),))
+    assert known.cost_of(sine, signature(sine), (32,)).estimated
+
+
+def test_only_what_has_flops_is_run_on_fake_tensors_and_once(monkeypatch):
+    found = []
+    monkeypatch.setattr(work_module, "_work_of", lambda call: found.append(call) or Work(8, 8, (8,)))
+    monkeypatch.setattr(work_module, "_KNOWN", {})
+
+    def masked(rows):
+        return Call(apply_mask, (fake(rows), torch.empty(rows, dtype=torch.bool), 0.1))
+
+    def product(rows):
+        return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))
+
+    for make, num_runs in ((masked, 0), (product, 5)):
+        known = Known((make(rows), OpCost(1.0, 0, False), (4 * rows,)) for rows in (16, 32))
+        for _ in range(2):
+            for rows in (8, 64, 128):
+                cost = known.cost_of(make(rows), signature(make(rows)), (4 * rows,))
+                assert cost.estimated
+        assert len(found) == num_runs
+    item = Call(operator.getitem, ([fake(3), fake(3)], 0))
+    assert known.cost_of(item, signature(item), ()) == OpCost(0.0, 0, False)
+
+
+def test_the_work_of_a_call_is_the_same_from_the_blocks_that_it_makes():
+    call = Call(aten.relu.default, (fake(512, 64),))
+    assert work_making(call, (512 * 64 * 4,)) == work_of(call)
 
 
 def test_shrink_never_leaves_a_size_of_one():
@@ -316,3 +350,19 @@ def test_shrink_never_leaves_a_size_of_one():
     part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 4)
     assert part is not None
     assert part.call.tensors[0].shape == (4, 250)
+
+
+@pytest.mark.parametrize(("rows", "is_whole"), [(4096, True), (1 << 16, False)])
+def test_what_never_fits_is_measured_on_small_slices_and_each_once(rows, is_whole, monkeypatch):
+    sizes, memory = [], ops_module._memory
+    monkeypatch.setattr(ops_module, "_SLICE_BYTES", MIB)
+    monkeypatch.setattr(
+        ops_module,
+        "_memory",
+        lambda call, work, device: sizes.append(work.nbytes) or memory(call, work, device),
+    )
+    call = Call(aten.relu.default, (fake(rows, 128),))
+    profile_calls([call], memory_limit_bytes=8 * MIB)
+    assert (sizes[-1] == work_of(call).nbytes) is is_whole
+    assert is_whole or max(sizes) <= MIB
+    assert len(set(sizes)) == len(sizes)

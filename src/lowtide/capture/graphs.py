@@ -2,7 +2,7 @@
 each other."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -103,17 +103,13 @@ def new_segment(
 
     `casts_once`: autocast casts each weight once for the whole graph.
     """
-    new = fx.Graph()
-    result = new.graph_copy(joint.graph, {}, return_output_node=True)
-    assert isinstance(result, tuple)
-    value, output = result
-    new.output(value).meta = dict(output.meta)
+    new = _copy(joint.graph)
     if casts_once:
         placeholders = new.find_nodes(op="placeholder")
         named = zip(placeholders, origins, strict=False)
         cast_weights_once(new, [node for node, origin in named if origin.kind is Kind.PARAMETER])
     as_eager_computes(new)
-    graph = fx.GraphModule(joint, new)
+    graph = hooks.graph_module(joint, new)
     weights = [origin.name for origin in origins if origin.kind in (Kind.PARAMETER, Kind.BUFFER)]
     return Segment(
         joint=graph,
@@ -122,6 +118,20 @@ def new_segment(
         differentiable=num_forward_outputs is not None,
         fingerprint=fingerprint(graph, num_forward_outputs, weights),
     )
+
+
+def copy_of(segment: Segment) -> Segment:
+    """The same segment with a graph of its own."""
+    return replace(segment, joint=hooks.graph_module(segment.joint, _copy(segment.joint.graph)))
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    result = new.graph_copy(graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    value, output = result
+    new.output(value).meta = dict(output.meta)
+    return new
 
 
 def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin], *, stranger: Kind) -> list[Origin]:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from torch import fx
 
-from lowtide.capture.graphs import Execution, Segment, Trace, new_segment, results_of
+from lowtide.capture.graphs import Execution, Segment, Trace, copy_of, results_of
 from lowtide.capture.tangents import drop_missing, tangent_outputs
 
 
 def specialise(trace: Trace) -> tuple[list[Execution], list[frozenset[int]]]:
-    """Copies of the captured graphs without the gradients that nobody asks for, last first."""
+    """The captured graphs without the gradients that nobody asks for, and which outputs those are of."""
     wanted: set[tuple[int, int]] = set(trace.given)
     executions: list[Execution] = []
     missing: list[frozenset[int]] = []
@@ -35,11 +35,13 @@ def specialise(trace: Trace) -> tuple[list[Execution], list[frozenset[int]]]:
 
 
 def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:
-    """A copy of `segment` whose backward part assumes no gradient for the outputs `missing`."""
-    outputs = segment.num_forward_outputs if segment.differentiable else None
-    copy = new_segment(segment.joint, segment.origins, num_forward_outputs=outputs)
+    """`segment` with a backward part that assumes no gradient for the outputs `missing`: a copy, where
+    there are any."""
+    if not missing:
+        return segment
+    copy = copy_of(segment)
     drop_missing(copy.joint, missing=missing)
-    return replace(copy, fingerprint=segment.fingerprint)
+    return copy
 
 
 def is_forward(node: fx.Node, after: set[fx.Node]) -> bool:

@@ -24,6 +24,7 @@ from lowtide.methods import Kept
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import split_batch
 from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key, target_name
+from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.ops.schema import short_name
 
 SCALARS_BYTES = 1024
@@ -61,8 +62,9 @@ def capture(
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
-    traced = trace(model, args, kwargs, loss=loss)
-    captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+    with rarely_collected():
+        traced = trace(model, args, kwargs, loss=loss)
+        captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
     if OUTSIDE in captured.step.notes:
         logger.warning(
             "%s, so budgets are kept only for the rest. Gradients of what both read may be summed in another "

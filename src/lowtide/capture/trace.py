@@ -288,7 +288,7 @@ def _without_saving(module: fx.GraphModule, num_forward_outputs: int) -> fx.Grap
     results = graph.graph_copy(module.graph, {})
     assert isinstance(results, (list, tuple))
     graph.output(list(results[:num_forward_outputs]))
-    alone = fx.GraphModule(module, graph)
+    alone = hooks.graph_module(module, graph)
     alone.graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
     alone.recompile()
     return alone

@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.logging import RichHandler
 from rich.progress import Progress
 
+from lowtide import display
 from lowtide.cli.exits import exit_code, one_line
 from lowtide.errors import FreshProcessError
 
@@ -85,7 +86,7 @@ def session(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Terminal]:
     factory prints goes to stderr: stdout is for the command's data alone.
     """
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
-    with _logging(terminal), redirect_stdout(sys.stderr):
+    with _logging(terminal), redirect_stdout(sys.stderr), display.silenced():
         try:
             yield terminal
         except (typer.Exit, BrokenPipeError):

@@ -3,7 +3,8 @@
 Two ways: op by op, each distinct one alone, on random data and in little memory; or the whole graph, run
 for real, in the memory of the step.
 
-- `costing`: the costs of a captured step, op by op; of another batch shape, scaled
+- `costing`: the costs of a captured step, op by op
+- `known`: those of another batch shape, scaled
 - `ops`: time and inner memory of single calls; `trials`: one of them under measurement
 - `samples`, `rules`: random inputs that an op accepts
 - `shrink`, `work`: a smaller call of the same op, and how much work a call is

@@ -9,20 +9,20 @@ from lowtide.capture.step import Captured, with_costs, with_values
 from lowtide.facts import Run, Step
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import device_for
+from lowtide.profiling.known import Known
 from lowtide.profiling.layouts import real_values
-from lowtide.profiling.ops import measure_calls, scaled_cost
+from lowtide.profiling.ops import measure_calls
 from lowtide.profiling.samples import make_sample
 from lowtide.torchside.calls import Call, OpCost, signature
 from lowtide.torchside.hooks import real_tensors
 from lowtide.torchside.ops.recurrent import real_result_bytes, untracked_bytes
 
+__all__ = ["MEMORY_LIMIT_BYTES", "Known", "estimate_costs", "measure_costs"]
+
 MEMORY_LIMIT_BYTES = 1 << 30
 
 # Of the memory limit for the inputs and outputs of an op whose memory inside is not known yet.
 _LAYOUT_SHARE = 16
-
-Known = dict[str, tuple[Call, OpCost]]
-"""Costs by signature, with the call each was measured for."""
 
 
 def measure_costs(
@@ -51,7 +51,7 @@ def measure_costs(
             progress=progress,
         )
         costs = dict(zip(calls, measured.costs, strict=True))
-        known = {signature(call): (call, costs[run]) for run, call in calls.items()}
+        known = Known((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
         step = _fill(captured, calls, costs)
         notes = (*step.notes, measured.note) if measured.note else step.notes
         return replace(step, notes=notes, copy_bytes_per_second=device.copy_bytes_per_second()), known
@@ -59,11 +59,22 @@ def measure_costs(
 
 def estimate_costs(captured: Captured, known: Known) -> Step:
     """Costs from ops that were measured before, scaled where the shape is new; measures nothing."""
+    by_signature: dict[str, OpCost] = {}
     costs = {}
     for run, call in captured.calls.items():
         name = signature(call)
-        costs[run] = known[name][1] if name in known else scaled_cost(call, known)
+        if name not in by_signature:
+            by_signature[name] = known.cost_of(call, name, _made(captured.step, run))
+        costs[run] = by_signature[name]
     return _fill(captured, captured.calls, costs)
+
+
+def _made(step: Step, run: Run) -> tuple[int, ...]:
+    """Bytes of each block that a run makes."""
+    node = step.nodes[run.node]
+    recipe = node.recipe(run.method)
+    makes = node.makes if recipe is None else recipe.makes
+    return tuple(step.storages[storage].nbytes for storage in makes)
 
 
 def _fill(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:

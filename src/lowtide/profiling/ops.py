@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from math import log
 
 import torch
 
@@ -41,6 +40,8 @@ _WORKSPACE_MARGIN = 1.25
 # From one slice to the next: at most, and at least to be worth a try.
 _GROWTH = 4
 _LEAST_GROWTH = 1.25
+# The largest slice of an op that never fits: a larger one takes longer and tells no more.
+_SLICE_BYTES = 256 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -121,26 +122,6 @@ def measure_calls(
     return found
 
 
-def scaled_cost(call: Call, known: Mapping[str, tuple[Call, OpCost]]) -> OpCost:
-    """The cost of a call that was not measured, from the known call of the same op nearest in bytes.
-
-    Without one, from the bytes alone. Always `estimated`.
-    """
-    same = [(other, cost) for other, cost in known.values() if other.target is call.target]
-    if not same:
-        return cost_by_bytes(call)
-    work = visible_work_of(call)
-    works = [(visible_work_of(other), cost) for other, cost in same]
-    near, cost = min(works, key=lambda each: abs(log((each[0].nbytes + 1) / (work.nbytes + 1))))
-    ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
-    return OpCost(
-        cost.seconds * work.ratio_to(near),
-        round(cost.workspace_bytes * ratio),
-        estimated=True,
-        hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
-    )
-
-
 def cost_by_bytes(call: Call) -> OpCost:
     """The time to read the inputs and to write the outputs at the device's copy speed; estimated."""
     # A copied byte is read and written.
@@ -205,8 +186,10 @@ def _prepare(call: Call, *, memory_limit_bytes: int) -> Trial:
         return Trial(call, device, _memory(call, work, device))
     while True:
         # Grow step by step: a small slice may run in another way inside, and hold another share.
-        inside = _memory(part.call, part.work, device).nbytes / part.work.nbytes
-        allowed = min(limit / (1 + _WORKSPACE_MARGIN * inside), part.work.nbytes * _GROWTH)
+        memory = _memory(part.call, part.work, device)
+        safe = limit / (1 + _WORKSPACE_MARGIN * memory.nbytes / part.work.nbytes)
+        wanted = safe if work.nbytes <= safe else min(safe, _SLICE_BYTES)
+        allowed = min(wanted, part.work.nbytes * _GROWTH)
         if work.nbytes <= allowed:
             return Trial(call, device, _memory(call, work, device))
         larger = shrink(call, work, limit_bytes=int(allowed))
@@ -214,8 +197,11 @@ def _prepare(call: Call, *, memory_limit_bytes: int) -> Trial:
             break
         part = larger
     # Near each other, so that both run the same way inside.
-    half = shrink(call, work, limit_bytes=int(part.work.nbytes * 0.75)) or part
-    memory = _extrapolated(work, half, part, device)
+    less = shrink(call, work, limit_bytes=int(part.work.nbytes * 0.75))
+    if less is not None:
+        memory = _extrapolated(work, less, _memory(less.call, less.work, device), part, memory)
+    else:
+        memory = _extrapolated(work, part, memory, part, memory)
     return Trial(part.call, device, memory, factor=work.ratio_to(part.work), estimated=True)
 
 
@@ -231,9 +217,8 @@ def _memory(call: Call, work: Work, device: Device) -> Memory:
     return Memory(max(0, peak_bytes - sum(outputs)), hidden if any(hidden) else ())
 
 
-def _extrapolated(work: Work, small: Slice, large: Slice, device: Device) -> Memory:
-    """Memory of `work` on the line through two slices; in proportion where they are no line."""
-    near, far = _memory(small.call, small.work, device), _memory(large.call, large.work, device)
+def _extrapolated(work: Work, small: Slice, near: Memory, large: Slice, far: Memory) -> Memory:
+    """Memory of `work` on the line through two slices and theirs; in proportion where they are no line."""
 
     def at_work(near_bytes: int, far_bytes: int) -> int:
         if small.reduced != large.reduced or small.work.nbytes == large.work.nbytes:

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.profiling.samples import make_sample
 from lowtide.torchside.calls import Call, iter_tensors, signature, storage_key, storages_bytes
-from lowtide.torchside.hooks import FakeTensorMode, OpOverload, unlogged
+from lowtide.torchside.hooks import FakeTensorMode, unlogged
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
+from lowtide.torchside.ops.schema import may_have_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,13 @@ class Work:
         return self.nbytes / other.nbytes if other.nbytes else 1.0
 
 
-_KNOWN: dict[str, Work] = {}
+_KNOWN: dict[tuple[object, str], Work] = {}
 
 
 def work_of(call: Call) -> Work:
     """Bytes and flops of a call; raises what the op raises when its arguments do not fit together."""
-    if not isinstance(call.target, OpOverload):
-        # Two functions can have one name.
-        return _work_of(call)
-    key = signature(call)
+    # Two functions can have one name.
+    key = (call.target, signature(call))
     if key not in _KNOWN:
         _KNOWN[key] = _work_of(call)
     return _KNOWN[key]
@@ -59,6 +58,14 @@ def visible_work_of(call: Call) -> Work:
         return work_of(call)
     except Exception:
         return Work(flops=0, input_bytes=storages_bytes(call.tensors), outputs=())
+
+
+def work_making(call: Call, made: tuple[int, ...]) -> Work:
+    """As `visible_work_of`, for a call that is known to make blocks of these bytes: only what has flops
+    needs a fake run then."""
+    if may_have_flops(call.target):
+        return visible_work_of(call)
+    return Work(flops=0, input_bytes=storages_bytes(call.tensors), outputs=made)
 
 
 def _work_of(call: Call) -> Work:

@@ -162,7 +162,7 @@ class Backward:
         source = self.rewritten.backward
         graph = fx.Graph()
         graph.output(graph.graph_copy(source.graph, {}))
-        module = fx.GraphModule(source, graph)
+        module = hooks.graph_module(source, graph)
         inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
         by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
         drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from lowtide.torchside import hooks
+from lowtide.torchside.ops.direct import direct_function
 
 Function = Callable[[list[Any]], Any]
 """A graph as a function: it takes its inputs as one list, and empties that, so that each input is freed at
@@ -31,15 +31,7 @@ class EagerOps:
     name = "eager"
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function:
-        module.graph = hooks.boxed(module.graph)
-        module.recompile()
-        run = module.forward
-
-        # a plain function, without nn.Module's call around it
-        def call(args: list[Any]) -> Any:
-            return run(args)
-
-        return call
+        return direct_function(module)
 
 
 EAGER_OPS = EagerOps()

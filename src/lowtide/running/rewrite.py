@@ -20,6 +20,7 @@ from lowtide.capture.regions import split
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Run
 from lowtide.methods import Kept
+from lowtide.torchside import hooks
 from lowtide.torchside.calls import Call, map_leaves, storage_key
 
 aten = torch.ops.aten
@@ -256,4 +257,4 @@ def _possible(target: Any) -> Any:
 
 def _module(segment: Segment, graph: fx.Graph) -> fx.GraphModule:
     graph.lint()
-    return fx.GraphModule(segment.joint, graph)
+    return hooks.graph_module(segment.joint, graph)

@@ -10,6 +10,7 @@
 - `calls`: one call of an op, by the layouts of its tensors
 - `ops`: ops that need more than their name, one file each
 - `batch`: how a model is called, and what a step differentiates
+- `garbage`: fewer searches for garbage while graphs are made
 - `first_calls`: first calls of mathematical functions, made where they do no harm
 - `versions`: the versions of torch that all of this was checked with; importing anything here asks it
 """

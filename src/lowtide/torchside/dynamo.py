@@ -51,6 +51,9 @@ def settings() -> Iterator[None]:
             trace_numpy=False,
             # torch would not notice a hook that a module gets later
             skip_nnmodule_hook_guards=False,
+            # what it takes to tell of side effects that nobody is told of, and to look for garbage every time
+            side_effect_replay_policy="silent",
+            run_gc_after_compile=False,
         ),
         # torch would run a whole function without graphs where one of them ends inside of a loop
         unittest.mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_backedge),

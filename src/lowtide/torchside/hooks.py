@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -41,7 +41,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.graph import _BoxedCodeGen
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -60,12 +60,12 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "TorchDynamoException",
-    "boxed",
     "casts_weights_once",
     "compile_graph",
     "default_partition",
     "forget_step_hooks",
     "graph_inputs",
+    "graph_module",
     "has_own_checkpoint",
     "onednn_is_enabled",
     "partitioned_by_torch",
@@ -79,6 +79,7 @@ __all__ = [
 # torch traces these by decompositions of its own, which round differently from the ops that eager runs
 # and hold far more memory: a bilinear upsampling becomes some fifty ops.
 WHOLE_OPS = re.compile(r"_?upsample_.*|(hard|soft)shrink|multi_margin_loss|multilabel_margin_loss_forward")
+STRUCTURED_TRACE = "torch.__trace"
 TRACED_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
@@ -158,15 +159,10 @@ def partitioned_by_torch(
     importlib.import_module("torch._inductor.lowering")  # some decompositions need it, and do not import it
     from torch._inductor.decomposition import select_decomp_table
 
+    from lowtide.torchside.ops.direct import direct_function
+
     def compiler(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
-        module.graph = boxed(module.graph)
-        module.recompile()
-        run = module.forward
-
-        def call(args: list[Any]) -> Any:
-            return run(args)
-
-        return takes_list(call)
+        return takes_list(direct_function(module))
 
     partition = (
         default_partition
@@ -222,7 +218,8 @@ def unlogged() -> Iterator[None]:
     """Keep torch's log lines off the screen, but not warnings, which may be the user's own.
 
     Only those of this thread: another one may be compiling something of the user's. What torch logs as
-    an error, it also raises.
+    an error, it also raises. Its structured trace goes to a file, if anywhere, and must not be kept from
+    finding out: as long as it does not know that nobody wants a record, it makes all of them.
     """
     thread = threading.get_ident()
 
@@ -232,7 +229,7 @@ def unlogged() -> Iterator[None]:
     loggers = [
         logger
         for name, logger in list(logging.Logger.manager.loggerDict.items())
-        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch"
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch" and name != STRUCTURED_TRACE
     ]
     for logger in loggers:
         logger.addFilter(is_others)
@@ -265,10 +262,9 @@ def has_own_checkpoint(node: fx.Node) -> bool:
     return "recompute" in node.meta
 
 
-def boxed(graph: fx.Graph) -> fx.Graph:
-    """Let a graph take its inputs as one list that it empties, so each is freed at its last use."""
-    graph.set_codegen(_BoxedCodeGen())
-    return graph
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph as a module whose code is written when it is first run or read: most graphs never are."""
+    return _LazyGraphModule(root, graph)
 
 
 def takes_list(function: Callable[..., Any]) -> Callable[..., Any]:

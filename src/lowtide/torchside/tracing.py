@@ -7,6 +7,7 @@ from typing import Any
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch_values import batch_values
 from lowtide.torchside.eager_paths import eager_answers
+from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.log_lines import log_lines_after_graphs
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
@@ -19,6 +20,7 @@ def tracing() -> Iterator[None]:
     with (
         dynamo.settings(),
         hooks.unlogged(),
+        rarely_collected(),
         layers,
         grouped_products_of_any_type(),
         eager_answers(),

@@ -1,11 +1,12 @@
 """Dropout as eager PyTorch computes it on CPU, forward, backward and again."""
 
+import functools
 import operator
 
 import torch
 from torch import fx
 
-from lowtide.torchside.hooks import FakeTensor
+from lowtide.torchside.hooks import FakeTensor, real_tensors
 
 aten = torch.ops.aten
 
@@ -32,9 +33,7 @@ def apply_mask(value: torch.Tensor, mask: torch.Tensor, probability: float) -> t
 
     Works in pieces, since torch makes a float copy of whatever bool tensor it multiplies with.
     """
-    scale = torch.zeros((), dtype=value.dtype)
-    if probability != 1:
-        scale = torch.ones((), dtype=value.dtype).div_(1 - probability)
+    scale = _scale(value.dtype, probability)
     whole = isinstance(value, FakeTensor) or value.numel() <= MASKED_PIECE
     if whole or not (value.is_contiguous() and mask.is_contiguous()):
         return value.mul(mask).mul_(scale)
@@ -44,6 +43,15 @@ def apply_mask(value: torch.Tensor, mask: torch.Tensor, probability: float) -> t
         torch.mul(one, kept, out=out)
         out.mul_(scale)
     return result
+
+
+@functools.cache
+def _scale(dtype: torch.dtype, probability: float) -> float:
+    """What eager multiplies with, in its rounding: exactly a number of that type."""
+    if probability == 1:
+        return 0.0
+    with real_tensors():
+        return float(torch.ones((), dtype=dtype).div_(1 - probability))
 
 
 def dropout_output(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

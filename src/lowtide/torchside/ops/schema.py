@@ -3,6 +3,8 @@
 import operator
 from typing import Any
 
+from torch.utils.flop_counter import flop_registry
+
 from lowtide.torchside.calls import Call
 from lowtide.torchside.hooks import OpOverload
 
@@ -20,6 +22,13 @@ def schema_name(target: Any) -> str:
 def short_name(target: Any) -> str:
     """`embedding` for an op of any overload."""
     return str(getattr(target, "_opname", target))
+
+
+def may_have_flops(target: Any) -> bool:
+    """Whether torch counts flops for an op, or for one that it is made of."""
+    if not isinstance(target, OpOverload):
+        return False
+    return target._overloadpacket in flop_registry or target._can_decompose()
 
 
 def bound_arguments(call: Call) -> tuple[list[str], dict[str, Any]]:

@@ -1,0 +1,61 @@
+"""Costs of calls that were not measured, from those of the same ops that were."""
+
+import operator
+from collections.abc import Iterable
+from math import log
+from typing import Any
+
+from lowtide.profiling.ops import cost_by_bytes
+from lowtide.profiling.work import Work, work_making
+from lowtide.torchside.calls import Call, OpCost, signature
+
+Made = tuple[int, ...]
+"""Bytes of each block that a call makes."""
+
+
+class Known:
+    """Calls that were measured, their costs, and the bytes of each block that they make.
+
+    What another call is scaled from is worked out once for each op, when one asks for it.
+    """
+
+    def __init__(self, measured: Iterable[tuple[Call, OpCost, Made]]) -> None:
+        self._costs: dict[str, OpCost] = {}
+        self._calls: dict[Any, list[tuple[Call, OpCost, Made]]] = {}
+        self._works: dict[Any, list[tuple[Work, OpCost]]] = {}
+        for call, cost, made in measured:
+            name = signature(call)
+            if name not in self._costs:
+                self._calls.setdefault(call.target, []).append((call, cost, made))
+            self._costs[name] = cost
+
+    def cost_of(self, call: Call, name: str, made: Made) -> OpCost:
+        """The cost of a call whose signature is `name` and that makes blocks of these bytes.
+
+        Measured, or else scaled from the measured call of the same op nearest in bytes, or else from its
+        bytes alone; the last two are `estimated`.
+        """
+        if name in self._costs:
+            return self._costs[name]
+        if call.target is operator.getitem:
+            return OpCost(0.0, 0, estimated=False)
+        if call.target not in self._calls:
+            return cost_by_bytes(call)
+        work = work_making(call, made)
+        near, cost = min(
+            self._works_of(call.target), key=lambda each: abs(log((each[0].nbytes + 1) / (work.nbytes + 1)))
+        )
+        ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
+        return OpCost(
+            cost.seconds * work.ratio_to(near),
+            round(cost.workspace_bytes * ratio),
+            estimated=True,
+            hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
+        )
+
+    def _works_of(self, target: Any) -> list[tuple[Work, OpCost]]:
+        if target not in self._works:
+            self._works[target] = [
+                (work_making(call, made), cost) for call, cost, made in self._calls[target]
+            ]
+        return self._works[target]
