@@ -24,6 +24,7 @@ from lowtide.facts import Kind, Recipe, Region
 from lowtide.methods import Kept, Method
 from lowtide.torchside.calls import storage_key, target_name
 from lowtide.torchside.ops.dropout import extra_eager_bytes
+from lowtide.torchside.ops.recurrent_cells import extra_inside_bytes, extra_result_bytes
 from lowtide.torchside.ops.schema import writes_inputs
 
 OUTPUT = "output"
@@ -166,7 +167,7 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
                 kind=Kind.OTHER,
                 name=name,
                 static=static,
-                extra_eager_bytes=extra_eager_bytes(node, tensor),
+                extra_eager_bytes=extra_eager_bytes(node, tensor) + extra_result_bytes(node, tensor),
             )
             makes.append(state.storage_of[key])
         if state.storage_of[key] not in holds:
@@ -185,6 +186,7 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
         reads=tuple(state.rank[source] for source in node.all_input_nodes),
         holds=tuple(holds),
         makes=tuple(makes),
+        extra_eager_bytes=extra_inside_bytes(node),
     )
     analysis.places[rank] = Place(state.index, node)
 

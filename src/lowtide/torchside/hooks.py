@@ -13,7 +13,7 @@ import threading
 import unittest.mock
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,9 @@ __all__ = [
     "partitioned_by_torch",
     "quiet",
     "real_tensors",
+    "recording",
     "takes_list",
+    "traced_by",
     "unlogged",
 ]
 
@@ -142,6 +144,23 @@ def _undivided() -> Iterator[None]:
     finally:
         for op, kernels in divided.items():
             op.py_kernels.update({key: kernel for key, kernel in kernels.items() if kernel is not None})
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def traced_by(
+    ways: Mapping[OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]],
+) -> Iterator[None]:
+    """Trace ops that torch decomposes in ways of our own, each made from torch's."""
+    torchs = {op: {key: op.py_kernels[key] for key in TRACED_KEYS} for op in ways}
+    for op, kernels in torchs.items():
+        op.py_kernels.update({key: ways[op](kernel) for key, kernel in kernels.items()})
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernels in torchs.items():
+            op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
 
 
@@ -239,8 +258,18 @@ def unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Compute with real tensors, also where torch.compile traces with fake ones around."""
-    with _disable_current_modes(), torch.no_grad():
+    """Compute with real tensors and eager's ops, also where torch.compile traces with fake ones around."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record inside of an op of our own, where torch switches it off."""
+    switched_off = torch._C._dispatch_tls_local_exclude_set()
+    autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, switched_off - autograd), torch.enable_grad():
         yield
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
+from lowtide.torchside.ops.recurrent_cells import ways_to_trace
 
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
     layers = dynamo.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
-    with dynamo.settings(), hooks.unlogged(), layers:
+    with dynamo.settings(), hooks.unlogged(), layers, hooks.traced_by(ways_to_trace()):
         yield
 
 
