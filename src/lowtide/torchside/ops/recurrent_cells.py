@@ -37,7 +37,7 @@ MEASURED_STEPS = (2, 4)
 
 
 @torch.library.custom_op("lowtide::recurrent_cells", mutates_args=())
-def recurrent_cells(
+def recurrent_cells(  # noqa: PLR0917 - an op has no keywords
     kind: str,
     value: torch.Tensor,
     batch_sizes: torch.Tensor | None,
@@ -57,7 +57,7 @@ def recurrent_cells(
 
 
 @torch.library.custom_op("lowtide::recurrent_cells_backward", mutates_args=())
-def recurrent_cells_backward(
+def recurrent_cells_backward(  # noqa: PLR0917 - an op has no keywords
     kind: str,
     grads: list[torch.Tensor | None],
     earlier: list[torch.Tensor | None],
@@ -140,7 +140,7 @@ def _layer(  # noqa: PLR0917 - what an op of eager takes
 
 
 @recurrent_cells.register_fake
-def _fake_cells(
+def _fake_cells(  # noqa: PLR0917 - an op has no keywords
     kind: str,
     value: torch.Tensor,
     batch_sizes: torch.Tensor | None,
@@ -182,7 +182,7 @@ def _result_types(
 
 
 @recurrent_cells_backward.register_fake
-def _fake_backward(
+def _fake_backward(  # noqa: PLR0917 - an op has no keywords
     kind: str,
     grads: list[torch.Tensor | None],
     earlier: list[torch.Tensor | None],
