@@ -1,6 +1,6 @@
 """The library's front door: profile, plan, apply, verify."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lowtide.profiles import Profile, load_profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.runner import remove, runner_of
+from lowtide.torchside.optimizers import as_one
 from lowtide.torchside.route import set_route
 from lowtide.zoo.targets import Target
 
@@ -35,7 +36,7 @@ __all__ = [
 MODES = ("ops", "run")
 
 Loss = Callable[[Any], torch.Tensor]
-Optimizer = torch.optim.Optimizer
+Optimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def profile(
@@ -51,7 +52,8 @@ def profile(
 ) -> Profile:
     """Capture one training step and measure its ops, without running the step.
 
-    `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `loss`: a function
+    `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `optimizer`: one, or a
+    list of those that step one after the other. `loss`: a function
     of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
     tensors. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
     `cache=False`. `progress(done, total)` is called as they are. With `mode="run"` the captured graphs
@@ -65,7 +67,7 @@ def profile(
         raise LowtideError(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
         )
-    captured = capture(model, batch, optimizer=optimizer, loss=loss)
+    captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss)
     limit_bytes = parse_size(memory_limit)
     if mode == "run":
         tensors = user_tensors(model, batch)
@@ -111,7 +113,7 @@ def verify(
     remove(model)
     try:
         return verify_target(
-            Target(type(model).__name__, model, batch, optimizer, loss), plan, timed_runs=timed_runs
+            Target(type(model).__name__, model, batch, as_one(optimizer), loss), plan, timed_runs=timed_runs
         )
     finally:
         set_route(model, applied)

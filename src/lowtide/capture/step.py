@@ -79,15 +79,20 @@ def captured_step(
     _add_unread(analysis, model, batch)
     _add_scalars(analysis, traced)
     calls = _calls(analysis, {})
+    notes = _notes(analysis, traced)
     if optimizer is not None:
         _check_parameters(optimizer, model)
-        _add_optimizer(analysis, trace_optimizer(optimizer, analysis.gradients), calls)
+        traced_step = trace_optimizer(optimizer, analysis.gradients)
+        _add_optimizer(analysis, traced_step, calls)
+        if traced_step.note:
+            notes = (*notes, traced_step.note)
+            logger.warning(traced_step.note)
     step = Step(
         nodes=tuple(analysis.nodes),
         storages=tuple(analysis.storages),
         fingerprint="+".join(segment.fingerprint for segment in analysis.segments),
         device=_device(model),
-        notes=_notes(analysis, traced),
+        notes=notes,
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
         methods=tuple((method.name, method.words) for method in methods.METHODS),
@@ -245,8 +250,10 @@ def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, 
             reads=tuple(dict.fromkeys(maker[key] for key in used)),
             holds=makes,
             makes=makes,
+            estimated=bool(traced.note),
         )
-        calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
+        if not op.estimated:
+            calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
 
 
 Cost = tuple[float, int, bool]
@@ -257,7 +264,7 @@ def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
     """The step with the costs of every run filled in; a recipe without one costs what its node does."""
     nodes = []
     for node in step.nodes:
-        own = costs.get(Run(node.rank), (0.0, 0, False))
+        own = costs.get(Run(node.rank), (0.0, 0, node.estimated))
         recipes = []
         for recipe in node.recipes:
             seconds, inside, _ = costs.get(Run(node.rank, recipe.method), own)
@@ -268,7 +275,7 @@ def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
                 node,
                 seconds=seconds,
                 workspace_bytes=workspace,
-                estimated=estimated,
+                estimated=estimated or node.estimated,
                 recipes=tuple(recipes),
             )
         )
