@@ -17,11 +17,13 @@ from lowtide.capture.gradients import add_gradients, add_tangent, hold_within_fo
 from lowtide.capture.graphs import Execution, Trace, mutated_inputs
 from lowtide.capture.names import module_path, source_line
 from lowtide.capture.records import Analysis, GraphState, Place
+from lowtide.capture.refusals import refuse_empty_buffers
 from lowtide.capture.regions import specialise, split
 from lowtide.capture.tangents import stands_for
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind, Recipe, Region
 from lowtide.methods import Kept, Method
+from lowtide.torchside import hooks
 from lowtide.torchside.calls import storage_key, target_name
 from lowtide.torchside.ops.dropout import extra_eager_bytes
 from lowtide.torchside.ops.recurrent_cells import extra_inside_bytes, extra_result_bytes
@@ -32,6 +34,8 @@ OUTPUT = "output"
 
 def analyse(trace: Trace) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read."""
+    for execution in trace.executions:
+        refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
     analysis = Analysis(missing=missing, segments=[execution.segment for execution in executions])
     states = [GraphState(index, execution.segment) for index, execution in enumerate(executions)]
@@ -151,6 +155,11 @@ def _add_primal(
 
 def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region) -> None:
     name = state.name(node)
+    if hooks.has_inner_graphs(node):
+        raise CaptureError(
+            f"'{name}' has graphs of its own inside (torch.cond, torch.while_loop), which cannot be planned: "
+            "write it with torch.where, or put @torch._dynamo.disable on the function that calls it"
+        )
     static = node.op == "get_attr"
     makes: list[int] = []
     holds: list[int] = []

@@ -15,6 +15,7 @@ from lowtide.capture.graphs import Segment, Trace, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
+from lowtide.capture.refusals import refuse_what_cannot_be_traced
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.errors import CaptureError
@@ -60,6 +61,7 @@ def capture(
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
+    refuse_what_cannot_be_traced(model, (args, kwargs))
     traced = trace(model, args, kwargs, loss=loss)
     captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
     if OUTSIDE in captured.step.notes:

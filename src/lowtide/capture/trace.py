@@ -174,7 +174,7 @@ def _trace(
     collector: Collector,
 ) -> Trace:
     with (
-        untouched(model, values=collector.real),
+        untouched(model),
         hooks.quiet(),
         dynamo.forgotten(),
         torch.enable_grad(),
@@ -186,7 +186,9 @@ def _trace(
         if not num_in_model:
             raise CaptureError(failures.nothing_captured(dynamo.graph_breaks() - breaks))
         returned = frozenset(
-            place for leaf in tensors_in(output) if (place := collector.where(leaf)) is not None
+            place
+            for leaf in tensors_in((output, [vars(module) for module in model.modules()]))
+            if (place := collector.where(leaf)) is not None
         )
         value = own_loss(output) if loss is None else None
         if value is None:

@@ -68,7 +68,9 @@ class _Maker:
             self.filled.add(key)
             generator = torch.Generator(like.device).manual_seed(self.seed + len(self.filled))
             _fill(flat, wanted or _default(like.dtype, self.integers), generator)
-        return flat.as_strided(like.shape, like.stride(), like.storage_offset() - start // like.itemsize)
+        made = flat.as_strided(like.shape, like.stride(), like.storage_offset() - start // like.itemsize)
+        # an op that is given a conjugate may have to make it first
+        return made.conj() if like.is_conj() else made
 
 
 def _allocate(tensors: list[Tensor]) -> dict[int, tuple[Tensor, int]]:

@@ -4,11 +4,13 @@ Like `hooks`, one of the few files to read when torch changes.
 """
 
 import contextlib
+import re
 import types
 import unittest.mock
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._decomp import decompositions
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, trace_rules
 from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
@@ -33,19 +35,37 @@ from lowtide.errors import LowtideError, Unsupported
 GRAPHS_PER_FUNCTION = 256
 
 
+TRACED_TOO = ("ao/quantization",)
+"""Folders of torch that Dynamo would not look into, though it can: fake quantizers and their observers."""
+
+
+@contextlib.contextmanager
+def _looking_into(folders: Sequence[str]) -> Iterator[None]:
+    allowed = trace_rules.get_mod_inlinelist()
+    added = {str(Path(torch.__file__).parent / folder) for folder in folders} - allowed
+    allowed.update(added)
+    try:
+        yield
+    finally:
+        allowed.difference_update(added)
+
+
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
     """Dynamo's settings while lowtide traces a model; the user's own come back afterwards."""
-    with torch._dynamo.config.patch(
-        allow_rnn=True,
-        recompile_limit=GRAPHS_PER_FUNCTION,
-        accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
-        fail_on_recompile_limit_hit=True,
-        suppress_errors=False,
-        # torch's own numpy draws other numbers and rounds otherwise: let numpy itself run, between graphs
-        trace_numpy=False,
-        # torch would not notice a hook that a module gets later
-        skip_nnmodule_hook_guards=False,
+    with (
+        _looking_into(TRACED_TOO),
+        torch._dynamo.config.patch(
+            allow_rnn=True,
+            recompile_limit=GRAPHS_PER_FUNCTION,
+            accumulated_recompile_limit=GRAPHS_PER_FUNCTION * 16,
+            fail_on_recompile_limit_hit=True,
+            suppress_errors=False,
+            # torch's own numpy draws other numbers and rounds otherwise: let numpy itself run, between graphs
+            trace_numpy=False,
+            # torch would not notice a hook that a module gets later
+            skip_nnmodule_hook_guards=False,
+        ),
     ):
         yield
 
@@ -155,8 +175,15 @@ def graph_breaks() -> Counter[str]:
     """How often torch.compile gave up on something in this process, by reason, each in one line."""
     found: Counter[str] = Counter()
     for reason, times in counters["graph_break"].items():
-        found[reason.splitlines()[0].rstrip(".")] += times
+        found[_one_line(reason)] += times
     return found
+
+
+def _one_line(reason: str) -> str:
+    """The first line of torch's reason, and the function in question, which stands further down."""
+    first = reason.splitlines()[0].rstrip(".")
+    named = re.search(r"the function `([^`]+)`", reason)
+    return f"{first}: {named[1]}" if named else first
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-from torch._ops import OperatorBase, OpOverload
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,7 +43,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
     "BackendCompilerFailed",
@@ -66,7 +70,9 @@ __all__ = [
     "default_partition",
     "forget_step_hooks",
     "graph_inputs",
+    "has_inner_graphs",
     "has_own_checkpoint",
+    "is_wrapper",
     "onednn_is_enabled",
     "partitioned_by_torch",
     "quiet",
@@ -279,8 +285,19 @@ def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind that wraps others and that torch.compile can take apart."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
 def onednn_is_enabled() -> bool:
     return bool(torch._C._get_mkldnn_enabled())
+
+
+def has_inner_graphs(node: fx.Node) -> bool:
+    """Whether `node` calls graphs of its own, as torch.cond does."""
+    modules = (arg for arg in node.all_input_nodes if arg.op == "get_attr" and "val" not in arg.meta)
+    return isinstance(node.target, HigherOrderOperator) and next(modules, None) is not None
 
 
 def has_own_checkpoint(node: fx.Node) -> bool:
