@@ -24,10 +24,9 @@ from lowtide.torchside.hooks import (
     StorageWeakRef,
     TorchDispatchMode,
 )
+from lowtide.torchside.ops.schema import READS_VALUES
 
 Optimizer = torch.optim.Optimizer
-READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-"""Ops that give a number of Python."""
 
 
 @dataclass(slots=True)
@@ -79,7 +78,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = _fakes((args, kwargs))
-        if not inputs or func.namespace == "prim" or func in READS:
+        if not inputs or func.namespace == "prim" or func in READS_VALUES:
             return func(*args, **kwargs)
         self.collect()
         held = {storage_key(tensor) for tensor in inputs}
