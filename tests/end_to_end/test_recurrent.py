@@ -145,3 +145,53 @@ class Mixed(Tagger):
 def test_gradients_of_recurrent_cells_are_summed_as_eager_does(build: Any) -> None:
     torch.manual_seed(0)
     check(build(), torch.randint(0, WORDS, (6, 9)))
+
+
+class Packed(Tagger):
+    """Sentences of several lengths."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.front(x), lengths, batch_first=True)
+        output, last = self.layer(packed)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(output, batch_first=True)
+        return self.loss(padded) + (last[0] if isinstance(last, tuple) else last).sin().sum()
+
+
+class Steps(nn.Module):
+    """Cells in a loop of the user's own; odd sizes, whose strided rows end in the middle of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.cell, self.head = nn.Embedding(WORDS, 7), nn.GRUCell(7, 13), nn.Linear(13, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(x.shape[0], 13)
+        for step in self.front(x).unbind(1):
+            state = self.cell(step, state)
+        return F.cross_entropy(self.head(state), x[:, 0])
+
+
+def test_cells_in_a_loop_are_exact() -> None:
+    torch.manual_seed(0)
+    batch = torch.randint(0, WORDS, (5, 4))
+    model = Steps()
+    plain, planned = target_of(copy.deepcopy(model), batch), target_of(model, batch)
+    found = lowtide.profile(model, batch, optimizer=planned.optimizer)
+    found.plan(found.floor_bytes).apply(model)
+    assert differences(train(plain), train(planned)) == []
+    assert measured_peak(planned) <= found.floor_bytes
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_packed_sequences_run_between_the_graphs_and_count(kind: type) -> None:
+    torch.manual_seed(0)
+    model = Packed(kind, num_layers=2, dropout=0.2, bidirectional=True)
+    batch: Any = (torch.randint(0, WORDS, (6, 9)), torch.tensor([9, 7, 5, 5, 3, 2]))
+    plain, planned = target_of(copy.deepcopy(model), batch), target_of(model, batch)
+    found = lowtide.profile(model, batch, optimizer=planned.optimizer)
+    found.plan(found.floor_bytes).apply(model)
+    assert differences(train(plain), train(planned)) == []
+    assert measured_peak(planned) <= found.floor_bytes
+    others: Any = (torch.randint(0, WORDS, (6, 9)), torch.tensor([9, 9, 6, 2, 1, 1]))
+    results = [train(target_of(each.model, others)) for each in (plain, planned)]
+    assert differences(*results) == []

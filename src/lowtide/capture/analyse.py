@@ -26,7 +26,7 @@ from lowtide.methods import Kept, Method
 from lowtide.torchside import hooks
 from lowtide.torchside.calls import storage_key, target_name
 from lowtide.torchside.ops.dropout import extra_eager_bytes
-from lowtide.torchside.ops.recurrent_cells import extra_inside_bytes, extra_result_bytes
+from lowtide.torchside.ops.recurrent_bytes import extra_inside_bytes, extra_result_bytes
 from lowtide.torchside.ops.schema import writes_inputs
 
 OUTPUT = "output"

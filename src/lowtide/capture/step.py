@@ -29,7 +29,7 @@ from lowtide.torchside.ops.schema import short_name
 SCALARS_BYTES = 1024
 OUTSIDE = (
     "the model or its loss runs differentiable code outside of its graphs that torch.compile does not "
-    "follow; what that code itself holds is not counted"
+    "follow; what autograd keeps of it is counted, what it holds while it runs is not"
 )
 
 logger = logging.getLogger("lowtide")
@@ -160,6 +160,9 @@ def _add_scalars(analysis: Analysis, traced: Trace) -> None:
     for index in range(traced.num_in_model):
         name = f"scalars around graph {index}"
         analysis.add_storage(nbytes=SCALARS_BYTES, kind=Kind.OTHER, name=name, static=True)
+    if traced.outside_bytes:
+        name = "held by code outside of the graphs"
+        analysis.add_storage(nbytes=traced.outside_bytes, kind=Kind.ACTIVATION, name=name, static=True)
 
 
 def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:

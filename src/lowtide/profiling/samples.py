@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.profiling.rules import Values, values_for
 from lowtide.torchside.calls import Call, span_elements, storage_key
 from lowtide.torchside.ops.recurrent import with_forward_results
-from lowtide.torchside.ops.recurrent_cells import valid_batch_sizes
+from lowtide.torchside.ops.recurrent_bytes import valid_batch_sizes
 from lowtide.torchside.ops.schema import bound_arguments, schema_name
 
 _TILE_ELEMENTS = 1 << 14

@@ -158,15 +158,18 @@ def traced_by(
     ways: Mapping[OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]],
 ) -> Iterator[None]:
     """Trace ops that torch decomposes in ways of our own, each made from torch's."""
-    torchs = {op: {key: op.py_kernels[key] for key in TRACED_KEYS} for op in ways}
+    torchs = {op: {key: op.py_kernels.pop(key, None) for key in TRACED_KEYS} for op in ways}
     for op, kernels in torchs.items():
-        op.py_kernels.update({key: ways[op](kernel) for key, kernel in kernels.items()})
+        op.py_kernels.update({key: ways[op](kernel or op.decompose) for key, kernel in kernels.items()})
         op._dispatch_cache.clear()
     try:
         yield
     finally:
         for op, kernels in torchs.items():
-            op.py_kernels.update(kernels)
+            for key, kernel in kernels.items():
+                del op.py_kernels[key]
+                if kernel is not None:
+                    op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
-from lowtide.torchside.ops.recurrent_cells import ways_to_trace
+from lowtide.torchside.ops.recurrent_tracing import ways_to_trace
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
 - `dropout`: eager's own rounding, and the mask that it keeps
 - `norms`: the types of their statistics under autocast
 - `recurrent`: LSTM layers that are one op in eager, and their workspace
-- `recurrent_cells`: recurrent layers that eager computes cell by cell
+- `recurrent_cells`, `recurrent_tracing`, `recurrent_bytes`: those that eager computes cell by cell
 - `random`: which ops draw random numbers, and the state they draw from
 - `schema`: what an op's schema says: what it writes, what its results share
 """

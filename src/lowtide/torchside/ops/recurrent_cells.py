@@ -1,5 +1,5 @@
 """Recurrent layers that eager computes cell by cell in C++ (GRU, RNN, an LSTM with projections or of packed
-sequences), as one op per layer.
+sequences), as one op per layer; and the cell of a GRU alone.
 
 torch's decompositions of them round otherwise than eager's cells, which work in place, and are a thousand
 nodes for a sentence. Here one op runs eager's own layer, and its backward op runs that layer again under
@@ -9,16 +9,13 @@ Shortcomings: a layer is run twice, also where memory is plenty; CPU only; under
 called several times casts its weights each time, so that their gradients can differ in the last bits.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from lowtide.torchside import hooks
-from lowtide.torchside.calls import Call, call_of, signature, storage_key
-from lowtide.torchside.ops.recurrent import eager_runs_whole
+from lowtide.torchside.calls import storage_key
 
 Tensors = list[torch.Tensor]
 
@@ -32,8 +29,8 @@ KINDS = {
 }
 """Eager's ops of each kind: for padded and for packed sequences."""
 
-MEASURED_STEPS = (2, 4)
-"""Steps of the two short runs that tell what eager keeps per step."""
+GRU_CELL = "gru_cell"
+"""The kind of a single cell: it has one result and no time."""
 
 
 @torch.library.custom_op("lowtide::recurrent_cells", mutates_args=())
@@ -51,8 +48,8 @@ def recurrent_cells(  # noqa: PLR0917 - an op has no keywords
 
     `value` has time first; `autocast` is the type that autocast computes in, None where it is off.
     """
-    with torch.no_grad(), _casting(autocast, once=False):
-        results = _layer(kind, value, batch_sizes, hidden, weights, has_biases, bidirectional)
+    with torch.no_grad(), casting(autocast, once=False):
+        results = run_layer(kind, value, batch_sizes, hidden, weights, has_biases, bidirectional)
     return [*results, value.new_empty(0)]
 
 
@@ -82,8 +79,8 @@ def recurrent_cells_backward(  # noqa: PLR0917 - an op has no keywords
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip([value, *hidden, *weights], wanted, strict=True)
         ]
-        with _casting(autocast, once=True):
-            results = _layer(
+        with casting(autocast, once=True):
+            results = run_layer(
                 kind,
                 inputs[0],
                 batch_sizes,
@@ -117,11 +114,11 @@ def _apart(gradients: Tensors) -> Tensors:
     return gradients
 
 
-def _casting(dtype: torch.dtype | None, *, once: bool) -> torch.autocast:
+def casting(dtype: torch.dtype | None, *, once: bool) -> torch.autocast:
     return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=once)
 
 
-def _layer(  # noqa: PLR0917 - what an op of eager takes
+def run_layer(  # noqa: PLR0917 - what an op of eager takes
     kind: str,
     value: torch.Tensor,
     batch_sizes: torch.Tensor | None,
@@ -131,6 +128,8 @@ def _layer(  # noqa: PLR0917 - what an op of eager takes
     bidirectional: bool,
 ) -> Tensors:
     """Eager's own layer: its result and its last states."""
+    if kind == GRU_CELL:
+        return [aten.gru_cell(value, hidden[0], *weights)]
     padded, packed = KINDS[kind]
     states = hidden if kind == "lstm" else hidden[0]
     options = (weights, has_biases, 1, 0.0, True, bidirectional)
@@ -152,6 +151,8 @@ def _fake_cells(  # noqa: PLR0917 - an op has no keywords
 ) -> Tensors:
     directions = 2 if bidirectional else 1
     dtypes = _result_types(kind, value, hidden, weights, has_biases=has_biases, autocast=autocast)
+    if kind == GRU_CELL:
+        return [torch.empty_like(hidden[0], dtype=dtypes[0]), value.new_empty(0)]
     output = value.new_empty((*value.shape[:-1], hidden[0].shape[2] * directions), dtype=dtypes[0])
     states = [torch.empty_like(state, dtype=dtype) for state, dtype in zip(hidden, dtypes[1:], strict=True)]
     return [output, *states, value.new_empty(0)]
@@ -167,16 +168,16 @@ def _result_types(
     autocast: torch.dtype | None,
 ) -> list[torch.dtype]:
     """The types of a layer's results, from a real one of one cell of width 1."""
-    gates = {"gru": 3, "lstm": 4}.get(kind, 1)
+    gates = {"gru": 3, GRU_CELL: 3, "lstm": 4}.get(kind, 1)
     per_direction = 4 if has_biases else 2
-    with hooks.real_tensors(), _casting(autocast, once=False):
+    with hooks.real_tensors(), casting(autocast, once=False):
         tiny = [
             torch.zeros((gates, 1) if weight.dim() == 2 else (gates,), dtype=weight.dtype)
             for weight in weights[:per_direction]
         ]
-        states = [torch.zeros((1, 1, 1), dtype=state.dtype) for state in hidden]
-        results = _layer(
-            kind, torch.zeros((1, 1, 1), dtype=value.dtype), None, states, tiny, has_biases, False
+        states = [torch.zeros((1,) * state.dim(), dtype=state.dtype) for state in hidden]
+        results = run_layer(
+            kind, torch.zeros((1,) * value.dim(), dtype=value.dtype), None, states, tiny, has_biases, False
         )
     return [result.dtype for result in results]
 
@@ -229,96 +230,6 @@ CELLS = torch.ops.lowtide.recurrent_cells.default
 CELLS_BACKWARD = torch.ops.lowtide.recurrent_cells_backward.default
 
 
-def cells_of(kind: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """How to trace eager's op of `kind` for padded sequences; `torchs` is how torch does."""
-
-    def trace(  # noqa: PLR0917 - torch calls it so
-        value: torch.Tensor,
-        hidden: Any,
-        params: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        whole = kind == "lstm" and eager_runs_whole(value, hidden, [params])
-        if whole or value.device.type != "cpu":
-            options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
-            results: tuple[torch.Tensor, ...] = torchs(value, hidden, params, *options)
-            return results
-        value = value.transpose(0, 1) if batch_first else value
-        rate = dropout if train else 0.0
-        output, *states = _layers(
-            kind, value, None, hidden, params, has_biases, num_layers, rate, bidirectional
-        )
-        return output.transpose(0, 1) if batch_first else output, *states
-
-    return trace
-
-
-def packed_cells_of(kind: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for packed sequences."""
-
-    def trace(  # noqa: PLR0917 - torch calls it so
-        value: torch.Tensor,
-        batch_sizes: torch.Tensor,
-        hidden: Any,
-        params: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        if value.device.type != "cpu":
-            options = (has_biases, num_layers, dropout, train, bidirectional)
-            results: tuple[torch.Tensor, ...] = torchs(value, batch_sizes, hidden, params, *options)
-            return results
-        rate = dropout if train else 0.0
-        return _layers(kind, value, batch_sizes, hidden, params, has_biases, num_layers, rate, bidirectional)
-
-    return trace
-
-
-def ways_to_trace() -> dict[hooks.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """For each of eager's ops, from torch's way to trace it to ours."""
-    padded = {ops[0]: partial(cells_of, kind) for kind, ops in KINDS.items()}
-    packed = {ops[1]: partial(packed_cells_of, kind) for kind, ops in KINDS.items()}
-    return {**padded, **packed}
-
-
-def _layers(  # noqa: PLR0917
-    kind: str,
-    value: torch.Tensor,
-    batch_sizes: torch.Tensor | None,
-    hidden: Any,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    bidirectional: bool,
-) -> tuple[torch.Tensor, ...]:
-    """All layers, one op each, with the dropout between them."""
-    directions = 2 if bidirectional else 1
-    per_layer = len(params) // num_layers
-    states = list(hidden) if kind == "lstm" else [hidden]
-    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    ends: list[Tensors] = []
-    for layer in range(num_layers):
-        own = [state.narrow(0, layer * directions, directions) for state in states]
-        weights = list(params[layer * per_layer : (layer + 1) * per_layer])
-        value, *last, _ = recurrent_cells(
-            kind, value, batch_sizes, own, weights, has_biases, bidirectional, autocast
-        )
-        ends.append(last)
-        if dropout and layer < num_layers - 1:
-            value = torch.dropout(value, dropout, train=True)
-    joined = [each[0] if num_layers == 1 else torch.cat(each) for each in zip(*ends, strict=True)]
-    return value, *joined
-
-
 def add_in_eagers_order(graph: fx.Graph) -> None:
     """Let the backward of a layer add its gradients to the sum that was there before, one cell after the
     other as autograd does, where a weight or an input is used elsewhere as well; preserves all else."""
@@ -340,75 +251,3 @@ def add_in_eagers_order(graph: fx.Graph) -> None:
                 graph.erase_node(total)
         if any(earlier):
             node.args = (*node.args[:2], earlier, *node.args[3:])
-
-
-def valid_batch_sizes(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The sample of a packed layer with sizes that its rows can have; any other as it is."""
-    if call.target not in (CELLS, CELLS_BACKWARD):
-        return args
-    at = 1 if call.target is CELLS else 4
-    value, batch_sizes, hidden = args[at : at + 3]
-    if batch_sizes is None or not batch_sizes.numel():
-        return args
-    left, most = value.shape[0], hidden[0].shape[1]
-    sizes: list[int] = []
-    for remaining in reversed(range(batch_sizes.numel())):
-        sizes.append(min(sizes[-1] if sizes else most, left - remaining))
-        left -= sizes[-1]
-    return (*args[: at + 1], torch.tensor(sizes), *args[at + 2 :])
-
-
-def extra_result_bytes(node: fx.Node, made: torch.Tensor) -> int:
-    """How much more than a layer's result eager has there: what it keeps, in place of the empty tensor."""
-    if node.target is not CELLS or made is not node.meta["val"][-1]:
-        return 0
-    return eager_keeps_bytes(call_of(node))
-
-
-def extra_inside_bytes(node: fx.Node) -> int:
-    """How much more eager holds inside the backward of a layer: less, since it has kept what we make anew."""
-    if node.target is not CELLS_BACKWARD:
-        return 0
-    call = call_of(node)
-    return -eager_keeps_bytes(Call(CELLS, (call.args[0], *call.args[4:11])))
-
-
-_kept: dict[str, int] = {}
-
-
-def eager_keeps_bytes(call: Call) -> int:
-    """What eager's autograd keeps of a layer from its forward to its backward, results and inputs left out;
-    0 for any other op. From two short runs on real tensors: each step keeps as much as the one before."""
-    if call.target is not CELLS:
-        return 0
-    name = signature(call)
-    if name not in _kept:
-        value, batch_sizes, hidden = call.args[1:4]
-        batch = int(hidden[0].shape[1])
-        rows = int(value.shape[0]) if batch_sizes is not None else int(value.shape[0]) * batch
-        few, more = (_kept_bytes(call, steps) for steps in MEASURED_STEPS)
-        per_row = (more - few) / (batch * (MEASURED_STEPS[1] - MEASURED_STEPS[0]))
-        _kept[name] = round(few + per_row * (rows - batch * MEASURED_STEPS[0]))
-    return _kept[name]
-
-
-def _kept_bytes(call: Call, steps: int) -> int:
-    kind, value, _, hidden, weights, has_biases, bidirectional, autocast = call.args
-    blocks: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        blocks[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with hooks.real_tensors(), torch.enable_grad(), _casting(autocast, once=True):
-        shape = (steps, hidden[0].shape[1], value.shape[-1])
-        inputs = [torch.zeros(shape, dtype=value.dtype)]
-        inputs += [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in (*hidden, *weights)]
-        for tensor in inputs:
-            tensor.requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            states, parameters = inputs[1 : 1 + len(hidden)], inputs[1 + len(hidden) :]
-            results = _layer(kind, inputs[0], None, states, parameters, has_biases, bidirectional)
-        for tensor in (*inputs, *results):
-            blocks.pop(storage_key(tensor), None)
-    return sum(blocks.values())
