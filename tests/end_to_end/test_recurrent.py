@@ -191,7 +191,7 @@ def test_packed_sequences_run_between_the_graphs_and_count(kind: type) -> None:
     found = lowtide.profile(model, batch, optimizer=planned.optimizer)
     found.plan(found.floor_bytes).apply(model)
     assert differences(train(plain), train(planned)) == []
-    assert measured_peak(planned) <= found.floor_bytes
     others: Any = (torch.randint(0, WORDS, (6, 9)), torch.tensor([9, 9, 6, 2, 1, 1]))
     results = [train(target_of(each.model, others)) for each in (plain, planned)]
     assert differences(*results) == []
+    assert measured_peak(planned) <= found.floor_bytes
