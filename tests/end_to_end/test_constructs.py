@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from training import differences, measured_peak, train
 
 import lowtide
+from lowtide.capture.step import SCALARS_BYTES
 from lowtide.zoo.targets import Target
 
 ROWS, WIDTH = 64, 32
@@ -306,6 +307,13 @@ def test_what_models_are_made_of_is_exact_and_within_the_budget(name: str) -> No
     found.plan(budget).apply(planned.model)
     assert differences(train(plain), train(planned)) == []
     assert measured_peak(planned) <= budget
+
+
+@pytest.mark.parametrize("name", ["transposed batch", "func.grad", "einsum", "complex parameters", "vmap"])
+def test_eager_holds_what_a_formula_of_autograd_reads_to_its_end(name: str) -> None:
+    target = _target(name)
+    found = lowtide.profile(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
+    assert found.peak_bytes == pytest.approx(measured_peak(target), abs=SCALARS_BYTES + 64)
 
 
 def test_an_optimizer_in_the_backward_pass_is_exact() -> None:

@@ -45,8 +45,7 @@ def analyse(trace: Trace) -> Analysis:
         _forward(analysis, state, execution, states, fixed=fixed)
     for state in reversed(states):
         _backward(analysis, state, executions, states)
-        if state.index >= trace.num_in_model:
-            hold_within_formulas(analysis, state)
+        hold_within_formulas(analysis, state, only_eager=state.index < trace.num_in_model)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
     return analysis

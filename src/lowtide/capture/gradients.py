@@ -89,13 +89,22 @@ def add_gradients(analysis: Analysis, state: GraphState) -> None:
     analysis.nodes[end] = replace(analysis.nodes[end], makes=tuple(extra), holds=tuple(extra))
 
 
-def hold_within_formulas(analysis: Analysis, state: GraphState) -> None:
-    """The loss runs eagerly: what one of autograd's formulas makes on its way lives to the formula's end."""
-    for _, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
-        ranks = [state.rank[node] for node in group]
+def hold_within_formulas(analysis: Analysis, state: GraphState, *, only_eager: bool) -> None:
+    """Where autograd runs its formulas eagerly, what one makes on its way lives to its end: in the loss
+    always, in the model's own graphs where they run without a plan (`only_eager`)."""
+    for number, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
+        ranks = [state.rank[node] for node in group if not node.meta.get("is_gradient_acc")]
+        if len(ranks) < 2 or number is None:
+            continue
         last = analysis.nodes[ranks[-1]]
-        reads = tuple(dict.fromkeys((*last.reads, *ranks[:-1])))
-        analysis.nodes[last.rank] = replace(last, reads=reads)
+        if only_eager:
+            # autograd lets go of what it has kept, and of the gradient that came in, after the formula
+            kept = (read for rank in ranks for read in analysis.nodes[rank].reads)
+            held = dict.fromkeys(rank for rank in (*ranks, *kept) if rank != last.rank)
+            analysis.nodes[last.rank] = replace(last, eager_reads=tuple(held))
+        else:
+            reads = tuple(dict.fromkeys((*last.reads, *ranks[:-1])))
+            analysis.nodes[last.rank] = replace(last, reads=reads)
 
 
 def pin_returned(analysis: Analysis, states: list[GraphState], trace: Trace) -> None:

@@ -14,8 +14,12 @@ def as_eager(step: Step) -> Step:
     """The same step with the sizes that eager PyTorch's own ops have: what a user runs today."""
     storages = tuple(replace(s, nbytes=s.nbytes + s.extra_eager_bytes) for s in step.storages)
     nodes = tuple(
-        replace(node, workspace_bytes=max(0, node.workspace_bytes + node.extra_eager_bytes))
-        if node.extra_eager_bytes
+        replace(
+            node,
+            workspace_bytes=max(0, node.workspace_bytes + node.extra_eager_bytes),
+            reads=tuple(dict.fromkeys((*node.reads, *node.eager_reads))),
+        )
+        if node.extra_eager_bytes or node.eager_reads
         else node
         for node in step.nodes
     )
