@@ -13,7 +13,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lowtide import methods
-from lowtide.capture.gradients import add_gradients, add_tangent, hold_within_formulas, pin_returned
+from lowtide.capture.gradients import (
+    add_gradients,
+    add_outside,
+    add_tangent,
+    hold_within_formulas,
+    pin_returned,
+)
 from lowtide.capture.graphs import Execution, Trace, mutated_inputs
 from lowtide.capture.names import module_path, source_line
 from lowtide.capture.records import Analysis, GraphState, Place
@@ -46,6 +52,7 @@ def analyse(trace: Trace) -> Analysis:
     for state in reversed(states):
         _backward(analysis, state, executions, states)
         hold_within_formulas(analysis, state, only_eager=state.index < trace.num_in_model)
+    add_outside(analysis, states, trace)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
     return analysis

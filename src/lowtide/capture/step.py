@@ -160,9 +160,6 @@ def _add_scalars(analysis: Analysis, traced: Trace) -> None:
     for index in range(traced.num_in_model):
         name = f"scalars around graph {index}"
         analysis.add_storage(nbytes=SCALARS_BYTES, kind=Kind.OTHER, name=name, static=True)
-    if traced.outside_bytes:
-        name = "held by code outside of the graphs"
-        analysis.add_storage(nbytes=traced.outside_bytes, kind=Kind.ACTIVATION, name=name, static=True)
 
 
 def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:

@@ -200,7 +200,11 @@ def _trace(
         if value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(loss or sum_of_floats, collector)(output)
-        outside = held_outside(tensors_in((output, value)), collector.known(model, (args, kwargs)))
+        outside = held_outside(
+            tensors_in((output, value)),
+            collector.known(model, (args, kwargs)),
+            num_graphs=sum(execution.segment.differentiable for execution in collector.executions),
+        )
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         raise CaptureError(
             "the loss does not depend on any parameter that requires a gradient: "
@@ -224,7 +228,7 @@ def _trace(
         num_in_model=num_in_model,
         real_forward=collector.real,
         loss_outside=place is None,
-        outside_bytes=sum(outside.values()),
+        outside_bytes=outside,
     )
 
 

@@ -74,6 +74,7 @@ __all__ = [
     "has_own_checkpoint",
     "is_wrapper",
     "onednn_is_enabled",
+    "order_of",
     "partitioned_by_torch",
     "quiet",
     "real_tensors",
@@ -291,6 +292,11 @@ def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a kind that wraps others and that torch.compile can take apart."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def order_of(node: Any) -> int:
+    """A number that is larger for those of autograd's nodes that were made later."""
+    return int(node._sequence_nr())
 
 
 def onednn_is_enabled() -> bool:
