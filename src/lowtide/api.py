@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide import display
 from lowtide.capture.graphs import user_tensors
-from lowtide.capture.loop import Loop, Loss, Optimizer
+from lowtide.capture.loop import Loop, Loss, Optimizers
 from lowtide.capture.step import capture
 from lowtide.checking.verification import Verification
 from lowtide.checking.verification import verify as verify_target
@@ -19,6 +19,7 @@ from lowtide.profiles import Profile, load_profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.runner import remove, runner_of
+from lowtide.torchside.optimizers import as_one
 from lowtide.torchside.route import set_route
 from lowtide.zoo.targets import Target
 
@@ -41,7 +42,7 @@ def profile(
     model: nn.Module,
     batch: Any,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
@@ -50,7 +51,8 @@ def profile(
 ) -> Profile:
     """Capture one training step and measure its ops, without running the step.
 
-    `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `loss`: a function
+    `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `optimizer`: one, or a
+    list of those that step one after the other. `loss`: a function
     of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
     tensors. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
     `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)` is called
@@ -68,7 +70,7 @@ def profile(
     limit_bytes = parse_size(memory_limit)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         line.stage("capturing the step")
-        captured = capture(model, batch, optimizer=optimizer, loss=loss)
+        captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss)
         line.stage("measuring its ops")
         count = progress or line.count
         if mode == "run":
@@ -86,7 +88,7 @@ def checkpoint(
     batch: Any,
     *,
     budget: str | int,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     planner: str = "auto",
 ) -> nn.Module:
@@ -105,7 +107,7 @@ def verify(
     batch: Any,
     plan: Plan,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     timed_runs: int = 5,
 ) -> Verification:
@@ -118,7 +120,7 @@ def verify(
     remove(model)
     try:
         return verify_target(
-            Target(type(model).__name__, model, batch, optimizer, loss), plan, timed_runs=timed_runs
+            Target(type(model).__name__, model, batch, as_one(optimizer), loss), plan, timed_runs=timed_runs
         )
     finally:
         set_route(model, applied)

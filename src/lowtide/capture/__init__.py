@@ -4,7 +4,7 @@
 - `graphs`: what a trace consists of: joint graphs, their inputs, their order
 - `tangents`, `regions`: which gradients are asked for; which nodes run forward and which backward
 - `analyse`, `records`, `gradients`: ranks, storages and recipes of all nodes
-- `optimizer`: what `optimizer.step()` allocates, op by op
+- `optimizer`, `doubles`, `stand_ins`: what `optimizer.step()` allocates, op by op, or estimated
 - `step`: all of that as one `Step`, with the call behind every run
 - `names`, `fingerprint`, `identity`: where a node comes from; which graph, model and batch it is
 - `failures`, `forecast`, `untouched`: what cannot be captured; what a real forward takes; nothing left behind

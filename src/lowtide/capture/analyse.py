@@ -13,17 +13,26 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lowtide import methods
-from lowtide.capture.gradients import add_gradients, add_tangent, hold_within_formulas, pin_returned
+from lowtide.capture.gradients import (
+    add_gradients,
+    add_outside,
+    add_tangent,
+    hold_within_formulas,
+    pin_returned,
+)
 from lowtide.capture.graphs import Execution, Trace, mutated_inputs
 from lowtide.capture.names import module_path, source_line
 from lowtide.capture.records import Analysis, GraphState, Place
+from lowtide.capture.refusals import refuse_empty_buffers
 from lowtide.capture.regions import specialise, split
 from lowtide.capture.tangents import stands_for
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind, Recipe, Region
 from lowtide.methods import Kept, Method
+from lowtide.torchside import hooks
 from lowtide.torchside.calls import storage_key, target_name
 from lowtide.torchside.ops.dropout import extra_eager_bytes
+from lowtide.torchside.ops.recurrent_bytes import extra_inside_bytes, extra_result_bytes
 from lowtide.torchside.ops.schema import writes_inputs
 
 OUTPUT = "output"
@@ -31,6 +40,8 @@ OUTPUT = "output"
 
 def analyse(trace: Trace) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read."""
+    for execution in trace.executions:
+        refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
     analysis = Analysis(missing=missing, segments=[execution.segment for execution in executions])
     states = [GraphState(index, execution.segment) for index, execution in enumerate(executions)]
@@ -40,8 +51,8 @@ def analyse(trace: Trace) -> Analysis:
         _forward(analysis, state, execution, states, fixed=fixed)
     for state in reversed(states):
         _backward(analysis, state, executions, states)
-        if state.index >= trace.num_in_model:
-            hold_within_formulas(analysis, state)
+        hold_within_formulas(analysis, state, only_eager=state.index < trace.num_in_model)
+    add_outside(analysis, states, trace)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
     return analysis
@@ -150,6 +161,11 @@ def _add_primal(
 
 def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region) -> None:
     name = state.name(node)
+    if hooks.has_inner_graphs(node):
+        raise CaptureError(
+            f"'{name}' has graphs of its own inside (torch.cond, torch.while_loop), which cannot be planned: "
+            "write it with torch.where, or put @torch._dynamo.disable on the function that calls it"
+        )
     static = node.op == "get_attr"
     makes: list[int] = []
     holds: list[int] = []
@@ -166,7 +182,7 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
                 kind=Kind.OTHER,
                 name=name,
                 static=static,
-                extra_eager_bytes=extra_eager_bytes(node, tensor),
+                extra_eager_bytes=extra_eager_bytes(node, tensor) + extra_result_bytes(node, tensor),
             )
             makes.append(state.storage_of[key])
         if state.storage_of[key] not in holds:
@@ -185,6 +201,7 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
         reads=tuple(state.rank[source] for source in node.all_input_nodes),
         holds=tuple(holds),
         makes=tuple(makes),
+        extra_eager_bytes=extra_inside_bytes(node),
     )
     analysis.places[rank] = Place(state.index, node)
 

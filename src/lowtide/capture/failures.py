@@ -13,6 +13,25 @@ from lowtide.torchside import hooks
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
+LOOP_HINT = (
+    "It cannot break a graph inside a loop: take the cause away, or write the loop's body as a module with a "
+    "forward of its own"
+)
+SCRIPT_HINT = "Use the module that was scripted or traced: what TorchScript runs cannot be planned"
+HINTS = {
+    "Module-level backwards hooks": (
+        "In a loop or nn.Sequential it cannot break the graph at a module with backward hooks: remove the "
+        "hook, or register one on the tensor in forward (`x.register_hook`)"
+    ),
+    "retain_grad": "Use `x.register_hook` to look at the gradient of a value inside of the model",
+    "torch.jit": SCRIPT_HINT,
+    "_CachedForward": SCRIPT_HINT,
+    "NestedTensor": "Pad the batch, or pass a nested tensor of layout torch.jagged",
+    "save_on_cpu": "lowtide decides what is kept: leave save_on_cpu out",
+}
+"""What to do next, by what torch says."""
+
+
 class NeedsValues(Exception):
     """The model's Python code wants from fake tensors what only real ones have."""
 
@@ -58,11 +77,8 @@ def nothing_captured(reasons: Iterable[str]) -> str:
             "nothing of this model could be captured: torch.compile skipped it whole. "
             "Is its forward disabled with torch._dynamo.disable, or a function outside of Python?"
         )
-    return (
-        f"nothing of this model could be captured: torch.compile gave up on its forward ({why}). "
-        "It cannot break a graph inside a loop: take the cause away, or write the loop's body as a module "
-        "with a forward of its own"
-    )
+    hint = next((hint for words, hint in HINTS.items() if words in why), LOOP_HINT)
+    return f"nothing of this model could be captured: torch.compile gave up on its forward ({why}). {hint}"
 
 
 def _user_line(error: BaseException) -> str:

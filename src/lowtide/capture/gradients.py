@@ -12,6 +12,8 @@ from lowtide.capture.tangents import stands_for
 from lowtide.facts import Kind, Region
 from lowtide.torchside.calls import storage_key
 
+OUTSIDE = "held by code outside of the graphs"
+
 
 def add_tangent(
     analysis: Analysis,
@@ -89,13 +91,42 @@ def add_gradients(analysis: Analysis, state: GraphState) -> None:
     analysis.nodes[end] = replace(analysis.nodes[end], makes=tuple(extra), holds=tuple(extra))
 
 
-def hold_within_formulas(analysis: Analysis, state: GraphState) -> None:
-    """The loss runs eagerly: what one of autograd's formulas makes on its way lives to the formula's end."""
-    for _, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
-        ranks = [state.rank[node] for node in group]
+def hold_within_formulas(analysis: Analysis, state: GraphState, *, only_eager: bool) -> None:
+    """Where autograd runs its formulas eagerly, what one makes on its way lives to its end: in the loss
+    always, in the model's own graphs where they run without a plan (`only_eager`)."""
+    for number, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
+        ranks = [state.rank[node] for node in group if not node.meta.get("is_gradient_acc")]
+        if len(ranks) < 2 or number is None:
+            continue
         last = analysis.nodes[ranks[-1]]
-        reads = tuple(dict.fromkeys((*last.reads, *ranks[:-1])))
-        analysis.nodes[last.rank] = replace(last, reads=reads)
+        if only_eager:
+            # autograd lets go of what it has kept, and of the gradient that came in, after the formula
+            kept = (read for rank in ranks for read in analysis.nodes[rank].reads)
+            held = dict.fromkeys(rank for rank in (*ranks, *kept) if rank != last.rank)
+            analysis.nodes[last.rank] = replace(last, eager_reads=tuple(held))
+        else:
+            reads = tuple(dict.fromkeys((*last.reads, *ranks[:-1])))
+            analysis.nodes[last.rank] = replace(last, reads=reads)
+
+
+def add_outside(analysis: Analysis, states: list[GraphState], trace: Trace) -> None:
+    """What autograd keeps of code between graphs: from the end of the graph before it until that graph's own
+    backward pass begins; throughout, where there is no such graph."""
+    graphs = [state for state in states if state.segment.differentiable]
+    for before, nbytes in sorted(trace.outside_bytes.items()):
+        state = graphs[before - 1] if before else None
+        arrived = [state.rank[node] for node in state.tangents if node in state.rank] if state else []
+        made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=OUTSIDE, static=not arrived)
+        if state is None or not arrived:
+            continue
+        end = next(
+            node.rank
+            for node in analysis.nodes
+            if (node.op, node.region, node.segment) == ("output", Region.FORWARD, state.index)
+        )
+        output, tangent = analysis.nodes[end], analysis.nodes[max(arrived)]
+        analysis.nodes[end] = replace(output, makes=(*output.makes, made), holds=(*output.holds, made))
+        analysis.nodes[tangent.rank] = replace(tangent, reads=(*tangent.reads, end))
 
 
 def pin_returned(analysis: Analysis, states: list[GraphState], trace: Trace) -> None:

@@ -63,7 +63,8 @@ class Trace:
     `returned` are the (execution, output) that the caller holds; `given` those whose gradient comes from
     outside of the graphs: the loss. `loss_outside`: the loss itself was made outside of them, so that
     nobody can tell which outputs it reads, and all of them may get a gradient. The first `num_in_model`
-    are the model's own, the others the loss's.
+    are the model's own, the others the loss's. `outside_bytes`: what autograd holds of code
+    between them, by how many graphs with a backward pass had run before it.
     """
 
     executions: list[Execution]
@@ -72,6 +73,7 @@ class Trace:
     num_in_model: int
     real_forward: bool = False
     loss_outside: bool = False
+    outside_bytes: dict[int, int] = field(default_factory=dict)
 
 
 def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:

@@ -1,28 +1,32 @@
 """What a training loop does with a model's output, as far as the user told."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
+from lowtide.torchside.optimizers import as_one
+
 Loss = Callable[[Any], torch.Tensor]
-Optimizer = torch.optim.Optimizer
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The loss and the optimizer that a step was captured with; the optimizer is not kept alive."""
+    """The loss and the optimizers that a step was captured with; the optimizers are not kept alive."""
 
     loss: Loss | None = None
-    reference: "weakref.ref[Optimizer] | None" = None
+    references: "tuple[weakref.ref[torch.optim.Optimizer], ...]" = ()
 
     @classmethod
-    def of(cls, optimizer: Optimizer | None, loss: Loss | None) -> Self:
-        return cls(loss, None if optimizer is None else weakref.ref(optimizer))
+    def of(cls, optimizer: Optimizers | None, loss: Loss | None) -> Self:
+        every = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ()
+        return cls(loss, tuple(weakref.ref(each) for each in every))
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        """None where there is none any more."""
-        return None if self.reference is None else self.reference()
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """All of them as one; None where there is none, or one of them is gone."""
+        alive = [each for reference in self.references if (each := reference()) is not None]
+        return as_one(alive) if len(alive) == len(self.references) else None

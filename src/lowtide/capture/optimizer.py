@@ -4,31 +4,37 @@ The optimizer's own Python code runs on fake copies of the parameters, so tempor
 long as that code holds them, for loops, foreach and fused variants alike.
 """
 
-import copy
 import warnings
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from lowtide.capture.doubles import double_of, fake_like, held_tensors, state_tensors
+from lowtide.capture.stand_ins import Estimate, estimate
 from lowtide.errors import CaptureError
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.hooks import (
+    DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     StorageWeakRef,
     TorchDispatchMode,
-    forget_step_hooks,
 )
+from lowtide.torchside.ops.schema import READS_VALUES
 
 Optimizer = torch.optim.Optimizer
 
 
 @dataclass(slots=True)
 class OptimizerOp:
-    """One op of `optimizer.step()`: storages (by key) it reads, makes and, after it, frees."""
+    """One op of `optimizer.step()`: storages (by key) it reads, makes and, after it, frees.
+
+    One that is `estimated` stands for a whole step, and its `target` is a name.
+    """
 
     target: Any
     args: tuple[Any, ...]
@@ -36,13 +42,14 @@ class OptimizerOp:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     frees: tuple[int, ...] = ()
+    estimated: bool = False
 
 
 @dataclass(slots=True)
 class OptimizerTrace:
     """`sizes` are bytes by storage key (temporaries have negative keys); the rest says what keys are.
 
-    `parameters` and `gradients` give the identity of the user's parameter.
+    `parameters` and `gradients` give the identity of the user's parameter. `note` says what is estimated.
     """
 
     ops: list[OptimizerOp]
@@ -50,6 +57,11 @@ class OptimizerTrace:
     state: tuple[int, ...]
     parameters: dict[int, int]
     gradients: dict[int, int]
+    note: str = ""
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(self.sizes[key] for key in self.state)
 
 
 class _Recorder(TorchDispatchMode):
@@ -66,7 +78,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = _fakes((args, kwargs))
-        if not inputs or func.namespace == "prim":
+        if not inputs or func.namespace == "prim" or func in READS_VALUES:
             return func(*args, **kwargs)
         self.collect()
         held = {storage_key(tensor) for tensor in inputs}
@@ -110,109 +122,170 @@ class _Recorder(TorchDispatchMode):
             self.ops[-1].frees = (*self.ops[-1].frees, *names)
 
 
+class _Answers(TorchDispatchMode):
+    """Answer code that reads the value of a fake tensor: a number is 1, a condition is `condition`."""
+
+    def __init__(self, *, condition: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.condition = condition
+        self.numbers = self.conditions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            tensors = _fakes((args, kwargs or {}))
+            if tensors[0].dtype is torch.bool or func is torch.ops.aten.equal.default:
+                self.conditions += 1
+                return self.condition
+            self.numbers += 1
+            return 1.0 if tensors[0].dtype.is_floating_point else 1
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A traced step, and how far it can be relied on: it `reads` values, or even `chooses` by them."""
+
+    trace: OptimizerTrace
+    reads: bool
+    chooses: bool
+    condition: bool
+    closure: bool
+
+
 def trace_optimizer(optimizer: Optimizer, gradients: Container[int]) -> OptimizerTrace:
     """Trace the second step of `optimizer` (its state already there).
 
-    `gradients` has the identities of the parameters that get one.
+    `gradients` has the identities of the parameters that get one. Where the optimizer's code reads values,
+    which fake tensors have not, its trace has a `note`: what it holds is an estimate.
     """
     optimizer = _unwrapped(optimizer)
+    name = type(optimizer).__name__
+    errors: list[Exception] = []
+    found = list(_attempts(optimizer, gradients, errors))
+    if found and not found[0].reads:
+        return found[0].trace
+    trace = found[0].trace if found else None
+    if trace is None or found[0].chooses:
+        try:
+            trace = _compared(found, estimate(optimizer, gradients), name)
+        except Exception as error:  # whatever the optimizer's own code raises
+            errors.append(error)
+    if trace is None:
+        raise CaptureError(
+            f"cannot trace {name}.step(): {_one_line(errors[0])}. "
+            "Leave the optimizer out (`optimizer=None`) to plan for forward and backward alone"
+        ) from errors[0]
+    note = (
+        f"{name} reads values in its step, or needs a closure: its state and temporaries are estimated, and "
+        "the optimizer's part of the peak with them. Leave room in the budget"
+    )
+    return replace(trace, note=note)
+
+
+def _attempts(optimizer: Optimizer, gradients: Container[int], errors: list[Exception]) -> Iterator[_Attempt]:
+    """Traces without and with a closure; a second one, where it chooses by values, for the other choice."""
+    for condition in (False, True):
+        for closure in (False, True):
+            try:
+                attempt = _attempt(optimizer, gradients, condition=condition, closure=closure)
+            except Exception as error:  # whatever the optimizer's own code raises
+                errors.append(error)
+                continue
+            yield attempt
+            if not attempt.chooses:
+                return
+            break
+
+
+def _compared(found: list[_Attempt], real: Estimate, name: str) -> OptimizerTrace:
+    """The attempt that is right about the state of a small optimizer of the same kind, else the estimate."""
+    same = [attempt for attempt in _attempts(real.small, real.trained, []) if attempt.chooses]
+    for attempt in same:
+        traced_bytes = attempt.trace.state_bytes
+        for own in found:
+            matches = (own.condition, own.closure) == (attempt.condition, attempt.closure)
+            if matches and abs(traced_bytes - real.small_state_bytes) <= 0.01 * real.small_state_bytes:
+                return own.trace
+    return _as_trace(real, name)
+
+
+def _one_line(error: Exception | None) -> str:
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
+
+
+def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool, closure: bool) -> _Attempt:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            fakes[id(parameter)] = _fake_parameter(parameter, mode)
-    try:
-        double = _double(optimizer, fakes, mode)
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            _give_gradients(fakes, gradients)
-            double.step()
-            kept = _state_tensors(double)
-            recorder = _Recorder(mode)
-            with recorder:
-                double.step()
-                recorder.collect()
-    except Exception as error:
-        raise CaptureError(
-            f"cannot trace {type(optimizer).__name__}.step(): {error}. "
-            "Leave the optimizer out (`optimizer=None`) to plan for forward and backward alone"
-        ) from error
+            fakes[id(parameter)] = fake_like(parameter, mode)
+    double = double_of(optimizer, fakes, mode)
+
+    def evaluate() -> torch.Tensor:
+        _give_gradients(fakes, gradients)
+        return torch.ones(())
+
+    take_step = partial(double.step, evaluate) if closure else double.step
+    with warnings.catch_warnings(), torch.no_grad(), _Answers(condition=condition) as answers:
+        warnings.simplefilter("ignore")
+        _give_gradients(fakes, gradients)
+        take_step()
+        _give_gradients(fakes, gradients)
+        own = {id(fake) for fake in fakes.values()}
+        kept = [
+            tensor for tensor in held_tensors(double) if id(tensor) not in own and _counts(tensor, double)
+        ]
+        recorder = _Recorder(mode)
+        with recorder:
+            take_step()
+            recorder.collect()
     if not recorder.ops and any(fake.grad is not None for fake in fakes.values()):
-        raise CaptureError(
-            f"{type(optimizer).__name__}.step() does nothing with the parameters that it is given: "
-            "leave the optimizer out (`optimizer=None`) to plan for forward and backward alone"
-        )
+        raise CaptureError("it does nothing with the parameters that it is given")
     sizes = dict(recorder.sizes)
     for tensor in kept:
         sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    parameters = {storage_key(fake): key for key, fake in fakes.items()}
-    grads = {storage_key(fake.grad): key for key, fake in fakes.items() if fake.grad is not None}
-    return OptimizerTrace(
+    trace = OptimizerTrace(
         ops=recorder.ops,
         sizes=sizes,
         state=tuple(dict.fromkeys(storage_key(tensor) for tensor in kept)),
-        parameters=parameters,
-        gradients=grads,
+        parameters={storage_key(fake): key for key, fake in fakes.items()},
+        gradients={storage_key(fake.grad): key for key, fake in fakes.items() if fake.grad is not None},
     )
+    return _Attempt(
+        trace,
+        reads=closure or bool(answers.numbers or answers.conditions),
+        chooses=bool(answers.conditions),
+        condition=condition,
+        closure=closure,
+    )
+
+
+def _counts(tensor: torch.Tensor, optimizer: Optimizer) -> bool:
+    """A number that is no parameter's state, such as a learning rate, is the user's own."""
+    return bool(tensor.dim()) or any(tensor is state for state in state_tensors(optimizer))
+
+
+def _as_trace(found: Estimate, name: str) -> OptimizerTrace:
+    """One op that makes all temporaries at once, with all state as one block."""
+    state, temporary = 1, -1
+    op = OptimizerOp(f"{name}.step", (), {}, reads=(), makes=(temporary,), frees=(temporary,), estimated=True)
+    sizes = {state: found.state_bytes, temporary: found.peak_bytes}
+    return OptimizerTrace(ops=[op], sizes=sizes, state=(state,), parameters={}, gradients={})
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimizer behind one that only passes on what it is asked, as accelerate's does."""
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    if not inner:
-        return optimizer
     if isinstance(getattr(type(optimizer), "param_groups", None), property) and len(inner) == 1:
         return _unwrapped(inner[0])
-    raise CaptureError(
-        f"{type(optimizer).__name__} works through another optimizer, {type(inner[0]).__name__}, and what "
-        "it holds besides cannot be told: pass that one as `optimizer=`, and leave room in the budget"
-    )
-
-
-def _fake_parameter(parameter: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    with mode:
-        fake = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
-    return fake.requires_grad_(parameter.requires_grad)
+    return optimizer
 
 
 def _give_gradients(fakes: dict[int, torch.Tensor], gradients: Container[int]) -> None:
     for key, fake in fakes.items():
-        if key in gradients:
+        if key in gradients and fake.grad is None:
             fake.grad = torch.empty_like(fake, requires_grad=False)
-
-
-def _double(optimizer: Optimizer, fakes: dict[int, torch.Tensor], mode: FakeTensorMode) -> Optimizer:
-    """The same optimizer over fake parameters; the user's own is not touched."""
-    double = copy.copy(optimizer)
-    double.__dict__ = dict(optimizer.__dict__)
-    double.param_groups = [
-        {**group, "params": [fakes[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    state: Any = type(optimizer.state)(dict)
-    for parameter, values in optimizer.state.items():
-        state[fakes[id(parameter)]] = {
-            name: _fake_parameter(value, mode)
-            if isinstance(value, torch.Tensor) and value.dim()
-            else copy.copy(value.clone() if isinstance(value, torch.Tensor) else value)
-            for name, value in values.items()
-        }
-    double.state = state
-    # a learning-rate scheduler counts calls by wrapping `step` on the instance
-    double.__dict__.pop("step", None)
-    forget_step_hooks(double)
-    return double
-
-
-def _state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [
-        value
-        for values in optimizer.state.values()
-        for value in pytree.tree_leaves(dict(values))
-        if isinstance(value, torch.Tensor)
-    ]
 
 
 def _fakes(tree: Any) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
+from lowtide.capture.refusals import refuse_what_cannot_be_traced
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.errors import CaptureError
@@ -30,7 +31,7 @@ from lowtide.torchside.ops.schema import short_name
 SCALARS_BYTES = 1024
 OUTSIDE = (
     "the model or its loss runs differentiable code outside of its graphs that torch.compile does not "
-    "follow; what that code itself holds is not counted"
+    "follow; what autograd keeps of it is counted, what it holds while it runs is not"
 )
 
 logger = logging.getLogger("lowtide")
@@ -62,6 +63,7 @@ def capture(
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
+    refuse_what_cannot_be_traced(model, (args, kwargs))
     with rarely_collected():
         traced = trace(model, args, kwargs, loss=loss)
         captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
@@ -86,15 +88,20 @@ def captured_step(
     _add_unread(analysis, model, batch)
     _add_scalars(analysis, traced)
     calls = _calls(analysis, {})
+    notes = _notes(analysis, traced)
     if optimizer is not None:
         _check_parameters(optimizer, model)
-        _add_optimizer(analysis, trace_optimizer(optimizer, analysis.gradients), calls)
+        traced_step = trace_optimizer(optimizer, analysis.gradients)
+        _add_optimizer(analysis, traced_step, calls)
+        if traced_step.note:
+            notes = (*notes, traced_step.note)
+            logger.warning(traced_step.note)
     step = Step(
         nodes=tuple(analysis.nodes),
         storages=tuple(analysis.storages),
         fingerprint="+".join(segment.fingerprint for segment in analysis.segments),
         device=_device(model),
-        notes=_notes(analysis, traced),
+        notes=notes,
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
         methods=tuple((method.name, method.words) for method in methods.METHODS),
@@ -255,8 +262,10 @@ def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, 
             reads=tuple(dict.fromkeys(maker[key] for key in used)),
             holds=makes,
             makes=makes,
+            estimated=bool(traced.note),
         )
-        calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
+        if not op.estimated:
+            calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
 
 
 Cost = tuple[float, int, bool]
@@ -267,7 +276,7 @@ def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
     """The step with the costs of every run filled in; a recipe without one costs what its node does."""
     nodes = []
     for node in step.nodes:
-        own = costs.get(Run(node.rank), (0.0, 0, False))
+        own = costs.get(Run(node.rank), (0.0, 0, node.estimated))
         recipes = []
         for recipe in node.recipes:
             seconds, inside, _ = costs.get(Run(node.rank, recipe.method), own)
@@ -278,7 +287,7 @@ def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
                 node,
                 seconds=seconds,
                 workspace_bytes=workspace,
-                estimated=estimated,
+                estimated=estimated or node.estimated,
                 recipes=tuple(recipes),
             )
         )

@@ -24,6 +24,7 @@ from lowtide.capture.graphs import (
     mutated_inputs,
     name_tensors,
     new_segment,
+    user_tensors,
 )
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.untouched import untouched
@@ -34,6 +35,7 @@ from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.ops.random import is_random
+from lowtide.torchside.outside import held_outside
 from lowtide.torchside.route import call_model
 from lowtide.torchside.tracing import compiled
 
@@ -128,6 +130,10 @@ class Collector:
         self._made.clear()
         self._alive.clear()
 
+    def known(self, model: nn.Module, batch: Any) -> set[int]:
+        """Storages that are counted anyway: of the user's tensors, and of what the graphs returned."""
+        return {*self._made, *(storage_key(tensor) for tensor in user_tensors(model, batch))}
+
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The (execution, output) that made this tensor."""
         return self._made.get(storage_key(tensor))
@@ -192,7 +198,9 @@ def _trace(
         if not num_in_model:
             raise CaptureError(failures.nothing_captured(dynamo.graph_breaks() - breaks))
         returned = frozenset(
-            place for leaf in tensors_in(output) if (place := collector.where(leaf)) is not None
+            place
+            for leaf in tensors_in((output, [vars(module) for module in model.modules()]))
+            if (place := collector.where(leaf)) is not None
         )
         value = own_loss(output) if loss is None else None
         if value is None and any_loss:
@@ -202,6 +210,11 @@ def _trace(
         elif value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(loss or sum_of_floats, collector)(output)
+        outside = held_outside(
+            tensors_in((output, value)),
+            collector.known(model, (args, kwargs)),
+            num_graphs=sum(execution.segment.differentiable for execution in collector.executions),
+        )
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         raise CaptureError(
             "the loss does not depend on any parameter that requires a gradient: "
@@ -220,6 +233,7 @@ def _trace(
         num_in_model=num_in_model,
         real_forward=collector.real,
         loss_outside=place is None,
+        outside_bytes=outside,
     )
 
 

@@ -17,26 +17,29 @@ CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Give the model's attributes, what its lists and dicts and buffers contain, and all random states back
-    as they were.
+    """Give the model's attributes, what its lists, dicts and buffers contain, and all random states back as
+    they were, those of the model's own generators too.
 
-    A forward pass may keep what it computes (`self.last = x`), which at capture is no real tensor; code
-    before the first graph works on real ones.
+    A forward pass may keep what it computes (`self.last = x`), which at capture is no real tensor. Code that
+    torch.compile does not follow runs on real tensors, and changes buffers.
     """
     python, numbers = random.getstate(), numpy.random.get_state()
     containers = _containers((vars(module) for module in model.modules()), seen=set())
-    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    generators = [(each, each.get_state()) for each in _generators(containers)]
     try:
         with torch.random.fork_rng(devices=_accelerators(model)):
             yield
     finally:
         random.setstate(python)
         numpy.random.set_state(numbers)
+        for generator, state in generators:
+            generator.set_state(state)
         for container, before in containers:
             _refill(container, before)
         with torch.no_grad():
-            for buffer, contents, version in buffers:
-                if buffer._version != version:
+            for buffer, contents in buffers:
+                if not torch.equal(buffer, contents):
                     buffer.copy_(contents)
 
 
@@ -50,6 +53,11 @@ def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Containe
             inside = list(value.values() if isinstance(value, dict) else value)
             found += _containers(inside, seen=seen)
     return found
+
+
+def _generators(containers: list[tuple[Container, Container]]) -> list[torch.Generator]:
+    values = [value for one, _ in containers for value in (one.values() if isinstance(one, dict) else one)]
+    return [value for value in values if isinstance(value, torch.Generator)]
 
 
 def _refill(container: Container, before: Container) -> None:

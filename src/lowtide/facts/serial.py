@@ -217,6 +217,7 @@ def _node(row: dict[str, Any]) -> Node:
             "reads": tuple(row["reads"]),
             "holds": tuple(row["holds"]),
             "makes": tuple(row["makes"]),
+            "eager_reads": tuple(row.get("eager_reads", ())),
             "recipes": tuple(_recipe(values) for values in row["recipes"]),
         }
     )

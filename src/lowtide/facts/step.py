@@ -81,6 +81,9 @@ class Node:
     none, `fixed` says why. `on_demand`: it makes what a recipe keeps from the forward pass, and runs only
     in schedules where such a recipe reads it.
     `estimated` marks times that were scaled from a smaller or similar op instead of measured.
+    `extra_eager_bytes`: how much more eager PyTorch's own version holds inside; negative for less.
+    `eager_reads` are ranks whose values eager holds until here as well, as a formula of autograd does with
+    what it makes on its way.
     """
 
     rank: int
@@ -100,6 +103,8 @@ class Node:
     fixed: str = ""
     on_demand: bool = False
     estimated: bool = False
+    extra_eager_bytes: int = 0
+    eager_reads: tuple[int, ...] = ()
 
     def recipe(self, method: str) -> Recipe | None:
         """Its recipe by that method."""

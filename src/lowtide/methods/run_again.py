@@ -13,6 +13,7 @@ from lowtide.torchside.hooks import OpOverload
 from lowtide.torchside.ops.dropout import dropout_output
 from lowtide.torchside.ops.random import is_random
 from lowtide.torchside.ops.recurrent import RUNS_ONCE, recurrent_layer
+from lowtide.torchside.ops.recurrent_cells import CELLS
 from lowtide.torchside.ops.schema import writes_inputs
 
 REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
@@ -51,7 +52,7 @@ def reason_unrepeatable(node: fx.Node) -> str:
         return "writes to one of its inputs"
     if target.namespace in ("_c10d_functional", "c10d_functional", "c10d"):
         return "talks to other processes"
-    if target.namespace not in REPEATABLE_NAMESPACES:
+    if target.namespace not in REPEATABLE_NAMESPACES and target is not CELLS:
         return "a custom op: not known to give the same result twice"
     if node.kwargs.get("generator") is not None:
         return "draws from a generator of its own"

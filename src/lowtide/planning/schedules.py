@@ -14,7 +14,17 @@ ENDS = ("placeholder", "output")
 def as_eager(step: Step) -> Step:
     """The same step with the sizes that eager PyTorch's own ops have: what a user runs today."""
     storages = tuple(replace(s, nbytes=s.nbytes + s.extra_eager_bytes) for s in step.storages)
-    return replace(step, storages=storages)
+    nodes = tuple(
+        replace(
+            node,
+            workspace_bytes=max(0, node.workspace_bytes + node.extra_eager_bytes),
+            reads=tuple(dict.fromkeys((*node.reads, *node.eager_reads))),
+        )
+        if node.extra_eager_bytes or node.eager_reads
+        else node
+        for node in step.nodes
+    )
+    return replace(step, storages=storages, nodes=nodes)
 
 
 def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:

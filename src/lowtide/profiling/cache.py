@@ -16,7 +16,7 @@ from lowtide.torchside.calls import OpCost
 _log = logging.getLogger(__name__)
 
 # Raised when costs are measured in another way, so that old files are left alone.
-_METHOD = 5
+_METHOD = 6
 
 Order = list[int] | None
 """Dimensions of a result as they lie in memory, from the outermost; None where it has gaps."""

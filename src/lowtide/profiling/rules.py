@@ -79,6 +79,13 @@ def _bag(bound: Bound) -> dict[str, Any]:
     return {"indices": Values(0, bound["weight"].shape[0]), "offsets": Values(0, 1)}
 
 
+def _bag_backward(bound: Bound) -> dict[str, Any]:
+    """No bag is empty, and every entry is of a row that there is."""
+    rows = Values(0, bound["num_weights"])
+    bags = Values(0, max(1, bound["bag_size"].shape[0]))
+    return {"indices": rows, "maximum_indices": rows, "offset2bag": bags, "bag_size": Values(1, 2)}
+
+
 def _reduced(bound: Bound) -> int:
     sizes = bound["sizes"]
     return int(sizes[bound["dim"]]) if sizes else 1
@@ -116,6 +123,7 @@ _RULES: dict[str, Rule] = {
     "aten::embedding_backward": _below("indices", lambda bound: bound["num_weights"]),
     "aten::_embedding_bag": _bag,
     "aten::_embedding_bag_forward_only": _bag,
+    "aten::_embedding_bag_backward": _bag_backward,
     "aten::one_hot": _below("self", lambda bound: max(bound["num_classes"], 2)),
     "aten::take": _below("index", lambda bound: bound["self"].numel()),
     "aten::put": _below("index", lambda bound: bound["self"].numel()),

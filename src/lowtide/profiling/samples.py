@@ -13,6 +13,7 @@ from torch import Tensor
 from lowtide.profiling.rules import Values, values_for
 from lowtide.torchside.calls import Call, span_elements, storage_key
 from lowtide.torchside.ops.recurrent import with_forward_results
+from lowtide.torchside.ops.recurrent_bytes import valid_batch_sizes
 from lowtide.torchside.ops.schema import bound_arguments, schema_name
 
 _TILE_ELEMENTS = 1 << 14
@@ -33,7 +34,7 @@ def make_sample(call: Call, *, fill: bool = True, seed: int = 0) -> tuple[tuple[
     maker = _Maker(_allocate(call.tensors), Values(0, min(2, smallest)), seed if fill else None)
     args = tuple(maker.make(arg, rule.get(name)) for name, arg in zip(names, call.args, strict=True))
     kwargs = {key: maker.make(arg, rule.get(key)) for key, arg in call.kwargs.items()}
-    return with_forward_results(call, args), kwargs
+    return valid_batch_sizes(call, with_forward_results(call, args)), kwargs
 
 
 @dataclass
@@ -67,7 +68,9 @@ class _Maker:
             self.filled.add(key)
             generator = torch.Generator(like.device).manual_seed(self.seed + len(self.filled))
             _fill(flat, wanted or _default(like.dtype, self.integers), generator)
-        return flat.as_strided(like.shape, like.stride(), like.storage_offset() - start // like.itemsize)
+        made = flat.as_strided(like.shape, like.stride(), like.storage_offset() - start // like.itemsize)
+        # an op that is given a conjugate may have to make it first
+        return made.conj() if like.is_conj() else made
 
 
 def _allocate(tensors: list[Tensor]) -> dict[int, tuple[Tensor, int]]:

@@ -5,11 +5,12 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide.capture.analyse import analyse
 from lowtide.capture.graphs import Execution, Segment, Trace, mutated_inputs
-from lowtide.capture.loop import Loop, Optimizer
+from lowtide.capture.loop import Loop
 from lowtide.capture.step import Captured, captured_step
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
@@ -27,7 +28,7 @@ def step_of(
     planned: Graph | None = None,
     reserve: Reserve,
     known: Known | None,
-    optimizer: Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     held_bytes: int = 0,
     later_bytes: int = 0,
 ) -> Step:
@@ -102,7 +103,7 @@ def as_in(like: Graph, segment: Segment) -> Graph | None:
     )
 
 
-def optimizer_of(model: nn.Module, loop: Loop) -> Optimizer | None:
+def optimizer_of(model: nn.Module, loop: Loop) -> torch.optim.Optimizer | None:
     """The loop's optimizer, unless it is gone or trains other parameters by now."""
     optimizer = loop.optimizer
     if optimizer is None:

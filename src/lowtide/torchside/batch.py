@@ -1,8 +1,9 @@
 """How a model is called and what a step differentiates: one answer for capture, measuring and verifying."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from types import SimpleNamespace
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -35,19 +36,29 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts, lists, tuples, dataclasses and namespaces, in their order."""
+    """All tensors in nested dicts, lists, tuples and the attributes of plain objects, in their order."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, inside: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, SimpleNamespace):
-        yield from tensors_in(vars(value))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
+        return
+    items = _parts(value)
+    if items and id(value) not in inside:
+        for item in items:
+            yield from _tensors_in(item, inside | {id(value)})
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, tuple | list | set | deque):
+        return list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    is_code = isinstance(value, type | nn.Module | ModuleType | FunctionType | MethodType)
+    return [] if is_code else list(getattr(value, "__dict__", {}).values())
 
 
 def own_loss(output: Any) -> torch.Tensor | None:

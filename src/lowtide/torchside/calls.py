@@ -131,7 +131,8 @@ def signature(call: Call) -> str:
             shared = f"={seen[key]}" if key in seen else ""
             seen.setdefault(key, len(seen))
             sizes, steps = ",".join(map(str, value.shape)), ",".join(map(str, value.stride()))
-            return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]({steps}){value.device}{shared}"
+            kind = f"{str(value.dtype).removeprefix('torch.')}{'*' if value.is_conj() else ''}"
+            return f"{kind}[{sizes}]({steps}){value.device}{shared}"
         return _ADDRESS.sub("", repr(value))
 
     def text(value: Any) -> str:

@@ -4,6 +4,7 @@ Like `hooks`, one of the few files to read when torch changes.
 """
 
 import contextlib
+import re
 import sys
 import time
 import types
@@ -11,6 +12,7 @@ import unittest.mock
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._decomp import decompositions
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, trace_rules
 from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.guards import DeletedGuardManagerWrapper
@@ -37,10 +39,26 @@ from lowtide.errors import LowtideError
 GRAPHS_PER_FUNCTION = 256
 
 
+TRACED_TOO = ("ao/quantization",)
+"""Folders of torch that Dynamo would not look into, though it can: fake quantizers and their observers."""
+
+
+@contextlib.contextmanager
+def _looking_into(folders: Sequence[str]) -> Iterator[None]:
+    allowed = trace_rules.get_mod_inlinelist()
+    added = {str(Path(torch.__file__).parent / folder) for folder in folders} - allowed
+    allowed.update(added)
+    try:
+        yield
+    finally:
+        allowed.difference_update(added)
+
+
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
     """Dynamo's settings while lowtide traces a model; the user's own come back afterwards."""
     with (
+        _looking_into(TRACED_TOO),
         torch._dynamo.config.patch(
             allow_rnn=True,
             # past its limits torch would silently run eager instead
@@ -204,8 +222,15 @@ def graph_breaks() -> Counter[str]:
     """How often torch.compile gave up on something in this process, by reason, each in one line."""
     found: Counter[str] = Counter()
     for reason, times in counters["graph_break"].items():
-        found[reason.splitlines()[0].rstrip(".")] += times
+        found[_one_line(reason)] += times
     return found
+
+
+def _one_line(reason: str) -> str:
+    """The first line of torch's reason, and the function in question, which stands further down."""
+    first = reason.splitlines()[0].rstrip(".")
+    named = re.search(r"the function `([^`]+)`", reason)
+    return f"{first}: {named[1]}" if named else first
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:

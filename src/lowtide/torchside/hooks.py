@@ -13,7 +13,7 @@ import threading
 import unittest.mock
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-from torch._ops import OperatorBase, OpOverload
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,7 +43,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
     "BackendCompilerFailed",
@@ -66,13 +70,18 @@ __all__ = [
     "forget_step_hooks",
     "graph_inputs",
     "graph_module",
+    "has_inner_graphs",
     "has_own_checkpoint",
+    "is_wrapper",
     "onednn_is_enabled",
+    "order_of",
     "partitioned_by_torch",
     "quiet",
     "reaches_the_end",
     "real_tensors",
+    "recording",
     "takes_list",
+    "traced_by",
     "unlogged",
 ]
 
@@ -144,6 +153,26 @@ def _undivided() -> Iterator[None]:
     finally:
         for op, kernels in divided.items():
             op.py_kernels.update({key: kernel for key, kernel in kernels.items() if kernel is not None})
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def traced_by(
+    ways: Mapping[OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]],
+) -> Iterator[None]:
+    """Trace ops that torch decomposes in ways of our own, each made from torch's."""
+    torchs = {op: {key: op.py_kernels.pop(key, None) for key in TRACED_KEYS} for op in ways}
+    for op, kernels in torchs.items():
+        op.py_kernels.update({key: ways[op](kernel or op.decompose) for key, kernel in kernels.items()})
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernels in torchs.items():
+            for key, kernel in kernels.items():
+                del op.py_kernels[key]
+                if kernel is not None:
+                    op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
 
 
@@ -242,8 +271,18 @@ def unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Compute with real tensors, also where torch.compile traces with fake ones around."""
-    with _disable_current_modes(), torch.no_grad():
+    """Compute with real tensors and eager's ops, also where torch.compile traces with fake ones around."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record inside of an op of our own, where torch switches it off."""
+    switched_off = torch._C._dispatch_tls_local_exclude_set()
+    autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, switched_off - autograd), torch.enable_grad():
         yield
 
 
@@ -253,8 +292,24 @@ def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind that wraps others and that torch.compile can take apart."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def order_of(node: Any) -> int:
+    """A number that is larger for those of autograd's nodes that were made later."""
+    return int(node._sequence_nr())
+
+
 def onednn_is_enabled() -> bool:
     return bool(torch._C._get_mkldnn_enabled())
+
+
+def has_inner_graphs(node: fx.Node) -> bool:
+    """Whether `node` calls graphs of its own, as torch.cond does."""
+    modules = (arg for arg in node.all_input_nodes if arg.op == "get_attr" and "val" not in arg.meta)
+    return isinstance(node.target, HigherOrderOperator) and next(modules, None) is not None
 
 
 def has_own_checkpoint(node: fx.Node) -> bool:

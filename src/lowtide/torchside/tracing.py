@@ -11,6 +11,7 @@ from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.log_lines import log_lines_after_graphs
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
+from lowtide.torchside.ops.recurrent_tracing import ways_to_trace
 
 
 @contextlib.contextmanager
@@ -22,6 +23,7 @@ def tracing() -> Iterator[None]:
         hooks.unlogged(),
         rarely_collected(),
         layers,
+        hooks.traced_by(ways_to_trace()),
         grouped_products_of_any_type(),
         eager_answers(),
         batch_values(),

@@ -5,7 +5,8 @@
 - `dropout`: eager's own rounding, and the mask that it keeps
 - `grouped`: the products of experts, traced in all types
 - `norms`: the types of their statistics under autocast
-- `recurrent`: RNN layers and their workspace
+- `recurrent`: LSTM layers that are one op in eager, and their workspace
+- `recurrent_cells`, `recurrent_tracing`, `recurrent_bytes`: those that eager computes cell by cell
 - `random`: which ops draw random numbers, and the state they draw from
 - `schema`: what an op's schema says: what it writes, what its results share
 """
@@ -15,11 +16,13 @@ from torch import fx
 from lowtide.torchside.ops.dropout import use_eager_dropout
 from lowtide.torchside.ops.norms import use_real_types
 from lowtide.torchside.ops.recurrent import use_recurrent_layers
+from lowtide.torchside.ops.recurrent_cells import add_in_eagers_order
 
 
 def as_eager_computes(graph: fx.Graph) -> None:
     """Replace, in place, ops whose captured form differs from what eager computes, and put right what
     fake tensors say wrongly; preserves all else."""
     use_recurrent_layers(graph)
+    add_in_eagers_order(graph)
     use_eager_dropout(graph)
     use_real_types(graph)

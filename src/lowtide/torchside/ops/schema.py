@@ -3,10 +3,14 @@
 import operator
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.torchside.calls import Call
 from lowtide.torchside.hooks import OpOverload
+
+READS_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+"""Ops that give a number or a truth value of Python."""
 
 
 def writes_inputs(target: Any) -> bool:
