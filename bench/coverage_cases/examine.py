@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import random
+import re
 import time
 from collections import deque
 from typing import Any
@@ -37,7 +38,7 @@ def examine(case: Case) -> Outcome:
     logging.getLogger("lowtide").addHandler(warned)
     try:
         _train_planned(row, training, expected)
-        row.words = row.words or "; ".join(warned.lines)
+        row.words = row.words or "; ".join(map(_without_folders, warned.lines))
     except lowtide.LowtideError as error:
         row.outcome, row.words = "refused", _line(error)
     except Exception as error:
@@ -133,5 +134,10 @@ def _run(training: Training) -> None:
 
 
 def _line(error: BaseException) -> str:
-    words = (str(error).strip().splitlines() or [""])[0]
+    words = _without_folders((str(error).strip().splitlines() or [""])[0])
     return words if isinstance(error, lowtide.LowtideError) else f"{type(error).__name__}: {words}"
+
+
+def _without_folders(words: str) -> str:
+    """Without where things are on this machine."""
+    return re.sub(r"/\S*/", "", words)
