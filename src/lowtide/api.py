@@ -18,9 +18,9 @@ from lowtide.plans import Plan, load_plan
 from lowtide.profiles import Profile, load_profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.whole_run import run_costs
-from lowtide.running.runner import remove, runner_of
+from lowtide.running.loop_watch import leave
+from lowtide.running.runner import attach, remove, runner_of
 from lowtide.torchside.optimizers import as_one
-from lowtide.torchside.route import set_route
 from lowtide.zoo.targets import Target
 
 __all__ = [
@@ -68,6 +68,7 @@ def profile(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
         )
     limit_bytes = parse_size(memory_limit)
+    leave()
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         line.stage("capturing the step")
         captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss)
@@ -123,4 +124,5 @@ def verify(
             Target(type(model).__name__, model, batch, as_one(optimizer), loss), plan, timed_runs=timed_runs
         )
     finally:
-        set_route(model, applied)
+        if applied is not None:
+            attach(model, applied)

@@ -9,7 +9,7 @@ not the plan that makes them differ from eager's.
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.facts.units import format_size
 from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan, Progress
+from lowtide.running.loop_watch import Held
 from lowtide.running.replan import apply_plan
 from lowtide.running.rewrite import plain_schedule
 from lowtide.running.runner import install, remove, runner_of
@@ -297,6 +298,10 @@ class PlainPlans:
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Nothing to plan."""
+
+    def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
+        """Nothing to plan."""
+        return False
 
 
 def _time(target: Target, runs: int) -> dict[str, Timing]:

@@ -1,17 +1,17 @@
 """A torch.compile backend that rewrites every captured graph by its plan and hands it to an executor."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from lowtide.capture.graphs import Origin, Segment, new_segment
 from lowtide.capture.regions import without_tangents
-from lowtide.capture.tangents import drop_zeros
-from lowtide.errors import Unsupported
 from lowtide.facts import Run
+from lowtide.running.backward import Backward, FirstCalls
 from lowtide.running.executor import EAGER_OPS, Executor, Function
+from lowtide.running.loop_watch import Held, LoopWatch
 from lowtide.running.rewrite import Rewritten, forward_only, rewrite
 from lowtide.torchside import hooks
 
@@ -30,7 +30,9 @@ class Progress:
 
     Of what ran in this call, `saved_bytes` are held for the backward pass. While a graph is compiled:
     `is_whole` tells that it reaches to the end of the function that torch traces, `batch_bytes` what the
-    call was given.
+    call was given. `watch` is on between the forward and the backward pass of a step that is new. What was
+    seen then: `held` is what the loop made, and `used`, by graph, are outputs that got a gradient though no
+    plan counts on it.
     """
 
     forwards: int = 0
@@ -39,9 +41,20 @@ class Progress:
     saved_bytes: int = 0
     is_whole: bool = False
     batch_bytes: int = 0
+    watch: LoopWatch | None = None
+    held: Held | None = None
+    used: dict[str, set[int]] = field(default_factory=dict)
 
     def begin_call(self) -> None:
         self.forwards_before, self.saved_bytes = self.forwards, 0
+
+    def begin_backward(self, gradients: Sequence[Any]) -> None:
+        self.backwards += 1
+        if self.watch is not None:
+            peak_bytes, live_bytes, _ = self.watch.end()
+            arrived = sum(value.nbytes for value in gradients if value is not None)
+            self.watch = None
+            self.held = Held(peak_bytes, max(0, live_bytes - arrived), self.batch_bytes)
 
     @property
     def graphs_in_call(self) -> int:
@@ -81,28 +94,38 @@ class Backend:
         casts_once = hooks.casts_weights_once(graph)
         rewritten: Rewritten | None = None
         plan: GraphPlan | None = None
+        first_calls: FirstCalls | None = None
+        fingerprint = ""
 
         def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
-            nonlocal rewritten, plan
+            nonlocal rewritten, plan, first_calls, fingerprint
             outputs = kwargs["num_fwd_outputs"]
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             plan = self.plan_graph(segment)
             rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
+            first_calls = FirstCalls(segment)
+            if not plan.missing:
+                first_calls.are_as_planned()
             self.num_graphs += 1
+            fingerprint = segment.fingerprint
             self.graphs = [*self.graphs[1 - LISTED_GRAPHS :], (segment, plan, rewritten)]
             return rewritten.forward, rewritten.backward
 
         def forward(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             assert rewritten is not None
             run = executor(module, args, is_backward=False)
-            return hooks.takes_list(_forward(run, progress, saved_bytes=rewritten.saved_bytes))
+            return hooks.takes_list(
+                _forward(run, progress, saved_bytes=rewritten.saved_bytes, first_calls=first_calls)
+            )
 
         def backward(_module: fx.GraphModule, args: Any) -> Callable[..., Any]:
-            assert rewritten is not None and plan is not None
-            run = Backward(rewritten, plan.missing, args, executor)
+            assert rewritten is not None and plan is not None and first_calls is not None
+            used = progress.used.setdefault(fingerprint, set())
+            run = Backward(rewritten, plan.missing, args, executor, first_calls=first_calls, used=used)
+            num_saved = rewritten.num_saved
 
             def call(values: list[Any]) -> Any:
-                progress.backwards += 1
+                progress.begin_backward(values[num_saved:] if progress.watch is not None else ())
                 return run(values)
 
             return hooks.takes_list(call)
@@ -117,53 +140,15 @@ class Backend:
             )
 
 
-def _forward(run: Function, progress: Progress, *, saved_bytes: int = 0) -> Function:
+def _forward(
+    run: Function, progress: Progress, *, saved_bytes: int = 0, first_calls: FirstCalls | None = None
+) -> Function:
     def call(args: list[Any]) -> Any:
+        if first_calls is not None and first_calls.segment is not None:
+            first_calls.note(args)
         result = run(args)
         progress.forwards += 1
         progress.saved_bytes += saved_bytes
         return result
 
     return call
-
-
-class Backward:
-    """A graph's backward pass, for whichever of its outputs got a gradient this time."""
-
-    def __init__(
-        self,
-        rewritten: Rewritten,
-        planned_missing: frozenset[int],
-        inputs: Sequence[Any],
-        executor: Executor,
-    ) -> None:
-        self.rewritten = rewritten
-        self.planned_missing = planned_missing
-        self.inputs = tuple(inputs)
-        self.executor = executor
-        self._functions = {planned_missing: executor(rewritten.backward, inputs, is_backward=True)}
-
-    def __call__(self, args: list[Any]) -> Any:
-        tangents = self.rewritten.tangents
-        given = args[self.rewritten.num_saved :]
-        missing = frozenset(output for output, value in zip(tangents, given, strict=True) if value is None)
-        del given
-        if missing not in self._functions:
-            self._functions[missing] = self._without(missing)
-        return self._functions[missing](args)
-
-    def _without(self, missing: frozenset[int]) -> Function:
-        surprising = sorted(self.planned_missing - missing)
-        if surprising:
-            raise Unsupported(
-                f"a gradient arrived for output {surprising[0]} of the model, but the plan was made for a "
-                "loss that does not use it. Pass `loss=` the function that your loop really uses"
-            )
-        source = self.rewritten.backward
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(source.graph, {}))
-        module = hooks.graph_module(source, graph)
-        inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
-        by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
-        drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})
-        return self.executor(module, self.inputs, is_backward=True)

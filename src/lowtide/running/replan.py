@@ -1,7 +1,8 @@
 """Put a plan to work on a model, and plan what comes later: other batch shapes, other situations."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -21,10 +22,14 @@ from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
+from lowtide.running.loop_watch import Held
 from lowtide.running.runner import UnknownStep, install
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
 
 logger = logging.getLogger("lowtide")
+
+SMALL_BYTES = 4096
+"""A few numbers around the loss, which nobody counts."""
 
 
 def apply_plan(plan: Plan, model: nn.Module, *, executor: Executor = EAGER_OPS) -> nn.Module:
@@ -56,12 +61,13 @@ class PlanBook:
         """of every structure, the graphs of the last step that was planned"""
         self.graphs = {graph.fingerprint: graph for graph in self.first}
         self._alike: dict[str, Graph] = {}
+        self._learned = ""
 
     def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
         kind = structure(segment.joint)
         graph = self.graphs.get(segment.fingerprint)
         if graph is None:
-            cause = why_unknown(segment, self.first)
+            cause = self._learned or why_unknown(segment, self.first)
             like = self._alike.get(kind)
             if nothing_ran and progress.is_whole:
                 graph = self._as_one_graph(segment, like, cause)
@@ -72,6 +78,52 @@ class PlanBook:
             self.graphs[segment.fingerprint] = graph
         self._alike[kind] = graph
         return GraphPlan(schedule=graph.schedule, missing=frozenset(graph.missing))
+
+    def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
+        words = []
+        if (
+            held is not None
+            and held.peak_bytes > self.reserve.loss_bytes * self._times(held.batch_bytes) + SMALL_BYTES
+        ):
+            words.append(
+                f"the loop held {size_and_bytes(held.peak_bytes)} between the forward and the backward pass, "
+                f"and the plan counted on {size_and_bytes(self.reserve.loss_bytes)}"
+            )
+            self.reserve = replace(self.reserve, loss_bytes=held.peak_bytes, loss_kept_bytes=held.kept_bytes)
+        for fingerprint, outputs in used.items():
+            words.append(
+                f"the loss reads output {min(outputs)} of the model, which the plan did not count on"
+            )
+            self._use(fingerprint, outputs)
+        if not words:
+            return False
+        self._learned = "; ".join(words)
+        logger.warning(
+            "%s: plans are made again. Pass `loss=` the function that your loop really uses to have it "
+            "counted from the start",
+            self._learned,
+        )
+        self.graphs.clear()
+        self._alike.clear()
+        return True
+
+    def _times(self, batch_bytes: int) -> Fraction:
+        """How many times larger a call is than the planned one; 1 for a smaller one."""
+        return max(Fraction(1), Fraction(batch_bytes, max(1, self.reserve.batch_bytes)))
+
+    def _use(self, fingerprint: str, outputs: Collection[int]) -> None:
+        """From now on, these outputs of a graph get a gradient."""
+
+        def mended(graph: Graph) -> Graph:
+            if graph.fingerprint != fingerprint:
+                return graph
+            # how large the other gradients were tells nothing about this graph any more
+            return replace(
+                graph, missing=tuple(o for o in graph.missing if o not in outputs), tangent_bytes=0
+            )
+
+        self.first = tuple(map(mended, self.first))
+        self.steps = {kind: tuple(map(mended, graphs)) for kind, graphs in self.steps.items()}
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         step = step_of_call(
@@ -120,7 +172,7 @@ class PlanBook:
         """A plan for one of several graphs of a step, beside what the others hold."""
         position = progress.graphs_in_call
         planned = list(self.steps.values())[-1]
-        times = max(Fraction(1), Fraction(progress.batch_bytes, max(1, self.reserve.batch_bytes)))
+        times = self._times(progress.batch_bytes)
         like = None if like is None else as_in(like, segment)
         beside = like or (planned[position] if position < len(planned) > 1 else None)
         step = step_of(

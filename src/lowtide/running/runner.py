@@ -7,7 +7,7 @@ lowtide were not there.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -20,7 +20,9 @@ from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind
 from lowtide.facts.units import format_size
 from lowtide.running.backend import Backend, GraphPlan, Progress
+from lowtide.running.bypass import mark, unmark
 from lowtide.running.executor import EAGER_OPS, Executor
+from lowtide.running.loop_watch import Held, LoopWatch, leave
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
@@ -46,6 +48,11 @@ class Plans(Protocol):
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Plan the step that this call of the model begins, without running it."""
+        ...
+
+    def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
+        """Whether plans were dropped, because of what a loop made between forward and backward pass, or of
+        outputs that it used though no plan counts on that, by graph."""
         ...
 
 
@@ -79,11 +86,14 @@ class Runner:
         self._device = self._parameters[0].device.type if self._parameters else "cpu"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leave()
         if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
             return call_model(self.model, args, kwargs)
+        self._learn()
         self._warn_of_gradients()
         self._warn_of_two_calls()
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
+        graphs_before = self.backend.num_graphs
         self.backend.progress.begin_call()
         try:
             output = self._call_planned(args, kwargs)
@@ -98,8 +108,28 @@ class Runner:
         finally:
             self._batch, self._may_start_over = (), True
         self._waiting = self.backend.progress.backwards
-        self._warn_of_many_graphs()
+        if self.backend.num_graphs > graphs_before:
+            self._watch_loop()
+            self._warn_of_many_graphs()
         return output
+
+    def _watch_loop(self) -> None:
+        """See what the loop makes of the output of a graph that is new, before its backward pass."""
+        watch = LoopWatch()
+        if self._device == "cpu" and watch.begin():
+            self.backend.progress.watch = watch
+
+    def _learn(self) -> None:
+        """Plan again where the last step was another one than the plan counts on."""
+        progress = self.backend.progress
+        progress.watch = None  # where no backward pass came
+        held, progress.held = progress.held, None
+        used = {fingerprint: outputs for fingerprint, outputs in progress.used.items() if outputs}
+        if held is None and not used:
+            return
+        if self.plans.learn(held, used):
+            self.compiled.forget()
+            progress.used.clear()
 
     def _call_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -212,14 +242,21 @@ def install(
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
     runner = Runner(model, plans, spare_bytes=spare_bytes, executor=executor)
-    set_route(model, runner)
+    attach(model, runner)
     return runner
+
+
+def attach(model: nn.Module, runner: Runner) -> None:
+    """Let `model` run by a runner that was made for it."""
+    set_route(model, runner)
+    mark(model, runner.backend.progress, applied=runner)
 
 
 def remove(model: nn.Module) -> nn.Module:
     """Give the plain model back: the same object, without its plan."""
     if runner_of(model) is not None:
         set_route(model, None)
+    unmark(model)
     return model
 
 

@@ -99,11 +99,13 @@ class Compiled:
     ) -> None:
         self._function = function
         self._attempts: list[types.CodeType] = []
+        self._traced: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
         self.seconds = 0.0
         """that tracing has taken so far"""
         self._call = _within(function, backend, tracing, self._attempts, weakref.ref(self))
 
     def __call__(self, *args: Any) -> Any:
+        self._traced.update(self._attempts)
         self._attempts.clear()
         return self._call(*args)
 
@@ -116,6 +118,13 @@ class Compiled:
             and self._attempts[-1] in codes
             and self._attempts.count(self._attempts[-1]) == 1
         )
+
+    def forget(self) -> None:
+        """Drop all that was compiled so far: the next call traces anew."""
+        self._traced.update(self._attempts)
+        for code in self._traced:
+            reset_code(code)
+        self._traced.clear()
 
     def look_again(self) -> None:
         """After a failed call: let torch trace what it gave up on, the next time that it comes.

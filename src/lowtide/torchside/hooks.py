@@ -46,6 +46,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
+    _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
 
@@ -64,6 +65,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "TorchDynamoException",
+    "active_modes",
     "casts_weights_once",
     "compile_graph",
     "default_partition",
@@ -295,6 +297,11 @@ def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a kind that wraps others and that torch.compile can take apart."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def active_modes() -> list[Any]:
+    """The modes that see every op of this thread, the innermost last."""
+    return list(_get_current_dispatch_mode_stack())
 
 
 def order_of(node: Any) -> int:

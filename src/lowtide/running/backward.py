@@ -1,0 +1,117 @@
+"""A graph's backward pass, for whichever of its outputs got a gradient this time."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from lowtide.capture.graphs import Segment
+from lowtide.capture.regions import without_tangents
+from lowtide.capture.tangents import drop_zeros
+from lowtide.errors import Unsupported
+from lowtide.running.executor import Executor, Function
+from lowtide.running.rewrite import Rewritten, plain_schedule, rewrite
+from lowtide.torchside import hooks
+
+
+class _Start(NamedTuple):
+    """What a forward pass began with."""
+
+    inputs: list[Any]
+    random_state: torch.Tensor
+
+
+class FirstCalls:
+    """What a graph was called with, until a backward pass has shown which of its outputs get a gradient.
+
+    A plan counts on some of them getting none. Where one comes all the same, what the plan saved is not
+    enough, and the forward pass is run once more from its start.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment: Segment | None = segment
+        self._starts: list[_Start] = []
+
+    def note(self, inputs: Sequence[Any]) -> None:
+        """Before a forward pass."""
+        if self.segment is not None:
+            self._starts.append(_Start(list(inputs), torch.get_rng_state()))
+
+    def are_as_planned(self) -> None:
+        """A backward pass came with the gradients that the plan counts on: nothing more is kept."""
+        self.segment = None
+        self._starts.clear()
+
+    def take(self, output: int) -> tuple[Segment, _Start]:
+        """The graph, and the only call of it so far, since a gradient came for `output`."""
+        if self.segment is None or len(self._starts) != 1:
+            raise Unsupported(
+                f"a gradient arrived for output {output} of the model, but the plan was made for a "
+                "loss that does not use it. Pass `loss=` the function that your loop really uses"
+            )
+        return self.segment, self._starts.pop()
+
+
+class Backward:
+    """`used` collects the outputs that got a gradient though the plan counts on none."""
+
+    def __init__(
+        self,
+        rewritten: Rewritten,
+        planned_missing: frozenset[int],
+        inputs: Sequence[Any],
+        executor: Executor,
+        *,
+        first_calls: FirstCalls,
+        used: set[int],
+    ) -> None:
+        self.rewritten = rewritten
+        self.planned_missing = planned_missing
+        self.inputs = tuple(inputs)
+        self.executor = executor
+        self.first_calls = first_calls
+        self.used = used
+        self._functions = {planned_missing: executor(rewritten.backward, inputs, is_backward=True)}
+
+    def __call__(self, args: list[Any]) -> Any:
+        tangents = self.rewritten.tangents
+        given = args[self.rewritten.num_saved :]
+        missing = frozenset(output for output, value in zip(tangents, given, strict=True) if value is None)
+        del given
+        if self.planned_missing - missing:
+            return self._from_the_start(args, missing)
+        if self.first_calls.segment is not None:
+            self.first_calls.are_as_planned()
+        if missing not in self._functions:
+            self._functions[missing] = self._without(missing)
+        return self._functions[missing](args)
+
+    def _without(self, missing: frozenset[int]) -> Function:
+        source = self.rewritten.backward
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(source.graph, {}))
+        module = hooks.graph_module(source, graph)
+        inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
+        by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
+        drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})
+        return self.executor(module, self.inputs, is_backward=True)
+
+    def _from_the_start(self, args: list[Any], missing: frozenset[int]) -> Any:
+        """Run the forward pass again, as eager would have kept it, and then backward."""
+        surprising = self.planned_missing - missing
+        segment, start = self.first_calls.take(min(surprising))
+        self.used |= surprising
+        plain = without_tangents(segment, missing)
+        rewritten = rewrite(plain, plain_schedule(plain))
+        given = args[self.rewritten.num_saved :]
+        args.clear()
+        now = torch.get_rng_state()
+        torch.set_rng_state(start.random_state)
+        try:
+            results = self.executor(rewritten.forward, start.inputs, is_backward=False)(start.inputs)
+        finally:
+            torch.set_rng_state(now)
+        saved = list(results[segment.num_forward_outputs :])
+        del results
+        return self.executor(rewritten.backward, self.inputs, is_backward=True)([*saved, *given])
