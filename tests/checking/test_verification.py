@@ -161,8 +161,13 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
+@torch.compiler.allow_in_graph
+def _larger_while_traced(x: torch.Tensor) -> torch.Tensor:
+    return x if type(x) is torch.Tensor else x * 1.0001
+
+
 class OtherPath(nn.Module):
-    """Code that asks whether it is being compiled, as some of transformers' does."""
+    """Code that finds out that it is being traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,8 +175,7 @@ class OtherPath(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.gelu(self.first(x))
-        x = x * 1.0001 if torch.compiler.is_compiling() else x
-        return F.gelu(self.last(x)).square().mean()
+        return F.gelu(self.last(_larger_while_traced(x))).square().mean()
 
 
 def test_where_eager_takes_another_path_the_plan_is_not_to_blame() -> None:

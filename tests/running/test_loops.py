@@ -173,14 +173,23 @@ def save_and_load(model: nn.Module) -> nn.Module:
     return loaded
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, save_and_load])
-def test_a_copy_is_told_to_have_no_plan(
-    copied: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("copied", "words"), [(copy.deepcopy, "plan.apply(copy)"), (save_and_load, "plan.save(path)")]
+)
+def test_a_copy_that_trains_without_a_plan_is_told_once(
+    copied: Callable[[nn.Module], nn.Module], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = lowtide.checkpoint(small(), torch.ones(4, 8), budget="1GB")
     for _ in range(2):
         copied(model)(torch.ones(4, 8)).sum().backward()
-    (words,) = told(caplog)
-    assert "plan.apply(copy)" in words
-    copied(lowtide.remove(model))
+    (found,) = told(caplog)
+    assert words in found
+    copied(lowtide.remove(model))(torch.ones(4, 8)).sum().backward()
     assert len(told(caplog)) == 1 and "_lowtide_plan" not in vars(model)
+
+
+def test_a_copy_to_evaluate_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    model = lowtide.checkpoint(small(), torch.ones(4, 8), budget="1GB")
+    with torch.no_grad():
+        copy.deepcopy(model)(torch.ones(4, 8))
+    assert told(caplog) == []

@@ -182,3 +182,20 @@ def test_a_discriminator_that_is_frozen_every_other_time(caplog: pytest.LogCaptu
         found.append([p.grad for p in (*generator.parameters(), *critic.parameters())])
     assert all(map(torch.equal, *found))
     assert caplog.text.count("got one of its own") == 1
+
+
+def test_a_plan_for_all_of_eagers_peak_may_be_eager_itself(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Embedding(1000, 16), torch.randint(0, 1000, (4,))
+    plain = copy.deepcopy(model)
+    found = lowtide.profile(model, batch)
+    assert min(plan.peak_bytes for plan in found.tradeoff(3)) == found.floor_bytes == found.peak_bytes
+    plan = found.plan("100%")
+    assert plan.solution.eager and plan.peak_bytes <= plan.budget_bytes
+    plan.apply(model)
+    for rows in (batch, batch[:2]):
+        for one in (model, plain):
+            one.zero_grad()
+            one(rows).sum().backward()
+        assert torch.equal(model.weight.grad, plain.weight.grad)
+    assert lowtide.verify(model, batch, plan, timed_runs=0).exact

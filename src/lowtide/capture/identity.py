@@ -14,7 +14,7 @@ from lowtide.facts import Kind
 
 def identify(model: nn.Module, batch: Any) -> tuple[tuple[str, str], ...]:
     """torch's version, the model's class and parameters, and the layout of the batch."""
-    return (*identify_model(model), ("batch", _layouts(batch)))
+    return (*identify_model(model), ("batch", layouts(batch)))
 
 
 def identify_model(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -41,7 +41,8 @@ def identify_inputs(segment: Segment) -> tuple[str, ...]:
     )
 
 
-def _layouts(batch: Any) -> str:
+def layouts(batch: Any) -> str:
+    """What a batch consists of, each with its layout."""
     tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)}
     origins = name_tensors(nn.Module(), batch)
     return ", ".join(_layout(origin.name, tensors[key]) for key, origin in origins.items())

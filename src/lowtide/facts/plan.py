@@ -71,6 +71,7 @@ class Solution:
     """A planner's answer for one step and one budget; all bytes are simulated.
 
     `floor_bytes` is the lowest peak that any plan was found to reach, None where nobody searched for it.
+    `eager`: nothing needs as little as eager PyTorch itself, so that the plan is to leave the model to it.
     """
 
     planner: str
@@ -90,6 +91,7 @@ class Solution:
     reserve: Reserve = Reserve()
     device: str = "cpu"
     static_bytes: int = 0
+    eager: bool = False
 
     @property
     def overhead(self) -> float:

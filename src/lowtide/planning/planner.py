@@ -1,7 +1,7 @@
 """Planners: from a step and a budget in bytes to a schedule that fits, at little recompute time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,6 +28,9 @@ from lowtide.planning.search.table import Table, make_table
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
 
 Plan = frozenset[Rerun]
+
+MAY_BE_EAGER = ("auto", "mu-two", "none")
+"""Planners that recompute nothing where nothing needs to be."""
 
 BASELINES: dict[str, Callable[[Table], Plan]] = {
     "none": lambda table: frozenset(),
@@ -94,6 +97,8 @@ class Desk:
     def floor(self) -> Floor:
         """The lowest reachable peak. `solve` with exactly this budget succeeds."""
         timeline = self.timeline(self.archive.entries[0].plan)
+        if self.step.graphs and self.eager_peak_bytes < timeline.peak_bytes:
+            return Floor(floor_bytes=self.eager_peak_bytes, node=timeline.peak_node, hint="")
         hint = floor_hint(self.step, timeline)
         return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
 
@@ -129,7 +134,13 @@ class Desk:
             plan = BASELINES[planner](self.table)
         timeline = None if plan is None else self.timeline(plan)
         if timeline is None or timeline.peak_bytes > budget_bytes:
+            if self.step.graphs and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
+                plain = self._solution(planner, self.plain, budget_bytes)
+                return replace(plain, peak_bytes=self.eager_peak_bytes, eager=True)
             raise _too_small(self, planner, budget_bytes, timeline)
+        return self._solution(planner, timeline, budget_bytes)
+
+    def _solution(self, planner: str, timeline: Timeline, budget_bytes: int) -> Solution:
         return Solution(
             planner=planner,
             fingerprint=self.step.fingerprint,
@@ -137,7 +148,7 @@ class Desk:
             peak_bytes=timeline.peak_bytes,
             peak_node=timeline.peak_node,
             baseline_peak_bytes=self.eager_peak_bytes,
-            floor_bytes=self.archive.entries[0].peak_bytes if planner == "auto" else None,
+            floor_bytes=self.floor().floor_bytes if planner == "auto" else None,
             step_seconds=self.plain.seconds,
             recompute_seconds=timeline.added_seconds,
             decisions=decide(
@@ -159,7 +170,7 @@ class Desk:
         """The curve of `auto`: a plan for each of `points` budgets, from the plain peak to the floor."""
         if points < 1:
             raise LowtideError(f"a curve needs at least one point, not {points}")
-        high, low = self.eager_peak_bytes, self.archive.entries[0].peak_bytes
+        high, low = self.eager_peak_bytes, self.floor().floor_bytes
         budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
         return [self.solve(budget_bytes=budget) for budget in budgets]
 

@@ -1,4 +1,4 @@
-"""Tell once where a planned model trains, or is copied, without its plan."""
+"""Tell once where a planned model, or a copy of it, trains without the plan."""
 
 import logging
 import weakref
@@ -13,40 +13,63 @@ from lowtide.torchside.route import route_of
 logger = logging.getLogger("lowtide")
 
 NAME = "_lowtide_plan"
+BYPASSED = (
+    "the model got gradients, but {cause}, so that the budget is not kept: call model(...) itself, not "
+    "model.forward(...), and not from inside of torch.compile"
+)
+COPIED = "a copy of a planned model trains without a plan: apply one to it with plan.apply(copy)"
+SAVED = (
+    "a planned model was saved without its plan: save that with plan.save(path), and apply it after loading"
+)
 
 
 class Marker:
     """Stands in a planned model's attributes: sees copies being made, and gradients that come past the plan.
 
-    Copies and files get None in its place.
+    Files get None in its place.
     """
 
     def __init__(self, model: nn.Module, progress: Progress, *, applied: Any) -> None:
         self._told: set[str] = set()
-        trained = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+        self._parameter = next((p for p in model.parameters() if p.requires_grad), None)
         self._handle = None
-        if trained is not None:
+        if self._parameter is not None:
             watch = _watch(weakref.ref(self), weakref.ref(model), progress, applied=weakref.ref(applied))
-            self._handle = trained.register_post_accumulate_grad_hook(watch)  # type: ignore[no-untyped-call]
+            self._handle = self._parameter.register_post_accumulate_grad_hook(watch)  # type: ignore[no-untyped-call]
 
-    def tell(self, about: str, words: str) -> None:
-        if about not in self._told:
-            self._told.add(about)
+    def tell(self, words: str) -> None:
+        if words not in self._told:
+            self._told.add(words)
             logger.warning(words)
 
     def remove(self) -> None:
         if self._handle is not None:
             self._handle.remove()
 
-    def __deepcopy__(self, _memo: Any) -> None:
-        self.tell("copy", COPIED)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CopyMarker | None":
+        # attributes are copied in their order, the parameters first
+        copied = memo.get(id(self._parameter))
+        return None if copied is None else CopyMarker(self, copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.tell("copy", COPIED)
+        self.tell(SAVED)
         return type(None), ()
 
 
-COPIED = "a copy of a planned model has no plan: to train it, too, apply one to it with plan.apply(copy)"
+class CopyMarker:
+    """Stands in the attributes of a planned model's copy, until that gets a plan of its own."""
+
+    def __init__(self, original: Marker, parameter: nn.Parameter) -> None:
+        self._handle = parameter.register_post_accumulate_grad_hook(lambda _: original.tell(COPIED))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def _watch(
@@ -65,11 +88,7 @@ def _watch(
         if here is not None and owner is not None and progress.backwards == seen:
             compiled = route_of(owner) is not applied()
             cause = "model.compile() took the place of its plan" if compiled else "its plan did not run"
-            here.tell(
-                "bypass",
-                f"the model got gradients, but {cause}, so that the budget is not kept: call model(...) "
-                "itself, not model.forward(...), and not from inside of torch.compile",
-            )
+            here.tell(BYPASSED.format(cause=cause))
         seen = progress.backwards
 
     return look

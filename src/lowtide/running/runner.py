@@ -7,7 +7,7 @@ lowtide were not there.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from lowtide.capture import failures
 from lowtide.capture.graphs import Origin, Segment, describe_inputs, name_tensors
+from lowtide.capture.identity import layouts
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind
 from lowtide.facts.units import format_size
@@ -26,7 +27,7 @@ from lowtide.running.loop_watch import Held, LoopWatch, leave
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
-from lowtide.torchside.route import call_model, route_of, set_route
+from lowtide.torchside.route import call_model, entrance, route_of, set_route
 from lowtide.torchside.tracing import compiled
 
 logger = logging.getLogger("lowtide")
@@ -59,7 +60,8 @@ class Plans(Protocol):
 class Runner:
     """What a planned model calls instead of its own forward.
 
-    `spare_bytes` are those of the budget that the plan leaves free; None where nobody gave a budget.
+    A call with a batch of the layout `eager_batch` is left to eager PyTorch. `spare_bytes` are those of the
+    budget that the plan leaves free; None where nobody gave a budget.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class Runner:
         *,
         spare_bytes: int | None = None,
         executor: Executor = EAGER_OPS,
+        eager_batch: str | None = None,
     ) -> None:
         self.model = model
         self.plans = plans
         self.spare_bytes = spare_bytes
+        self.eager_batch = eager_batch
         self.backend = Backend(self._plan_of, origins=self._origins, executor=executor)
         self.compiled = compiled(dynamo.own_code(call_model), self.backend)
         self._batch: Any = ()
@@ -80,7 +84,7 @@ class Runner:
         self._waiting = -1  # how many backward passes had run when a call last ended
         self._warned: set[str] = set()
         self._start = time.perf_counter()
-        self._entrance = _entrance(model)
+        self._entrance = entrance(model)
         # looked at in every step, and finding them anew takes ten times as long
         self._parameters = tuple(model.parameters())
         self._device = self._parameters[0].device.type if self._parameters else "cpu"
@@ -88,6 +92,8 @@ class Runner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leave()
         if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
+            return call_model(self.model, args, kwargs)
+        if self.eager_batch is not None and layouts((args, kwargs)) == self.eager_batch:
             return call_model(self.model, args, kwargs)
         self._learn()
         self._warn_of_gradients()
@@ -214,14 +220,6 @@ class Runner:
             )
 
 
-def _entrance(model: nn.Module) -> list[Callable[..., Any]]:
-    """The model's forward, where it is known to be the first of the user's code that a call runs."""
-    forward = type(model).forward
-    shared = any(type(module).forward is forward for module in model.modules() if module is not model)
-    hooked = bool(model._forward_pre_hooks) or "forward" in vars(model)
-    return [] if shared or hooked else [forward]
-
-
 def _ran_without_plan(why: str) -> Unsupported:
     return Unsupported(
         f"the model ran without its plan, since torch.compile gave up on its forward pass ({why}). Is its "
@@ -235,13 +233,14 @@ def install(
     *,
     spare_bytes: int | None = None,
     executor: Executor = EAGER_OPS,
+    eager_batch: str | None = None,
 ) -> Runner:
     """Route `model`'s calls through a plan, in place."""
     current = route_of(model)
     if current is not None and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
-    runner = Runner(model, plans, spare_bytes=spare_bytes, executor=executor)
+    runner = Runner(model, plans, spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch)
     attach(model, runner)
     return runner
 
@@ -249,7 +248,8 @@ def install(
 def attach(model: nn.Module, runner: Runner) -> None:
     """Let `model` run by a runner that was made for it."""
     set_route(model, runner)
-    mark(model, runner.backend.progress, applied=runner)
+    if runner.eager_batch is None:
+        mark(model, runner.backend.progress, applied=runner)
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """Where a call of a module goes: through its own code, or through what took its place."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,14 @@ def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The model's own code, hooks included. This is the function that is compiled, at capture and at run
     time, so that both give the same graphs."""
     return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def entrance(model: nn.Module) -> list[Callable[..., Any]]:
+    """The model's forward, where it is known to be the first of the user's code that a call runs."""
+    forward = type(model).forward
+    shared = any(type(module).forward is forward for module in model.modules() if module is not model)
+    hooked = bool(model._forward_pre_hooks) or "forward" in vars(model)
+    return [] if shared or hooked else [forward]
 
 
 def route_of(model: nn.Module) -> Any:
