@@ -62,13 +62,14 @@ class PlanBook:
         """of every structure, the graphs of the last step that was planned"""
         self.graphs = {graph.fingerprint: graph for graph in self.first}
         self._alike: dict[str, Graph] = {}
-        self._learned = ""
+        self._peak_bytes = plan.peak_bytes
+        self._dropped: dict[str, str] = {}
 
     def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
         kind = structure(segment.joint)
         graph = self.graphs.get(segment.fingerprint)
         if graph is None:
-            cause = self._learned or why_unknown(segment, self.first)
+            cause = self._dropped.get(segment.fingerprint) or why_unknown(segment, self.first)
             like = self._alike.get(kind)
             if nothing_ran and progress.is_whole:
                 graph = self._as_one_graph(segment, like, cause)
@@ -82,14 +83,13 @@ class PlanBook:
 
     def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
         words = []
-        if (
-            held is not None
-            and held.peak_bytes > self.reserve.loss_bytes * self._times(held.batch_bytes) + SMALL_BYTES
-        ):
-            words.append(
-                f"the loop held {size_and_bytes(held.peak_bytes)} between the forward and the backward pass, "
-                f"and the plan counted on {size_and_bytes(self.reserve.loss_bytes)}"
-            )
+        more_bytes = self._not_counted(held) if held is not None else 0
+        if held is not None and more_bytes:
+            if self._peak_bytes + more_bytes > self.budget_bytes:
+                words.append(
+                    f"the loop held {size_and_bytes(held.peak_bytes)} between the forward and the backward "
+                    f"pass, {size_and_bytes(more_bytes)} more than the plan counted on"
+                )
             self.reserve = replace(self.reserve, loss_bytes=held.peak_bytes, loss_kept_bytes=held.kept_bytes)
         for fingerprint, outputs in used.items():
             words.append(
@@ -98,15 +98,21 @@ class PlanBook:
             self._use(fingerprint, outputs)
         if not words:
             return False
-        self._learned = "; ".join(words)
+        cause = "; ".join(words)
         logger.warning(
             "%s: plans are made again. Pass `loss=` the function that your loop really uses to have it "
             "counted from the start",
-            self._learned,
+            cause,
         )
+        self._dropped |= dict.fromkeys(self.graphs, cause)
         self.graphs.clear()
         self._alike.clear()
         return True
+
+    def _not_counted(self, held: Held) -> int:
+        """How many bytes the loop made beyond what the plan reserves for it."""
+        more_bytes = held.peak_bytes - ceil(self.reserve.loss_bytes * self._times(held.batch_bytes))
+        return more_bytes if more_bytes > SMALL_BYTES else 0
 
     def _times(self, batch_bytes: int) -> Fraction:
         """How many times larger a call is than the planned one; 1 for a smaller one."""
@@ -215,6 +221,7 @@ class PlanBook:
         return _lowest(desk, schedules if like else None)
 
     def _tell(self, peak_bytes: int, cause: str) -> None:
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
         if peak_bytes > self.budget_bytes:
             logger.warning(
                 "a graph without a plan (%s) runs by its lowest one, with a peak of at most %s: "
