@@ -23,8 +23,9 @@ from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.loop_watch import Held
-from lowtide.running.runner import UnknownStep, install
+from lowtide.running.runner import install
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
+from lowtide.torchside.dynamo import StartOver
 
 logger = logging.getLogger("lowtide")
 
@@ -74,7 +75,7 @@ class PlanBook:
             if nothing_ran and progress.is_whole:
                 graph = self._as_one_graph(segment, like, cause)
             if graph is None and nothing_ran:
-                raise UnknownStep(cause)
+                raise StartOver(cause)
             if graph is None:
                 graph = self._beside_others(segment, like, progress, cause)
             self.graphs[segment.fingerprint] = graph

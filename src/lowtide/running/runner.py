@@ -36,15 +36,11 @@ MANY_GRAPHS = 24
 LARGE_SHARE = 0.25
 
 
-class UnknownStep(LowtideError):
-    """A call begins with a graph that has no plan: its step has to be captured whole first."""
-
-
 class Plans(Protocol):
     """Where a runner gets the plan of a graph from."""
 
     def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
-        """How `segment` runs. UnknownStep where `plan_call` has to tell, which needs that nothing ran yet."""
+        """How `segment` runs. StartOver where `plan_call` has to tell first, which needs that nothing ran yet."""
         ...
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
@@ -141,7 +137,7 @@ class Runner:
         try:
             with dynamo.user_errors():
                 return self.compiled(self.model, args, kwargs)
-        except UnknownStep as unknown:
+        except dynamo.StartOver as unknown:
             self.compiled.look_again()
             self.plans.plan_call(args, kwargs, cause=str(unknown))
         self._may_start_over = False

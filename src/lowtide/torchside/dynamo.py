@@ -83,6 +83,10 @@ def _no_backedge(_translator: InstructionTranslatorBase) -> bool:
     return False
 
 
+class StartOver(Exception):
+    """Raised by a backend to end a call of which nothing has run yet."""
+
+
 class Compiled:
     """What `torch.compile(function, backend=backend, dynamic=False)` gives, traced within `tracing()`.
 
@@ -264,11 +268,11 @@ def weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Let lowtide's own errors out of the compiler as they are."""
+    """Let what lowtide itself raises out of the compiler as it is."""
     try:
         yield
     except BackendCompilerFailed as error:
         inner = error.inner_exception
-        if isinstance(inner, LowtideError):
+        if isinstance(inner, LowtideError | StartOver):
             raise inner from None
         raise
