@@ -40,7 +40,7 @@ class Plans(Protocol):
     """Where a runner gets the plan of a graph from."""
 
     def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
-        """How `segment` runs. StartOver where `plan_call` has to tell first, which needs that nothing ran yet."""
+        """How `segment` runs. StartOver where `plan_call` has to tell, which needs that nothing ran yet."""
         ...
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
@@ -83,13 +83,14 @@ class Runner:
         self._entrance = entrance(model)
         # looked at in every step, and finding them anew takes ten times as long
         self._parameters = tuple(model.parameters())
+        self._planned_situation = self._situation()
         self._device = self._parameters[0].device.type if self._parameters else "cpu"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leave()
         if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
             return call_model(self.model, args, kwargs)
-        if self.eager_batch is not None and layouts((args, kwargs)) == self.eager_batch:
+        if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
             return call_model(self.model, args, kwargs)
         self._learn()
         self._warn_of_gradients()
@@ -154,6 +155,13 @@ class Runner:
         if any(parameter.requires_grad for parameter in self._parameters):
             return True
         return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+
+    def _is_left_to_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return layouts((args, kwargs)) == self.eager_batch and self._situation() == self._planned_situation
+
+    def _situation(self) -> tuple[Any, ...]:
+        """What of a model changes what a step holds."""
+        return self.model.training, *((p.requires_grad, p.dtype) for p in self._parameters)
 
     def _raise_as_eager(self, error: Exception) -> NoReturn:
         """The user's own exception, as the model's code raises it, not the compiler's account of it."""
