@@ -23,7 +23,8 @@ class Training:
     """A model and all that trains it; `loop` yields whatever has to be equal with and without lowtide,
     as it is at that moment.
 
-    `batch` and `loss` are what lowtide plans for; a loop may use others besides.
+    `batch` and `loss` are what lowtide plans for; a loop may use others besides. `loop_bytes` is what
+    the loop holds of its own beside the step, such as other batches: no plan is about that.
     """
 
     model: nn.Module
@@ -31,6 +32,7 @@ class Training:
     optimizer: torch.optim.Optimizer | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     loop: Callable[["Training"], Values] = plain_loop
+    loop_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

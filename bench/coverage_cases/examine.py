@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -87,7 +88,7 @@ class _Warnings(logging.Handler):
 def twin(training: Training) -> Training:
     """A copy that trains apart."""
     model, batch, optimizer = copy.deepcopy((training.model, training.batch, training.optimizer))
-    return Training(model, batch, optimizer, training.loss, training.loop)
+    return replace(training, model=model, batch=batch, optimizer=optimizer)
 
 
 def seed() -> None:
@@ -120,11 +121,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def measured_peak(training: Training) -> int:
-    """The true peak of a loop whose state is there."""
+    """The true peak of a loop whose state is there, without what is the loop's own."""
     training.model.zero_grad(set_to_none=True)
     gc.collect()
     above = peak_above_start(lambda: _run(training))
-    return static_bytes(training.model, training.batch, training.optimizer) + above
+    static = static_bytes(training.model, training.batch, training.optimizer)
+    return static + above - training.loop_bytes
 
 
 def _run(training: Training) -> None:

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .case import STEPS, Case, Training, Values, adam, forward, gradients, step, update
+from .case import STEPS, Case, Training, Values, adam, forward, gradients, plain_loop, step, update
 
-WIDTH, ROWS, CLASSES = 24, 8, 5
+WIDTH, ROWS, CLASSES, LENGTH, NOISE = 24, 128, 5, 6, 4
+"""So many rows that activations set the peak, and not the optimizer: else a plan would recompute nothing."""
+SENTENCES = 32
+ROW_BYTES = WIDTH * 4
 
 
 class Net(nn.Module):
@@ -36,6 +39,10 @@ class Net(nn.Module):
         return result
 
 
+NET_BYTES = sum(tensor.nbytes for tensor in (*Net().parameters(), *Net().buffers())) + 8
+GENERATOR_BYTES = 4 * (ROWS * NOISE + WIDTH * NOISE + WIDTH)
+
+
 def _loss(output: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, torch.arange(len(output)) % CLASSES)
 
@@ -47,11 +54,11 @@ def _training(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer | None] = adam,
     loss: Callable[[Any], torch.Tensor] | None = _loss,
     batch: Callable[[], Any] = lambda: torch.randn(ROWS, WIDTH),
+    loop_bytes: int = 0,
 ) -> Training:
     torch.manual_seed(0)
     made = model()
-    training = Training(made, batch(), optimizer(made), loss)
-    return training if loop is None else Training(made, training.batch, training.optimizer, loss, loop)
+    return Training(made, batch(), optimizer(made), loss, loop or plain_loop, loop_bytes)
 
 
 def _state(training: Training) -> Values:
@@ -117,8 +124,8 @@ def _sizes(training: Training, *, sizes: tuple[int, ...]) -> Values:
 
 
 def _lengths(training: Training) -> Values:
-    for length in (6, 4, 6, 5):
-        yield from step(training, torch.randn(4, length, WIDTH))
+    for length in (LENGTH, LENGTH - 2, LENGTH, LENGTH - 1):
+        yield from step(training, torch.randn(SENTENCES, length, WIDTH))
 
 
 def _evaluates(training: Training) -> Values:
@@ -168,13 +175,13 @@ def _toggles(training: Training) -> Values:
 def _gan(training: Training) -> Values:
     """The model is the discriminator; a generator outside trains through it."""
     torch.manual_seed(1)
-    generator = nn.Linear(4, WIDTH)
+    generator = nn.Linear(NOISE, WIDTH)
     outer = torch.optim.SGD(generator.parameters(), lr=0.1)
     for _ in range(STEPS):
-        forward(training, generator(torch.randn(ROWS, 4)).detach()).backward()
+        forward(training, generator(torch.randn(ROWS, NOISE)).detach()).backward()
         yield from _state(training)
         update(training)
-        forward(training, generator(torch.randn(ROWS, 4))).backward()
+        forward(training, generator(torch.randn(ROWS, NOISE))).backward()
         yield [parameter.grad for parameter in generator.parameters()]
         outer.step()
         outer.zero_grad()
@@ -279,6 +286,7 @@ def _skips_what_is_not_finite(training: Training) -> Values:
         if torch.isfinite(value):
             value.backward()
             yield from _state(training)
+        del value  # or its activations would still be there in the next forward pass
         update(training)
 
 
@@ -343,7 +351,7 @@ def _replaces_a_weight(training: Training) -> Values:
 
 
 def _loader(training: Training) -> Values:
-    data = torch.utils.data.TensorDataset(torch.randn(20, WIDTH))
+    data = torch.utils.data.TensorDataset(torch.randn(2 * ROWS + ROWS // 2, WIDTH))
     for (rows,) in torch.utils.data.DataLoader(data, batch_size=ROWS, shuffle=True):
         yield from step(training, rows)
 
@@ -471,6 +479,14 @@ def _sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
 
+class CopiedLBFGS(torch.optim.LBFGS):
+    """One that still has its parameters after `copy.deepcopy`."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._params, self._numel_cache = self.param_groups[0]["params"], None
+
+
 def _optimizer(kind: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: kind([p for p in model.parameters() if p.requires_grad], **options)
 
@@ -492,7 +508,7 @@ LOOP: dict[str, Callable[[], Training]] = {
     "rmsprop": partial(_training, optimizer=_optimizer(torch.optim.RMSprop, lr=1e-3)),
     "adagrad": partial(_training, optimizer=_optimizer(torch.optim.Adagrad, lr=1e-2)),
     "adafactor": partial(_training, optimizer=_optimizer(torch.optim.Adafactor)),
-    "lbfgs": partial(_training, _closure, optimizer=_optimizer(torch.optim.LBFGS, max_iter=2)),
+    "lbfgs": partial(_training, _closure, optimizer=_optimizer(CopiedLBFGS, max_iter=2)),
     "parameter-groups": partial(_training, optimizer=_groups),
     "accumulation": partial(_training, _accumulate),
     "accumulation-in-one-backward": partial(_training, _accumulate_sums),
@@ -508,17 +524,27 @@ LOOP: dict[str, Callable[[], Training]] = {
     "one-cycle": partial(
         _training, partial(_scheduled, make=lambda opt: schedulers.OneCycleLR(opt, 0.1, total_steps=10))
     ),
-    "smaller-last-batch": partial(_training, partial(_sizes, sizes=(ROWS, ROWS, 5))),
-    "larger-batch": partial(_training, partial(_sizes, sizes=(ROWS, ROWS + 4))),
+    "smaller-last-batch": partial(
+        _training, partial(_sizes, sizes=(ROWS, ROWS, 5)), loop_bytes=ROWS * ROW_BYTES
+    ),
+    "larger-batch": partial(_training, partial(_sizes, sizes=(ROWS, ROWS + 4)), loop_bytes=ROWS * ROW_BYTES),
     "changing-lengths": partial(
-        _training, _lengths, model=Sequences, loss=_square, batch=lambda: torch.randn(4, 6, WIDTH)
+        _training,
+        _lengths,
+        model=Sequences,
+        loss=_square,
+        batch=lambda: torch.randn(SENTENCES, LENGTH, WIDTH),
+        loop_bytes=SENTENCES * LENGTH * ROW_BYTES,
     ),
     "changing-masks": partial(
         _training,
         _masks,
         model=Masked,
         loss=_square,
-        batch=lambda: (torch.randn(4, 6, WIDTH), torch.ones(4, 6, dtype=torch.long)),
+        batch=lambda: (
+            torch.randn(SENTENCES, LENGTH, WIDTH),
+            torch.ones(SENTENCES, LENGTH, dtype=torch.long),
+        ),
     ),
     "evaluation-between": partial(_training, _evaluates),
     "no-grad-in-training-mode": partial(_training, _without_gradients_in_training_mode),
@@ -526,8 +552,8 @@ LOOP: dict[str, Callable[[], Training]] = {
     "frozen-part": partial(_training, model=_frozen_first),
     "low-rank-adapters": partial(_training, model=_low_rank),
     "frozen-later": partial(_training, _freezes_later),
-    "requires-grad-toggled": partial(_training, _toggles),
-    "gan": partial(_training, _gan),
+    "requires-grad-toggled": partial(_training, _toggles, loop_bytes=2 * ROWS * ROW_BYTES),
+    "gan": partial(_training, _gan, loop_bytes=ROWS * ROW_BYTES + GENERATOR_BYTES),
     "several-losses": partial(_training, _several_losses),
     "two-backward-passes": partial(_training, _two_backwards),
     "another-loss-later": partial(_training, _other_losses),
@@ -537,16 +563,16 @@ LOOP: dict[str, Callable[[], Training]] = {
     "step-in-backward": partial(_training, _step_in_hooks, optimizer=lambda model: None),
     "forward-hooks": partial(_training, _forward_hooks),
     "load-state-dict": partial(_training, _loads_a_state),
-    "averaged-weights": partial(_training, _averages),
+    "averaged-weights": partial(_training, _averages, loop_bytes=NET_BYTES),
     "bad-batch-caught": partial(_training, _raises_once),
-    "infinite-loss-skipped": partial(_training, _skips_what_is_not_finite),
+    "infinite-loss-skipped": partial(_training, _skips_what_is_not_finite, loop_bytes=ROWS * ROW_BYTES),
     "zeroed-gradients": partial(_training, _zeroes_instead_of_none),
     "anomaly-detection": partial(_training, _anomalies),
     "other-number-of-threads": partial(_training, _threads),
     "noise-on-weights": partial(_training, _adds_noise_to_weights),
     "weight-replaced": partial(_training, _replaces_a_weight),
-    "data-loader": partial(_training, _loader),
-    "endless-batches": partial(_training, _infinite),
+    "data-loader": partial(_training, _loader, loop_bytes=(3 * ROWS + ROWS // 2) * ROW_BYTES),
+    "endless-batches": partial(_training, _infinite, loop_bytes=ROWS * ROW_BYTES),
     "numpy-in-forward": _with(_numpy),
     "python-random-in-forward": _with(_python_random),
     "item-in-forward": _with(_item),

@@ -1,6 +1,8 @@
 """An exception in forward comes through unchanged, and the next step works as if it had not been."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -89,3 +91,18 @@ def test_the_next_step_works(models: tuple[Picky, Picky], fail, trained_before: 
     assert all(torch.equal(one, other) for one, other in pairs)
     compiled = runner_of(planned).backend.graphs
     assert len(compiled) == 1, "the planned graph was compiled once"
+
+
+def test_a_failed_batch_is_let_go_of_at_once(models: tuple[Picky, Picky]) -> None:
+    planned = models[1]
+    bad = batch(width=WIDTH + 1)
+    alive = weakref.ref(bad.untyped_storage())
+    gc.collect()
+    gc.disable()  # which would find it in its own time
+    try:
+        with pytest.raises(RuntimeError):
+            planned(bad)
+        del bad
+        assert alive() is None
+    finally:
+        gc.enable()

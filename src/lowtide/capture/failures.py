@@ -75,7 +75,9 @@ def nothing_captured(reasons: Iterable[str]) -> str:
     if not why:
         return (
             "nothing of this model could be captured: torch.compile skipped it whole. "
-            "Is its forward disabled with torch._dynamo.disable, or a function outside of Python?"
+            "Is its forward disabled with torch._dynamo.disable, a function outside of Python, or one that "
+            # torch 2.15 skips such a function; older ones end a graph there
+            "differentiates inside of its own forward (torch.autograd.grad)?"
         )
     hint = next((hint for words, hint in HINTS.items() if words in why), LOOP_HINT)
     return f"nothing of this model could be captured: torch.compile gave up on its forward ({why}). {hint}"

@@ -17,6 +17,7 @@ from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
 from lowtide.capture.refusals import refuse_what_cannot_be_traced
+from lowtide.capture.sums import summed_otherwise
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.errors import CaptureError
@@ -72,6 +73,14 @@ def capture(
             "%s, so budgets are kept only for the rest. Gradients of what both read may be summed in another "
             "order than in eager: lowtide.verify says whether the last bits differ",
             OUTSIDE,
+        )
+    elif shared := summed_otherwise(traced):
+        logger.warning(
+            "the model breaks into %d graphs, and one of them uses %s several times before a later one uses "
+            "it again: its gradients are summed in another order than in eager, so that the last bits can "
+            "differ. lowtide.verify says whether they do; torch._dynamo.explain shows where the graphs end",
+            traced.num_in_model,
+            shared,
         )
     return captured
 

@@ -52,6 +52,8 @@ def batch_values() -> Iterator[None]:
         for name, read in READS.items():
             reads = _read_by(read, getattr(TensorVariable, name))
             patches.enter_context(unittest.mock.patch.object(TensorVariable, name, reads))
+        calls = _called_by(TensorVariable.call_method)
+        patches.enter_context(unittest.mock.patch.object(TensorVariable, "call_method", calls))
         yield
 
 
@@ -81,10 +83,22 @@ def _read_by(read: Callable[[torch.Tensor], Any], plain: Callable[..., Any]) -> 
     return method
 
 
+def _called_by(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        read = None if args or kwargs else METHODS.get(name)
+        value = None if read is None else _known_value(tx, variable, read)
+        return plain(variable, tx, name, args, kwargs) if value is None else VariableTracker.build(tx, value)
+
+    return call_method
+
+
+METHODS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": torch.Tensor.item,
+    "tolist": torch.Tensor.tolist,
+}
+TRUTH = "nb_bool_impl" if hasattr(TensorVariable, "nb_bool_impl") else "bool_impl"  # the latter: torch 2.13
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "method_item": torch.Tensor.item,
-    "method_tolist": torch.Tensor.tolist,
-    "bool_impl": bool,
+    TRUTH: bool,
     "nb_int_impl": int,
     "nb_float_impl": float,
     "nb_index_impl": operator.index,

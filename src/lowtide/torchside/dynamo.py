@@ -7,6 +7,7 @@ import contextlib
 import re
 import sys
 import time
+import traceback
 import types
 import unittest.mock
 import weakref
@@ -28,7 +29,7 @@ from torch._C._dynamo.eval_frame import (
 from torch._decomp import decompositions
 from torch._dynamo import convert_frame, trace_rules
 from torch._dynamo.eval_frame import OptimizeContext
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import counters
@@ -131,11 +132,12 @@ class Compiled:
         self._traced.clear()
 
     def look_again(self) -> None:
-        """After a failed call: let torch trace what it gave up on, the next time that it comes.
+        """While a failed call is handled: let torch trace what it gave up on, the next time that it comes.
 
         It never again looks into a function whose tracing failed once, though the cause may be gone: a bad
         batch, say, that made the user's own code raise. What was compiled before stays.
         """
+        _let_go_of_frames(sys.exc_info()[1])
         own = getattr(self._function, "__code__", None)
         if own is not None:
             set_code_exec_strategy(own, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
@@ -173,6 +175,17 @@ def _within(
     context.callback = trace_within
     result: Callable[..., Any] = context(function)
     return result
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Clear the finished frames of a failed tracing: their cycles hold the batch until Python next looks
+    for garbage. Those of an error of the user's own stay, for debuggers."""
+    while isinstance(error, (TorchDynamoException, LowtideError)):
+        traceback.clear_frames(error.__traceback__)
+        for inner in (error.__cause__, error.__context__):
+            if inner is not None:
+                traceback.clear_frames(inner.__traceback__)
+        error = error.__context__
 
 
 def _drop_oldest_graph(code: types.CodeType) -> None:
