@@ -131,6 +131,22 @@ def test_what_more_than_the_batch_decides_ends_the_graph(read: Read) -> None:
     assert differences(expected, train(planned)) == []
 
 
+def _in_a_loop_with_breaks(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    for row in mask.sum(dim=1).nonzero():
+        x = x.sin() * (1 + int(row))
+        torch._dynamo.graph_break()
+    return x
+
+
+def test_a_value_in_a_loop_with_graph_breaks() -> None:
+    target = _target(_in_a_loop_with_breaks, _mask(3, 5, 7))
+    expected = train(twin(target))
+    found = lowtide.profile(target.model, twin(target).batch, optimizer=target.optimizer)
+    planned = twin(target)
+    found.plan(between(found, 1)).apply(planned.model)
+    assert differences(expected, train(planned)) == []
+
+
 class DropsLayers(nn.Module):
     def __init__(self, probability: float) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import symbolic_convert
-from torch._dynamo.guards import install_guard
+from torch._dynamo.guards import _get_closure_vars, install_guard
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._subclasses.fake_tensor import FakeTensor
@@ -236,6 +236,7 @@ def _guard(
     def add_guard(builder: Any, _guard: Any) -> None:
         arguments = ", ".join(source.name for source in sources)
         words = f"___same_value({arguments})"
-        builder.add_python_lambda_leaf_guard_to_root([words], [words], closure_vars={"___same_value": holds})
+        names = {**_get_closure_vars(), "___same_value": holds}  # what torch's names of inputs may refer to
+        builder.add_python_lambda_leaf_guard_to_root([words], [words], closure_vars=names)
 
     return add_guard
