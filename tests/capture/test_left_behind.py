@@ -104,6 +104,17 @@ def _raises(x: torch.Tensor) -> torch.Tensor:
     raise ValueError("my own trouble\nand more of it")
 
 
+NAMED: list[torch.Tensor] = []
+
+
+def test_lists_that_hooks_name_keep_their_contents() -> None:
+    model, own = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), []
+    model[0].register_forward_hook(lambda _module, _inputs, output: own.append(output))
+    model[1].register_forward_hook(lambda _module, _inputs, output: NAMED.append(output))
+    capture(model, rows())
+    assert own == [] and NAMED == []
+
+
 def test_a_failed_capture_leaves_nothing_behind_either() -> None:
     model, batch = Net(_raises), rows()
     settings = _settings()

@@ -127,6 +127,22 @@ def test_a_watch_leaves_other_modes_alone(batch: dict[str, torch.Tensor]) -> Non
     output["loss"].backward()
 
 
+def test_a_call_before_the_last_one_was_differentiated_is_told_once(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    planned = Classifier()
+    found = lowtide.profile(planned, batch)
+    found.plan((found.floor_bytes + found.peak_bytes) // 2).apply(planned)
+    planned(**batch)
+    planned(**batch)["loss"].backward()
+    assert told(caplog) == [], "nobody holds the first output"
+    for _ in range(2):
+        planned.zero_grad()
+        (planned(**batch)["loss"] + planned(**batch)["loss"]).backward()
+    (words,) = told(caplog)
+    assert "called again before the backward pass of its last call" in words and "smaller by" in words
+
+
 # without the plan
 
 

@@ -1,10 +1,12 @@
 """Leave no trace of a capture in what belongs to the user."""
 
 import copy
+import inspect
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import numpy
@@ -44,15 +46,32 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Container, Container]]:
-    """Every plain container among `values` and inside of them, each with a shallow copy."""
+    """Every plain container among `values` and inside of them, each with a shallow copy.
+
+    Also those that a function among them names, such as a hook that appends to a list.
+    """
     found: list[tuple[Container, Container]] = []
     for value in values:
-        if type(value) in CONTAINERS and id(value) not in seen:
+        if id(value) in seen:
+            continue
+        if type(value) in CONTAINERS:
             seen.add(id(value))
             found.append((value, copy.copy(value)))
             inside = list(value.values() if isinstance(value, dict) else value)
             found += _containers(inside, seen=seen)
+        elif isinstance(value, FunctionType):
+            seen.add(id(value))
+            found += _containers(_named_by(value), seen=seen)
     return found
+
+
+def _named_by(function: FunctionType) -> list[Any]:
+    """What of its surroundings a function reads."""
+    try:
+        around = inspect.getclosurevars(function)
+    except ValueError:  # a variable that has no value yet
+        return []
+    return [*around.nonlocals.values(), *(v for v in around.globals.values() if type(v) in CONTAINERS)]
 
 
 def _generators(containers: list[tuple[Container, Container]]) -> list[torch.Generator]:

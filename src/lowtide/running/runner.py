@@ -7,7 +7,8 @@ lowtide were not there.
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -78,6 +79,7 @@ class Runner:
         self._batch: Any = ()
         self._may_start_over = True
         self._waiting = -1  # how many backward passes had run when a call last ended
+        self._last: Callable[[], Any] = _nothing  # what its backward pass would run, if anybody still can
         self._warned: set[str] = set()
         self._start = time.perf_counter()
         self._entrance = entrance(model)
@@ -111,6 +113,7 @@ class Runner:
         finally:
             self._batch, self._may_start_over = (), True
         self._waiting = self.backend.progress.backwards
+        self._last = _graph_behind(output)
         if self.backend.num_graphs > graphs_before:
             self._watch_loop()
             self._warn_of_many_graphs()
@@ -182,16 +185,34 @@ class Runner:
         ]
 
     def _warn_of_two_calls(self) -> None:
-        """Under autocast, eager would cast every weight once for both calls."""
-        if "calls" in self._warned or not torch.is_autocast_enabled(self._device):
+        """Both hold what they save, and under autocast eager would cast every weight once for both."""
+        if self._waiting != self.backend.progress.backwards or self._last() is None:
             return
-        if self._waiting == self.backend.progress.backwards:
-            self._warned.add("calls")
+        saved_bytes = self.backend.progress.saved_bytes
+        if (
+            self.spare_bytes is not None
+            and saved_bytes > max(0, self.spare_bytes)
+            and self._first_time("held")
+        ):
+            logger.warning(
+                "the model is called again before the backward pass of its last call, for which %s are held, "
+                "and the plan did not count on them: the peak is higher by as much. Run backward() after "
+                "each call, or plan for a budget that is smaller by %d bytes",
+                format_size(saved_bytes),
+                saved_bytes,
+            )
+        if torch.is_autocast_enabled(self._device) and self._first_time("calls"):
             logger.warning(
                 "the model is called twice under autocast before a backward pass: each call casts its "
                 "weights anew and sums their gradients alone, so that the last bits can differ from eager's. "
                 "Run backward() after each call"
             )
+
+    def _first_time(self, about: str) -> bool:
+        if about in self._warned:
+            return False
+        self._warned.add(about)
+        return True
 
     def _warn_of_many_graphs(self) -> None:
         """Told where most of the time goes into it."""
@@ -222,6 +243,16 @@ class Runner:
                 format_size(nbytes),
                 nbytes,
             )
+
+
+def _nothing() -> None:
+    return None
+
+
+def _graph_behind(output: Any) -> Callable[[], Any]:
+    """A weak reference to what a backward pass from an output would run."""
+    made = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
+    return _nothing if made is None else weakref.ref(made)
 
 
 def _ran_without_plan(why: str) -> Unsupported:
