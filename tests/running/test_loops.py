@@ -117,14 +117,18 @@ def test_a_watch_leaves_other_modes_alone(batch: dict[str, torch.Tensor]) -> Non
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
+    batch.pop("targets")
     planned = lowtide.checkpoint(Classifier(), batch, budget="1GB")
     output = planned(**batch)
     with Counting():
         assert len(hooks.active_modes()) == 2
+    with torch.inference_mode():
+        planned(**batch)
+    assert len(hooks.active_modes()) == 1, "torch would put its key back, without the mode behind it"
     with torch.no_grad():
         planned(**batch)
     assert hooks.active_modes() == []
-    output["loss"].backward()
+    output.sum().backward()
 
 
 def test_a_call_before_the_last_one_was_differentiated_is_told_once(

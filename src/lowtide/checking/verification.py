@@ -301,6 +301,10 @@ class PlainPlans:
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Nothing to plan."""
 
+    @property
+    def loss_is_unknown(self) -> bool:
+        return False
+
     def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
         """Nothing to plan."""
         return False

@@ -20,8 +20,8 @@ class Held(NamedTuple):
 class LoopWatch(hooks.TorchDispatchMode):
     """Counts the bytes that ops make while it is on. Changes no result; never on beside another such mode.
 
-    autograd gives every backward pass the modes that were there when it began: what ends there is taken away
-    only afterwards, by `leave`.
+    autograd, inference mode and others give back the modes that were there when they began: a watch is
+    taken away only where torch is as it was at its beginning, by `leave`. Until then it does nothing.
     """
 
     def __init__(self) -> None:
@@ -29,6 +29,7 @@ class LoopWatch(hooks.TorchDispatchMode):
         self._live: dict[int, tuple[int, hooks.StorageWeakRef]] = {}
         self._peak_bytes = 0
         self._is_on = False
+        self._surroundings = ""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -40,6 +41,7 @@ class LoopWatch(hooks.TorchDispatchMode):
         leave()
         if hooks.active_modes():
             return False
+        self._surroundings = hooks.dispatch_state()
         self.__enter__()  # type: ignore[no-untyped-call]
         self._is_on = True
         return True
@@ -72,7 +74,7 @@ class LoopWatch(hooks.TorchDispatchMode):
 def leave() -> None:
     """Take a watch of an earlier step away."""
     modes = hooks.active_modes()
-    if modes and isinstance(modes[-1], LoopWatch):
+    if modes and isinstance(modes[-1], LoopWatch) and modes[-1]._surroundings == hooks.dispatch_state():
         modes[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 

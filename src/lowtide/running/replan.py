@@ -29,6 +29,7 @@ from lowtide.torchside.dynamo import StartOver
 
 logger = logging.getLogger("lowtide")
 
+SCALAR_BYTES = 8
 SMALL_BYTES = 4096
 """A few numbers around the loss, which nobody counts."""
 
@@ -81,6 +82,11 @@ class PlanBook:
             self.graphs[segment.fingerprint] = graph
         self._alike[kind] = graph
         return GraphPlan(schedule=graph.schedule, missing=frozenset(graph.missing))
+
+    @property
+    def loss_is_unknown(self) -> bool:
+        outside = any(graph.tangent_bytes > SCALAR_BYTES for graph in self.first[-1:])
+        return (self.loop.loss is None and outside) or bool(self._dropped)
 
     def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
         words = []

@@ -48,6 +48,11 @@ class Plans(Protocol):
         """Plan the step that this call of the model begins, without running it."""
         ...
 
+    @property
+    def loss_is_unknown(self) -> bool:
+        """Whether nobody knows what the loop makes of the model's output."""
+        ...
+
     def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
         """Whether plans were dropped, because of what a loop made between forward and backward pass, or of
         outputs that it used though no plan counts on that, by graph."""
@@ -122,7 +127,7 @@ class Runner:
     def _watch_loop(self) -> None:
         """See what the loop makes of the output of a graph that is new, before its backward pass."""
         watch = LoopWatch()
-        if self._device == "cpu" and watch.begin():
+        if self.plans.loss_is_unknown and self._device == "cpu" and watch.begin():
             self.backend.progress.watch = watch
 
     def _learn(self) -> None:

@@ -69,6 +69,7 @@ __all__ = [
     "casts_weights_once",
     "compile_graph",
     "default_partition",
+    "dispatch_state",
     "forget_step_hooks",
     "graph_inputs",
     "graph_module",
@@ -302,6 +303,14 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def active_modes() -> list[Any]:
     """The modes that see every op of this thread, the innermost last."""
     return list(_get_current_dispatch_mode_stack())
+
+
+def dispatch_state() -> str:
+    """How torch dispatches ops in this thread, apart from the modes that see them."""
+    python = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    python = python | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+    included = torch._C._dispatch_tls_local_include_set() - python
+    return f"{included} {torch._C._dispatch_tls_local_exclude_set()}"
 
 
 def order_of(node: Any) -> int:
