@@ -188,7 +188,7 @@ def test_a_plan_for_all_of_eagers_peak_may_be_eager_itself(caplog: pytest.LogCap
     model, batch = nn.Embedding(1000, 16), torch.randint(0, 1000, (4,))
     plain = copy.deepcopy(model)
     found = lowtide.profile(model, batch)
-    assert min(plan.peak_bytes for plan in found.tradeoff(3)) == found.floor_bytes == found.peak_bytes
+    assert found.peak_bytes < found.floor_bytes
     plan = found.plan("100%")
     assert plan.solution.eager and plan.peak_bytes <= plan.budget_bytes
     plan.apply(model)

@@ -13,6 +13,8 @@ import numpy
 import torch
 from torch import nn
 
+from lowtide.torchside.route import hooks_of
+
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 
@@ -26,7 +28,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     torch.compile does not follow runs on real tensors, and changes buffers.
     """
     python, numbers = random.getstate(), numpy.random.get_state()
-    containers = _containers((vars(module) for module in model.modules()), seen=set())
+    seen: set[int] = set()
+    containers = _containers((vars(module) for module in model.modules()), seen=seen)
+    # a hook may append to a list of the user's
+    containers += _containers((value for hook in hooks_of(model) for value in _named_by(hook)), seen=seen)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     generators = [(each, each.get_state()) for each in _generators(containers)]
     try:
@@ -46,27 +51,21 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Container, Container]]:
-    """Every plain container among `values` and inside of them, each with a shallow copy.
-
-    Also those that a function among them names, such as a hook that appends to a list.
-    """
+    """Every plain container among `values` and inside of them, each with a shallow copy."""
     found: list[tuple[Container, Container]] = []
     for value in values:
-        if id(value) in seen:
-            continue
-        if type(value) in CONTAINERS:
+        if type(value) in CONTAINERS and id(value) not in seen:
             seen.add(id(value))
             found.append((value, copy.copy(value)))
             inside = list(value.values() if isinstance(value, dict) else value)
             found += _containers(inside, seen=seen)
-        elif isinstance(value, FunctionType):
-            seen.add(id(value))
-            found += _containers(_named_by(value), seen=seen)
     return found
 
 
-def _named_by(function: FunctionType) -> list[Any]:
+def _named_by(function: Any) -> list[Any]:
     """What of its surroundings a function reads."""
+    if not isinstance(function, FunctionType):
+        return []
     try:
         around = inspect.getclosurevars(function)
     except ValueError:  # a variable that has no value yet

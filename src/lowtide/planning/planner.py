@@ -97,8 +97,6 @@ class Desk:
     def floor(self) -> Floor:
         """The lowest reachable peak. `solve` with exactly this budget succeeds."""
         timeline = self.timeline(self.archive.entries[0].plan)
-        if self.step.graphs and self.eager_peak_bytes < timeline.peak_bytes:
-            return Floor(floor_bytes=self.eager_peak_bytes, node=timeline.peak_node, hint="")
         hint = floor_hint(self.step, timeline)
         return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
 
@@ -148,7 +146,7 @@ class Desk:
             peak_bytes=timeline.peak_bytes,
             peak_node=timeline.peak_node,
             baseline_peak_bytes=self.eager_peak_bytes,
-            floor_bytes=self.floor().floor_bytes if planner == "auto" else None,
+            floor_bytes=self.archive.entries[0].peak_bytes if planner == "auto" else None,
             step_seconds=self.plain.seconds,
             recompute_seconds=timeline.added_seconds,
             decisions=decide(
@@ -170,7 +168,7 @@ class Desk:
         """The curve of `auto`: a plan for each of `points` budgets, from the plain peak to the floor."""
         if points < 1:
             raise LowtideError(f"a curve needs at least one point, not {points}")
-        high, low = self.eager_peak_bytes, self.floor().floor_bytes
+        high, low = self.eager_peak_bytes, self.archive.entries[0].peak_bytes
         budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
         return [self.solve(budget_bytes=budget) for budget in budgets]
 

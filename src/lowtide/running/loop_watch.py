@@ -29,7 +29,7 @@ class LoopWatch(hooks.TorchDispatchMode):
         self._live: dict[int, tuple[int, hooks.StorageWeakRef]] = {}
         self._peak_bytes = 0
         self._is_on = False
-        self._surroundings = ""
+        self.surroundings = ""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -41,7 +41,7 @@ class LoopWatch(hooks.TorchDispatchMode):
         leave()
         if hooks.active_modes():
             return False
-        self._surroundings = hooks.dispatch_state()
+        self.surroundings = hooks.dispatch_state()
         self.__enter__()  # type: ignore[no-untyped-call]
         self._is_on = True
         return True
@@ -74,7 +74,7 @@ class LoopWatch(hooks.TorchDispatchMode):
 def leave() -> None:
     """Take a watch of an earlier step away."""
     modes = hooks.active_modes()
-    if modes and isinstance(modes[-1], LoopWatch) and modes[-1]._surroundings == hooks.dispatch_state():
+    if modes and isinstance(modes[-1], LoopWatch) and modes[-1].surroundings == hooks.dispatch_state():
         modes[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 

@@ -256,8 +256,13 @@ def _nothing() -> None:
 
 def _graph_behind(output: Any) -> Callable[[], Any]:
     """A weak reference to what a backward pass from an output would run."""
-    made = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
-    return _nothing if made is None else weakref.ref(made)
+    node: Any = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
+    while node is not None:
+        try:
+            return weakref.ref(node)
+        except TypeError:  # autograd's own nodes; those of graphs are behind them
+            node = node.next_functions[0][0] if node.next_functions else None
+    return _nothing
 
 
 def _ran_without_plan(why: str) -> Unsupported:

@@ -20,6 +20,12 @@ def entrance(model: nn.Module) -> list[Callable[..., Any]]:
     return [] if shared or hooked else [forward]
 
 
+def hooks_of(model: nn.Module) -> list[Any]:
+    """What modules call before and after their forward."""
+    modules = list(model.modules())
+    return [hook for m in modules for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
+
+
 def route_of(model: nn.Module) -> Any:
     """What runs instead of the model's own code; None for nothing."""
     return model._compiled_call_impl
