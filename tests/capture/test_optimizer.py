@@ -269,6 +269,7 @@ def test_what_an_optimizer_around_another_one_holds_is_counted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_list_of_optimizers_is_planned_and_verified_as_one() -> None:
     model, batch = small(), torch.randn(64, 60)
     layers = list(model.children())
