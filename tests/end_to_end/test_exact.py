@@ -16,7 +16,10 @@ from lowtide.zoo.targets import Target, load_target
 
 pytestmark = pytest.mark.slow
 
-TINY = ("resnet152", "bert-base", "bert-base-mlm", "transformer", "gpt2", "vit", "unet")
+TINY = (
+    *("resnet152", "bert-base-mlm", "transformer", "gpt2", "unet"),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("bert-base", "vit")),
+)
 SHARES = (1, 2 / 3, 1 / 3, 0)
 
 

@@ -17,7 +17,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "mixtral", pytest.param("clip", marks=pytest.mark.long)])
 def test_one_graph_and_exact(name: str, caplog: pytest.LogCaptureFixture) -> None:
     training = build(name, MODELS[name])
     if "attention_mask" in training.batch:

@@ -44,13 +44,13 @@ def check(design: Design) -> None:
         assert measured >= plan.peak_bytes * (1 - SLACK) - SCALARS_BYTES, point
 
 
-@settings(SAME_EVERY_TIME, max_examples=5)
+@settings(SAME_EVERY_TIME, max_examples=3)
 @given(designs(images=False))
 def test_random_models_of_rows(design: Design) -> None:
     check(design)
 
 
-@settings(SAME_EVERY_TIME, max_examples=5)
+@settings(SAME_EVERY_TIME, max_examples=3)
 @given(designs(images=True))
 def test_random_models_of_images(design: Design) -> None:
     check(design)

@@ -90,7 +90,7 @@ def test_what_the_machine_cannot_hold_is_not_run(profile, monkeypatch, caplog):
     assert row.reduction > 0.2 and "batch 4 is predicted only" in caplog.text and "9.0 GiB" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_that_only_a_plan_makes_small_enough_is_measured_alone(monkeypatch, caplog):
     profile = sweep.profile_spec(SPEC)
     plain = profile.peak_bytes
