@@ -70,7 +70,9 @@ class Profile:
         `budget`: bytes, a size (`"8GiB"`) or a share of the plain peak (`"60%"`).
         """
         budget_bytes = parse_budget(budget, whole=self.peak_bytes)
-        solution = self._desk.solve(budget_bytes=budget_bytes, planner=planner)
+        solution = self._desk.solve(
+            budget_bytes=budget_bytes, planner=planner, may_be_eager=bool(self.step.graphs)
+        )
         return Plan(replace(solution, notes=self.step.notes), known=self.known, loop=self.loop)
 
     def tradeoff(self, points: int = 50) -> list[Plan]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from training import differences, measured_peak, train, twin
 
 import lowtide
+from lowtide.planning.planner import Desk
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -189,6 +190,8 @@ def test_a_plan_for_all_of_eagers_peak_may_be_eager_itself(caplog: pytest.LogCap
     plain = copy.deepcopy(model)
     found = lowtide.profile(model, batch)
     assert found.peak_bytes < found.floor_bytes
+    with pytest.raises(lowtide.BudgetTooSmall):
+        Desk(found.step).solve(budget_bytes=found.peak_bytes)
     plan = found.plan("100%")
     assert plan.solution.eager and plan.peak_bytes <= plan.budget_bytes
     plan.apply(model)

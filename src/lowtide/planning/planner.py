@@ -114,11 +114,12 @@ class Desk:
         timeline = self.timeline(plan)
         return Carried(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
 
-    def solve(self, *, budget_bytes: int, planner: str = "auto") -> Solution:
+    def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
         """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
 
         BudgetTooSmall when it finds none; then its `floor_bytes` is the lowest peak this planner
         reaches. Only `auto` searches for the lowest peak of all, so that only its solutions tell it.
+        `may_be_eager` is for who can leave the model to eager PyTorch where that alone fits.
         """
         if planner not in PLANNERS:
             raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
@@ -132,7 +133,7 @@ class Desk:
             plan = BASELINES[planner](self.table)
         timeline = None if plan is None else self.timeline(plan)
         if timeline is None or timeline.peak_bytes > budget_bytes:
-            if self.step.graphs and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
+            if may_be_eager and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
                 plain = self._solution(planner, self.plain, budget_bytes)
                 return replace(plain, peak_bytes=self.eager_peak_bytes, eager=True)
             raise _too_small(self, planner, budget_bytes, timeline)
@@ -170,7 +171,7 @@ class Desk:
             raise LowtideError(f"a curve needs at least one point, not {points}")
         high, low = self.eager_peak_bytes, self.archive.entries[0].peak_bytes
         budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
-        return [self.solve(budget_bytes=budget) for budget in budgets]
+        return [self.solve(budget_bytes=budget, may_be_eager=bool(self.step.graphs)) for budget in budgets]
 
 
 def floor(step: Step) -> Floor:
