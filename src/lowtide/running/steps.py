@@ -51,9 +51,7 @@ def step_of(
     with hooks.real_tensors():  # torch may be tracing
         captured = captured_step(analyse(traced), traced, model, optimizer=optimizer)
     step = _with_costs(captured, known)
-    besides = _scaled(reserve, growth(step, like=planned, reserve=reserve))
-    if optimizer is not None:
-        besides = replace(besides, optimizer_state_bytes=0, optimizer_peak_bytes=0)
+    besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
     return _with_reserve(
         step,
         replace(
@@ -81,9 +79,7 @@ def step_of_call(
     optimizer = optimizer_of(model, loop)
     captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
     step = _with_costs(captured, known)
-    besides = _scaled(reserve, growth(step, like=None, reserve=reserve))
-    if optimizer is not None:
-        besides = replace(besides, optimizer_state_bytes=0, optimizer_peak_bytes=0)
+    besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):
         besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=0)
     return _with_reserve(step, besides)
@@ -129,13 +125,18 @@ def growth(step: Step, *, like: Graph | None, reserve: Reserve) -> Fraction:
     return max([Fraction(1), *(Fraction(new, planned) for new, planned in pairs if planned)])
 
 
-def _scaled(reserve: Reserve, times: Fraction) -> Reserve:
-    """A smaller batch's loss needs at most what the planned one's does; a larger one's grows with it."""
+def _besides(reserve: Reserve, times: Fraction, optimizer: torch.optim.Optimizer | None) -> Reserve:
+    """What a step needs that its graphs do not show; an `optimizer` that was traced is among those.
+
+    A smaller batch's loss needs at most what the planned one's does; a larger one's grows with it.
+    """
     return replace(
         reserve,
         loss_bytes=ceil(reserve.loss_bytes * times),
         loss_kept_bytes=ceil(reserve.loss_kept_bytes * times),
         loss_input_bytes=ceil(reserve.loss_input_bytes * times),
+        optimizer_state_bytes=reserve.optimizer_state_bytes if optimizer is None else 0,
+        optimizer_peak_bytes=reserve.optimizer_peak_bytes if optimizer is None else 0,
     )
 
 
