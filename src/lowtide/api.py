@@ -81,7 +81,7 @@ def profile(
             )
         else:
             found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count)
-    return Profile(*found, loop=Loop.of(optimizer, loss))
+    return Profile(*found, loop=Loop.of(optimizer, loss), traced=captured.traced)
 
 
 def checkpoint(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.capture.loop import Loop
+    from lowtide.capture.traced import TracedModel
     from lowtide.profiling.costing import Known
 
 
@@ -26,6 +27,7 @@ class Plan:
     solution: Solution
     known: "Known | None" = field(default=None, repr=False, compare=False)
     loop: "Loop | None" = field(default=None, repr=False, compare=False)
+    traced: "TracedModel | None" = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         recomputed = sum(decision.action is Action.RECOMPUTE for decision in self.decisions)

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.facts import Activation, Node, Step
+from lowtide.facts import Activation, Node, Solution, Step
 from lowtide.facts.serial import load_step, save_step
 from lowtide.facts.sizes import parse_budget
 from lowtide.facts.units import format_size
@@ -17,6 +17,7 @@ from lowtide.plans import Plan
 
 if TYPE_CHECKING:
     from lowtide.capture.loop import Loop
+    from lowtide.capture.traced import TracedModel
     from lowtide.profiling.costing import Known
 
 
@@ -30,6 +31,7 @@ class Profile:
     step: Step
     known: "Known | None" = field(default=None, repr=False, compare=False)
     loop: "Loop | None" = field(default=None, repr=False, compare=False)
+    traced: "TracedModel | None" = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         """One line; the floor is left out, since it takes a search."""
@@ -73,14 +75,11 @@ class Profile:
         solution = self._desk.solve(
             budget_bytes=budget_bytes, planner=planner, may_be_eager=bool(self.step.graphs)
         )
-        return Plan(replace(solution, notes=self.step.notes), known=self.known, loop=self.loop)
+        return self._as_plan(replace(solution, notes=self.step.notes))
 
     def tradeoff(self, points: int = 50) -> list[Plan]:
         """Plans from the plain peak down to the floor, evenly spaced in bytes."""
-        return [
-            Plan(solution, known=self.known, loop=self.loop)
-            for solution in self._desk.tradeoff(points=points)
-        ]
+        return [self._as_plan(solution) for solution in self._desk.tradeoff(points=points)]
 
     def to_csv(self, folder: str | Path) -> list[Path]:
         """Write `node_stats.csv` and `activation_stats.csv`."""
@@ -95,6 +94,9 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write a `profile.json` that `lowtide.load_profile` reads."""
         save_step(path, self.step)
+
+    def _as_plan(self, solution: Solution) -> Plan:
+        return Plan(solution, known=self.known, loop=self.loop, traced=self.traced)
 
     @cached_property
     def _desk(self) -> Desk:

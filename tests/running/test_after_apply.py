@@ -14,7 +14,7 @@ from trouble import BATCH, WIDTH
 
 import lowtide
 from lowtide.plans import Plan
-from lowtide.running import runner
+from lowtide.running import backend, runner
 from lowtide.torchside import dynamo
 
 pytestmark = pytest.mark.slow
@@ -90,6 +90,7 @@ def test_numbers_that_change_all_the_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dynamo, "GRAPHS_PER_FUNCTION", 2)
+    monkeypatch.setattr(backend, "REMEMBERED_GRAPHS", 2)
     monkeypatch.setattr(runner, "MANY_GRAPHS", 3)
     model = Stack()
     plain = copy.deepcopy(model)

@@ -3,7 +3,7 @@ each other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -15,6 +15,9 @@ from lowtide.torchside import hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.ops import as_eager_computes
 from lowtide.torchside.ops.autocast import cast_weights_once
+
+if TYPE_CHECKING:
+    from lowtide.capture.traced import TracedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ class Trace:
     outside of the graphs: the loss. `loss_outside`: the loss itself was made outside of them, so that
     nobody can tell which outputs it reads, and all of them may get a gradient. The first `num_in_model`
     are the model's own, the others the loss's. `outside_bytes`: what autograd holds of code
-    between them, by how many graphs with a backward pass had run before it.
+    between them, by how many graphs with a backward pass had run before it. `traced` is what torch compiled,
+    where that can run by a plan.
     """
 
     executions: list[Execution]
@@ -74,6 +78,7 @@ class Trace:
     real_forward: bool = False
     loss_outside: bool = False
     outside_bytes: dict[int, int] = field(default_factory=dict)
+    traced: "TracedModel | None" = None
 
 
 def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
@@ -81,6 +86,11 @@ def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
     results = graph.graph.output_node().args[0]
     assert isinstance(results, (list, tuple))
     return [result if isinstance(result, fx.Node) else None for result in results]
+
+
+def has_gradients(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[bool, ...]:
+    """For each input of a joint graph, whether it gives a gradient."""
+    return tuple(grad is not None for grad in results_of(joint)[num_forward_outputs:])
 
 
 def mutated_inputs(joint: fx.GraphModule) -> dict[int, int]:

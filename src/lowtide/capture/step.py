@@ -20,6 +20,7 @@ from lowtide.capture.refusals import refuse_what_cannot_be_traced
 from lowtide.capture.sums import summed_otherwise
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
+from lowtide.capture.traced import TracedModel
 from lowtide.errors import CaptureError
 from lowtide.facts import Graph, Kind, Region, Run, Step
 from lowtide.methods import Kept
@@ -45,12 +46,14 @@ class Captured:
     """A step whose times are still zero, the op behind every rank, and the graphs themselves.
 
     `calls` has the op of every first run, and of those runs by a method that are another op than that.
+    `traced` is the model as torch compiled it, for its first planned step.
     """
 
     step: Step
     calls: dict[Run, Call]
     places: dict[int, Place]
     segments: list[Segment]
+    traced: TracedModel | None = None
 
 
 def capture(
@@ -115,7 +118,13 @@ def captured_step(
         identity=identify(model, batch),
         methods=tuple((method.name, method.words) for method in methods.METHODS),
     )
-    return Captured(step=step, calls=calls, places=analysis.places, segments=analysis.segments)
+    return Captured(
+        step=step,
+        calls=calls,
+        places=analysis.places,
+        segments=analysis.segments,
+        traced=traced.traced,
+    )
 
 
 def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:

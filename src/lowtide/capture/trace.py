@@ -21,12 +21,15 @@ from lowtide.capture.graphs import (
     Segment,
     Trace,
     describe_inputs,
+    has_gradients,
     mutated_inputs,
     name_tensors,
     new_segment,
     user_tensors,
 )
+from lowtide.capture.regions import split
 from lowtide.capture.tangents import tangent_outputs
+from lowtide.capture.traced import Function, TracedGraph, TracedModel
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
@@ -34,7 +37,7 @@ from lowtide.facts.units import format_size
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
 from lowtide.torchside.calls import storage_key
-from lowtide.torchside.ops.random import is_random
+from lowtide.torchside.graph_key import key_of
 from lowtide.torchside.outside import held_outside
 from lowtide.torchside.route import call_model
 from lowtide.torchside.tracing import compiled
@@ -54,6 +57,8 @@ class Collector:
         self.segments: list[Segment] = []
         self.executions: list[Execution] = []
         self.forward_bytes = 0
+        self.traced: TracedGraph | None = None
+        """the last graph with a backward pass that reaches to the end of what is traced"""
         self._made: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
 
@@ -62,37 +67,58 @@ class Collector:
         # alive as long as the capture, so that no other tensor gets the identity of one of them
         self._alive.append(hooks.graph_inputs(graph))
         casts_once = hooks.casts_weights_once(graph)
+        is_whole, key = hooks.reaches_the_end(graph), key_of(graph)
         segment: Segment | None = None
+        traced: TracedGraph | None = None
 
-        def partition(joint: fx.GraphModule, args: Any, **kwargs: Any) -> Any:
+        def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
             nonlocal segment
             outputs = kwargs["num_fwd_outputs"]
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             self.segments.append(segment)
-            # torch's partitioner, which only has to make something that runs here, fails on these
-            joint.graph.eliminate_dead_code(is_impure_node=_is_needed)
-            return hooks.default_partition(joint, args, **kwargs)
+            gradients = has_gradients(joint, outputs)
+            return _forward_alone(segment), hooks.backward_stub(joint, gradients)
 
-        def forward(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def forward(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
+            nonlocal traced
             assert segment is not None
-            return self._runner(module, segment)
+            traced = TracedGraph(
+                segment,
+                inputs=args,
+                forward=self._runner(module, segment),
+                backward=_never_run,
+                gradients=has_gradients(segment.joint, segment.num_forward_outputs),
+                key=key,
+            )
+            self.traced = traced if is_whole else None
+
+            def run(values: list[Any]) -> Any:
+                return traced.forward(values)  # which changes once there is a plan
+
+            return hooks.takes_list(run)
+
+        def backward(_module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
+            assert traced is not None
+            return hooks.takes_list(traced.backward())
 
         def inference(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
             alone = new_segment(module, origins, num_forward_outputs=None)
             self.segments.append(alone)
-            return self._runner(module, alone)
+            return hooks.takes_list(self._runner(module, alone))
 
-        return hooks.compile_graph(
-            graph, inputs, partition=partition, forward=forward, backward=_never_run, inference=inference
+        compiled_graph = hooks.compile_graph(
+            graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
         )
+        if traced is not None and not hooks.is_guarded_by_aot():
+            traced.compiled = compiled_graph
+        return compiled_graph
 
-    def _runner(self, module: fx.GraphModule, segment: Segment) -> Callable[..., Any]:
+    def _runner(self, module: fx.GraphModule, segment: Segment) -> Function:
         outputs = module.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
         values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
         mutated = mutated_inputs(segment.joint)
-        alone = _without_saving(module, segment.num_forward_outputs)
-        self.forward_bytes = max(self.forward_bytes, forecast.peak_bytes(alone.graph))
+        self.forward_bytes = max(self.forward_bytes, forecast.peak_bytes(module.graph))
 
         def run(args: list[Any]) -> list[Any]:
             links = {
@@ -106,11 +132,7 @@ class Collector:
                 if index not in links
             )
             self.executions.append(Execution(segment, links, from_outside=from_outside))
-            if self.real:
-                results = list(alone(*args))
-                results += [torch.empty(0)] * (len(values) - len(results))
-            else:
-                results = [_fresh_fake(value) for value in values]
+            results = list(module(*args)) if self.real else [_fresh_fake(value) for value in values]
             for index, source in mutated.items():
                 results[index] = args[source]  # torch copies this into the input: leave it as it is
             args.clear()
@@ -120,7 +142,7 @@ class Collector:
             self._alive.append(results)
             return results
 
-        return hooks.takes_list(run)
+        return run
 
     def __enter__(self) -> Self:
         return self
@@ -137,11 +159,6 @@ class Collector:
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The (execution, output) that made this tensor."""
         return self._made.get(storage_key(tensor))
-
-
-def _is_needed(node: fx.Node) -> bool:
-    """Whether an op stays though nobody reads its result; a random one need not, where nothing is kept."""
-    return node.op in ("placeholder", "output") or (node.is_impure() and not is_random(node))
 
 
 def trace(
@@ -188,13 +205,19 @@ def _trace(
     with (
         untouched(model),
         hooks.quiet(),
-        dynamo.forgotten(),
+        dynamo.forgotten() as kept,
         torch.enable_grad(),
     ):
         breaks = dynamo.graph_breaks()
         with failures.explained("the model"), _values_if_needed(collector):
-            output = _compiled(call_model, collector)(model, args, kwargs)
+            compiled_model = _compiled(call_model, collector)
+            output = compiled_model(model, args, kwargs)
         num_in_model = len(collector.executions)
+        traced = None
+        if num_in_model == 1 and collector.traced is not None and not collector.real:
+            traced = TracedModel(model, compiled_model, collector.traced)
+            compiled_model.take_graphs_along()
+            kept.append(compiled_model)
         if not num_in_model:
             raise CaptureError(failures.nothing_captured(dynamo.graph_breaks() - breaks))
         returned = frozenset(
@@ -234,6 +257,7 @@ def _trace(
         real_forward=collector.real,
         loss_outside=place is None,
         outside_bytes=outside,
+        traced=traced,
     )
 
 
@@ -283,7 +307,7 @@ def _values_if_needed(collector: Collector) -> Iterator[None]:
         raise failures.NeedsValues(failures.describe(error)) from error
 
 
-def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> dynamo.Compiled:
     if isinstance(function, types.FunctionType) and function.__closure__ is None:
         function = dynamo.own_code(function)
     return compiled(function, backend)
@@ -296,23 +320,27 @@ def _fresh_fake(value: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _without_saving(module: fx.GraphModule, num_forward_outputs: int) -> fx.GraphModule:
-    """A forward graph that returns its outputs alone, and nothing for a backward pass."""
+def _forward_alone(segment: Segment) -> fx.GraphModule:
+    """The forward part of a joint graph, which saves nothing for a backward pass."""
+    tangents = tangent_outputs(segment.joint)
     graph = fx.Graph()
-    results = graph.graph_copy(module.graph, {})
+    new: dict[fx.Node, fx.Node] = {}
+    inputs = (node for node in segment.joint.graph.find_nodes(op="placeholder") if node not in tangents)
+    for node in (*inputs, *split(segment)[0]):
+        new[node] = graph.node_copy(node, new.__getitem__)
+    results = segment.joint.graph.output_node().args[0]
     assert isinstance(results, (list, tuple))
-    graph.output(list(results[:num_forward_outputs]))
-    alone = hooks.graph_module(module, graph)
-    alone.graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
-    alone.recompile()
-    return alone
+    outputs = results[: segment.num_forward_outputs]
+    graph.output([new[value] if isinstance(value, fx.Node) else value for value in outputs])
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
+    return hooks.graph_module(segment.joint, graph)
 
 
-def _never_run(_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+def _never_run() -> Function:
     def run(_args: list[Any]) -> None:
         raise CaptureError(
             "the model differentiates inside of its own forward (backward() or torch.autograd.grad): "
             "lowtide plans steps with one backward pass, after the forward"
         )
 
-    return hooks.takes_list(run)
+    return run

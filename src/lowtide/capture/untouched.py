@@ -2,11 +2,13 @@
 
 import copy
 import inspect
+import itertools
+import operator
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -21,15 +23,17 @@ CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Give the model's attributes, what its lists, dicts and buffers contain, and all random states back as
-    they were, those of the model's own generators too.
+    """Give the model's attributes, those of objects that it has (a config, say), what its lists, dicts and
+    buffers contain, and all random states back as they were, those of the model's own generators too.
 
     A forward pass may keep what it computes (`self.last = x`), which at capture is no real tensor. Code that
     torch.compile does not follow runs on real tensors, and changes buffers.
     """
     python, numbers = random.getstate(), numpy.random.get_state()
     seen: set[int] = set()
-    containers = _containers((vars(module) for module in model.modules()), seen=seen)
+    own = [vars(module) for module in model.modules()]
+    containers = _containers(own, seen=seen)
+    containers += _containers((vars(v) for at in own for v in at.values() if _is_plain(v)), seen=seen)
     # a hook may append to a list of the user's
     containers += _containers((value for hook in hooks_of(model) for value in _named_by(hook)), seen=seen)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -48,6 +52,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for buffer, contents in buffers:
                 if not torch.equal(buffer, contents):
                     buffer.copy_(contents)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is an object with attributes, and nothing of torch's or Python's own."""
+    own = ("torch", "builtins", "types", "functools", "logging", "threading")
+    is_theirs = type(value).__module__.split(".")[0] in own and not isinstance(value, SimpleNamespace)
+    return hasattr(value, "__dict__") and not is_theirs and not isinstance(value, type | nn.Module)
 
 
 def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Container, Container]]:
@@ -79,11 +90,17 @@ def _generators(containers: list[tuple[Container, Container]]) -> list[torch.Gen
 
 
 def _refill(container: Container, before: Container) -> None:
+    if len(container) == len(before) and all(map(operator.is_, _inside(container), _inside(before))):
+        return
     container.clear()
     if isinstance(container, list | deque):
         container.extend(before)
     else:
         container.update(before)
+
+
+def _inside(container: Container) -> Iterable[Any]:
+    return itertools.chain.from_iterable(container.items()) if isinstance(container, dict) else container
 
 
 def _accelerators(model: nn.Module) -> list[int]:

@@ -1,19 +1,21 @@
 """A torch.compile backend that rewrites every captured graph by its plan and hands it to an executor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from lowtide.capture.graphs import Origin, Segment, new_segment
+from lowtide.capture.graphs import Origin, Segment, has_gradients, new_segment
 from lowtide.capture.regions import without_tangents
+from lowtide.capture.traced import TracedGraph
 from lowtide.facts import Run
 from lowtide.running.backward import Backward, FirstCalls
 from lowtide.running.executor import EAGER_OPS, Executor, Function
 from lowtide.running.loop_watch import Held, LoopWatch
 from lowtide.running.rewrite import Rewritten, forward_only, rewrite
 from lowtide.torchside import hooks
+from lowtide.torchside.graph_key import key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,9 @@ class Progress:
 
 LISTED_GRAPHS = 4
 
+REMEMBERED_GRAPHS = 8
+"""torch traces the same graph again soon, or not at all"""
+
 PlanGraph = Callable[[Segment], GraphPlan]
 
 
@@ -85,59 +90,109 @@ class Backend:
         self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
         self.num_graphs = 0
         self.progress = Progress()
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        # torch keeps these functions longer than the model lives: they must not know `self`
-        executor, progress = self.executor, self.progress
-        progress.is_whole = hooks.reaches_the_end(graph)
+        key = key_of(graph)
+        if key is not None and key in self._compiled:
+            return self._compiled[key]
+        self.progress.is_whole = hooks.reaches_the_end(graph)
         origins = self.origins(graph)
         casts_once = hooks.casts_weights_once(graph)
-        rewritten: Rewritten | None = None
-        plan: GraphPlan | None = None
-        first_calls: FirstCalls | None = None
-        fingerprint = ""
+        planned: _PlannedGraph | None = None
 
         def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
-            nonlocal rewritten, plan, first_calls, fingerprint
+            nonlocal planned
             outputs = kwargs["num_fwd_outputs"]
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
-            plan = self.plan_graph(segment)
-            rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
-            first_calls = FirstCalls(segment)
-            if not plan.missing:
-                first_calls.are_as_planned()
-            self.num_graphs += 1
-            fingerprint = segment.fingerprint
-            self.graphs = [*self.graphs[1 - LISTED_GRAPHS :], (segment, plan, rewritten)]
-            return rewritten.forward, rewritten.backward
+            planned = _PlannedGraph(segment, self.plan_graph(segment), self.executor, self.progress)
+            self._list(planned)
+            return planned.rewritten.forward, hooks.backward_stub(joint, planned.gradients)
 
-        def forward(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
-            assert rewritten is not None
-            run = executor(module, args, is_backward=False)
-            return hooks.takes_list(
-                _forward(run, progress, saved_bytes=rewritten.saved_bytes, first_calls=first_calls)
-            )
+        # torch keeps these functions longer than the model lives: they must not know `self`
+        executor, progress = self.executor, self.progress
 
-        def backward(_module: fx.GraphModule, args: Any) -> Callable[..., Any]:
-            assert rewritten is not None and plan is not None and first_calls is not None
-            used = progress.used.setdefault(fingerprint, set())
-            run = Backward(rewritten, plan.missing, args, executor, first_calls=first_calls, used=used)
-            num_saved = rewritten.num_saved
+        def forward(_module: fx.GraphModule, args: Any) -> Callable[..., Any]:
+            assert planned is not None
+            return hooks.takes_list(planned.forward(args))
 
-            def call(values: list[Any]) -> Any:
-                progress.begin_backward(values[num_saved:] if progress.watch is not None else ())
-                return run(values)
-
-            return hooks.takes_list(call)
+        def backward(_module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
+            assert planned is not None
+            return hooks.takes_list(planned.backward())
 
         def inference(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             alone = forward_only(new_segment(module, origins, num_forward_outputs=None))
             return hooks.takes_list(_forward(executor(alone, args, is_backward=False), progress))
 
         with hooks.quiet():
-            return hooks.compile_graph(
+            compiled = hooks.compile_graph(
                 graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
             )
+        if key is not None and not hooks.is_guarded_by_aot():
+            self._remember(key, compiled)
+        return compiled
+
+    def forget(self) -> None:
+        """Compile anew whatever comes."""
+        self._compiled.clear()
+
+    def _remember(self, key: Hashable, compiled: Callable[..., Any]) -> None:
+        if len(self._compiled) >= REMEMBERED_GRAPHS:
+            self._compiled.pop(next(iter(self._compiled)))
+        self._compiled[key] = compiled
+
+    def adopt(self, graph: TracedGraph) -> bool:
+        """Let a graph that is compiled already run by its plan, if that asks for the gradients that torch
+        knows of."""
+        planned = _PlannedGraph(graph.segment, self.plan_graph(graph.segment), self.executor, self.progress)
+        if planned.gradients != graph.gradients or planned.rewritten.num_unchecked:
+            return False
+        graph.forward = planned.forward(graph.inputs)
+        graph.backward = planned.backward
+        if graph.key is not None and graph.compiled is not None:
+            self._remember(graph.key, graph.compiled)
+        self._list(planned)
+        return True
+
+    def _list(self, planned: "_PlannedGraph") -> None:
+        self.num_graphs += 1
+        last = self.graphs[1 - LISTED_GRAPHS :]
+        self.graphs = [*last, (planned.segment, planned.plan, planned.rewritten)]
+
+
+class _PlannedGraph:
+    """The functions that run a graph by its plan."""
+
+    def __init__(self, segment: Segment, plan: GraphPlan, executor: Executor, progress: Progress) -> None:
+        self.segment = segment
+        self.plan = plan
+        self.executor = executor
+        self.progress = progress
+        self.rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
+        self.gradients = has_gradients(self.rewritten.backward, 0)
+        self.first_calls = FirstCalls(segment)
+        if not plan.missing:
+            self.first_calls.are_as_planned()
+
+    def forward(self, inputs: Sequence[Any]) -> Function:
+        run = self.executor(self.rewritten.forward, inputs, is_backward=False)
+        return _forward(
+            run, self.progress, saved_bytes=self.rewritten.saved_bytes, first_calls=self.first_calls
+        )
+
+    def backward(self) -> Function:
+        progress, num_saved = self.progress, self.rewritten.num_saved
+        inputs = [node.meta["val"] for node in self.rewritten.backward.graph.find_nodes(op="placeholder")]
+        used = progress.used.setdefault(self.segment.fingerprint, set())
+        run = Backward(
+            self.rewritten, self.plan.missing, inputs, self.executor, first_calls=self.first_calls, used=used
+        )
+
+        def call(values: list[Any]) -> Any:
+            progress.begin_backward(values[num_saved:] if progress.watch is not None else ())
+            return run(values)
+
+        return call
 
 
 def _forward(

@@ -39,7 +39,14 @@ def apply_plan(plan: Plan, model: nn.Module, *, executor: Executor = EAGER_OPS) 
     check_identity(plan, identify_model(model))
     spare_bytes = plan.budget_bytes - plan.peak_bytes
     eager_batch = dict(plan.solution.identity).get("batch") if plan.solution.eager else None
-    install(model, PlanBook(plan, model), spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch)
+    install(
+        model,
+        PlanBook(plan, model),
+        spare_bytes=spare_bytes,
+        executor=executor,
+        eager_batch=eager_batch,
+        traced=plan.traced if eager_batch is None else None,
+    )
     return model
 
 

@@ -29,7 +29,8 @@ aten = torch.ops.aten
 @dataclass(frozen=True, slots=True)
 class Rewritten:
     """The two graphs that run; `num_saved` tensors pass from the first to the second, and hold
-    `saved_bytes`, the model's own tensors and those of the batch apart.
+    `saved_bytes`, the model's own tensors and those of the batch apart; autograd does not check the version
+    of the last `num_unchecked` of them.
 
     Backward's inputs are the saved tensors, then one gradient for each of `tangents`, the outputs
     that can have one.
@@ -40,6 +41,7 @@ class Rewritten:
     num_saved: int
     saved_bytes: int
     tangents: tuple[int, ...]
+    num_unchecked: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def rewrite(segment: Segment, schedule: Sequence[Run]) -> Rewritten:
         num_saved=len(saved.all),
         saved_bytes=_bytes_of(saved, segment),
         tangents=tuple(tangents.values()),
+        num_unchecked=len(saved.unchecked),
     )
 
 

@@ -18,6 +18,7 @@ from torch import fx, nn
 from lowtide.capture import failures
 from lowtide.capture.graphs import Origin, Segment, describe_inputs, name_tensors
 from lowtide.capture.identity import layouts
+from lowtide.capture.traced import TracedModel
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind
 from lowtide.facts.units import format_size
@@ -63,7 +64,8 @@ class Runner:
     """What a planned model calls instead of its own forward.
 
     A call with a batch of the layout `eager_batch` is left to eager PyTorch. `spare_bytes` are those of the
-    budget that the plan leaves free; None where nobody gave a budget.
+    budget that the plan leaves free; None where nobody gave a budget. `traced` is the model as it was traced
+    for the plan.
     """
 
     def __init__(
@@ -74,13 +76,14 @@ class Runner:
         spare_bytes: int | None = None,
         executor: Executor = EAGER_OPS,
         eager_batch: str | None = None,
+        traced: TracedModel | None = None,
     ) -> None:
         self.model = model
         self.plans = plans
         self.spare_bytes = spare_bytes
         self.eager_batch = eager_batch
         self.backend = Backend(self._plan_of, origins=self._origins, executor=executor)
-        self.compiled = compiled(dynamo.own_code(call_model), self.backend)
+        self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
         self._waiting = -1  # how many backward passes had run when a call last ended
@@ -92,6 +95,10 @@ class Runner:
         self._parameters = tuple(model.parameters())
         self._planned_situation = self._situation()
         self._device = self._parameters[0].device.type if self._parameters else "cpu"
+        self.compiled = compiled(dynamo.own_code(call_model), self.backend)
+        if traced is not None and traced.take(model) and self.backend.adopt(traced.graph):
+            self.compiled = traced.compiled
+            self.compiled.compile_by(self.backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leave()
@@ -103,7 +110,6 @@ class Runner:
         self._warn_of_gradients()
         self._warn_of_two_calls()
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
-        graphs_before = self.backend.num_graphs
         self.backend.progress.begin_call()
         try:
             output = self._call_planned(args, kwargs)
@@ -119,7 +125,8 @@ class Runner:
             self._batch, self._may_start_over = (), True
         self._waiting = self.backend.progress.backwards
         self._last = _graph_behind(output)
-        if self.backend.num_graphs > graphs_before:
+        if self.backend.num_graphs > self._graphs_before:
+            self._graphs_before = self.backend.num_graphs
             self._watch_loop()
             self._warn_of_many_graphs()
         return output
@@ -140,6 +147,7 @@ class Runner:
             return
         if self.plans.learn(held, used):
             self.compiled.forget()
+            self.backend.forget()
             progress.used.clear()
 
     def _call_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,13 +287,16 @@ def install(
     spare_bytes: int | None = None,
     executor: Executor = EAGER_OPS,
     eager_batch: str | None = None,
+    traced: TracedModel | None = None,
 ) -> Runner:
     """Route `model`'s calls through a plan, in place."""
     current = route_of(model)
     if current is not None and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
-    runner = Runner(model, plans, spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch)
+    runner = Runner(
+        model, plans, spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch, traced=traced
+    )
     attach(model, runner)
     return runner
 

@@ -103,21 +103,45 @@ class Compiled:
         tracing: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._function = function
+        self._backend = weakref.ref(backend)
         self._attempts: list[types.CodeType] = []
         self._traced: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
         self.seconds = 0.0
         """that tracing has taken so far"""
-        self._call = _within(function, backend, tracing, self._attempts, weakref.ref(self))
+        self._call = _within(function, tracing, self._attempts, weakref.ref(self))
 
     def __call__(self, *args: Any) -> Any:
         self._traced.update(self._attempts)
         self._attempts.clear()
         return self._call(*args)
 
+    @property
+    def backend(self) -> Callable[..., Any]:
+        """Who compiles the next graph."""
+        backend = self._backend()
+        assert backend is not None, "a backend must outlive what it compiles"
+        return backend
+
+    @property
+    def code(self) -> types.CodeType | None:
+        code: types.CodeType | None = getattr(self._function, "__code__", None)
+        return code
+
+    def compile_by(self, backend: Callable[..., Any]) -> None:
+        """Let another backend compile what comes from now on; what is compiled stays."""
+        self._backend = weakref.ref(backend)
+        self.seconds = 0.0
+
+    def take_graphs_along(self) -> None:
+        """Let the graphs go with this object: torch itself lets go of a function's graphs only when it is
+        asked to. Not for a function of the user's."""
+        if self.code is not None:
+            weakref.finalize(self, reset_code, self.code).atexit = False
+
     def is_tracing(self, *functions: Callable[..., Any]) -> bool:
         """Asked by the backend: whether the graph at hand is of this function itself or of one of
         `functions`, and none of those was traced before in this call."""
-        codes = [getattr(function, "__code__", None) for function in (self._function, *functions)]
+        codes = [self.code, *(getattr(function, "__code__", None) for function in functions)]
         return (
             bool(self._attempts)
             and self._attempts[-1] in codes
@@ -138,7 +162,7 @@ class Compiled:
         batch, say, that made the user's own code raise. What was compiled before stays.
         """
         _let_go_of_frames(sys.exc_info()[1])
-        own = getattr(self._function, "__code__", None)
+        own = self.code
         if own is not None:
             set_code_exec_strategy(own, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
         for code in self._attempts:
@@ -148,12 +172,17 @@ class Compiled:
 
 def _within(
     function: Callable[..., Any],
-    backend: Callable[..., Any],
     tracing: Callable[[], contextlib.AbstractContextManager[None]],
     attempts: list[types.CodeType],
     owner: weakref.ref[Compiled],
 ) -> Callable[..., Any]:
-    context = torch._dynamo.optimize(weakly(backend), dynamic=False)
+    def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        # torch keeps every backend it saw: this one goes when its owner goes
+        compiled = owner()
+        assert compiled is not None
+        return compiled.backend(graph, inputs, **options)
+
+    context = torch._dynamo.optimize(compile_graph, dynamic=False)
     if not isinstance(context, OptimizeContext):
         return function  # torch.compile is disabled in this process
     trace_frame = context.callback
@@ -203,16 +232,19 @@ def _drop_oldest_graph(code: types.CodeType) -> None:
 
 
 @contextlib.contextmanager
-def forgotten() -> Iterator[None]:
-    """Drop afterwards what torch compiles inside, and what it gave up on.
+def forgotten() -> Iterator[list[Compiled]]:
+    """Drop afterwards what torch compiles inside, and what it gave up on, but for what is added to the list
+    that this gives.
 
     It would keep the graphs for good, and never again look into a function that failed once. Code
     that the user has compiled before keeps all it has.
     """
+    kept: list[Compiled] = []
     users = {id(code) for code in _seen_codes() if _debug_get_cache_entry_list(code)}
     try:
-        yield
+        yield kept
     finally:
+        users |= {id(compiled.code) for compiled in kept}
         for code in _seen_codes():
             if id(code) not in users:
                 reset_code(code)
@@ -265,18 +297,6 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
     )
-
-
-def weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend for torch.compile that goes when its owner goes: torch itself keeps every one it saw."""
-    reference = weakref.ref(backend)
-
-    def call(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        alive = reference()
-        assert alive is not None, "a backend must outlive what it compiles"
-        return alive(graph, inputs, **options)
-
-    return call
 
 
 @contextlib.contextmanager

@@ -66,6 +66,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchDynamoException",
     "active_modes",
+    "backward_stub",
     "casts_weights_once",
     "compile_graph",
     "default_partition",
@@ -75,6 +76,7 @@ __all__ = [
     "graph_module",
     "has_inner_graphs",
     "has_own_checkpoint",
+    "is_guarded_by_aot",
     "is_wrapper",
     "onednn_is_enabled",
     "order_of",
@@ -137,6 +139,14 @@ def compile_graph(
     ):
         compiled: Callable[..., Any] = compiler(graph, inputs)
     return compiled
+
+
+def backward_stub(root: nn.Module, gradients: Sequence[bool]) -> fx.GraphModule:
+    """What torch wants to see of a backward graph that somebody else runs: of which inputs it gives the
+    gradients. Of a whole one it would make a deep copy."""
+    graph = fx.Graph()
+    graph.output([0 if has_gradient else None for has_gradient in gradients])
+    return graph_module(root, graph)
 
 
 @functools.cache
@@ -211,6 +221,13 @@ def partitioned_by_torch(
     with functorch_config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_with(graph, inputs)
     return compiled
+
+
+def is_guarded_by_aot() -> bool:
+    """Asked while a graph is compiled: whether AOTAutograd made assumptions that torch has to check in every
+    call, about inputs that share memory."""
+    context = torch._guards.TracingContext.try_get()
+    return context is None or bool(context.guards_context.aotautograd_guards)
 
 
 def casts_weights_once(graph: fx.GraphModule) -> bool:
