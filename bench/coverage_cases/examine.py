@@ -39,7 +39,7 @@ def examine(case: Case) -> Outcome:
     logging.getLogger("lowtide").addHandler(warned)
     try:
         _train_planned(row, training, expected)
-        row.words = row.words or "; ".join(map(_without_folders, warned.lines))
+        row.words = "; ".join(filter(None, (row.words, *map(_without_folders, warned.lines))))
     except lowtide.LowtideError as error:
         row.outcome, row.words = "refused", _line(error)
     except Exception as error:

@@ -13,6 +13,7 @@ from lowtide.capture.fingerprint import fingerprint
 from lowtide.facts import Kind
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import tensors_in
+from lowtide.torchside.calls import storage_key
 from lowtide.torchside.ops import as_eager_computes
 from lowtide.torchside.ops.autocast import cast_weights_once
 
@@ -86,6 +87,15 @@ def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
     results = graph.graph.output_node().args[0]
     assert isinstance(results, (list, tuple))
     return [result if isinstance(result, fx.Node) else None for result in results]
+
+
+def output_storages(segment: Segment) -> list[int]:
+    """Which memory each output of a graph is in: the same number for those that share it."""
+    values = [node and node.meta.get("val") for node in results_of(segment.joint)]
+    return [
+        storage_key(value) if isinstance(value, torch.Tensor) else -1 - place
+        for place, value in enumerate(values[: segment.num_forward_outputs])
+    ]
 
 
 def has_gradients(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[bool, ...]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from lowtide.capture.graphs import Execution, Segment, Trace, copy_of, results_of
+from lowtide.capture.graphs import Execution, Segment, Trace, copy_of, output_storages, results_of
 from lowtide.capture.tangents import drop_missing, tangent_outputs
 
 
@@ -15,8 +15,11 @@ def specialise(trace: Trace) -> tuple[list[Execution], list[frozenset[int]]]:
     missing: list[frozenset[int]] = []
     for index in reversed(range(len(trace.executions))):
         execution = trace.executions[index]
-        outputs = set(tangent_outputs(execution.segment.joint).values())
-        absent = frozenset(output for output in outputs if (index, output) not in wanted)
+        storages = output_storages(execution.segment)
+        # a view that the caller holds passes its gradient on to whichever output it is a view of
+        passed = {storages[output] for place, output in wanted if place == index}
+        outputs = tangent_outputs(execution.segment.joint).values()
+        absent = frozenset(output for output in outputs if storages[output] not in passed)
         segment = without_tangents(execution.segment, absent)
         grads = results_of(segment.joint)[segment.num_forward_outputs :]
         wanted |= {

@@ -17,7 +17,7 @@ from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
 from lowtide.capture.refusals import refuse_what_cannot_be_traced
-from lowtide.capture.sums import summed_otherwise
+from lowtide.capture.sums import shares_gradients, summed_otherwise
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.capture.traced import TracedModel
@@ -84,6 +84,12 @@ def capture(
             "differ. lowtide.verify says whether they do; torch._dynamo.explain shows where the graphs end",
             traced.num_in_model,
             shared,
+        )
+    elif shares_gradients(traced, [graph.missing for graph in captured.step.graphs]):
+        logger.warning(
+            "the model returns several views of one value that it also uses itself: the gradients of that "
+            "value are summed in another order than in eager, so that the last bits can differ. "
+            "lowtide.verify says whether they do; return a copy of the views (`.clone()`) to be exact"
         )
     return captured
 
