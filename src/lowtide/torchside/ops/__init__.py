@@ -4,6 +4,7 @@
 - `direct`: ops called without torch's ways around them
 - `dropout`: eager's own rounding, and the mask that it keeps
 - `grouped`: the products of experts, traced in all types
+- `packed`: truth values as bits, and names for values of which only the sign is asked
 - `norms`: the types of their statistics under autocast
 - `recurrent`: LSTM layers that are one op in eager, and their workspace
 - `recurrent_cells`, `recurrent_tracing`, `recurrent_bytes`: those that eager computes cell by cell
@@ -15,6 +16,7 @@ from torch import fx
 
 from lowtide.torchside.ops.dropout import use_eager_dropout
 from lowtide.torchside.ops.norms import use_real_types
+from lowtide.torchside.ops.packed import name_signs
 from lowtide.torchside.ops.recurrent import use_recurrent_layers
 from lowtide.torchside.ops.recurrent_cells import add_in_eagers_order
 
@@ -26,3 +28,4 @@ def as_eager_computes(graph: fx.Graph) -> None:
     add_in_eagers_order(graph)
     use_eager_dropout(graph)
     use_real_types(graph)
+    name_signs(graph)
