@@ -22,6 +22,7 @@ from lowtide.capture.gradients import (
 )
 from lowtide.capture.graphs import Execution, Trace, mutated_inputs
 from lowtide.capture.names import module_path, source_line
+from lowtide.capture.overwrites import overwrites
 from lowtide.capture.records import Analysis, GraphState, Place
 from lowtide.capture.refusals import refuse_empty_buffers
 from lowtide.capture.regions import specialise, split
@@ -30,8 +31,9 @@ from lowtide.errors import CaptureError
 from lowtide.facts import Kind, Recipe, Region
 from lowtide.methods import Kept, Method
 from lowtide.torchside import hooks
-from lowtide.torchside.calls import storage_key, target_name
+from lowtide.torchside.calls import Call, storage_key, target_name
 from lowtide.torchside.ops.dropout import extra_eager_bytes
+from lowtide.torchside.ops.loss_rows import extra_loss_bytes
 from lowtide.torchside.ops.recurrent_bytes import extra_inside_bytes, extra_result_bytes
 from lowtide.torchside.ops.schema import writes_inputs
 
@@ -101,8 +103,11 @@ def _backward(
     for node, output in state.tangents.items():
         if output not in missing:
             add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
+    written_over = overwrites(state.segment)
     for node in split(state.segment)[1]:
         _add_op(analysis, state, node, Region.BACKWARD)
+        if node in written_over:
+            _write_over(analysis, state.rank[node], written_over[node])
     _add_output(analysis, state, state.grads, Region.BACKWARD)
     add_gradients(analysis, state)
 
@@ -201,9 +206,19 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
         reads=tuple(state.rank[source] for source in node.all_input_nodes),
         holds=tuple(holds),
         makes=tuple(makes),
-        extra_eager_bytes=extra_inside_bytes(node),
+        extra_eager_bytes=extra_inside_bytes(node) + extra_loss_bytes(node),
     )
     analysis.places[rank] = Place(state.index, node)
+
+
+def _write_over(analysis: Analysis, rank: int, call: Call) -> None:
+    """The op's result takes the place of what it reads last, which eager holds beside it."""
+    node = analysis.nodes[rank]
+    saved_bytes = sum(analysis.storages[made].nbytes for made in node.makes)
+    analysis.nodes[rank] = replace(
+        node, workspace_bytes=-saved_bytes, extra_eager_bytes=node.extra_eager_bytes + saved_bytes
+    )
+    analysis.places[rank] = replace(analysis.places[rank], call=call)
 
 
 def _add_kept(analysis: Analysis, state: GraphState, node: fx.Node, kept: Kept) -> int:

@@ -9,14 +9,16 @@ from lowtide.capture.graphs import Segment, results_of
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Node, Storage
 from lowtide.methods import Kept, Method
+from lowtide.torchside.calls import Call
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands in the captured graphs."""
+    """Where a rank stands in the captured graphs, and what it calls where that is not the node's own op."""
 
     execution: int
     node: fx.Node
+    call: Call | None = None
 
 
 @dataclass(slots=True)

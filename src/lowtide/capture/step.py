@@ -196,7 +196,7 @@ def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
 def with_values(captured: Captured, values: Values) -> Captured:
     """The same step, its ops called with other fake values of some nodes."""
     places = captured.places
-    own = {Run(rank): call_of(place.node, values) for rank, place in places.items() if _calls_op(place)}
+    own = {Run(rank): _own_call(place, values) for rank, place in places.items() if _calls_op(place)}
     others = {
         run: _method_call(places[run.node].node, run.method, values)
         for run in captured.calls
@@ -210,7 +210,7 @@ def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
     for rank, place in analysis.places.items():
         if not _calls_op(place):
             continue
-        calls[Run(rank)] = call_of(place.node, values)
+        calls[Run(rank)] = _own_call(place, values)
         for recipe in analysis.nodes[rank].recipes:
             if not methods.method_named(recipe.method).costs_as_first:
                 calls[Run(rank, recipe.method)] = _method_call(place.node, recipe.method, values)
@@ -222,6 +222,10 @@ def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
 
 def _calls_op(place: Place) -> bool:
     return place.node.op == "call_function"
+
+
+def _own_call(place: Place, values: Values) -> Call:
+    return call_of(place.node, values) if place.call is None else _filled(place.call, values)
 
 
 def _method_call(node: fx.Node, method: str, values: Values) -> Call:
@@ -295,7 +299,7 @@ def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
             replace(
                 node,
                 seconds=seconds,
-                workspace_bytes=workspace,
+                workspace_bytes=node.workspace_bytes + workspace,
                 estimated=estimated or node.estimated,
                 recipes=tuple(recipes),
             )

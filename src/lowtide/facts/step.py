@@ -77,7 +77,8 @@ class Node:
 
     `reads` are ranks of nodes whose values it needs. `holds` are the storages its own value refers
     to: those it `makes`, and those it shares with what it reads. `workspace_bytes` are held inside
-    the op only. `recipes` are the ways to bring its value back, the one to prefer first; where there is
+    the op only; less than none where it writes its result over what it reads last. `recipes` are the
+    ways to bring its value back, the one to prefer first; where there is
     none, `fixed` says why. `on_demand`: it makes what a recipe keeps from the forward pass, and runs only
     in schedules where such a recipe reads it.
     `estimated` marks times that were scaled from a smaller or similar op instead of measured.

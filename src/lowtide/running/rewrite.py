@@ -16,6 +16,7 @@ from torch import fx
 
 from lowtide import methods
 from lowtide.capture.graphs import Segment, results_of
+from lowtide.capture.overwrites import overwrites
 from lowtide.capture.regions import split
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Run
@@ -215,14 +216,20 @@ def _backward_graph(
 ) -> fx.GraphModule:
     graph = fx.Graph()
     latest: dict[fx.Node | Kept, fx.Node] = {}
+    written_over = overwrites(segment)
     for value in (*saved.all, *tangents):
         latest[value] = graph.placeholder(saved.kept[value] if isinstance(value, Kept) else value.name)
         latest[value].meta = {"val": value.value} if isinstance(value, Kept) else dict(value.meta)
     for step in steps:
         if _unpacks(step, latest):
             continue
-        if step.call is None:
+        if step.call is None and step.node not in written_over:
             latest[step.node] = _copy(graph, step.node, latest)
+            continue
+        if step.call is None:
+            copy = _write(graph, written_over[step.node], latest)
+            copy.meta = dict(step.node.meta)
+            latest[step.node] = copy
             continue
         copy = _write(graph, step.call, latest)
         copy.meta = {

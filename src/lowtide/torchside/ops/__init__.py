@@ -4,6 +4,8 @@
 - `direct`: ops called without torch's ways around them
 - `dropout`: eager's own rounding, and the mask that it keeps
 - `grouped`: the products of experts, traced in all types
+- `in_place`: ops that can write over what they read
+- `loss_rows`: the gradient of a cross entropy in slices of rows
 - `packed`: truth values as bits, and names for values of which only the sign is asked
 - `norms`: the types of their statistics under autocast
 - `recurrent`: LSTM layers that are one op in eager, and their workspace
@@ -15,6 +17,7 @@
 from torch import fx
 
 from lowtide.torchside.ops.dropout import use_eager_dropout
+from lowtide.torchside.ops.loss_rows import use_loss_rows
 from lowtide.torchside.ops.norms import use_real_types
 from lowtide.torchside.ops.packed import name_signs
 from lowtide.torchside.ops.recurrent import use_recurrent_layers
@@ -29,3 +32,4 @@ def as_eager_computes(graph: fx.Graph) -> None:
     use_eager_dropout(graph)
     use_real_types(graph)
     name_signs(graph)
+    use_loss_rows(graph)
