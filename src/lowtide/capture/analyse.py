@@ -5,6 +5,7 @@ graph node, and nothing is ever matched by name.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from lowtide.capture.gradients import (
     add_gradients,
     add_outside,
     add_tangent,
+    add_update,
     hold_within_formulas,
     pin_returned,
 )
@@ -27,6 +29,7 @@ from lowtide.capture.records import Analysis, GraphState, Place
 from lowtide.capture.refusals import refuse_empty_buffers
 from lowtide.capture.regions import specialise, split
 from lowtide.capture.tangents import stands_for
+from lowtide.capture.updates import update_places, updated
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind, Recipe, Region
 from lowtide.methods import Kept, Method
@@ -40,8 +43,12 @@ from lowtide.torchside.ops.schema import writes_inputs
 OUTPUT = "output"
 
 
-def analyse(trace: Trace) -> Analysis:
-    """Rank every node of forward and backward, and find the storages they make and read."""
+def analyse(trace: Trace, *, updates: Mapping[int, int] | None = None) -> Analysis:
+    """Rank every node of forward and backward, and find the storages they make and read.
+
+    `updates` are parameters (by identity) that are updated in the backward pass, each with the bytes that
+    its update holds inside.
+    """
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
@@ -52,7 +59,7 @@ def analyse(trace: Trace) -> Analysis:
         fixed = repeated.get(execution.segment.fingerprint, "")
         _forward(analysis, state, execution, states, fixed=fixed)
     for state in reversed(states):
-        _backward(analysis, state, executions, states)
+        _backward(analysis, state, executions, states, updates=updates or {})
         hold_within_formulas(analysis, state, only_eager=state.index < trace.num_in_model)
     add_outside(analysis, states, trace)
     pin_returned(analysis, states, trace)
@@ -95,7 +102,12 @@ def _forward(
 
 
 def _backward(
-    analysis: Analysis, state: GraphState, executions: list[Execution], states: list[GraphState]
+    analysis: Analysis,
+    state: GraphState,
+    executions: list[Execution],
+    states: list[GraphState],
+    *,
+    updates: Mapping[int, int],
 ) -> None:
     if not state.segment.differentiable:
         return
@@ -104,11 +116,17 @@ def _backward(
         if output not in missing:
             add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
     written_over = overwrites(state.segment)
-    for node in split(state.segment)[1]:
+    ops = split(state.segment)[1]
+    grads = updated(state.segment, updates)
+    places = update_places(state.segment, [(node, node.all_input_nodes) for node in ops], grads)
+    for place, node in enumerate(ops):
         _add_op(analysis, state, node, Region.BACKWARD)
         if node in written_over:
             _write_over(analysis, state.rank[node], written_over[node])
-    _add_output(analysis, state, state.grads, Region.BACKWARD)
+        for index in places.get(place, ()):
+            add_update(analysis, state, index=index, grad=grads[index], inside_bytes=updates)
+    held = [grad for index, grad in enumerate(state.grads) if index not in grads]
+    _add_output(analysis, state, held, Region.BACKWARD)
     add_gradients(analysis, state)
 
 

@@ -14,9 +14,10 @@ from lowtide.capture.analyse import analyse
 from lowtide.capture.fingerprint import structure
 from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
+from lowtide.capture.one_by_one import updates_of
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
-from lowtide.capture.refusals import refuse_what_cannot_be_traced
+from lowtide.capture.refusals import refuse_several_graphs, refuse_what_cannot_be_traced
 from lowtide.capture.sums import summed_otherwise
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
@@ -59,15 +60,29 @@ def capture(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    step_in_backward: bool = False,
+    holds_outputs: bool = True,
 ) -> Captured:
-    """Capture a step without running it. Needs the memory of the model, not of the step."""
+    """Capture a step without running it. Needs the memory of the model, not of the step.
+
+    `step_in_backward`: the optimizer updates each parameter where its gradient is final. Without
+    `holds_outputs`, the loop lets go of all but the loss before the backward pass.
+    """
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
     refuse_what_cannot_be_traced(model, (args, kwargs))
     with rarely_collected():
         traced = trace(model, args, kwargs, loss=loss)
-        captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+        if not holds_outputs:
+            traced = only_loss_held(traced)
+        updates: dict[int, int] = {}
+        if step_in_backward:
+            updates = updates_of(optimizer)
+            refuse_several_graphs(traced)
+        analysis = analyse(traced, updates=updates)
+        captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
+        captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
     if OUTSIDE in captured.step.notes:
         logger.warning(
             "%s, so budgets are kept only for the rest. Gradients of what both read may be summed in another "
@@ -83,6 +98,11 @@ def capture(
             shared,
         )
     return captured
+
+
+def only_loss_held(traced: Trace) -> Trace:
+    """The same for a loop that holds nothing of the model's output but the loss."""
+    return replace(traced, returned=traced.returned & traced.given)
 
 
 def captured_step(
@@ -101,7 +121,8 @@ def captured_step(
     if optimizer is not None:
         _check_parameters(optimizer, model)
         traced_step = trace_optimizer(optimizer, analysis.gradients)
-        _add_optimizer(analysis, traced_step, calls)
+        in_backward = bool(analysis.updated) and set(analysis.gradients) <= analysis.updated
+        _add_optimizer(analysis, traced_step, calls, in_backward=in_backward)
         if traced_step.note:
             notes = (*notes, traced_step.note)
             logger.warning(traced_step.note)
@@ -246,8 +267,16 @@ def _filled(call: Call, values: Values) -> Call:
     return Call(call.target, tuple(args), dict(kwargs))
 
 
-def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call]) -> None:
-    """Append the optimizer's ops. A temporary that its Python code still holds counts as read there."""
+def _add_optimizer(
+    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, in_backward: bool
+) -> None:
+    """Append the optimizer's ops. A temporary that its Python code still holds counts as read there.
+
+    Where all of them run `in_backward`, they count here only for their time, and for what eager holds.
+    """
+    if in_backward:
+        _add_taken_steps(analysis, traced, calls)
+        return
     storage: dict[int, int] = {}
     maker: dict[int, int] = {}
     for key, parameter in traced.parameters.items():
@@ -277,6 +306,27 @@ def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, 
             makes=makes,
             estimated=bool(traced.note),
         )
+        if not op.estimated:
+            calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
+
+
+def _add_taken_steps(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call]) -> None:
+    for position, key in enumerate(traced.state):
+        name = f"state_{position}"
+        nbytes = traced.sizes[key]
+        analysis.add_storage(nbytes=nbytes, kind=Kind.OPTIMIZER_STATE, name=name, static=True)
+    held = 0
+    for position, op in enumerate(traced.ops):
+        held += sum(traced.sizes[key] for key in op.makes)
+        rank = analysis.add_node(
+            name=f"step_{position}.{short_name(op.target)}",
+            op=target_name(op.target),
+            region=Region.OPTIMIZER,
+            kind=Kind.OTHER,
+            extra_eager_bytes=held,
+            estimated=bool(traced.note),
+        )
+        held -= sum(traced.sizes[key] for key in op.frees)
         if not op.estimated:
             calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
 

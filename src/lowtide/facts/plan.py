@@ -72,6 +72,8 @@ class Solution:
 
     `floor_bytes` is the lowest peak that any plan was found to reach, None where nobody searched for it.
     `eager`: nothing needs as little as eager PyTorch itself, so that the plan is to leave the model to it.
+    `step_in_backward`: the optimizer updates every parameter as soon as its gradient is final.
+    `holds_outputs` is that of the step.
     """
 
     planner: str
@@ -92,6 +94,8 @@ class Solution:
     device: str = "cpu"
     static_bytes: int = 0
     eager: bool = False
+    step_in_backward: bool = False
+    holds_outputs: bool = True
 
     @property
     def overhead(self) -> float:

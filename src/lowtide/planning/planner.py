@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import Activation, Graph, Reserve, Run, Schedule, Solution, Step
+from lowtide.facts import UPDATE, Activation, Graph, Reserve, Run, Schedule, Solution, Step
 from lowtide.facts.plan import PLANNERS
 from lowtide.facts.units import size_and_bytes
 from lowtide.planning import auto, baselines, mu_two
@@ -163,6 +163,8 @@ class Desk:
             reserve=self.reserve,
             device=self.step.device,
             static_bytes=self.step.static_bytes,
+            step_in_backward=any(node.op == UPDATE for node in self.step.nodes),
+            holds_outputs=self.step.holds_outputs,
         )
 
     def tradeoff(self, *, points: int = 50) -> list[Solution]:

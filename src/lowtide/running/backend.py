@@ -11,9 +11,11 @@ from lowtide.capture.regions import without_tangents
 from lowtide.facts import Run
 from lowtide.running.backward import Backward, FirstCalls
 from lowtide.running.executor import EAGER_OPS, Executor, Function
+from lowtide.running.held_outputs import HeldOutputs
 from lowtide.running.loop_watch import Held, LoopWatch
 from lowtide.running.rewrite import Rewritten, forward_only, rewrite
 from lowtide.torchside import hooks
+from lowtide.torchside.updates import Updates, begin_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class Progress:
     `is_whole` tells that it reaches to the end of the function that torch traces, `batch_bytes` what the
     call was given. `watch` is on between the forward and the backward pass of a step that is new. What was
     seen then: `held` is what the loop made, and `used`, by graph, are outputs that got a gradient though no
-    plan counts on it.
+    plan counts on it. `outputs` are what the model returned in a loop that is to hold nothing of it but the
+    loss.
     """
 
     forwards: int = 0
@@ -44,6 +47,7 @@ class Progress:
     watch: LoopWatch | None = None
     held: Held | None = None
     used: dict[str, set[int]] = field(default_factory=dict)
+    outputs: HeldOutputs = field(default_factory=HeldOutputs)
 
     def begin_call(self) -> None:
         self.forwards_before, self.saved_bytes = self.forwards, 0
@@ -78,8 +82,10 @@ class Backend:
         *,
         origins: Callable[[fx.GraphModule], list[Origin]],
         executor: Executor = EAGER_OPS,
+        updates: Updates | None = None,
     ) -> None:
         self.plan_graph = plan_graph
+        self.updates = updates
         self.origins = origins
         self.executor = executor
         self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
@@ -90,6 +96,7 @@ class Backend:
         # torch keeps these functions longer than the model lives: they must not know `self`
         executor, progress = self.executor, self.progress
         progress.is_whole = hooks.reaches_the_end(graph)
+        updates_number = self.updates.number if self.updates is not None else 0
         origins = self.origins(graph)
         casts_once = hooks.casts_weights_once(graph)
         rewritten: Rewritten | None = None
@@ -102,7 +109,8 @@ class Backend:
             outputs = kwargs["num_fwd_outputs"]
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             plan = self.plan_graph(segment)
-            rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
+            planned = without_tangents(segment, plan.missing)
+            rewritten = rewrite(planned, plan.schedule, updates=self.updates)
             first_calls = FirstCalls(segment)
             if not plan.missing:
                 first_calls.are_as_planned()
@@ -126,7 +134,11 @@ class Backend:
 
             def call(values: list[Any]) -> Any:
                 progress.begin_backward(values[num_saved:] if progress.watch is not None else ())
-                return run(values)
+                if updates_number:
+                    begin_updates(updates_number)
+                result = run(values)
+                progress.outputs.warn()
+                return result
 
             return hooks.takes_list(call)
 

@@ -7,13 +7,15 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide.capture.fingerprint import structure
 from lowtide.capture.graphs import Segment
 from lowtide.capture.identity import identify_inputs, identify_model
 from lowtide.capture.loop import Loop
-from lowtide.errors import BudgetTooSmall
+from lowtide.capture.one_by_one import inside_bytes
+from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Graph, Step
 from lowtide.facts.units import format_size, size_and_bytes
 from lowtide.planning.planner import Carried, Desk
@@ -26,6 +28,8 @@ from lowtide.running.loop_watch import Held
 from lowtide.running.runner import install
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
 from lowtide.torchside.dynamo import StartOver
+from lowtide.torchside.optimizers import each_of
+from lowtide.torchside.updates import Updates
 
 logger = logging.getLogger("lowtide")
 
@@ -34,13 +38,41 @@ SMALL_BYTES = 4096
 """A few numbers around the loss, which nobody counts."""
 
 
-def apply_plan(plan: Plan, model: nn.Module, *, executor: Executor = EAGER_OPS) -> nn.Module:
-    """Route `model`'s calls through `plan`, in place; `executor` runs the graphs."""
+def apply_plan(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    executor: Executor = EAGER_OPS,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> nn.Module:
+    """Route `model`'s calls through `plan`, in place; `executor` runs the graphs.
+
+    A plan that steps in backward needs the `optimizer`, unless it was made for one that is still there.
+    """
     check_identity(plan, identify_model(model))
+    updates = _updates(plan, model, optimizer) if plan.solution.step_in_backward else None
     spare_bytes = plan.budget_bytes - plan.peak_bytes
     eager_batch = dict(plan.solution.identity).get("batch") if plan.solution.eager else None
-    install(model, PlanBook(plan, model), spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch)
+    install(
+        model,
+        PlanBook(plan, model, updates=updates),
+        spare_bytes=spare_bytes,
+        executor=executor,
+        eager_batch=eager_batch,
+        updates=updates,
+        holds_outputs=plan.solution.holds_outputs,
+    )
     return model
+
+
+def _updates(plan: Plan, model: nn.Module, given: torch.optim.Optimizer | None) -> Updates:
+    optimizer = given if given is not None or plan.loop is None else plan.loop.optimizer
+    if optimizer is None:
+        raise LowtideError(
+            "this plan takes the optimizer's steps in the backward pass, and no optimizer is known here: "
+            "plan.apply(model, optimizer=...)"
+        )
+    return Updates(each_of(optimizer), model)
 
 
 class PlanBook:
@@ -50,13 +82,15 @@ class PlanBook:
     step with other shapes. Where the call got further, the graph is planned beside what has run.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, *, updates: Updates | None = None) -> None:
         self.model = model
+        self._inside_bytes = {} if updates is None else inside_bytes(updates.optimizers)
+        """what the update of each parameter in the backward pass holds"""
         self.budget_bytes = plan.budget_bytes
         self.planner = plan.planner
         self.reserve = plan.solution.reserve
         self.known_costs = plan.known
-        self.loop = plan.loop or Loop()
+        self.loop = plan.loop or Loop(holds_outputs=plan.solution.holds_outputs)
         self.identity = identify_model(model)
         self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
         """the graphs of the user's own plan"""
@@ -141,7 +175,13 @@ class PlanBook:
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         step = step_of_call(
-            self.model, args, kwargs, loop=self.loop, reserve=self.reserve, known=self.known_costs
+            self.model,
+            args,
+            kwargs,
+            loop=self.loop,
+            reserve=self.reserve,
+            known=self.known_costs,
+            updates=self._inside_bytes,
         )
         own = [graph for graph in step.graphs if graph.in_model]
         if all(graph.fingerprint in self.graphs for graph in own):
@@ -174,6 +214,7 @@ class PlanBook:
             reserve=self.reserve,
             known=self.known_costs,
             optimizer=optimizer_of(self.model, self.loop) if changed else None,
+            updates=self._inside_bytes,
         )
         alike = [graph for graph in found if graph.structure == step.graphs[0].structure]
         larger = changed or growth(step, like=self._planned_graph, reserve=self.reserve) > 1

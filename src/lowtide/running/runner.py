@@ -30,6 +30,7 @@ from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
 from lowtide.torchside.tracing import compiled
+from lowtide.torchside.updates import Updates
 
 logger = logging.getLogger("lowtide")
 
@@ -74,12 +75,16 @@ class Runner:
         spare_bytes: int | None = None,
         executor: Executor = EAGER_OPS,
         eager_batch: str | None = None,
+        updates: Updates | None = None,
+        holds_outputs: bool = True,
     ) -> None:
         self.model = model
+        self.holds_outputs = holds_outputs
+        self.updates = updates
         self.plans = plans
         self.spare_bytes = spare_bytes
         self.eager_batch = eager_batch
-        self.backend = Backend(self._plan_of, origins=self._origins, executor=executor)
+        self.backend = Backend(self._plan_of, origins=self._origins, executor=executor, updates=updates)
         self.compiled = compiled(dynamo.own_code(call_model), self.backend)
         self._batch: Any = ()
         self._may_start_over = True
@@ -119,6 +124,8 @@ class Runner:
             self._batch, self._may_start_over = (), True
         self._waiting = self.backend.progress.backwards
         self._last = _graph_behind(output)
+        if not self.holds_outputs:
+            self.backend.progress.outputs.note(output)
         if self.backend.num_graphs > graphs_before:
             self._watch_loop()
             self._warn_of_many_graphs()
@@ -279,19 +286,32 @@ def install(
     spare_bytes: int | None = None,
     executor: Executor = EAGER_OPS,
     eager_batch: str | None = None,
+    updates: Updates | None = None,
+    holds_outputs: bool = True,
 ) -> Runner:
     """Route `model`'s calls through a plan, in place."""
     current = route_of(model)
     if current is not None and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
-    runner = Runner(model, plans, spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch)
+    remove(model)
+    runner = Runner(
+        model,
+        plans,
+        spare_bytes=spare_bytes,
+        executor=executor,
+        eager_batch=eager_batch,
+        updates=updates,
+        holds_outputs=holds_outputs,
+    )
     attach(model, runner)
     return runner
 
 
 def attach(model: nn.Module, runner: Runner) -> None:
     """Let `model` run by a runner that was made for it."""
+    if runner.updates is not None:
+        runner.updates.open()
     set_route(model, runner)
     if runner.eager_batch is None:
         mark(model, runner.backend.progress, applied=runner)
@@ -299,8 +319,11 @@ def attach(model: nn.Module, runner: Runner) -> None:
 
 def remove(model: nn.Module) -> nn.Module:
     """Give the plain model back: the same object, without its plan."""
-    if runner_of(model) is not None:
+    runner = runner_of(model)
+    if runner is not None:
         set_route(model, None)
+        if runner.updates is not None:
+            runner.updates.close()
     unmark(model)
     return model
 
