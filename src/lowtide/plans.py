@@ -71,7 +71,7 @@ class Plan:
         """Let `model` train by this plan, in place; returns the same object.
 
         Another batch shape gets a plan of its own for the same budget when it first comes. A plan from a file
-        that steps in backward needs the `optimizer`.
+        that steps in backward, or in pieces, needs the `optimizer`.
         """
         from lowtide.running.replan import apply_plan
         from lowtide.torchside.optimizers import as_one

@@ -1,10 +1,11 @@
-"""Whether an optimizer can take its step for one parameter at a time, and what each of these holds inside."""
+"""How far an optimizer's step can be taken in pieces with the same bits, and what each piece holds inside."""
 
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from lowtide.capture.doubles import double_of, fake_like
 from lowtide.capture.optimizer import recorded_bytes
@@ -12,11 +13,36 @@ from lowtide.capture.stand_ins import small_one
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.torchside.hooks import FakeTensorMode
 from lowtide.torchside.optimizers import each_of
-from lowtide.torchside.updates import step_for
+from lowtide.torchside.pieces import step_for, step_in_slices, take_step
 
 Optimizer = torch.optim.Optimizer
 
 TRIED_STEPS = 3
+TRIED_PARAMETERS = 6
+"""Of every group."""
+TRIED_SLICES = 3
+ODD_SIZE = 67
+
+
+class Split(NamedTuple):
+    """Whether parameters go their own ways (`apart`), and rows of a parameter do (`slices`).
+
+    `why_not` says what speaks against the first.
+    """
+
+    apart: bool
+    slices: bool
+    why_not: str = ""
+
+
+def split_of(optimizer: Optimizer) -> Split:
+    """Steps of a small one of its kind, taken whole, one parameter at a time and in slices, tell."""
+    found = [_split_of(each) for each in each_of(optimizer)]
+    return Split(
+        apart=all(split.apart for split in found),
+        slices=all(split.slices for split in found),
+        why_not=next((split.why_not for split in found if split.why_not), ""),
+    )
 
 
 def updates_of(optimizer: Optimizer | None) -> dict[int, int]:
@@ -26,53 +52,74 @@ def updates_of(optimizer: Optimizer | None) -> dict[int, int]:
     """
     if optimizer is None:
         raise LowtideError("step_in_backward=True needs to know the optimizer: pass optimizer=")
-    every = each_of(optimizer)
-    for each in every:
-        _refuse_dependent(each)
-    return inside_bytes(every)
+    split = split_of(optimizer)
+    if not split.apart:
+        raise Unsupported(f"{split.why_not}: leave step_in_backward out")
+    return inside_bytes(each_of(optimizer), slices=split.slices)
 
 
-def inside_bytes(optimizers: Iterable[Optimizer]) -> dict[int, int]:
+def inside_bytes(optimizers: Iterable[Optimizer], *, slices: bool) -> dict[int, int]:
     """The same for optimizers that are known to allow it."""
-    return {key: nbytes for each in optimizers for key, nbytes in _inside_bytes(each).items()}
+    return {key: n for each in optimizers for key, n in _inside_bytes(each, slices=slices).items()}
 
 
-def _refuse_dependent(optimizer: Optimizer) -> None:
-    """Take some steps of a small one of its kind at once and one by one: they must leave the same behind."""
+def pieces_bytes(optimizer: Optimizer, *, slices: bool) -> int:
+    """The most that a whole step in pieces holds inside: that of the largest."""
+    return max(max(_inside_bytes(each, slices=slices, whole=True).values()) for each in each_of(optimizer))
+
+
+def _split_of(optimizer: Optimizer) -> Split:
     name = type(optimizer).__name__
-    every = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            together = _trained(optimizer, every, one_by_one=False)
-            apart = _trained(optimizer, every, one_by_one=True)
-    except Exception as error:  # whatever the optimizer's own code raises
-        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Unsupported(
-            f"{name} cannot take its step for one parameter at a time ({what}): leave step_in_backward out"
-        ) from error
-    if not _equal(together, apart):
-        raise Unsupported(
-            f"{name} updates its parameters together: one at a time gives other values. "
-            "Leave step_in_backward out"
-        )
+    tried = {
+        id(parameter) for group in optimizer.param_groups for parameter in group["params"][:TRIED_PARAMETERS]
+    }
+    results: dict[str, list[Any]] = {}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for way in ("whole", "apart", "slices"):
+            torch.manual_seed(0)
+            try:
+                results[way] = _trained(*small_one(optimizer, tried), way=way)
+            except Exception as error:  # whatever the optimizer's own code raises
+                what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                if way != "slices":
+                    return Split(False, False, f"{name} cannot take its step for one parameter ({what})")
+        alike = "slices" in results and _equal(results["whole"], results["slices"])
+        slices = alike and _is_the_same_for_single_elements(optimizer)
+    if not _equal(results["whole"], results["apart"]):
+        return Split(False, False, f"{name} updates its parameters together: one by one gives other values")
+    return Split(True, slices)
 
 
-def _trained(optimizer: Optimizer, every: set[int], *, one_by_one: bool) -> list[Any]:
+def _is_the_same_for_single_elements(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's ops round an element in a vector as they do at the end of a tensor, where none
+    is filled: a cut moves the ends."""
+    build: Any = type(optimizer)
+    results = []
+    for way in ("whole", "rows"):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(ODD_SIZE, 1)) for _ in optimizer.param_groups]
+        pairs = zip(optimizer.param_groups, parameters, strict=True)
+        small = build([{**group, "params": [parameter]} for group, parameter in pairs])
+        results.append(_trained(small, parameters, way=way))
+    return _equal(*results)
+
+
+def _trained(small: Optimizer, parameters: Sequence[torch.Tensor], *, way: str) -> list[Any]:
     """Parameters, state and settings of a small optimizer after some steps."""
-    torch.manual_seed(0)
-    small, parameters = small_one(optimizer, every)
+    torch.manual_seed(1)
     for _ in range(TRIED_STEPS):
-        grads = [torch.randn(parameter.shape).to(parameter.dtype) for parameter in parameters]
-        if one_by_one:
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+        if way != "whole":
             # the last layers' gradients come first
-            for parameter, grad in reversed(list(zip(parameters, grads, strict=True))):
-                parameter.grad = grad
-                step_for(small, parameter)
+            for parameter in reversed(parameters):
+                if way != "apart" and parameter.dim():
+                    rows = 1 if way == "rows" else max(1, len(parameter) // TRIED_SLICES)
+                    step_in_slices(small, parameter, rows)
+                else:
+                    step_for(small, [parameter])
                 parameter.grad = None
-        else:
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter.grad = grad
         small.step()
         for parameter in parameters:
             parameter.grad = None
@@ -90,8 +137,9 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _inside_bytes(optimizer: Optimizer) -> dict[int, int]:
-    """What the step for each parameter holds, traced once for every layout of every group."""
+def _inside_bytes(optimizer: Optimizer, *, slices: bool, whole: bool = False) -> dict[int, int]:
+    """What the step for each parameter holds, traced once for every layout of every group; what the step in
+    pieces holds, where it is `whole`."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = {
         id(parameter): fake_like(parameter, mode)
@@ -99,22 +147,26 @@ def _inside_bytes(optimizer: Optimizer) -> dict[int, int]:
         for parameter in group["params"]
     }
     double = double_of(optimizer, fakes, mode)
+    if whole:
+        return {0: _traced_bytes(double, list(fakes.values()), mode, slices=slices)}
     known: dict[Any, int] = {}
     found: dict[int, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             layout = (number, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if layout not in known:
-                known[layout] = _traced_bytes(double, fakes[id(parameter)], mode)
+                known[layout] = _traced_bytes(double, [fakes[id(parameter)]], mode, slices=slices)
             found[id(parameter)] = known[layout]
     return found
 
 
-def _traced_bytes(double: Optimizer, fake: torch.Tensor, mode: FakeTensorMode) -> int:
+def _traced_bytes(double: Optimizer, fakes: list[torch.Tensor], mode: FakeTensorMode, *, slices: bool) -> int:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        fake.grad = torch.empty_like(fake, requires_grad=False)
-        step_for(double, fake)
-        inside_bytes = recorded_bytes(lambda: step_for(double, fake), mode)
-        fake.grad = None
-    return inside_bytes
+        for fake in fakes:
+            fake.grad = torch.empty_like(fake, requires_grad=False)
+        take_step(double, fakes, slices=False)
+        nbytes = recorded_bytes(lambda: take_step(double, fakes, slices=slices), mode)
+        for fake in fakes:
+            fake.grad = None
+    return nbytes

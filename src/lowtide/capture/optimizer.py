@@ -5,7 +5,7 @@ long as that code holds them, for loops, foreach and fused variants alike.
 """
 
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -63,6 +63,11 @@ class OptimizerTrace:
     @property
     def state_bytes(self) -> int:
         return sum(self.sizes[key] for key in self.state)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the step holds at once of what it makes."""
+        return _peak_bytes(self.ops, self.sizes)
 
 
 class _Recorder(TorchDispatchMode):
@@ -268,11 +273,15 @@ def recorded_bytes(step: Callable[[], None], mode: FakeTensorMode) -> int:
     with recorder:
         step()
         recorder.collect()
+    return _peak_bytes(recorder.ops, recorder.sizes)
+
+
+def _peak_bytes(ops: Iterable[OptimizerOp], sizes: Mapping[int, int]) -> int:
     held = most = 0
-    for op in recorder.ops:
-        held += sum(recorder.sizes[key] for key in op.makes)
+    for op in ops:
+        held += sum(sizes[key] for key in op.makes)
         most = max(most, held)
-        held -= sum(recorder.sizes[key] for key in op.frees)
+        held -= sum(sizes[key] for key in op.frees)
     return most
 
 

@@ -14,7 +14,7 @@ from lowtide.capture.analyse import analyse
 from lowtide.capture.fingerprint import structure
 from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
-from lowtide.capture.one_by_one import updates_of
+from lowtide.capture.one_by_one import pieces_bytes, split_of, updates_of
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
 from lowtide.capture.refusals import refuse_several_graphs, refuse_what_cannot_be_traced
@@ -29,8 +29,11 @@ from lowtide.torchside.batch import split_batch
 from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key, target_name
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.ops.schema import short_name
+from lowtide.torchside.pieces import PIECE_BYTES
 
 SCALARS_BYTES = 1024
+SMALL_STEP_BYTES = PIECE_BYTES
+"""An optimizer that holds less inside its step is left alone."""
 OUTSIDE = (
     "the model or its loss runs differentiable code outside of its graphs that torch.compile does not "
     "follow; what autograd keeps of it is counted, what it holds while it runs is not"
@@ -121,8 +124,9 @@ def captured_step(
     if optimizer is not None:
         _check_parameters(optimizer, model)
         traced_step = trace_optimizer(optimizer, analysis.gradients)
-        in_backward = bool(analysis.updated) and set(analysis.gradients) <= analysis.updated
-        _add_optimizer(analysis, traced_step, calls, in_backward=in_backward)
+        _add_optimizer(
+            analysis, traced_step, calls, inside_bytes=_piece_bytes(analysis, optimizer, traced_step)
+        )
         if traced_step.note:
             notes = (*notes, traced_step.note)
             logger.warning(traced_step.note)
@@ -268,14 +272,14 @@ def _filled(call: Call, values: Values) -> Call:
 
 
 def _add_optimizer(
-    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, in_backward: bool
+    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, inside_bytes: int | None
 ) -> None:
     """Append the optimizer's ops. A temporary that its Python code still holds counts as read there.
 
-    Where all of them run `in_backward`, they count here only for their time, and for what eager holds.
+    Where the step goes in pieces, `inside_bytes` is the most that one holds of all that eager holds.
     """
-    if in_backward:
-        _add_taken_steps(analysis, traced, calls)
+    if inside_bytes is not None:
+        _add_pieces(analysis, traced, calls, inside_bytes)
         return
     storage: dict[int, int] = {}
     maker: dict[int, int] = {}
@@ -310,7 +314,24 @@ def _add_optimizer(
             calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
 
 
-def _add_taken_steps(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call]) -> None:
+def _piece_bytes(analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace) -> int | None:
+    """What the optimizer's step at the end holds inside where it does not go whole: nothing where all of it
+    was taken in backward; None where it goes whole, since it must or since pieces hold no less."""
+    if analysis.updated and set(analysis.gradients) <= analysis.updated:
+        return 0
+    if traced.note or analysis.updated:
+        return None
+    whole_bytes = traced.peak_bytes
+    if whole_bytes <= SMALL_STEP_BYTES:
+        return None
+    split = split_of(optimizer)
+    nbytes = pieces_bytes(optimizer, slices=split.slices) if split.apart else whole_bytes
+    return nbytes if nbytes < whole_bytes else None
+
+
+def _add_pieces(
+    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], inside_bytes: int
+) -> None:
     for position, key in enumerate(traced.state):
         name = f"state_{position}"
         nbytes = traced.sizes[key]
@@ -323,7 +344,8 @@ def _add_taken_steps(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run
             op=target_name(op.target),
             region=Region.OPTIMIZER,
             kind=Kind.OTHER,
-            extra_eager_bytes=held,
+            workspace_bytes=min(held, inside_bytes),
+            extra_eager_bytes=max(0, held - inside_bytes),
             estimated=bool(traced.note),
         )
         held -= sum(traced.sizes[key] for key in op.frees)

@@ -31,5 +31,5 @@ def after_run(out: Path, *, floor_bytes: int, step_in_backward: bool = False) ->
         f"next: lowtide plan {profile} --budget {floor_bytes}   # the lowest reachable peak, at once",
         f"      lowtide tradeoff {profile} --measure 0   # what every budget costs",
         f"      lowtide verify {plan}   # again",
-        f"      model = lowtide.load_plan({str(out / PLAN)!r}).apply({given})   # in your own training script",
+        f"      model = lowtide.load_plan({str(out / PLAN)!r}).apply({given})   # in your own script",
     ]

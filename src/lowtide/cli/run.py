@@ -111,6 +111,8 @@ def run(
             }
         )
         terminal.note(f"report: {out / 'report.html'}")
-        for line in after_run(out, floor_bytes=profile.floor_bytes):
+        for line in after_run(
+            out, floor_bytes=profile.floor_bytes, step_in_backward=plan.solution.step_in_backward
+        ):
             terminal.note(line)
         raise typer.Exit(outcome_exit(outcome, budget_bytes=plan.budget_bytes))

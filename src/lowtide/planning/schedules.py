@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lowtide.facts import UPDATE, Graph, Kind, Node, Region, Reserve, Run, Step, Storage
-from lowtide.planning.simulate import plain_runs, simulate, source_of
+from lowtide.planning.simulate import Timeline, plain_runs, simulate, source_of
 
 ENDS = ("placeholder", "output", UPDATE)
 """What is no op of a graph: its ends, and updates of parameters; its schedule does not count them."""
@@ -154,6 +154,14 @@ def reserve(step: Step) -> Reserve:
         optimizer_peak_bytes=_temporary_peak(step, [n for n in step.nodes if n.region is Region.OPTIMIZER]),
         batch_bytes=batch_bytes(step),
     )
+
+
+def whole_step_bytes(step: Step, timeline: Timeline) -> int:
+    """The most that is held in the optimizer's step where it does not go in pieces."""
+    nodes = [step.nodes[run.node] for run in timeline.runs]
+    held = zip(nodes, timeline.bytes_held, strict=True)
+    inside = (int(n) + node.extra_eager_bytes for node, n in held if node.region is Region.OPTIMIZER)
+    return max(inside, default=0)
 
 
 def batch_bytes(step: Step) -> int:

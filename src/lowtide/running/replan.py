@@ -14,7 +14,7 @@ from lowtide.capture.fingerprint import structure
 from lowtide.capture.graphs import Segment
 from lowtide.capture.identity import identify_inputs, identify_model
 from lowtide.capture.loop import Loop
-from lowtide.capture.one_by_one import inside_bytes
+from lowtide.capture.one_by_one import inside_bytes, split_of
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Graph, Step
 from lowtide.facts.units import format_size, size_and_bytes
@@ -29,6 +29,7 @@ from lowtide.running.runner import install
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
 from lowtide.torchside.dynamo import StartOver
 from lowtide.torchside.optimizers import each_of
+from lowtide.torchside.pieces import Pieces
 from lowtide.torchside.updates import Updates
 
 logger = logging.getLogger("lowtide")
@@ -47,10 +48,18 @@ def apply_plan(
 ) -> nn.Module:
     """Route `model`'s calls through `plan`, in place; `executor` runs the graphs.
 
-    A plan that steps in backward needs the `optimizer`, unless it was made for one that is still there.
+    A plan that steps in backward or in pieces needs the `optimizer`, unless it was made for one that is
+    still there.
     """
     check_identity(plan, identify_model(model))
-    updates = _updates(plan, model, optimizer) if plan.solution.step_in_backward else None
+    updates = pieces = None
+    if plan.solution.step_in_backward or plan.solution.optimizer_in_pieces:
+        known = _optimizer_of(plan, optimizer)
+        every, slices = each_of(known), split_of(known).slices
+        if plan.solution.step_in_backward:
+            updates = Updates(every, model, slices=slices)
+        else:
+            pieces = Pieces(every, slices=slices)
     spare_bytes = plan.budget_bytes - plan.peak_bytes
     eager_batch = dict(plan.solution.identity).get("batch") if plan.solution.eager else None
     install(
@@ -60,19 +69,20 @@ def apply_plan(
         executor=executor,
         eager_batch=eager_batch,
         updates=updates,
+        pieces=pieces,
         holds_outputs=plan.solution.holds_outputs,
     )
     return model
 
 
-def _updates(plan: Plan, model: nn.Module, given: torch.optim.Optimizer | None) -> Updates:
+def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
     optimizer = given if given is not None or plan.loop is None else plan.loop.optimizer
     if optimizer is None:
         raise LowtideError(
-            "this plan takes the optimizer's steps in the backward pass, and no optimizer is known here: "
-            "plan.apply(model, optimizer=...)"
+            "this plan counts on the optimizer's step being taken in the backward pass or in pieces, and no "
+            "optimizer is known here: plan.apply(model, optimizer=...)"
         )
-    return Updates(each_of(optimizer), model)
+    return optimizer
 
 
 class PlanBook:
@@ -84,7 +94,9 @@ class PlanBook:
 
     def __init__(self, plan: Plan, model: nn.Module, *, updates: Updates | None = None) -> None:
         self.model = model
-        self._inside_bytes = {} if updates is None else inside_bytes(updates.optimizers)
+        self._inside_bytes = (
+            {} if updates is None else inside_bytes(updates.optimizers, slices=updates.slices)
+        )
         """what the update of each parameter in the backward pass holds"""
         self.budget_bytes = plan.budget_bytes
         self.planner = plan.planner

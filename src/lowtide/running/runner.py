@@ -28,6 +28,7 @@ from lowtide.running.loop_watch import Held, LoopWatch, leave
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
+from lowtide.torchside.pieces import Pieces
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
 from lowtide.torchside.tracing import compiled
 from lowtide.torchside.updates import Updates
@@ -76,9 +77,11 @@ class Runner:
         executor: Executor = EAGER_OPS,
         eager_batch: str | None = None,
         updates: Updates | None = None,
+        pieces: Pieces | None = None,
         holds_outputs: bool = True,
     ) -> None:
         self.model = model
+        self.pieces = pieces
         self.holds_outputs = holds_outputs
         self.updates = updates
         self.plans = plans
@@ -287,6 +290,7 @@ def install(
     executor: Executor = EAGER_OPS,
     eager_batch: str | None = None,
     updates: Updates | None = None,
+    pieces: Pieces | None = None,
     holds_outputs: bool = True,
 ) -> Runner:
     """Route `model`'s calls through a plan, in place."""
@@ -302,6 +306,7 @@ def install(
         executor=executor,
         eager_batch=eager_batch,
         updates=updates,
+        pieces=pieces,
         holds_outputs=holds_outputs,
     )
     attach(model, runner)
@@ -310,8 +315,9 @@ def install(
 
 def attach(model: nn.Module, runner: Runner) -> None:
     """Let `model` run by a runner that was made for it."""
-    if runner.updates is not None:
-        runner.updates.open()
+    for steps in (runner.updates, runner.pieces):
+        if steps is not None:
+            steps.open()
     set_route(model, runner)
     if runner.eager_batch is None:
         mark(model, runner.backend.progress, applied=runner)
@@ -322,8 +328,9 @@ def remove(model: nn.Module) -> nn.Module:
     runner = runner_of(model)
     if runner is not None:
         set_route(model, None)
-        if runner.updates is not None:
-            runner.updates.close()
+        for steps in (runner.updates, runner.pieces):
+            if steps is not None:
+                steps.close()
     unmark(model)
     return model
 

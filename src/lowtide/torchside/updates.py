@@ -6,8 +6,7 @@ needs gradients that are gone by then, raises at the moment it is tried.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import Unsupported
 from lowtide.torchside.hooks import graph_is_kept
+from lowtide.torchside.pieces import take_step
 
 Optimizer = torch.optim.Optimizer
 
@@ -70,8 +70,9 @@ ZEROING = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
 class Updates:
     """What takes the steps of one model's parameters. `index` is a parameter's place in `parameters`."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], model: nn.Module) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], model: nn.Module, *, slices: bool) -> None:
         self.optimizers = list(optimizers)
+        self.slices = slices
         self.owner = {
             id(parameter): optimizer
             for optimizer in self.optimizers
@@ -129,8 +130,7 @@ class Updates:
             gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
         parameter.grad = gradient
         try:
-            with torch.no_grad():
-                step_for(self.owner[id(parameter)], parameter)
+            take_step(self.owner[id(parameter)], [parameter], slices=self.slices)
         finally:
             parameter.grad = UsedGradient.of(parameter)
 
@@ -164,27 +164,6 @@ def begin_updates(number: int) -> None:
 def update_parameter(number: int, index: int, gradient: Tensor) -> None:
     """Take the step of one parameter; a node of a backward graph."""
     _OPEN[number].update(index, gradient)
-
-
-def step_for(optimizer: Optimizer, parameter: Tensor) -> None:
-    """`optimizer.step()` for one of its parameters alone, without the hooks that are for a whole step."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    with _only(optimizer, parameter):
-        step(optimizer)
-
-
-@contextmanager
-def _only(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
-    groups = optimizer.param_groups
-    group = next(g for g in groups if any(p is parameter for p in g["params"]))
-    every = group["params"]
-    optimizer.param_groups, group["params"] = [group], [parameter]
-    try:
-        yield
-    finally:
-        optimizer.param_groups, group["params"] = groups, every
 
 
 def _watch_scalers() -> None:
