@@ -2,10 +2,10 @@
 
     python bench/levers.py resnet152:4 bert-base:16 gpt2:4 transformer:32 -o levers.csv
 
-A lever that every plan has by now is switched off inside this process for the first rows, whose peaks and times
-are therefore predicted only. The rows from `pieces` on are what users get, and are verified in fresh processes
-unless `--predict` is given: three optimizer steps compared with eager by torch.equal, peaks by torch's own
-count, times in turn. Rows that the file has already are not made again, so that a long run can be resumed.
+A lever that every plan has by now is switched off inside of this process for the first rows, whose peaks and
+times are therefore predicted only. The rows from `pieces` on are what users get, and are verified in fresh
+processes unless `--predict` is given: three optimizer steps compared with eager by torch.equal, peaks by
+torch's own count, times in turn. Rows that the file has already are not made again: a run can be resumed.
 """
 
 import argparse
@@ -58,6 +58,7 @@ def without(levers: tuple[str, ...]) -> Iterator[None]:
             stack.enter_context(mock.patch.object(methods, "METHODS", others))
         if "slices" in levers:
             stack.enter_context(mock.patch("lowtide.torchside.ops.use_loss_rows", lambda graph: None))
+            stack.enter_context(mock.patch("lowtide.torchside.ops.use_score_rows", lambda graph: None))
             stack.enter_context(mock.patch("lowtide.capture.analyse.overwrites", lambda segment: {}))
         if "pieces" in levers:
             stack.enter_context(mock.patch("lowtide.capture.step._piece_bytes", lambda *_: None))

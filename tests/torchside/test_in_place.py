@@ -8,6 +8,7 @@ from lowtide.torchside.ops import loss_rows
 from lowtide.torchside.ops.dropout import apply_mask
 from lowtide.torchside.ops.in_place import WITH_OUT, overwriting
 from lowtide.torchside.ops.loss_rows import loss_gradient, rows_at_a_time
+from lowtide.torchside.ops.score_rows import log_probabilities
 
 aten = torch.ops.aten
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -86,6 +87,26 @@ def compare(shape: tuple[int, ...], dtype: torch.dtype, reduction: str) -> None:
     args = (target, weight, number, -100, total, 1, dtype)
     assert torch.equal(loss_gradient(grad, scores, *args), expected)
     assert torch.equal(loss_gradient(grad, scores, *args, out=scores), expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES[:3])
+@pytest.mark.parametrize("rows", [1, 7, 129, 500])
+@pytest.mark.parametrize("classes", [3, 257, 1003])
+def test_log_probabilities_over_their_logits_have_eagers_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, classes: int
+) -> None:
+    x, weight, bias = (torch.randn(size).to(dtype) for size in ((rows, 16), (16, classes), (classes,)))
+    arguments = [bias, x, 3 * weight]
+    threads = torch.get_num_threads()
+    for num_threads, slice_bytes in [(1, 1 << 20), (1, 3000), (2, 3000), (3, 50_000)]:
+        monkeypatch.setattr(loss_rows, "SLICE_BYTES", slice_bytes)
+        torch.set_num_threads(num_threads)
+        try:
+            expected = aten.addmm(*arguments).log_softmax(1)
+            found = log_probabilities(aten.addmm.default, arguments, [rows, classes])
+            assert torch.equal(found, expected)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def test_a_slice_is_small() -> None:

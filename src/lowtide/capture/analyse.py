@@ -39,6 +39,7 @@ from lowtide.torchside.ops.dropout import extra_eager_bytes
 from lowtide.torchside.ops.loss_rows import extra_loss_bytes
 from lowtide.torchside.ops.recurrent_bytes import extra_inside_bytes, extra_result_bytes
 from lowtide.torchside.ops.schema import writes_inputs
+from lowtide.torchside.ops.score_rows import extra_score_bytes
 
 OUTPUT = "output"
 
@@ -224,7 +225,7 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
         reads=tuple(state.rank[source] for source in node.all_input_nodes),
         holds=tuple(holds),
         makes=tuple(makes),
-        extra_eager_bytes=extra_inside_bytes(node) + extra_loss_bytes(node),
+        extra_eager_bytes=extra_inside_bytes(node) + extra_loss_bytes(node) + extra_score_bytes(node),
     )
     analysis.places[rank] = Place(state.index, node)
 

@@ -11,6 +11,8 @@
 - `recurrent`: LSTM layers that are one op in eager, and their workspace
 - `recurrent_cells`, `recurrent_tracing`, `recurrent_bytes`: those that eager computes cell by cell
 - `random`: which ops draw random numbers, and the state they draw from
+- `score_rows`: log-probabilities in the memory of their logits
+- `readers`: who reads a value
 - `schema`: what an op's schema says: what it writes, what its results share
 """
 
@@ -22,6 +24,7 @@ from lowtide.torchside.ops.norms import use_real_types
 from lowtide.torchside.ops.packed import name_signs
 from lowtide.torchside.ops.recurrent import use_recurrent_layers
 from lowtide.torchside.ops.recurrent_cells import add_in_eagers_order
+from lowtide.torchside.ops.score_rows import use_score_rows
 
 
 def as_eager_computes(graph: fx.Graph) -> None:
@@ -33,3 +36,4 @@ def as_eager_computes(graph: fx.Graph) -> None:
     use_real_types(graph)
     name_signs(graph)
     use_loss_rows(graph)
+    use_score_rows(graph)
