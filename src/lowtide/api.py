@@ -47,6 +47,8 @@ def profile(
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
     mode: str = "ops",
+    step_in_backward: bool = False,
+    holds_outputs: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Capture one training step and measure its ops, without running the step.
@@ -58,6 +60,10 @@ def profile(
     `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)` is called
     instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs the memory
     of the step.
+
+    `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final, which is then
+    freed; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or accumulation.
+    `holds_outputs=False`: the loop lets go of what the model returns, but for the loss, before backward.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
@@ -71,7 +77,14 @@ def profile(
     leave()
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         line.stage("capturing the step")
-        captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss)
+        captured = capture(
+            model,
+            batch,
+            optimizer=as_one(optimizer),
+            loss=loss,
+            step_in_backward=step_in_backward,
+            holds_outputs=holds_outputs,
+        )
         line.stage("measuring its ops")
         count = progress or line.count
         if mode == "run":
@@ -81,7 +94,7 @@ def profile(
             )
         else:
             found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count)
-    return Profile(*found, loop=Loop.of(optimizer, loss), traced=captured.traced)
+    return Profile(*found, loop=Loop.of(optimizer, loss, holds_outputs=holds_outputs), traced=captured.traced)
 
 
 def checkpoint(
@@ -92,13 +105,23 @@ def checkpoint(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     planner: str = "auto",
+    step_in_backward: bool = False,
+    holds_outputs: bool = True,
 ) -> nn.Module:
     """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
 
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
+    `step_in_backward` and `holds_outputs` are those of `profile`.
     """
     with display.shown() as line:
-        found = profile(model, batch, optimizer=optimizer, loss=loss)
+        found = profile(
+            model,
+            batch,
+            optimizer=optimizer,
+            loss=loss,
+            step_in_backward=step_in_backward,
+            holds_outputs=holds_outputs,
+        )
         line.stage("planning")
         return found.plan(budget, planner).apply(model)
 

@@ -12,7 +12,7 @@ from lowtide.facts.units import format_size
 if TYPE_CHECKING:
     from torch import nn
 
-    from lowtide.capture.loop import Loop
+    from lowtide.capture.loop import Loop, Optimizers
     from lowtide.capture.traced import TracedModel
     from lowtide.profiling.costing import Known
 
@@ -69,14 +69,16 @@ class Plan:
         """One row per activation."""
         return self.solution.decisions
 
-    def apply(self, model: "nn.Module") -> "nn.Module":
+    def apply(self, model: "nn.Module", *, optimizer: "Optimizers | None" = None) -> "nn.Module":
         """Let `model` train by this plan, in place; returns the same object.
 
-        Another batch shape gets a plan of its own for the same budget when it first comes.
+        Another batch shape gets a plan of its own for the same budget when it first comes. A plan from a file
+        that steps in backward, or in pieces, needs the `optimizer`.
         """
         from lowtide.running.replan import apply_plan
+        from lowtide.torchside.optimizers import as_one
 
-        return apply_plan(self, model)
+        return apply_plan(self, model, optimizer=as_one(optimizer))
 
     def to_csv(self, folder: str | Path) -> list[Path]:
         """Write `ac_decisions.csv`."""

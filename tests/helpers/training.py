@@ -1,6 +1,7 @@
 """Train with and without a plan, and compare to the last bit."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,14 +52,16 @@ def differences(expected: Results, seen: Results) -> list[str]:
 def twin(target: Target) -> Target:
     """A copy that trains apart: its own model, and an optimizer over that model's parameters."""
     model, batch, optimizer = copy.deepcopy((target.model, target.batch, target.optimizer))
-    return Target(target.name, model, batch, optimizer, target.loss)
+    return replace(target, model=model, batch=batch, optimizer=optimizer)
 
 
 def measured_peak(target: Target) -> int:
     """The true peak of one step, all state there, after a warm-up."""
 
     def step() -> Any:
-        return train_step(target.model, target.batch, target.optimizer, target.loss)
+        return train_step(
+            target.model, target.batch, target.optimizer, target.loss, holds_outputs=target.holds_outputs
+        )
 
     step()
     above = peak_above_start(step)

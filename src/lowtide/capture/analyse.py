@@ -5,6 +5,7 @@ graph node, and nothing is ever matched by name.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,29 +18,38 @@ from lowtide.capture.gradients import (
     add_gradients,
     add_outside,
     add_tangent,
+    add_update,
     hold_within_formulas,
     pin_returned,
 )
 from lowtide.capture.graphs import Execution, Trace, mutated_inputs
 from lowtide.capture.names import module_path, source_line
+from lowtide.capture.overwrites import overwrites
 from lowtide.capture.records import Analysis, GraphState, Place
 from lowtide.capture.refusals import refuse_empty_buffers
 from lowtide.capture.regions import specialise, split
 from lowtide.capture.tangents import stands_for
+from lowtide.capture.updates import update_places, updated
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind, Recipe, Region
 from lowtide.methods import Kept, Method
 from lowtide.torchside import hooks
-from lowtide.torchside.calls import storage_key, target_name
+from lowtide.torchside.calls import Call, storage_key, target_name
 from lowtide.torchside.ops.dropout import extra_eager_bytes
+from lowtide.torchside.ops.loss_rows import extra_loss_bytes
 from lowtide.torchside.ops.recurrent_bytes import extra_inside_bytes, extra_result_bytes
 from lowtide.torchside.ops.schema import writes_inputs
+from lowtide.torchside.ops.score_rows import extra_score_bytes
 
 OUTPUT = "output"
 
 
-def analyse(trace: Trace) -> Analysis:
-    """Rank every node of forward and backward, and find the storages they make and read."""
+def analyse(trace: Trace, *, updates: Mapping[int, int] | None = None) -> Analysis:
+    """Rank every node of forward and backward, and find the storages they make and read.
+
+    `updates` are parameters (by identity) that are updated in the backward pass, each with the bytes that
+    its update holds inside.
+    """
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
@@ -50,7 +60,7 @@ def analyse(trace: Trace) -> Analysis:
         fixed = repeated.get(execution.segment.fingerprint, "")
         _forward(analysis, state, execution, states, fixed=fixed)
     for state in reversed(states):
-        _backward(analysis, state, executions, states)
+        _backward(analysis, state, executions, states, updates=updates or {})
         hold_within_formulas(analysis, state, only_eager=state.index < trace.num_in_model)
     add_outside(analysis, states, trace)
     pin_returned(analysis, states, trace)
@@ -93,7 +103,12 @@ def _forward(
 
 
 def _backward(
-    analysis: Analysis, state: GraphState, executions: list[Execution], states: list[GraphState]
+    analysis: Analysis,
+    state: GraphState,
+    executions: list[Execution],
+    states: list[GraphState],
+    *,
+    updates: Mapping[int, int],
 ) -> None:
     if not state.segment.differentiable:
         return
@@ -101,9 +116,18 @@ def _backward(
     for node, output in state.tangents.items():
         if output not in missing:
             add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
-    for node in split(state.segment)[1]:
+    written_over = overwrites(state.segment)
+    ops = split(state.segment)[1]
+    grads = updated(state.segment, updates)
+    places = update_places(state.segment, [(node, node.all_input_nodes) for node in ops], grads)
+    for place, node in enumerate(ops):
         _add_op(analysis, state, node, Region.BACKWARD)
-    _add_output(analysis, state, state.grads, Region.BACKWARD)
+        if node in written_over:
+            _write_over(analysis, state.rank[node], written_over[node])
+        for index in places.get(place, ()):
+            add_update(analysis, state, index=index, grad=grads[index], inside_bytes=updates)
+    held = [grad for index, grad in enumerate(state.grads) if index not in grads]
+    _add_output(analysis, state, held, Region.BACKWARD)
     add_gradients(analysis, state)
 
 
@@ -201,9 +225,19 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
         reads=tuple(state.rank[source] for source in node.all_input_nodes),
         holds=tuple(holds),
         makes=tuple(makes),
-        extra_eager_bytes=extra_inside_bytes(node),
+        extra_eager_bytes=extra_inside_bytes(node) + extra_loss_bytes(node) + extra_score_bytes(node),
     )
     analysis.places[rank] = Place(state.index, node)
+
+
+def _write_over(analysis: Analysis, rank: int, call: Call) -> None:
+    """The op's result takes the place of what it reads last, which eager holds beside it."""
+    node = analysis.nodes[rank]
+    saved_bytes = sum(analysis.storages[made].nbytes for made in node.makes)
+    analysis.nodes[rank] = replace(
+        node, workspace_bytes=-saved_bytes, extra_eager_bytes=node.extra_eager_bytes + saved_bytes
+    )
+    analysis.places[rank] = replace(analysis.places[rank], call=call)
 
 
 def _add_kept(analysis: Analysis, state: GraphState, node: fx.Node, kept: Kept) -> int:

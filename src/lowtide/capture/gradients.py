@@ -1,6 +1,7 @@
 """Gradients in the facts of a step: how they come into a graph, and what the caller keeps of them."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -9,7 +10,7 @@ from lowtide.capture.graphs import Execution, Trace
 from lowtide.capture.records import Analysis, GraphState
 from lowtide.capture.regions import split
 from lowtide.capture.tangents import stands_for
-from lowtide.facts import Kind, Region
+from lowtide.facts import UPDATE, Kind, Region
 from lowtide.torchside.calls import storage_key
 
 OUTSIDE = "held by code outside of the graphs"
@@ -63,6 +64,30 @@ def add_tangent(
         holds=holds,
         makes=makes,
         fixed="an input of the step",
+    )
+
+
+def add_update(
+    analysis: Analysis, state: GraphState, *, index: int, grad: fx.Node, inside_bytes: Mapping[int, int]
+) -> None:
+    """The optimizer's step for one parameter, after which its gradient is gone; eager holds it to the end."""
+    origin = state.segment.origins[index]
+    (storage,) = state.holds[grad]
+    analysis.storages[storage] = replace(analysis.storages[storage], kind=Kind.GRADIENT, pinned_in_eager=True)
+    analysis.gradients[origin.tensor] = storage
+    analysis.updated.add(origin.tensor)
+    nbytes = inside_bytes[origin.tensor]
+    analysis.add_node(
+        name=f"step of {origin.name}",
+        op=UPDATE,
+        region=Region.BACKWARD,
+        kind=Kind.OTHER,
+        module=origin.name,
+        segment=state.index,
+        reads=(state.rank[grad],),
+        workspace_bytes=nbytes,
+        extra_eager_bytes=-nbytes,
+        fixed="the optimizer's step for one parameter",
     )
 
 

@@ -5,7 +5,7 @@ long as that code holds them, for loops, foreach and fused variants alike.
 """
 
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from lowtide.torchside.hooks import (
     TorchDispatchMode,
 )
 from lowtide.torchside.ops.schema import READS_VALUES
+from lowtide.torchside.optimizers import each_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -62,6 +63,11 @@ class OptimizerTrace:
     @property
     def state_bytes(self) -> int:
         return sum(self.sizes[key] for key in self.state)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the step holds at once of what it makes."""
+        return _peak_bytes(self.ops, self.sizes)
 
 
 class _Recorder(TorchDispatchMode):
@@ -261,6 +267,24 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
     )
 
 
+def recorded_bytes(step: Callable[[], None], mode: FakeTensorMode) -> int:
+    """The most that a step over fake tensors holds at once of what it makes."""
+    recorder = _Recorder(mode)
+    with recorder:
+        step()
+        recorder.collect()
+    return _peak_bytes(recorder.ops, recorder.sizes)
+
+
+def _peak_bytes(ops: Iterable[OptimizerOp], sizes: Mapping[int, int]) -> int:
+    held = most = 0
+    for op in ops:
+        held += sum(sizes[key] for key in op.makes)
+        most = max(most, held)
+        held -= sum(sizes[key] for key in op.frees)
+    return most
+
+
 def _counts(tensor: torch.Tensor, optimizer: Optimizer) -> bool:
     """A number that is no parameter's state, such as a learning rate, is the user's own."""
     return bool(tensor.dim()) or any(tensor is state for state in state_tensors(optimizer))
@@ -275,11 +299,8 @@ def _as_trace(found: Estimate, name: str) -> OptimizerTrace:
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer behind one that only passes on what it is asked, as accelerate's does."""
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    if isinstance(getattr(type(optimizer), "param_groups", None), property) and len(inner) == 1:
-        return _unwrapped(inner[0])
-    return optimizer
+    behind = each_of(optimizer)
+    return behind[0] if len(behind) == 1 else optimizer
 
 
 def _give_gradients(fakes: dict[int, torch.Tensor], gradients: Container[int]) -> None:

@@ -9,14 +9,16 @@ from lowtide.capture.graphs import Segment, results_of
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Node, Storage
 from lowtide.methods import Kept, Method
+from lowtide.torchside.calls import Call
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands in the captured graphs."""
+    """Where a rank stands in the captured graphs, and what it calls where that is not the node's own op."""
 
     execution: int
     node: fx.Node
+    call: Call | None = None
 
 
 @dataclass(slots=True)
@@ -24,7 +26,8 @@ class Analysis:
     """Nodes and storages of forward and backward so far, and the graph node behind every rank.
 
     `inputs` and `gradients` have the storages of the user's tensors and of their gradients, by identity.
-    `kept` has the ranks that make what methods keep from the forward pass.
+    `kept` has the ranks that make what methods keep from the forward pass, `updated` the parameters, by
+    identity, that are updated in the backward pass.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -33,6 +36,7 @@ class Analysis:
     inputs: dict[int, int] = field(default_factory=dict)
     gradients: dict[int, int] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
+    updated: set[int] = field(default_factory=set)
     missing: list[frozenset[int]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lowtide.capture.graphs import Segment, mutated_inputs
+from lowtide.capture.graphs import Segment, Trace, mutated_inputs
 from lowtide.errors import CaptureError
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import tensors_in
@@ -29,6 +29,16 @@ def refuse_what_cannot_be_traced(model: nn.Module, batch: Any) -> None:
                 f"the batch has a {type(tensor).__name__}, a kind of tensor that torch.compile does not "
                 "trace: pass tensor.as_subclass(torch.Tensor), here and in training"
             )
+
+
+def refuse_several_graphs(traced: Trace) -> None:
+    """Raise a `CaptureError` where a gradient may not be final inside one graph."""
+    if traced.num_in_model > 1 or traced.loss_outside or any(e.from_outside for e in traced.executions):
+        raise CaptureError(
+            f"the model breaks into {traced.num_in_model} graphs, or runs code outside of them, so that a "
+            "gradient is final only when all have run: leave step_in_backward out, or remove the graph "
+            "breaks (torch._dynamo.explain shows them)"
+        )
 
 
 def refuse_empty_buffers(segment: Segment) -> None:

@@ -43,8 +43,8 @@ def estimate(optimizer: Optimizer, gradients: Container[int]) -> Estimate:
     """State and temporaries of `optimizer`, which is only looked at. Raises whatever its code raises."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        small, parameters = _small_one(optimizer, gradients)
-        fresh, trained = _small_one(optimizer, gradients)
+        small, parameters = small_one(optimizer, gradients)
+        fresh, trained = small_one(optimizer, gradients)
         _train(small, parameters)
         _give_gradients(parameters)
         with _Held(held_tensors(small)) as held:
@@ -96,7 +96,8 @@ class _Held(TorchDispatchMode):
         return result
 
 
-def _small_one(optimizer: Optimizer, gradients: Container[int]) -> tuple[Optimizer, list[torch.Tensor]]:
+def small_one(optimizer: Optimizer, gradients: Container[int]) -> tuple[Optimizer, list[torch.Tensor]]:
+    """A fresh optimizer of the same kind over small parameters, and those of them that get gradients."""
     parameters: list[torch.Tensor] = []
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:

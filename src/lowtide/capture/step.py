@@ -14,9 +14,10 @@ from lowtide.capture.analyse import analyse
 from lowtide.capture.fingerprint import structure
 from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
+from lowtide.capture.one_by_one import pieces_bytes, split_of, updates_of
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
-from lowtide.capture.refusals import refuse_what_cannot_be_traced
+from lowtide.capture.refusals import refuse_several_graphs, refuse_what_cannot_be_traced
 from lowtide.capture.sums import shares_gradients, summed_otherwise
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
@@ -29,8 +30,11 @@ from lowtide.torchside.batch import split_batch
 from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key, target_name
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.ops.schema import short_name
+from lowtide.torchside.pieces import PIECE_BYTES
 
 SCALARS_BYTES = 1024
+SMALL_STEP_BYTES = PIECE_BYTES
+"""An optimizer that holds less inside its step is left alone."""
 OUTSIDE = (
     "the model or its loss runs differentiable code outside of its graphs that torch.compile does not "
     "follow; what autograd keeps of it is counted, what it holds while it runs is not"
@@ -62,15 +66,29 @@ def capture(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    step_in_backward: bool = False,
+    holds_outputs: bool = True,
 ) -> Captured:
-    """Capture a step without running it. Needs the memory of the model, not of the step."""
+    """Capture a step without running it. Needs the memory of the model, not of the step.
+
+    `step_in_backward`: the optimizer updates each parameter where its gradient is final. Without
+    `holds_outputs`, the loop lets go of all but the loss before the backward pass.
+    """
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
     refuse_what_cannot_be_traced(model, (args, kwargs))
     with rarely_collected():
         traced = trace(model, args, kwargs, loss=loss)
-        captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+        if not holds_outputs:
+            traced = only_loss_held(traced)
+        updates: dict[int, int] = {}
+        if step_in_backward:
+            updates = updates_of(optimizer)
+            refuse_several_graphs(traced)
+        analysis = analyse(traced, updates=updates)
+        captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
+        captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
     if OUTSIDE in captured.step.notes:
         logger.warning(
             "%s, so budgets are kept only for the rest. Gradients of what both read may be summed in another "
@@ -94,6 +112,11 @@ def capture(
     return captured
 
 
+def only_loss_held(traced: Trace) -> Trace:
+    """The same for a loop that holds nothing of the model's output but the loss."""
+    return replace(traced, returned=traced.returned & traced.given)
+
+
 def captured_step(
     analysis: Analysis,
     traced: Trace,
@@ -110,7 +133,9 @@ def captured_step(
     if optimizer is not None:
         _check_parameters(optimizer, model)
         traced_step = trace_optimizer(optimizer, analysis.gradients)
-        _add_optimizer(analysis, traced_step, calls)
+        _add_optimizer(
+            analysis, traced_step, calls, inside_bytes=_piece_bytes(analysis, optimizer, traced_step)
+        )
         if traced_step.note:
             notes = (*notes, traced_step.note)
             logger.warning(traced_step.note)
@@ -211,7 +236,7 @@ def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
 def with_values(captured: Captured, values: Values) -> Captured:
     """The same step, its ops called with other fake values of some nodes."""
     places = captured.places
-    own = {Run(rank): call_of(place.node, values) for rank, place in places.items() if _calls_op(place)}
+    own = {Run(rank): _own_call(place, values) for rank, place in places.items() if _calls_op(place)}
     others = {
         run: _method_call(places[run.node].node, run.method, values)
         for run in captured.calls
@@ -225,7 +250,7 @@ def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
     for rank, place in analysis.places.items():
         if not _calls_op(place):
             continue
-        calls[Run(rank)] = call_of(place.node, values)
+        calls[Run(rank)] = _own_call(place, values)
         for recipe in analysis.nodes[rank].recipes:
             if not methods.method_named(recipe.method).costs_as_first:
                 calls[Run(rank, recipe.method)] = _method_call(place.node, recipe.method, values)
@@ -237,6 +262,10 @@ def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
 
 def _calls_op(place: Place) -> bool:
     return place.node.op == "call_function"
+
+
+def _own_call(place: Place, values: Values) -> Call:
+    return call_of(place.node, values) if place.call is None else _filled(place.call, values)
 
 
 def _method_call(node: fx.Node, method: str, values: Values) -> Call:
@@ -257,8 +286,16 @@ def _filled(call: Call, values: Values) -> Call:
     return Call(call.target, tuple(args), dict(kwargs))
 
 
-def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call]) -> None:
-    """Append the optimizer's ops. A temporary that its Python code still holds counts as read there."""
+def _add_optimizer(
+    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, inside_bytes: int | None
+) -> None:
+    """Append the optimizer's ops. A temporary that its Python code still holds counts as read there.
+
+    Where the step goes in pieces, `inside_bytes` is the most that one holds of all that eager holds.
+    """
+    if inside_bytes is not None:
+        _add_pieces(analysis, traced, calls, inside_bytes)
+        return
     storage: dict[int, int] = {}
     maker: dict[int, int] = {}
     for key, parameter in traced.parameters.items():
@@ -292,6 +329,45 @@ def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, 
             calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
 
 
+def _piece_bytes(analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace) -> int | None:
+    """What the optimizer's step at the end holds inside where it does not go whole: nothing where all of it
+    was taken in backward; None where it goes whole, since it must or since pieces hold no less."""
+    if analysis.updated and set(analysis.gradients) <= analysis.updated:
+        return 0
+    if traced.note or analysis.updated:
+        return None
+    whole_bytes = traced.peak_bytes
+    if whole_bytes <= SMALL_STEP_BYTES:
+        return None
+    split = split_of(optimizer)
+    nbytes = pieces_bytes(optimizer, slices=split.slices) if split.apart else whole_bytes
+    return nbytes if nbytes < whole_bytes else None
+
+
+def _add_pieces(
+    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], inside_bytes: int
+) -> None:
+    for position, key in enumerate(traced.state):
+        name = f"state_{position}"
+        nbytes = traced.sizes[key]
+        analysis.add_storage(nbytes=nbytes, kind=Kind.OPTIMIZER_STATE, name=name, static=True)
+    held = 0
+    for position, op in enumerate(traced.ops):
+        held += sum(traced.sizes[key] for key in op.makes)
+        rank = analysis.add_node(
+            name=f"step_{position}.{short_name(op.target)}",
+            op=target_name(op.target),
+            region=Region.OPTIMIZER,
+            kind=Kind.OTHER,
+            workspace_bytes=min(held, inside_bytes),
+            extra_eager_bytes=max(0, held - inside_bytes),
+            estimated=bool(traced.note),
+        )
+        held -= sum(traced.sizes[key] for key in op.frees)
+        if not op.estimated:
+            calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
+
+
 Cost = tuple[float, int, bool]
 """Seconds, workspace bytes, and whether they are estimated."""
 
@@ -310,7 +386,7 @@ def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
             replace(
                 node,
                 seconds=seconds,
-                workspace_bytes=workspace,
+                workspace_bytes=node.workspace_bytes + workspace,
                 estimated=estimated or node.estimated,
                 recipes=tuple(recipes),
             )

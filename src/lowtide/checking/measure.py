@@ -78,7 +78,7 @@ def measure_here(
     `prepare` is called with that copy and returns the target to measure.
     """
     model, batch, optimizer = copy.deepcopy((target.model, target.batch, target.optimizer))
-    double = Target(target.name, model, batch, optimizer if with_optimizer else None, target.loss)
+    double = replace(target, model=model, batch=batch, optimizer=optimizer if with_optimizer else None)
     with torch.random.fork_rng():
         return _measure(prepare(double) if prepare is not None else double, resident=False)
 
@@ -136,4 +136,4 @@ def _measure(target: Target, *, resident: bool) -> Measured:
 
 
 def _step(target: Target) -> None:
-    train_step(target.model, target.batch, target.optimizer, target.loss)
+    train_step(target.model, target.batch, target.optimizer, target.loss, holds_outputs=target.holds_outputs)

@@ -13,14 +13,19 @@ def train_step(
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
+    *,
+    holds_outputs: bool = True,
 ) -> torch.Tensor:
     """Forward, loss, backward, optimizer step, gradients dropped. Returns the loss, detached.
 
-    The model's output is held to the end, as in a loop that logs it. Gradients are expected to be
-    None at the start. A dict is passed as keywords, a tuple or list as positional arguments.
+    The model's output is held to the end, as in a loop that logs it, unless told otherwise.
+    Gradients are expected to be None at the start. A dict is passed as keywords, a tuple or list as
+    positional arguments.
     """
     output = call(model, batch)
     value = loss_of(output, loss)
+    if not holds_outputs:
+        del output
     value.backward()  # type: ignore[no-untyped-call]
     if optimizer is not None:
         optimizer.step()

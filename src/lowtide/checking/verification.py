@@ -37,6 +37,7 @@ from lowtide.torchside.batch import call, loss_of, split_batch
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.ops.random import random_state, set_random_state
 from lowtide.torchside.route import route_of, set_route
+from lowtide.torchside.updates import UsedGradient
 from lowtide.zoo.targets import Target, TargetSpec
 
 COMPARED_STEPS = 3
@@ -118,7 +119,7 @@ def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> V
         comparison: Comparison = run_fresh(
             "lowtide.checking.verification:compare", source=source, timed_runs=timed_runs, **payload
         )
-        baseline = measure_step(source)
+        baseline = measure_step(source, prepare="lowtide.checking.verification:looped", payload=payload)
         planned = measure_plan(source, plan)
     except CannotMoveToFreshProcess:
         if isinstance(source, TargetSpec):
@@ -157,7 +158,13 @@ def planned(target: Target, *, solution: dict[str, Any]) -> Target:
     """The target with its plan applied; refuses a plan that was made for another one."""
     plan = Plan(solution_from_dict(solution))
     check_identity(plan, identify(target.model, split_batch(target.batch)))
-    return replace(target, model=apply_plan(plan, target.model))
+    model = apply_plan(plan, target.model, optimizer=target.optimizer)
+    return replace(target, model=model, holds_outputs=plan.solution.holds_outputs)
+
+
+def looped(target: Target, *, solution: dict[str, Any]) -> Target:
+    """The target without its plan, in the loop that the plan is for."""
+    return replace(target, holds_outputs=solution["holds_outputs"])
 
 
 def compare(
@@ -273,6 +280,8 @@ def _differences(target: Target, start: Start, expected: list[Path]) -> list[str
 def _difference(wanted: torch.Tensor | None, seen: torch.Tensor | None) -> str:
     if wanted is None or seen is None:
         return "is None without the plan" if wanted is None else "is None with the plan"
+    if isinstance(seen, UsedGradient):
+        return ""  # what it did is in the parameters
     if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
         return f"{seen.dtype}{tuple(seen.shape)} instead of {wanted.dtype}{tuple(wanted.shape)}"
     if torch.equal(wanted, seen) or _same_with_nan(wanted, seen):
@@ -335,5 +344,5 @@ def _verify_here(
         double = replace(source, model=model, batch=batch, optimizer=optimizer)
         comparison = compare(source=double, solution=solution, timed_runs=timed_runs)
         remove(model)
-        baseline = measure_here(double)
+        baseline = measure_here(double, prepare=lambda t: looped(t, solution=solution))
         return comparison, baseline, measure_here(double, prepare=lambda t: planned(t, solution=solution))

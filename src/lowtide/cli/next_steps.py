@@ -23,12 +23,13 @@ def plan_command(out: Path, *, budget: str, planner: str = "auto") -> str:
     return f"next: lowtide plan {file} --budget {budget}{other} -o {where}"
 
 
-def after_run(out: Path, *, floor_bytes: int) -> list[str]:
+def after_run(out: Path, *, floor_bytes: int, step_in_backward: bool = False) -> list[str]:
     """What the files of `lowtide run` are good for."""
+    given = "model, optimizer=optimizer" if step_in_backward else "model"
     profile, plan = (shlex.quote(str(out / name)) for name in (PROFILE, PLAN))
     return [
         f"next: lowtide plan {profile} --budget {floor_bytes}   # the lowest reachable peak, at once",
         f"      lowtide tradeoff {profile} --measure 0   # what every budget costs",
         f"      lowtide verify {plan}   # again",
-        f"      model = lowtide.load_plan({str(out / PLAN)!r}).apply(model)   # in your own training script",
+        f"      model = lowtide.load_plan({str(out / PLAN)!r}).apply({given})   # in your own script",
     ]

@@ -106,6 +106,14 @@ Mode = Annotated[
     ),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew, even if it was before.")]
+StepInBackward = Annotated[
+    bool,
+    typer.Option(
+        "--step-in-backward",
+        help="Update each parameter as soon as its gradient is final, and free that. Not for loops that clip "
+        "by norm, scale the loss or accumulate gradients.",
+    ),
+]
 TimedRuns = Annotated[int, typer.Option(min=0, help="Steps to time, without and with the plan in turn.")]
 Planner = Annotated[
     str,

@@ -18,6 +18,7 @@ from lowtide.cli.options import (
     Seed,
     SequenceLength,
     Source,
+    StepInBackward,
     Verbose,
 )
 from lowtide.cli.output import claim_folder
@@ -36,6 +37,7 @@ def plan(
     seed: Seed = 0,
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
+    step_in_backward: StepInBackward = False,
     folder: Folder = None,
     force: Force = False,
     as_json: Json = False,
@@ -62,6 +64,7 @@ def plan(
             seed=seed,
             memory_limit=memory_limit,
             cache=not no_cache,
+            step_in_backward=step_in_backward,
         )
         name = f"{spec.text}, batch {spec.batch_size}" if spec else source
         with terminal.working("planning"):

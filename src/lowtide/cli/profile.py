@@ -15,6 +15,7 @@ from lowtide.cli.options import (
     Quiet,
     Seed,
     SequenceLength,
+    StepInBackward,
     TargetText,
     Verbose,
 )
@@ -33,6 +34,7 @@ def profile(
     seed: Seed = 0,
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
+    step_in_backward: StepInBackward = False,
     mode: Mode = ProfileMode.OPS,
     folder: Folder = None,
     force: Force = False,
@@ -60,7 +62,14 @@ def profile(
             optimizer=optimizer,
             seed=seed,
         )
-        measured = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache, mode=mode)
+        measured = profile_target(
+            spec,
+            terminal,
+            memory_limit=memory_limit,
+            cache=not no_cache,
+            mode=mode,
+            step_in_backward=step_in_backward,
+        )
         summary = profile_summary(measured, name=f"{target}, batch {batch_size}")
         if out is not None:
             save_profile(out / PROFILE, measured, spec)

@@ -19,6 +19,7 @@ from lowtide.cli.options import (
     Quiet,
     Seed,
     SequenceLength,
+    StepInBackward,
     TargetText,
     TimedRuns,
     Verbose,
@@ -42,6 +43,7 @@ def run(
     seed: Seed = 0,
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
+    step_in_backward: StepInBackward = False,
     timed_runs: TimedRuns = 5,
     folder: OutputFolder = Path("lowtide-out"),
     force: Force = False,
@@ -73,7 +75,13 @@ def run(
             seed=seed,
         )
         name = f"{target}, batch {batch_size}"
-        profile = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache)
+        profile = profile_target(
+            spec,
+            terminal,
+            memory_limit=memory_limit,
+            cache=not no_cache,
+            step_in_backward=step_in_backward,
+        )
         summary = profile_summary(profile, name=name)
         terminal.show(*profile_tables(summary))
         files = write_profile(out, spec=spec, profile=profile)
@@ -103,6 +111,8 @@ def run(
             }
         )
         terminal.note(f"report: {out / 'report.html'}")
-        for line in after_run(out, floor_bytes=profile.floor_bytes):
+        for line in after_run(
+            out, floor_bytes=profile.floor_bytes, step_in_backward=plan.solution.step_in_backward
+        ):
             terminal.note(line)
         raise typer.Exit(outcome_exit(outcome, budget_bytes=plan.budget_bytes))

@@ -14,13 +14,23 @@ if TYPE_CHECKING:
 
 
 def profile_target(
-    spec: TargetSpec, terminal: Terminal, *, memory_limit: str, cache: bool, mode: str = "ops"
+    spec: TargetSpec,
+    terminal: Terminal,
+    *,
+    memory_limit: str,
+    cache: bool,
+    mode: str = "ops",
+    step_in_backward: bool = False,
 ) -> "Profile":
     """Load the target and profile one step of it; in mode `run` by running it, if it fits."""
     with terminal.working(f"loading {spec.text}"):
         from lowtide import api
 
         target = spec.load()
+    if mode == "run" and step_in_backward:
+        raise UsageError(
+            "--mode run runs the step as eager does: leave --step-in-backward out, or --mode run"
+        )
     if mode == "run":
         from lowtide.experiments.whole_run import profile_by_running
 
@@ -35,6 +45,7 @@ def profile_target(
             loss=target.loss,
             memory_limit=memory_limit,
             cache=cache,
+            step_in_backward=step_in_backward,
             progress=progress,
         )
 
@@ -50,6 +61,7 @@ def open_source(
     seed: int,
     memory_limit: str,
     cache: bool,
+    step_in_backward: bool = False,
 ) -> tuple["Profile", TargetSpec | None]:
     """A profile from a `profile.json`, or of a TARGET; and what it is a profile of, where known."""
     if source.endswith(".json"):
@@ -63,6 +75,7 @@ def open_source(
             "--seed": seed != 0,
             "--memory-limit": memory_limit != MEMORY_LIMIT,
             "--no-cache": not cache,
+            "--step-in-backward": step_in_backward,
         }
         if any(given.values()):
             option = next(name for name, was_given in given.items() if was_given)
@@ -78,4 +91,7 @@ def open_source(
         optimizer=optimizer,
         seed=seed,
     )
-    return profile_target(spec, terminal, memory_limit=memory_limit, cache=cache), spec
+    profile = profile_target(
+        spec, terminal, memory_limit=memory_limit, cache=cache, step_in_backward=step_in_backward
+    )
+    return profile, spec

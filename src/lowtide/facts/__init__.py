@@ -8,9 +8,22 @@
 """
 
 from lowtide.facts.plan import Decision, Reserve, Schedule, Solution
-from lowtide.facts.step import Action, Activation, Graph, Kind, Node, Recipe, Region, Run, Step, Storage
+from lowtide.facts.step import (
+    UPDATE,
+    Action,
+    Activation,
+    Graph,
+    Kind,
+    Node,
+    Recipe,
+    Region,
+    Run,
+    Step,
+    Storage,
+)
 
 __all__ = [
+    "UPDATE",
     "Action",
     "Activation",
     "Decision",

@@ -72,6 +72,9 @@ class Solution:
 
     `floor_bytes` is the lowest peak that any plan was found to reach, None where nobody searched for it.
     `eager`: nothing needs as little as eager PyTorch itself, so that the plan is to leave the model to it.
+    `step_in_backward`: the optimizer updates every parameter as soon as its gradient is final.
+    `holds_outputs` is that of the step. `optimizer_in_pieces`: the optimizer's step takes a few parameters at
+    a time, since all at once do not fit.
     """
 
     planner: str
@@ -92,6 +95,9 @@ class Solution:
     device: str = "cpu"
     static_bytes: int = 0
     eager: bool = False
+    step_in_backward: bool = False
+    holds_outputs: bool = True
+    optimizer_in_pieces: bool = False
 
     @property
     def overhead(self) -> float:

@@ -40,6 +40,7 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "graphs": _table(step.graphs, Graph),
         "identity": [list(pair) for pair in step.identity],
         "methods": [list(pair) for pair in step.methods],
+        "holds_outputs": step.holds_outputs,
         "nodes": _table(step.nodes, Node),
         "storages": _table(step.storages, Storage),
     }
@@ -63,6 +64,7 @@ def _step(data: dict[str, Any]) -> Step:
         graphs=_graphs(data["graphs"]),
         identity=_pairs(data["identity"]),
         methods=_pairs(data["methods"]),
+        holds_outputs=bool(data["holds_outputs"]),
     )
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+UPDATE = "update"
+"""The op of a node that stands for the optimizer's step for one parameter, inside the backward pass."""
+
 
 class Region(StrEnum):
     FORWARD = "forward"
@@ -40,7 +43,8 @@ class Storage:
 
     `static`: there before the step and after it (parameters, buffers, the batch, optimizer state).
     `pinned`: made during the step and held to its end, read or not (gradients, what the model returns).
-    Any other is freed after the last read of the last value that holds it.
+    Any other is freed after the last read of the last value that holds it; in eager PyTorch, those that are
+    `pinned_in_eager` are held to the end (gradients that a step in backward uses at once).
     `extra_eager_bytes`: how much larger eager PyTorch's own version is (a dropout mask of floats).
     """
 
@@ -51,6 +55,7 @@ class Storage:
     static: bool = False
     pinned: bool = False
     extra_eager_bytes: int = 0
+    pinned_in_eager: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +82,8 @@ class Node:
 
     `reads` are ranks of nodes whose values it needs. `holds` are the storages its own value refers
     to: those it `makes`, and those it shares with what it reads. `workspace_bytes` are held inside
-    the op only. `recipes` are the ways to bring its value back, the one to prefer first; where there is
+    the op only; less than none where it writes its result over what it reads last. `recipes` are the
+    ways to bring its value back, the one to prefer first; where there is
     none, `fixed` says why. `on_demand`: it makes what a recipe keeps from the forward pass, and runs only
     in schedules where such a recipe reads it.
     `estimated` marks times that were scaled from a smaller or similar op instead of measured.
@@ -165,7 +171,8 @@ class Step:
     A model with graph breaks has several segments, run 0, 1, 2 forward and 2, 1, 0 backward; a
     forward node can only be run again inside the backward part of its own segment.
     `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
-    `methods` are (name, words) of the methods that its recipes name.
+    `methods` are (name, words) of the methods that its recipes name. `holds_outputs`: the loop holds what the
+    model returned, besides the loss, until the backward pass is over.
     """
 
     nodes: tuple[Node, ...]
@@ -177,6 +184,7 @@ class Step:
     graphs: tuple[Graph, ...] = ()
     identity: tuple[tuple[str, str], ...] = ()
     methods: tuple[tuple[str, str], ...] = ()
+    holds_outputs: bool = True
 
     @property
     def seconds(self) -> float:

@@ -5,6 +5,7 @@
 - `replay`: a random op from its earlier generator state
 - `batch_norm`: batch norm without counting its statistics twice
 - `dropout_mask`: a dropout's result from its kept mask
+- `packed`: masks and signs as bits, indices in fewer bytes
 
 To add one, write its file and put it into `METHODS`: nothing else names a method.
 """
@@ -14,12 +15,21 @@ from torch import fx
 from lowtide.methods.batch_norm import BatchNormAgain
 from lowtide.methods.dropout_mask import DropoutFromMask
 from lowtide.methods.method import Kept, Method
+from lowtide.methods.packed import Bits, Narrow, Sign
 from lowtide.methods.replay import Replay
 from lowtide.methods.run_again import RunAgain
 
 __all__ = ["METHODS", "Kept", "Method", "fitting", "method_named"]
 
-METHODS: tuple[Method, ...] = (BatchNormAgain(), DropoutFromMask(), Replay(), RunAgain())
+METHODS: tuple[Method, ...] = (
+    BatchNormAgain(),
+    DropoutFromMask(),
+    Replay(),
+    RunAgain(),
+    Bits(),
+    Sign(),
+    Narrow(),
+)
 """Where several fit a node, the first is the one that a recompute passes through."""
 
 

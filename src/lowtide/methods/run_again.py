@@ -15,6 +15,7 @@ from lowtide.torchside.ops.random import is_random
 from lowtide.torchside.ops.recurrent import RUNS_ONCE, recurrent_layer
 from lowtide.torchside.ops.recurrent_cells import CELLS
 from lowtide.torchside.ops.schema import writes_inputs
+from lowtide.torchside.ops.score_rows import log_probabilities
 
 REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
 """Ops of these are known to give the same result twice."""
@@ -46,6 +47,8 @@ def reason_unrepeatable(node: fx.Node) -> str:
         return "a constant"
     if target is recurrent_layer:
         return RUNS_ONCE
+    if target is log_probabilities:
+        return ""
     if not isinstance(target, OpOverload):
         return "a higher-order op"
     if writes_inputs(target):

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import Activation, Graph, Reserve, Run, Schedule, Solution, Step
+from lowtide.facts import UPDATE, Activation, Graph, Reserve, Run, Schedule, Solution, Step
 from lowtide.facts.plan import PLANNERS
 from lowtide.facts.units import size_and_bytes
 from lowtide.planning import auto, baselines, mu_two
@@ -19,6 +19,7 @@ from lowtide.planning.schedules import (
     graph_schedules,
     reserve,
     runs_of_schedules,
+    whole_step_bytes,
     without_needless_runs,
 )
 from lowtide.planning.search.archive import Archive
@@ -140,11 +141,14 @@ class Desk:
         return self._solution(planner, timeline, budget_bytes)
 
     def _solution(self, planner: str, timeline: Timeline, budget_bytes: int) -> Solution:
+        step_in_backward = any(node.op == UPDATE for node in self.step.nodes)
+        whole_bytes = 0 if step_in_backward else whole_step_bytes(self.step, timeline)
+        in_pieces = whole_bytes > budget_bytes
         return Solution(
             planner=planner,
             fingerprint=self.step.fingerprint,
             budget_bytes=budget_bytes,
-            peak_bytes=timeline.peak_bytes,
+            peak_bytes=timeline.peak_bytes if in_pieces else max(timeline.peak_bytes, whole_bytes),
             peak_node=timeline.peak_node,
             baseline_peak_bytes=self.eager_peak_bytes,
             floor_bytes=self.archive.entries[0].peak_bytes if planner == "auto" else None,
@@ -163,6 +167,9 @@ class Desk:
             reserve=self.reserve,
             device=self.step.device,
             static_bytes=self.step.static_bytes,
+            step_in_backward=step_in_backward,
+            optimizer_in_pieces=in_pieces,
+            holds_outputs=self.step.holds_outputs,
         )
 
     def tradeoff(self, *, points: int = 50) -> list[Solution]:

@@ -4,16 +4,19 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lowtide.facts import Graph, Kind, Node, Region, Reserve, Run, Step, Storage
-from lowtide.planning.simulate import plain_runs, simulate, source_of
+from lowtide.facts import UPDATE, Graph, Kind, Node, Region, Reserve, Run, Step, Storage
+from lowtide.planning.simulate import Timeline, plain_runs, simulate, source_of
 
-ENDS = ("placeholder", "output")
-"""What stands for the ends of a graph; its schedule does not count them."""
+ENDS = ("placeholder", "output", UPDATE)
+"""What is no op of a graph: its ends, and updates of parameters; its schedule does not count them."""
 
 
 def as_eager(step: Step) -> Step:
     """The same step with the sizes that eager PyTorch's own ops have: what a user runs today."""
-    storages = tuple(replace(s, nbytes=s.nbytes + s.extra_eager_bytes) for s in step.storages)
+    storages = tuple(
+        replace(s, nbytes=s.nbytes + s.extra_eager_bytes, pinned=s.pinned or s.pinned_in_eager)
+        for s in step.storages
+    )
     nodes = tuple(
         replace(
             node,
@@ -83,8 +86,8 @@ def runs_of_schedules(step: Step, schedules: Sequence[Sequence[Run]]) -> tuple[R
         nodes = list(group)
         if region is Region.BACKWARD and scheduled[segment]:
             runs += _first_runs(node for node in nodes if node.op == "placeholder")
-            runs += scheduled[segment]
-            runs += _first_runs(node for node in nodes if node.op in ENDS and node.op != "placeholder")
+            ends = [node for node in nodes if node.op in ENDS and node.op != "placeholder"]
+            runs += _with_ends(scheduled[segment], _first_runs(ends))
         else:
             runs += _first_runs(nodes)
     return tuple(runs)
@@ -123,6 +126,16 @@ def _first_runs(nodes: Iterable[Node]) -> list[Run]:
     return [Run(node.rank) for node in nodes]
 
 
+def _with_ends(runs: Iterable[Run], ends: list[Run]) -> list[Run]:
+    """A schedule with what it does not count, each before the first op of a later rank."""
+    found: list[Run] = []
+    for run in runs:
+        while ends and run.is_first and ends[0].node < run.node:
+            found.append(ends.pop(0))
+        found.append(run)
+    return found + ends
+
+
 def _scheduled_ranks(step: Step, segment: int) -> list[int]:
     """Ranks of a graph's ops, forward and then backward: what positions in its schedule count."""
     return [
@@ -141,6 +154,14 @@ def reserve(step: Step) -> Reserve:
         optimizer_peak_bytes=_temporary_peak(step, [n for n in step.nodes if n.region is Region.OPTIMIZER]),
         batch_bytes=batch_bytes(step),
     )
+
+
+def whole_step_bytes(step: Step, timeline: Timeline) -> int:
+    """The most that is held in the optimizer's step where it does not go in pieces."""
+    nodes = [step.nodes[run.node] for run in timeline.runs]
+    held = zip(nodes, timeline.bytes_held, strict=True)
+    inside = (int(n) + node.extra_eager_bytes for node, n in held if node.region is Region.OPTIMIZER)
+    return max(inside, default=0)
 
 
 def batch_bytes(step: Step) -> int:

@@ -12,10 +12,12 @@ from lowtide.capture.traced import TracedGraph
 from lowtide.facts import Run
 from lowtide.running.backward import Backward, FirstCalls
 from lowtide.running.executor import EAGER_OPS, Executor, Function
+from lowtide.running.held_outputs import HeldOutputs
 from lowtide.running.loop_watch import Held, LoopWatch
 from lowtide.running.rewrite import Rewritten, forward_only, rewrite
 from lowtide.torchside import hooks
 from lowtide.torchside.graph_key import key_of
+from lowtide.torchside.updates import Updates, begin_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class Progress:
     `is_whole` tells that it reaches to the end of the function that torch traces, `batch_bytes` what the
     call was given. `watch` is on between the forward and the backward pass of a step that is new. What was
     seen then: `held` is what the loop made, and `used`, by graph, are outputs that got a gradient though no
-    plan counts on it.
+    plan counts on it. `outputs` are what the model returned in a loop that is to hold nothing of it but the
+    loss.
     """
 
     forwards: int = 0
@@ -46,6 +49,7 @@ class Progress:
     watch: LoopWatch | None = None
     held: Held | None = None
     used: dict[str, set[int]] = field(default_factory=dict)
+    outputs: HeldOutputs = field(default_factory=HeldOutputs)
 
     def begin_call(self) -> None:
         self.forwards_before, self.saved_bytes = self.forwards, 0
@@ -83,8 +87,10 @@ class Backend:
         *,
         origins: Callable[[fx.GraphModule], list[Origin]],
         executor: Executor = EAGER_OPS,
+        updates: Updates | None = None,
     ) -> None:
         self.plan_graph = plan_graph
+        self.updates = updates
         self.origins = origins
         self.executor = executor
         self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
@@ -105,7 +111,7 @@ class Backend:
             nonlocal planned
             outputs = kwargs["num_fwd_outputs"]
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
-            planned = _PlannedGraph(segment, self.plan_graph(segment), self.executor, self.progress)
+            planned = self._planned(segment)
             self._list(planned)
             return planned.rewritten.forward, hooks.backward_stub(joint, planned.gradients)
 
@@ -144,7 +150,7 @@ class Backend:
     def adopt(self, graph: TracedGraph) -> bool:
         """Let a graph that is compiled already run by its plan, if that asks for the gradients that torch
         knows of."""
-        planned = _PlannedGraph(graph.segment, self.plan_graph(graph.segment), self.executor, self.progress)
+        planned = self._planned(graph.segment)
         if planned.gradients != graph.gradients or planned.rewritten.num_unchecked:
             return False
         graph.forward = planned.forward(graph.inputs)
@@ -153,6 +159,10 @@ class Backend:
             self._remember(graph.key, graph.compiled)
         self._list(planned)
         return True
+
+    def _planned(self, segment: Segment) -> "_PlannedGraph":
+        plan = self.plan_graph(segment)
+        return _PlannedGraph(segment, plan, self.executor, self.progress, self.updates)
 
     def _list(self, planned: "_PlannedGraph") -> None:
         self.num_graphs += 1
@@ -163,12 +173,20 @@ class Backend:
 class _PlannedGraph:
     """The functions that run a graph by its plan."""
 
-    def __init__(self, segment: Segment, plan: GraphPlan, executor: Executor, progress: Progress) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        plan: GraphPlan,
+        executor: Executor,
+        progress: Progress,
+        updates: Updates | None,
+    ) -> None:
         self.segment = segment
         self.plan = plan
         self.executor = executor
         self.progress = progress
-        self.rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
+        self.updates_number = updates.number if updates is not None else 0
+        self.rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule, updates=updates)
         self.gradients = has_gradients(self.rewritten.backward, 0)
         self.first_calls = FirstCalls(segment)
         if not plan.missing:
@@ -181,7 +199,7 @@ class _PlannedGraph:
         )
 
     def backward(self) -> Function:
-        progress, num_saved = self.progress, self.rewritten.num_saved
+        progress, num_saved, updates_number = self.progress, self.rewritten.num_saved, self.updates_number
         inputs = [node.meta["val"] for node in self.rewritten.backward.graph.find_nodes(op="placeholder")]
         used = progress.used.setdefault(self.segment.fingerprint, set())
         run = Backward(
@@ -190,7 +208,11 @@ class _PlannedGraph:
 
         def call(values: list[Any]) -> Any:
             progress.begin_backward(values[num_saved:] if progress.watch is not None else ())
-            return run(values)
+            if updates_number:
+                begin_updates(updates_number)
+            result = run(values)
+            progress.outputs.warn()
+            return result
 
         return call
 

@@ -7,13 +7,15 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide.capture.fingerprint import structure
 from lowtide.capture.graphs import Segment
 from lowtide.capture.identity import identify_inputs, identify_model
 from lowtide.capture.loop import Loop
-from lowtide.errors import BudgetTooSmall
+from lowtide.capture.one_by_one import inside_bytes, split_of
+from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Graph, Step
 from lowtide.facts.units import format_size, size_and_bytes
 from lowtide.planning.planner import Carried, Desk
@@ -26,6 +28,9 @@ from lowtide.running.loop_watch import Held
 from lowtide.running.runner import install
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
 from lowtide.torchside.dynamo import StartOver
+from lowtide.torchside.optimizers import each_of
+from lowtide.torchside.pieces import Pieces
+from lowtide.torchside.updates import Updates
 
 logger = logging.getLogger("lowtide")
 
@@ -34,20 +39,51 @@ SMALL_BYTES = 4096
 """A few numbers around the loss, which nobody counts."""
 
 
-def apply_plan(plan: Plan, model: nn.Module, *, executor: Executor = EAGER_OPS) -> nn.Module:
-    """Route `model`'s calls through `plan`, in place; `executor` runs the graphs."""
+def apply_plan(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    executor: Executor = EAGER_OPS,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> nn.Module:
+    """Route `model`'s calls through `plan`, in place; `executor` runs the graphs.
+
+    A plan that steps in backward or in pieces needs the `optimizer`, unless it was made for one that is
+    still there.
+    """
     check_identity(plan, identify_model(model))
+    updates = pieces = None
+    if plan.solution.step_in_backward or plan.solution.optimizer_in_pieces:
+        known = _optimizer_of(plan, optimizer)
+        every, slices = each_of(known), split_of(known).slices
+        if plan.solution.step_in_backward:
+            updates = Updates(every, model, slices=slices)
+        else:
+            pieces = Pieces(every, slices=slices)
     spare_bytes = plan.budget_bytes - plan.peak_bytes
     eager_batch = dict(plan.solution.identity).get("batch") if plan.solution.eager else None
     install(
         model,
-        PlanBook(plan, model),
+        PlanBook(plan, model, updates=updates),
         spare_bytes=spare_bytes,
         executor=executor,
         eager_batch=eager_batch,
+        updates=updates,
+        pieces=pieces,
+        holds_outputs=plan.solution.holds_outputs,
         traced=plan.traced if eager_batch is None else None,
     )
     return model
+
+
+def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    optimizer = given if given is not None or plan.loop is None else plan.loop.optimizer
+    if optimizer is None:
+        raise LowtideError(
+            "this plan counts on the optimizer's step being taken in the backward pass or in pieces, and no "
+            "optimizer is known here: plan.apply(model, optimizer=...)"
+        )
+    return optimizer
 
 
 class PlanBook:
@@ -57,13 +93,17 @@ class PlanBook:
     step with other shapes. Where the call got further, the graph is planned beside what has run.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, *, updates: Updates | None = None) -> None:
         self.model = model
+        self._inside_bytes = (
+            {} if updates is None else inside_bytes(updates.optimizers, slices=updates.slices)
+        )
+        """what the update of each parameter in the backward pass holds"""
         self.budget_bytes = plan.budget_bytes
         self.planner = plan.planner
         self.reserve = plan.solution.reserve
         self.known_costs = plan.known
-        self.loop = plan.loop or Loop()
+        self.loop = plan.loop or Loop(holds_outputs=plan.solution.holds_outputs)
         self.identity = identify_model(model)
         self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
         """the graphs of the user's own plan"""
@@ -148,7 +188,13 @@ class PlanBook:
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         step = step_of_call(
-            self.model, args, kwargs, loop=self.loop, reserve=self.reserve, known=self.known_costs
+            self.model,
+            args,
+            kwargs,
+            loop=self.loop,
+            reserve=self.reserve,
+            known=self.known_costs,
+            updates=self._inside_bytes,
         )
         own = [graph for graph in step.graphs if graph.in_model]
         if all(graph.fingerprint in self.graphs for graph in own):
@@ -181,6 +227,7 @@ class PlanBook:
             reserve=self.reserve,
             known=self.known_costs,
             optimizer=optimizer_of(self.model, self.loop) if changed else None,
+            updates=self._inside_bytes,
         )
         alike = [graph for graph in found if graph.structure == step.graphs[0].structure]
         larger = changed or growth(step, like=self._planned_graph, reserve=self.reserve) > 1

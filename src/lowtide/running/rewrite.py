@@ -16,12 +16,15 @@ from torch import fx
 
 from lowtide import methods
 from lowtide.capture.graphs import Segment, results_of
+from lowtide.capture.overwrites import overwrites
 from lowtide.capture.regions import split
 from lowtide.capture.tangents import tangent_outputs
+from lowtide.capture.updates import update_places, updated
 from lowtide.facts import Run
 from lowtide.methods import Kept
 from lowtide.torchside import hooks
 from lowtide.torchside.calls import Call, map_leaves, storage_key
+from lowtide.torchside.updates import Updates, update_parameter
 
 aten = torch.ops.aten
 
@@ -85,15 +88,18 @@ def plain_schedule(segment: Segment) -> tuple[Run, ...]:
     return tuple(Run(position) for position in range(len(forward), len(forward) + len(backward)))
 
 
-def rewrite(segment: Segment, schedule: Sequence[Run]) -> Rewritten:
-    """The forward and backward graphs of `segment` under `schedule` (see `facts.Graph`)."""
+def rewrite(segment: Segment, schedule: Sequence[Run], *, updates: Updates | None = None) -> Rewritten:
+    """The forward and backward graphs of `segment` under `schedule` (see `facts.Graph`).
+
+    `updates` takes the steps of the parameters whose gradients are then not returned.
+    """
     forward_ops, backward_ops = split(segment)
     tangents = tangent_outputs(segment.joint)
     steps, keepers = _look_up(schedule, forward_ops, backward_ops)
     saved = _saved(segment, steps, keepers, tangents)
     return Rewritten(
         forward=_forward_graph(segment, forward_ops, keepers, saved, tangents),
-        backward=_backward_graph(segment, steps, saved, tangents),
+        backward=_backward_graph(segment, steps, saved, tangents, updates),
         num_saved=len(saved.all),
         saved_bytes=_bytes_of(saved, segment),
         tangents=tuple(tangents.values()),
@@ -214,30 +220,65 @@ def _forward_graph(
 
 
 def _backward_graph(
-    segment: Segment, steps: list[_Step], saved: _Saved, tangents: Mapping[fx.Node, int]
+    segment: Segment,
+    steps: list[_Step],
+    saved: _Saved,
+    tangents: Mapping[fx.Node, int],
+    updates: Updates | None,
 ) -> fx.GraphModule:
     graph = fx.Graph()
     latest: dict[fx.Node | Kept, fx.Node] = {}
+    written_over = overwrites(segment)
     for value in (*saved.all, *tangents):
         latest[value] = graph.placeholder(saved.kept[value] if isinstance(value, Kept) else value.name)
         latest[value].meta = {"val": value.value} if isinstance(value, Kept) else dict(value.meta)
-    for step in steps:
-        if _unpacks(step, latest):
-            continue
-        if step.call is None:
-            latest[step.node] = _copy(graph, step.node, latest)
-            continue
-        copy = _write(graph, step.call, latest)
-        copy.meta = {
-            **step.node.meta,
-            "lowtide_method": step.method,
-            "lowtide_recompute": step.node.name,
-            "partitioner_tag": "is_backward",
-        }
-        latest[step.node] = copy
+    updated_grads = {} if updates is None else updated(segment, updates.place)
+    places = update_places(segment, [(step.node, _reads(step)) for step in steps], updated_grads)
+    results: dict[int, fx.Node] = {}
+    for place, step in enumerate(steps):
+        if not _unpacks(step, latest):
+            latest[step.node] = _written(graph, step, latest, written_over)
+        for index in places.get(place, ()):
+            assert updates is not None
+            number = updates.place[segment.origins[index].tensor]
+            arguments = (updates.number, number, latest[updated_grads[index]])
+            results[index] = graph.call_function(update_parameter, arguments)
     grads = results_of(segment.joint)[segment.num_forward_outputs :]
-    graph.output([None if grad is None else latest[grad] for grad in grads])
+    graph.output(
+        [None if grad is None else results.get(index) or latest[grad] for index, grad in enumerate(grads)]
+    )
     return _module(segment, graph)
+
+
+def _written(
+    graph: fx.Graph,
+    step: _Step,
+    latest: Mapping[fx.Node | Kept, fx.Node],
+    written_over: Mapping[fx.Node, Call],
+) -> fx.Node:
+    """One step of a schedule as a node of the backward graph."""
+    if step.call is None and step.node not in written_over:
+        return _copy(graph, step.node, latest)
+    if step.call is None:
+        copy = _write(graph, written_over[step.node], latest)
+        copy.meta = dict(step.node.meta)
+        return copy
+    copy = _write(graph, step.call, latest)
+    copy.meta = {
+        **step.node.meta,
+        "lowtide_method": step.method,
+        "lowtide_recompute": step.node.name,
+        "partitioner_tag": "is_backward",
+    }
+    return copy
+
+
+def _reads(step: _Step) -> list[fx.Node]:
+    if step.call is None:
+        return list(step.node.all_input_nodes)
+    found: list[fx.Node] = []
+    fx.node.map_arg((step.call.args, step.call.kwargs), found.append)
+    return found
 
 
 def _copy(graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node | Kept, fx.Node]) -> fx.Node:

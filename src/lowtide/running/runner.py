@@ -29,8 +29,10 @@ from lowtide.running.loop_watch import Held, LoopWatch, leave
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
+from lowtide.torchside.pieces import Pieces
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
 from lowtide.torchside.tracing import compiled
+from lowtide.torchside.updates import Updates
 
 logger = logging.getLogger("lowtide")
 
@@ -76,13 +78,19 @@ class Runner:
         spare_bytes: int | None = None,
         executor: Executor = EAGER_OPS,
         eager_batch: str | None = None,
+        updates: Updates | None = None,
+        pieces: Pieces | None = None,
+        holds_outputs: bool = True,
         traced: TracedModel | None = None,
     ) -> None:
         self.model = model
+        self.pieces = pieces
+        self.holds_outputs = holds_outputs
+        self.updates = updates
         self.plans = plans
         self.spare_bytes = spare_bytes
         self.eager_batch = eager_batch
-        self.backend = Backend(self._plan_of, origins=self._origins, executor=executor)
+        self.backend = Backend(self._plan_of, origins=self._origins, executor=executor, updates=updates)
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
@@ -125,6 +133,8 @@ class Runner:
             self._batch, self._may_start_over = (), True
         self._waiting = self.backend.progress.backwards
         self._last = _graph_behind(output)
+        if not self.holds_outputs:
+            self.backend.progress.outputs.note(output)
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before = self.backend.num_graphs
             self._watch_loop()
@@ -287,6 +297,9 @@ def install(
     spare_bytes: int | None = None,
     executor: Executor = EAGER_OPS,
     eager_batch: str | None = None,
+    updates: Updates | None = None,
+    pieces: Pieces | None = None,
+    holds_outputs: bool = True,
     traced: TracedModel | None = None,
 ) -> Runner:
     """Route `model`'s calls through a plan, in place."""
@@ -294,8 +307,17 @@ def install(
     if current is not None and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
+    remove(model)
     runner = Runner(
-        model, plans, spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch, traced=traced
+        model,
+        plans,
+        spare_bytes=spare_bytes,
+        executor=executor,
+        eager_batch=eager_batch,
+        updates=updates,
+        pieces=pieces,
+        holds_outputs=holds_outputs,
+        traced=traced,
     )
     attach(model, runner)
     return runner
@@ -303,6 +325,9 @@ def install(
 
 def attach(model: nn.Module, runner: Runner) -> None:
     """Let `model` run by a runner that was made for it."""
+    for steps in (runner.updates, runner.pieces):
+        if steps is not None:
+            steps.open()
     set_route(model, runner)
     if runner.eager_batch is None:
         mark(model, runner.backend.progress, applied=runner)
@@ -310,8 +335,12 @@ def attach(model: nn.Module, runner: Runner) -> None:
 
 def remove(model: nn.Module) -> nn.Module:
     """Give the plain model back: the same object, without its plan."""
-    if runner_of(model) is not None:
+    runner = runner_of(model)
+    if runner is not None:
         set_route(model, None)
+        for steps in (runner.updates, runner.pieces):
+            if steps is not None:
+                steps.close()
     unmark(model)
     return model
 

@@ -1,5 +1,6 @@
 """The steps around graphs that come without a plan: what the graphs show, and what is known besides."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
@@ -11,7 +12,7 @@ from torch import nn
 from lowtide.capture.analyse import analyse
 from lowtide.capture.graphs import Execution, Segment, Trace, mutated_inputs
 from lowtide.capture.loop import Loop
-from lowtide.capture.step import Captured, captured_step
+from lowtide.capture.step import Captured, captured_step, only_loss_held
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
@@ -31,6 +32,7 @@ def step_of(
     optimizer: torch.optim.Optimizer | None = None,
     held_bytes: int = 0,
     later_bytes: int = 0,
+    updates: Mapping[int, int] | None = None,
 ) -> Step:
     """The facts of a step around one graph, its times from ops measured before.
 
@@ -49,7 +51,8 @@ def step_of(
         num_in_model=1,
     )
     with hooks.real_tensors():  # torch may be tracing
-        captured = captured_step(analyse(traced), traced, model, optimizer=optimizer)
+        analysis = analyse(traced, updates=updates)
+        captured = captured_step(analysis, traced, model, optimizer=optimizer)
     step = _with_costs(captured, known)
     besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
     return _with_reserve(
@@ -70,14 +73,18 @@ def step_of_call(
     loop: Loop,
     reserve: Reserve,
     known: Known | None,
+    updates: Mapping[int, int] | None = None,
 ) -> Step:
     """The facts of the step that a call of `model` begins, captured whole, without running it.
 
     What the loop does is taken from it as far as it is known and fits this call, else from `reserve`.
     """
     traced = trace(model, args, kwargs, loss=loop.loss, any_loss=True)
+    if not loop.holds_outputs:
+        traced = only_loss_held(traced)
     optimizer = optimizer_of(model, loop)
-    captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+    analysis = analyse(traced, updates=updates)
+    captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
     step = _with_costs(captured, known)
     besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):

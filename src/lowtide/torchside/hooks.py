@@ -73,6 +73,7 @@ __all__ = [
     "dispatch_state",
     "forget_step_hooks",
     "graph_inputs",
+    "graph_is_kept",
     "graph_module",
     "has_inner_graphs",
     "has_own_checkpoint",
@@ -294,6 +295,12 @@ def real_tensors() -> Iterator[None]:
     """Compute with real tensors and eager's ops, also where torch.compile traces with fake ones around."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
         yield
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass that runs now leaves what autograd has saved for another one."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 @contextlib.contextmanager

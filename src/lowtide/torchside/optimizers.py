@@ -52,6 +52,17 @@ class Together(Optimizer):
         return f"Together({', '.join(type(optimizer).__name__ for optimizer in self.optimizers)})"
 
 
+def each_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that really take the steps: those behind several as one, or behind one that only passes
+    on what it is asked, as accelerate's does."""
+    if isinstance(optimizer, Together):
+        return [one for each in optimizer.optimizers for one in each_of(each)]
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if isinstance(getattr(type(optimizer), "param_groups", None), property) and len(inner) == 1:
+        return each_of(inner[0])
+    return [optimizer]
+
+
 def as_one(optimizer: Any) -> Optimizer | None:
     """One optimizer of what a user passes: an optimizer, a list or tuple of them, or None."""
     if optimizer is None or isinstance(optimizer, Optimizer):

@@ -29,13 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a training step is made of. `batch`: a tensor or tuple (positional) or a dict (keywords)."""
+    """What a training step is made of. `batch`: a tensor or tuple (positional) or a dict (keywords).
+
+    `holds_outputs`: whether its loop holds what the model returns, besides the loss, to the end.
+    """
 
     name: str
     model: "torch.nn.Module"
     batch: Any
     optimizer: "torch.optim.Optimizer | None" = None
     loss: "Loss | None" = None
+    holds_outputs: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,19 +4,27 @@
 - `direct`: ops called without torch's ways around them
 - `dropout`: eager's own rounding, and the mask that it keeps
 - `grouped`: the products of experts, traced in all types
+- `in_place`: ops that can write over what they read
+- `loss_rows`: the gradient of a cross entropy in slices of rows
+- `packed`: truth values as bits, and names for values of which only the sign is asked
 - `norms`: the types of their statistics under autocast
 - `recurrent`: LSTM layers that are one op in eager, and their workspace
 - `recurrent_cells`, `recurrent_tracing`, `recurrent_bytes`: those that eager computes cell by cell
 - `random`: which ops draw random numbers, and the state they draw from
+- `score_rows`: log-probabilities in the memory of their logits
+- `readers`: who reads a value
 - `schema`: what an op's schema says: what it writes, what its results share
 """
 
 from torch import fx
 
 from lowtide.torchside.ops.dropout import use_eager_dropout
+from lowtide.torchside.ops.loss_rows import use_loss_rows
 from lowtide.torchside.ops.norms import use_real_types
+from lowtide.torchside.ops.packed import name_signs
 from lowtide.torchside.ops.recurrent import use_recurrent_layers
 from lowtide.torchside.ops.recurrent_cells import add_in_eagers_order
+from lowtide.torchside.ops.score_rows import use_score_rows
 
 
 def as_eager_computes(graph: fx.Graph) -> None:
@@ -26,3 +34,6 @@ def as_eager_computes(graph: fx.Graph) -> None:
     add_in_eagers_order(graph)
     use_eager_dropout(graph)
     use_real_types(graph)
+    name_signs(graph)
+    use_loss_rows(graph)
+    use_score_rows(graph)

@@ -28,20 +28,23 @@ def eager_dropout(value: torch.Tensor, probability: float, train: bool) -> tuple
     return apply_mask(value, mask, probability), mask
 
 
-def apply_mask(value: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+def apply_mask(
+    value: torch.Tensor, mask: torch.Tensor, probability: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """A dropout's result, or its gradient, from the kept mask: eager's arithmetic, without eager's mask.
 
-    Works in pieces, since torch makes a float copy of whatever bool tensor it multiplies with.
+    Works in pieces, since torch makes a float copy of whatever bool tensor it multiplies with. `out` may be
+    `value` itself.
     """
     scale = _scale(value.dtype, probability)
     whole = isinstance(value, FakeTensor) or value.numel() <= MASKED_PIECE
     if whole or not (value.is_contiguous() and mask.is_contiguous()):
-        return value.mul(mask).mul_(scale)
-    result = torch.empty_like(value)
+        return torch.mul(value, mask, out=out).mul_(scale)
+    result = torch.empty_like(value) if out is None else out
     flat = (value.view(-1), mask.view(-1), result.view(-1))
-    for one, kept, out in zip(*(torch.split(tensor, MASKED_PIECE) for tensor in flat), strict=True):
-        torch.mul(one, kept, out=out)
-        out.mul_(scale)
+    for one, kept, some in zip(*(torch.split(tensor, MASKED_PIECE) for tensor in flat), strict=True):
+        torch.mul(one, kept, out=some)
+        some.mul_(scale)
     return result
 
 

@@ -47,10 +47,13 @@ def bound_arguments(call: Call) -> tuple[list[str], dict[str, Any]]:
 
 def is_view(call: Call) -> bool:
     """Whether the call only looks at its inputs in another way: by its schema, and writes nothing."""
-    if call.target is operator.getitem:
-        return True
-    if not isinstance(call.target, OpOverload):
+    return call.target is operator.getitem or is_view_op(call.target)
+
+
+def is_view_op(target: Any) -> bool:
+    """Whether an op's result is another look at one tensor."""
+    if not isinstance(target, OpOverload):
         return False
-    schema = call.target._schema
+    schema = target._schema
     writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments)
     return not writes and bool(schema.returns) and all(ret.alias_info is not None for ret in schema.returns)

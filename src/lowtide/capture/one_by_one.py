@@ -1,0 +1,172 @@
+"""How far an optimizer's step can be taken in pieces with the same bits, and what each piece holds inside."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide.capture.doubles import double_of, fake_like
+from lowtide.capture.optimizer import recorded_bytes
+from lowtide.capture.stand_ins import small_one
+from lowtide.errors import LowtideError, Unsupported
+from lowtide.torchside.hooks import FakeTensorMode
+from lowtide.torchside.optimizers import each_of
+from lowtide.torchside.pieces import step_for, step_in_slices, take_step
+
+Optimizer = torch.optim.Optimizer
+
+TRIED_STEPS = 3
+TRIED_PARAMETERS = 6
+"""Of every group."""
+TRIED_SLICES = 3
+ODD_SIZE = 67
+
+
+class Split(NamedTuple):
+    """Whether parameters go their own ways (`apart`), and rows of a parameter do (`slices`).
+
+    `why_not` says what speaks against the first.
+    """
+
+    apart: bool
+    slices: bool
+    why_not: str = ""
+
+
+def split_of(optimizer: Optimizer) -> Split:
+    """Steps of a small one of its kind, taken whole, one parameter at a time and in slices, tell."""
+    found = [_split_of(each) for each in each_of(optimizer)]
+    return Split(
+        apart=all(split.apart for split in found),
+        slices=all(split.slices for split in found),
+        why_not=next((split.why_not for split in found if split.why_not), ""),
+    )
+
+
+def updates_of(optimizer: Optimizer | None) -> dict[int, int]:
+    """For every parameter of `optimizer`, by identity, the most that the step for it alone holds inside.
+
+    Refuses an optimizer whose parameters do not go their own ways.
+    """
+    if optimizer is None:
+        raise LowtideError("step_in_backward=True needs to know the optimizer: pass optimizer=")
+    split = split_of(optimizer)
+    if not split.apart:
+        raise Unsupported(f"{split.why_not}: leave step_in_backward out")
+    return inside_bytes(each_of(optimizer), slices=split.slices)
+
+
+def inside_bytes(optimizers: Iterable[Optimizer], *, slices: bool) -> dict[int, int]:
+    """The same for optimizers that are known to allow it."""
+    return {key: n for each in optimizers for key, n in _inside_bytes(each, slices=slices).items()}
+
+
+def pieces_bytes(optimizer: Optimizer, *, slices: bool) -> int:
+    """The most that a whole step in pieces holds inside: that of the largest."""
+    return max(max(_inside_bytes(each, slices=slices, whole=True).values()) for each in each_of(optimizer))
+
+
+def _split_of(optimizer: Optimizer) -> Split:
+    name = type(optimizer).__name__
+    tried = {
+        id(parameter) for group in optimizer.param_groups for parameter in group["params"][:TRIED_PARAMETERS]
+    }
+    results: dict[str, list[Any]] = {}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for way in ("whole", "apart", "slices"):
+            torch.manual_seed(0)
+            try:
+                results[way] = _trained(*small_one(optimizer, tried), way=way)
+            except Exception as error:  # whatever the optimizer's own code raises
+                what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                if way != "slices":
+                    return Split(False, False, f"{name} cannot take its step for one parameter ({what})")
+        alike = "slices" in results and _equal(results["whole"], results["slices"])
+        slices = alike and _is_the_same_for_single_elements(optimizer)
+    if not _equal(results["whole"], results["apart"]):
+        return Split(False, False, f"{name} updates its parameters together: one by one gives other values")
+    return Split(True, slices)
+
+
+def _is_the_same_for_single_elements(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's ops round an element in a vector as they do at the end of a tensor, where none
+    is filled: a cut moves the ends."""
+    build: Any = type(optimizer)
+    results = []
+    for way in ("whole", "rows"):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(ODD_SIZE, 1)) for _ in optimizer.param_groups]
+        pairs = zip(optimizer.param_groups, parameters, strict=True)
+        small = build([{**group, "params": [parameter]} for group, parameter in pairs])
+        results.append(_trained(small, parameters, way=way))
+    return _equal(*results)
+
+
+def _trained(small: Optimizer, parameters: Sequence[torch.Tensor], *, way: str) -> list[Any]:
+    """Parameters, state and settings of a small optimizer after some steps."""
+    torch.manual_seed(1)
+    for _ in range(TRIED_STEPS):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+        if way != "whole":
+            # the last layers' gradients come first
+            for parameter in reversed(parameters):
+                if way != "apart" and parameter.dim():
+                    rows = 1 if way == "rows" else max(1, len(parameter) // TRIED_SLICES)
+                    step_in_slices(small, parameter, rows)
+                else:
+                    step_for(small, [parameter])
+                parameter.grad = None
+        small.step()
+        for parameter in parameters:
+            parameter.grad = None
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in small.param_groups]
+    return [parameters, [small.state[parameter] for parameter in parameters], settings]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def _inside_bytes(optimizer: Optimizer, *, slices: bool, whole: bool = False) -> dict[int, int]:
+    """What the step for each parameter holds, traced once for every layout of every group; what the step in
+    pieces holds, where it is `whole`."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = {
+        id(parameter): fake_like(parameter, mode)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    double = double_of(optimizer, fakes, mode)
+    if whole:
+        return {0: _traced_bytes(double, list(fakes.values()), mode, slices=slices)}
+    known: dict[Any, int] = {}
+    found: dict[int, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            layout = (number, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+            if layout not in known:
+                known[layout] = _traced_bytes(double, [fakes[id(parameter)]], mode, slices=slices)
+            found[id(parameter)] = known[layout]
+    return found
+
+
+def _traced_bytes(double: Optimizer, fakes: list[torch.Tensor], mode: FakeTensorMode, *, slices: bool) -> int:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for fake in fakes:
+            fake.grad = torch.empty_like(fake, requires_grad=False)
+        take_step(double, fakes, slices=False)
+        nbytes = recorded_bytes(lambda: take_step(double, fakes, slices=slices), mode)
+        for fake in fakes:
+            fake.grad = None
+    return nbytes

@@ -1,0 +1,118 @@
+"""Backward ops that write their result over a value which nothing reads after them."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from lowtide.capture.graphs import Segment, results_of
+from lowtide.capture.regions import split
+from lowtide.capture.tangents import stands_for
+from lowtide.torchside.calls import Call, storage_key
+from lowtide.torchside.ops.in_place import WITH_OUT, overwriting
+from lowtide.torchside.ops.loss_rows import loss_gradient
+from lowtide.torchside.ops.packed import layout_of
+
+
+def overwrites(segment: Segment) -> dict[fx.Node, Call]:
+    """What such ops call instead; nodes of the graph are among the arguments.
+
+    A value can be written over that the backward pass makes. A forward value can be where nothing that
+    depends on it is read later in backward, so that no plan brings it back to read it there.
+    """
+    if not segment.differentiable:
+        return {}
+    forward, backward = split(segment)
+    blocks = _Blocks(segment)
+    made_forward = set(forward)
+    found: dict[fx.Node, Call] = {}
+    for node in backward:
+        for place in WITH_OUT[node.target][1] if node.target in WITH_OUT else ():
+            value = node.args[place]
+            if not isinstance(value, fx.Node) or not blocks.ends_with(value, node) or not _same(value, node):
+                continue
+            if blocks.maker(value) not in made_forward or (
+                node.target is loss_gradient and blocks.is_forgotten(value, node, made_forward)
+            ):
+                found[node] = overwriting(node.target, place, node.args, dict(node.kwargs))
+                break
+    return found
+
+
+class _Blocks:
+    """Which nodes of a graph hold each block of memory, and where each is read last."""
+
+    def __init__(self, segment: Segment) -> None:
+        graph = segment.joint.graph
+        self.position = {node: index for index, node in enumerate(graph.nodes)}
+        self.returned = {key for node in results_of(segment.joint) if node for key in _keys(node)}
+        self.holders: dict[int, list[fx.Node]] = {}
+        for node in graph.nodes:
+            for key in _keys(node):
+                self.holders.setdefault(key, []).append(node)
+
+    def maker(self, value: fx.Node) -> fx.Node:
+        """The first that holds the block of `value`; all others only look at it."""
+        return min(self._holders(value), key=self.position.__getitem__)
+
+    def ends_with(self, value: fx.Node, reader: fx.Node) -> bool:
+        """Whether `reader` is the last that reads the block of `value`, and reads nothing else of it."""
+        if not _keys(value) or any(key in self.returned for key in _keys(value)):
+            return False
+        holders = self._holders(value)
+        if any(node.op != "call_function" for node in holders):
+            return False
+        others = [source for source in reader.all_input_nodes if source is not value]
+        if any(source in holders for source in others) or _count(reader, value) > 1:
+            return False
+        last = max(self.position[user] for node in holders for user in node.users)
+        return last == self.position[reader]
+
+    def is_forgotten(self, value: fx.Node, reader: fx.Node, forward: set[fx.Node]) -> bool:
+        """Whether nothing that is made of a forward value is read in backward after `reader`."""
+        stack, seen = self._holders(value), set[fx.Node]()
+        while stack:
+            node = stack.pop()
+            for user in node.users:
+                if user in forward and user not in seen:
+                    seen.add(user)
+                    stack.append(user)
+                elif user.op != "output" and self.position[user] > self.position[reader]:
+                    return False
+        return True
+
+    def _holders(self, value: fx.Node) -> list[fx.Node]:
+        keys = _keys(value)
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.holders[key] for key in keys)))
+
+
+def _keys(node: fx.Node) -> list[int]:
+    """The blocks that a node's value refers to, and those that it took the place of."""
+    return [storage_key(tensor) for tensor in (*_tensors(node), *stands_for(node))]
+
+
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    for leaf in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            yield leaf
+
+
+def _same(value: fx.Node, result: fx.Node) -> bool:
+    """Whether a result fits exactly over a value, and is computed in the same order in memory."""
+    here, there = value.meta.get("val"), result.meta.get("val")
+    if not isinstance(here, Tensor) or not isinstance(there, Tensor) or here.dtype is not there.dtype:
+        return False
+    layout = layout_of(here)
+    alike = [
+        (tensor.shape, tensor.stride())
+        for source in result.all_input_nodes
+        for tensor in _tensors(source)
+        if tensor.shape == here.shape
+    ]
+    return layout is not None and layout == layout_of(there) and len(set(alike)) == 1
+
+
+def _count(reader: fx.Node, value: fx.Node) -> int:
+    return sum(arg is value for arg in reader.args)

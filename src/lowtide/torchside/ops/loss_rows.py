@@ -1,0 +1,105 @@
+"""The gradient of a cross entropy, row by row.
+
+Between the two ops that it is made of, eager holds a whole tensor of the size of the logits. Each of them
+works on every row alone, so that a few rows at a time give the same bits and hold next to nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lowtide.torchside.hooks import FakeTensor, graph_is_kept
+
+aten = torch.ops.aten
+
+SLICE_BYTES = 1 << 20
+"""What a slice of rows takes at most, unless a single row takes more."""
+LEAST_SLICES = 16
+
+LOSSES = {aten.nll_loss_backward.default: 2, aten.nll_loss2d_backward.default: 4}
+"""Backward ops of losses, and the dimensions of what they read; the first of them are the rows."""
+
+
+def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
+    grad: Tensor,
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What `nll_loss_backward` and then `_log_softmax_backward_data` give for the log-probabilities `scores`.
+
+    `out` may be `scores` itself. It is left alone where autograd keeps what it has saved for another
+    backward pass.
+    """
+    if isinstance(scores, FakeTensor):
+        return torch.empty_like(scores) if out is None else out
+    if out is None or graph_is_kept():
+        out = torch.empty_like(scores)
+    backward = aten.nll_loss_backward if scores.dim() == 2 else aten.nll_loss2d_backward
+    per_row = grad.dim() > 0
+    step = rows_at_a_time(scores)
+    for first in range(0, len(scores), step):
+        rows = slice(first, first + step)
+        some = backward(
+            grad[rows] if per_row else grad,
+            scores[rows],
+            target[rows],
+            weight,
+            reduction,
+            ignore_index,
+            total_weight,
+        )
+        aten._log_softmax_backward_data.out(some, scores[rows], dim, dtype, out=out[rows])
+        del some  # or two of them would be there at once
+    return out
+
+
+def rows_at_a_time(scores: Tensor) -> int:
+    """How many rows make a slice."""
+    return max(1, min(SLICE_BYTES // max(1, scores[0].nbytes), len(scores) // LEAST_SLICES))
+
+
+def extra_loss_bytes(node: fx.Node) -> int:
+    """What eager holds between the two ops beyond one slice of it."""
+    if node.target is not loss_gradient:
+        return 0
+    value = node.meta["val"]
+    return int(value.nbytes - rows_at_a_time(value) * value[0].nbytes)
+
+
+def use_loss_rows(graph: fx.Graph) -> None:
+    """Let the gradient of a cross entropy be made in slices of rows; preserves every bit."""
+    for target, dims in LOSSES.items():
+        for loss in graph.find_nodes(op="call_function", target=target):
+            softmax = next(iter(loss.users), None)
+            if softmax is None or len(loss.users) > 1 or not _fits(loss, softmax, dims):
+                continue
+            _grad, _scores, dim, dtype = softmax.args
+            softmax.target = loss_gradient
+            softmax.args = (loss.args[0], softmax.args[1], *loss.args[2:], dim, dtype)
+            graph.erase_node(loss)
+
+
+def _fits(loss: fx.Node, softmax: fx.Node, dims: int) -> bool:
+    """Whether a log-softmax's backward, over the classes alone, reads the gradient that a loss makes."""
+    if softmax.target is not aten._log_softmax_backward_data.default or softmax.args[0] is not loss:
+        return False
+    value: Any = softmax.meta["val"]
+    scores = softmax.args[1]
+    return (
+        isinstance(scores, fx.Node)
+        and value.dim() == dims
+        and softmax.args[2] in (1, 1 - dims)
+        and softmax.args[3] is value.dtype
+        and value.numel() > 0
+        and value.is_contiguous()
+        and scores.meta["val"].is_contiguous()
+    )

@@ -1,0 +1,205 @@
+"""The optimizer's step for one parameter at a time, inside the backward pass.
+
+The user's loop stays as it is: `optimizer.step()` then finds nothing left to do. What cannot work, because it
+needs gradients that are gone by then, raises at the moment it is tried.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import Unsupported
+from lowtide.torchside.hooks import graph_is_kept
+from lowtide.torchside.pieces import take_step
+
+Optimizer = torch.optim.Optimizer
+
+LEAVE_OUT = "leave step_in_backward out"
+
+_NUMBERS = itertools.count(1)
+_OPEN: "weakref.WeakValueDictionary[int, Updates]" = weakref.WeakValueDictionary()
+
+
+class UsedGradient(Tensor):
+    """Stands where a gradient was that the step in backward has used: it has no memory and cannot be read."""
+
+    @staticmethod
+    def of(parameter: Tensor) -> "UsedGradient":
+        made: UsedGradient = Tensor._make_wrapper_subclass(
+            UsedGradient,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"UsedGradient({tuple(self.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name in ZEROING:
+            return args[0]
+        raise Unsupported(
+            f"{name}() reads a gradient that the step in backward has used already: for clipping by norm, "
+            f"GradScaler, accumulation, or to look at gradients, {LEAVE_OUT}"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise Unsupported(f"{func} reads a gradient that the step in backward has used: {LEAVE_OUT}")
+
+
+HARMLESS = {"__get__", "__set__", "size", "dim", "stride", "numel", "is_complex", "is_floating_point"}
+"""What asks for no values."""
+ZEROING = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
+"""What `zero_grad` does."""
+
+
+class Updates:
+    """What takes the steps of one model's parameters. `index` is a parameter's place in `parameters`."""
+
+    def __init__(self, optimizers: Iterable[Optimizer], model: nn.Module, *, slices: bool) -> None:
+        self.optimizers = list(optimizers)
+        self.slices = slices
+        self.owner = {
+            id(parameter): optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        named = [(name, p) for name, p in model.named_parameters() if id(p) in self.owner]
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.place = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self.number = next(_NUMBERS)
+        self.is_pending = False
+        self._hooks: list[Any] = []
+
+    def open(self) -> None:
+        """Let `optimizer.step()` of the user's loop find nothing left to do."""
+        self._refuse_hooks()
+        _OPEN[self.number] = self
+        self._hooks = [optimizer.register_step_pre_hook(self._clear) for optimizer in self.optimizers]
+        _watch_scalers()
+
+    def close(self) -> None:
+        _OPEN.pop(self.number, None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._clear()
+        _watch_scalers()
+
+    def begin(self) -> None:
+        """Before a backward pass: refuse one after which the parameters would not be eager's."""
+        if graph_is_kept():
+            raise Unsupported(
+                f"backward(retain_graph=True) would run again with parameters that change now: {LEAVE_OUT}"
+            )
+        if self.is_pending:
+            raise Unsupported(
+                "a second backward pass before optimizer.step(), as in gradient accumulation: its gradients "
+                "must be summed before the parameters change. Call optimizer.step() after each, or "
+                + LEAVE_OUT
+            )
+        there = [n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
+        if there:
+            raise Unsupported(
+                f"'{there[0]}' has a gradient before the backward pass, to which this one would be added: "
+                f"call zero_grad() first, or {LEAVE_OUT}"
+            )
+        self._refuse_hooks()
+        self.is_pending = True
+
+    def update(self, index: int, gradient: Tensor) -> None:
+        parameter = self.parameters[index]
+        if gradient.stride() != parameter.stride():
+            # as autograd does where it accumulates
+            gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+        parameter.grad = gradient
+        try:
+            take_step(self.owner[id(parameter)], [parameter], slices=self.slices)
+        finally:
+            parameter.grad = UsedGradient.of(parameter)
+
+    def _clear(self, *_: Any) -> None:
+        self.is_pending = False
+        for parameter in self.parameters:
+            if isinstance(parameter.grad, UsedGradient):
+                parameter.grad = None
+
+    def _refuse_hooks(self) -> None:
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if _has_hooks(parameter):
+                raise Unsupported(
+                    f"'{name}' has a hook that waits for its gradient, which the step in backward uses up: "
+                    f"remove the hook, or {LEAVE_OUT}"
+                )
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether somebody else waits for a parameter's gradient."""
+    own, after = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    hooks = [*(own or {}).values(), *(after or {}).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("lowtide.") for hook in hooks)
+
+
+def begin_updates(number: int) -> None:
+    """Before a backward pass that takes steps."""
+    _OPEN[number].begin()
+
+
+def update_parameter(number: int, index: int, gradient: Tensor) -> None:
+    """Take the step of one parameter; a node of a backward graph."""
+    _OPEN[number].update(index, gradient)
+
+
+def _watch_scalers() -> None:
+    """Refuse to scale the loss of a model with updates in backward, which would use scaled gradients."""
+    scaler: Any = torch.amp.GradScaler
+    current = scaler.scale
+    if not _OPEN and hasattr(current, "lowtide_original"):
+        scaler.scale = current.lowtide_original
+    elif _OPEN and not hasattr(current, "lowtide_original"):
+        scaler.scale = _refusing(current)
+
+
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale(self: Any, outputs: Any) -> Any:
+        if self.is_enabled() and _reaches(outputs):
+            raise Unsupported(
+                "GradScaler scales the loss of a model whose parameters are updated in the backward pass, "
+                f"before their gradients could be unscaled: {LEAVE_OUT}"
+            )
+        return original(self, outputs)
+
+    scale.lowtide_original = original  # type: ignore[attr-defined]
+    return scale
+
+
+def _reaches(outputs: Any) -> bool:
+    """Whether a backward pass from `outputs` comes to a parameter that is updated in it."""
+    own = {id(parameter) for updates in _OPEN.values() for parameter in updates.parameters}
+    leaves = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if id(getattr(node, "variable", None)) in own:
+            return True
+        following = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(following)
+        stack += following
+    return False

@@ -1,0 +1,146 @@
+"""Backward ops that write over what they read last: where they may, where they may not, and what it saves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from training import differences, measured_peak, train, twin
+
+import lowtide
+from lowtide.capture.overwrites import overwrites
+from lowtide.capture.step import capture
+from lowtide.torchside.ops.loss_rows import loss_gradient
+from lowtide.torchside.ops.score_rows import log_probabilities
+from lowtide.zoo.targets import Target
+
+ROWS, CLASSES, WIDTH = 256, 1000, 16
+
+pytestmark = pytest.mark.slow
+
+Head = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+class Classifier(nn.Module):
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.head = head
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.head(self.last(F.gelu(self.first(x))), labels)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels)
+
+
+def of_every_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (F.cross_entropy(logits, labels, reduction="none") * torch.rand(ROWS)).mean()
+
+
+def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels, weight=torch.rand(CLASSES), ignore_index=3, reduction="sum")
+
+
+def upcast(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.bfloat16().float(), labels)
+
+
+def with_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return F.cross_entropy(logits, labels), logits
+
+
+def returned(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.log_softmax(1)
+    return F.nll_loss(scores, labels), scores
+
+
+def read_again(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The entropy reads the log-probabilities too, and its backward reads what is made of them."""
+    scores = logits.log_softmax(1)
+    return F.nll_loss(scores, labels) + 0.1 * (scores.exp() * scores).sum(1).mean()
+
+
+def scaled_by_itself(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(logits, labels)
+    return loss * loss.exp() + (logits * loss).mean()
+
+
+HEADS = [
+    cross_entropy,
+    of_every_row,
+    weighted,
+    upcast,
+    with_logits,
+    returned,
+    read_again,
+    scaled_by_itself,
+]
+
+
+def first_of(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def pair(head: Head) -> tuple[Target, Target]:
+    torch.manual_seed(0)
+    model = Classifier(head)
+    batch = {"x": torch.randn(ROWS, WIDTH), "labels": torch.randint(0, CLASSES, (ROWS,))}
+    target = Target("model", model, batch, torch.optim.Adam(model.parameters()), first_of)
+    return target, twin(target)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_training_at_the_floor_has_eagers_bits(head: Head) -> None:
+    plain, planned = pair(head)
+    found = lowtide.profile(planned.model, planned.batch, optimizer=planned.optimizer, loss=planned.loss)
+    plan = found.plan(found.floor_bytes)
+    plan.apply(planned.model)
+    assert differences(train(plain), train(planned)) == []
+    assert measured_peak(planned) <= plan.budget_bytes
+    assert abs(measured_peak(plain) / found.peak_bytes - 1) < 0.01
+
+
+def loss_call(head: Head) -> dict[str, Any] | None:
+    """How the gradient of the loss is called where it is written over something."""
+    target, _ = pair(head)
+    (segment, *_) = capture(target.model, target.batch, loss=target.loss).segments
+    found = overwrites(segment)
+    return next((dict(call.kwargs) for node, call in found.items() if node.target is loss_gradient), None)
+
+
+def test_log_probabilities_are_written_over_only_where_nothing_reads_them_later() -> None:
+    assert loss_call(cross_entropy) is not None
+    assert loss_call(of_every_row) is not None
+    assert loss_call(returned) is None
+
+
+def test_logits_that_are_read_again_stay() -> None:
+    for head, is_over in ((cross_entropy, True), (with_logits, False), (scaled_by_itself, False)):
+        target, _ = pair(head)
+        (segment, *_) = capture(target.model, target.batch, loss=target.loss).segments
+        targets = [node.target for node in segment.joint.graph.nodes]
+        assert (log_probabilities in targets) is is_over
+
+
+def test_the_loss_no_longer_sets_the_floor() -> None:
+    target, _ = pair(cross_entropy)
+    found = lowtide.profile(target.model, target.batch, optimizer=target.optimizer)
+    logits_bytes = ROWS * CLASSES * 4
+    others = found.step.static_bytes
+    assert found.floor_bytes < others + 1.5 * logits_bytes < others + 3 * logits_bytes < found.peak_bytes
+
+
+def test_a_backward_pass_that_is_run_twice_has_eagers_bits() -> None:
+    plain, planned = pair(cross_entropy)
+    found = lowtide.profile(planned.model, planned.batch)
+    found.plan(found.floor_bytes).apply(planned.model)
+    for target in (plain, planned):
+        loss = target.model(**target.batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    pairs = zip(plain.model.parameters(), planned.model.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)

@@ -1,0 +1,30 @@
+"""Plans that no planner would make, to see one method at work."""
+
+from dataclasses import replace
+
+import lowtide
+from lowtide.facts import Schedule
+from lowtide.planning.planner import Desk
+from lowtide.planning.schedules import graph_schedules
+
+
+def by_hand(found: lowtide.Profile, method: str) -> lowtide.Plan:
+    """The plan that brings every value back by `method` that can be, where it is first read."""
+    desk = Desk(found.step)
+    table = desk.table
+    reruns = set()
+    for number, op in enumerate(table.recipes):
+        if op.method == method:
+            ((storage, _, _),) = op.fresh
+            slot = table.uses[storage].backward[0]
+            views = [node.rank for node in found.nodes if storage in node.holds and node.recipes]
+            reruns |= {(slot, number), *((slot, table.again[rank][0]) for rank in views if rank != op.rank)}
+    timeline = desk.timeline(frozenset(reruns))
+    return lowtide.Plan(
+        replace(
+            found.plan("1GB", planner="none").solution,
+            peak_bytes=timeline.peak_bytes,
+            schedule=Schedule(runs=timeline.runs),
+            graphs=graph_schedules(found.step, timeline.runs),
+        )
+    )
