@@ -44,6 +44,7 @@ def profile(
     *,
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
+    accumulate: bool = False,
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
     mode: str = "ops",
@@ -54,7 +55,8 @@ def profile(
     `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `optimizer`: one, or a
     list of those that step one after the other. `loss`: a function
     of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
-    tensors. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
+    tensors. `accumulate`: gradients of earlier micro-batches are there when the step begins, as in a loop
+    that calls backward() several times before the optimizer's step. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
     `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)` is called
     instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs the memory
     of the step.
@@ -71,7 +73,7 @@ def profile(
     leave()
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         line.stage("capturing the step")
-        captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss)
+        captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss, accumulate=accumulate)
         line.stage("measuring its ops")
         count = progress or line.count
         if mode == "run":
@@ -91,6 +93,7 @@ def checkpoint(
     budget: str | int,
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
+    accumulate: bool = False,
     planner: str = "auto",
 ) -> nn.Module:
     """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
@@ -98,7 +101,7 @@ def checkpoint(
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
     """
     with display.shown() as line:
-        found = profile(model, batch, optimizer=optimizer, loss=loss)
+        found = profile(model, batch, optimizer=optimizer, loss=loss, accumulate=accumulate)
         line.stage("planning")
         return found.plan(budget, planner).apply(model)
 

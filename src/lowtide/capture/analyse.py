@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 
 from lowtide import methods
 from lowtide.capture.gradients import (
+    add_earlier_gradients,
     add_gradients,
     add_outside,
     add_tangent,
+    add_up_gradients,
     hold_within_formulas,
     pin_returned,
 )
@@ -38,13 +40,17 @@ from lowtide.torchside.ops.schema import writes_inputs
 OUTPUT = "output"
 
 
-def analyse(trace: Trace) -> Analysis:
-    """Rank every node of forward and backward, and find the storages they make and read."""
+def analyse(trace: Trace, *, accumulate: bool = False) -> Analysis:
+    """Rank every node of forward and backward, and find the storages they make and read.
+
+    With `accumulate`, gradients of earlier micro-batches are there when the step begins.
+    """
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
     analysis = Analysis(missing=missing, segments=[execution.segment for execution in executions])
     states = [GraphState(index, execution.segment) for index, execution in enumerate(executions)]
+    earlier = add_earlier_gradients(analysis) if accumulate else None
     repeated = _repeated(trace)
     for state, execution in zip(states, executions, strict=True):
         fixed = repeated.get(execution.segment.fingerprint, "")
@@ -55,6 +61,8 @@ def analyse(trace: Trace) -> Analysis:
     add_outside(analysis, states, trace)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
+    if earlier is not None:
+        add_up_gradients(analysis, earlier)
     return analysis
 
 

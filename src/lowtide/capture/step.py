@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from lowtide import methods
 from lowtide.capture.analyse import analyse
 from lowtide.capture.fingerprint import structure
+from lowtide.capture.gradients import keep_earlier_gradients
 from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
@@ -59,6 +60,7 @@ def capture(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    accumulate: bool = False,
 ) -> Captured:
     """Capture a step without running it. Needs the memory of the model, not of the step."""
     if not model.training:
@@ -67,7 +69,8 @@ def capture(
     refuse_what_cannot_be_traced(model, (args, kwargs))
     with rarely_collected():
         traced = trace(model, args, kwargs, loss=loss)
-        captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+        analysis = analyse(traced, accumulate=accumulate)
+        captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
     if OUTSIDE in captured.step.notes:
         logger.warning(
             "%s, so budgets are kept only for the rest. Gradients of what both read may be summed in another "
@@ -275,6 +278,7 @@ def _add_optimizer(analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, 
         )
         if not op.estimated:
             calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
+    keep_earlier_gradients(analysis)
 
 
 Cost = tuple[float, int, bool]

@@ -37,7 +37,7 @@ SMALL_BYTES = 4096
 def apply_plan(plan: Plan, model: nn.Module, *, executor: Executor = EAGER_OPS) -> nn.Module:
     """Route `model`'s calls through `plan`, in place; `executor` runs the graphs."""
     check_identity(plan, identify_model(model))
-    spare_bytes = plan.budget_bytes - plan.peak_bytes
+    spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
     eager_batch = dict(plan.solution.identity).get("batch") if plan.solution.eager else None
     install(model, PlanBook(plan, model), spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch)
     return model
@@ -195,7 +195,7 @@ class PlanBook:
             like=like,
             reserve=self.reserve,
             known=self.known_costs,
-            held_bytes=progress.saved_bytes + _other_gradient_bytes(segment, self.model),
+            held_bytes=progress.saved_bytes + self._other_gradient_bytes(segment),
             later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
         )
         if beside is None and not progress.is_whole:
@@ -205,6 +205,12 @@ class PlanBook:
             found = self._plan(step, () if like is None else (like,), larger=False)
         self._tell(found.peak_bytes, cause)
         return found.graphs[0]
+
+    def _other_gradient_bytes(self, segment: Segment) -> int:
+        """The gradients of parameters that a graph does not read: new ones, and earlier ones if there are."""
+        own = {origin.tensor for origin in segment.origins}
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
+        return sum(p.nbytes for p in others) * (2 if self.reserve.earlier_gradient_bytes else 1)
 
     def _remember(self, graphs: tuple[Graph, ...]) -> None:
         self.steps[_structures(graphs)] = graphs
@@ -263,12 +269,6 @@ def why_unknown(segment: Segment, planned: Sequence[Graph]) -> str:
         return f"it reads {len(now)} inputs of the batch"
     new, old = next(pair for pair in zip(now, alike[0], strict=True) if pair[0] != pair[1])
     return f"its input {new} was planned as {old}"
-
-
-def _other_gradient_bytes(segment: Segment, model: nn.Module) -> int:
-    """The gradients of parameters that a graph does not read."""
-    own = {origin.tensor for origin in segment.origins}
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad and id(p) not in own)
 
 
 def _lowest(desk: Desk, schedules: Sequence[Sequence[Any]] | None) -> Carried:

@@ -243,10 +243,9 @@ class Runner:
             self._warned.add("gradients")
             logger.warning(
                 "%s of gradients are there before the forward pass, and the plan did not count on them: the "
-                "peak is higher by as much. Set them to None first (zero_grad), or, to accumulate gradients, "
-                "plan for a budget that is smaller by %d bytes",
+                "peak is higher by as much. Set them to None first (zero_grad), or, to accumulate gradients, plan "
+                "with accumulate=True",
                 format_size(nbytes),
-                nbytes,
             )
 
 

@@ -49,7 +49,8 @@ def step_of(
         num_in_model=1,
     )
     with hooks.real_tensors():  # torch may be tracing
-        captured = captured_step(analyse(traced), traced, model, optimizer=optimizer)
+        analysis = analyse(traced, accumulate=bool(reserve.earlier_gradient_bytes))
+        captured = captured_step(analysis, traced, model, optimizer=optimizer)
     step = _with_costs(captured, known)
     besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
     return _with_reserve(
@@ -77,7 +78,8 @@ def step_of_call(
     """
     traced = trace(model, args, kwargs, loss=loop.loss, any_loss=True)
     optimizer = optimizer_of(model, loop)
-    captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+    analysis = analyse(traced, accumulate=bool(reserve.earlier_gradient_bytes))
+    captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
     step = _with_costs(captured, known)
     besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):
