@@ -56,10 +56,10 @@ def profile(
     list of those that step one after the other. `loss`: a function
     of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
     tensors. `accumulate`: gradients of earlier micro-batches are there when the step begins, as in a loop
-    that calls backward() several times before the optimizer's step. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
-    `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)` is called
-    instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs the memory
-    of the step.
+    that calls backward() several times before the optimizer's step. Ops are timed one at a time, within
+    `memory_limit`, and remembered on disk unless `cache=False`. On a terminal, a line on stderr shows how
+    far it is; `progress(done, total)` is called instead, if given. With `mode="run"` the captured graphs
+    are run whole instead, which needs the memory of the step.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")

@@ -146,7 +146,8 @@ def _tangent_bytes(segment: Segment, missing: frozenset[int]) -> int:
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     known = {id(parameter) for parameter in model.parameters()}
-    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    strangers = sum(id(p) not in known for p in trained)
     if strangers:
         raise CaptureError(
             f"{strangers} of the optimizer's parameters do not belong to this model: "

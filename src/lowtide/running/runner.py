@@ -243,8 +243,8 @@ class Runner:
             self._warned.add("gradients")
             logger.warning(
                 "%s of gradients are there before the forward pass, and the plan did not count on them: the "
-                "peak is higher by as much. Set them to None first (zero_grad), or, to accumulate gradients, plan "
-                "with accumulate=True",
+                "peak is higher by as much. Set them to None first (zero_grad), or, to accumulate gradients, "
+                "plan with accumulate=True",
                 format_size(nbytes),
             )
 
