@@ -23,7 +23,7 @@ from lowtide.plans import Plan
 from lowtide.profiles import Profile
 from lowtide.running.runner import remove
 from lowtide.torchside.batch import Arguments
-from lowtide.torchside.route import call_model, route_of, set_route
+from lowtide.torchside.route import call_model, is_compiled, route_of, set_route
 
 logger = logging.getLogger("lowtide")
 
@@ -47,10 +47,10 @@ class FirstCall:
 def await_first_call(module: nn.Module, meet: Meet) -> None:
     """Let `meet` see the first call that trains `module`, before it runs. A plan of before is taken away."""
     no_longer_await(remove(module))
-    if route_of(module) is not None:
+    if is_compiled(module):
         raise LowtideError(
-            f"the {type(module).__name__} is compiled by model.compile(), which would go past the plan: "
-            "leave that out"
+            f"the {type(module).__name__} is compiled, which would go past the plan: leave out torch.compile "
+            "and model.compile(), lowtide compiles by itself"
         )
     set_route(module, FirstCall(module, meet))
 

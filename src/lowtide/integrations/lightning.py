@@ -45,10 +45,7 @@ class Lowtide(Callback):
         self.plan: Plan | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if pl_module._compiler_ctx is not None:
-            raise LowtideError(
-                "torch.compile would go past the plan: leave it out, lowtide compiles by itself"
-            )
+        self.plan = None
         networks = [module for module in _networks(pl_module) if _is_trained(module)]
         if trainer.strategy.model is pl_module:
             # where it is wrapped, Lightning sends all of training_step through the module's call
