@@ -45,6 +45,7 @@ def profile(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     accumulate: bool = False,
+    reserve: str | int = 0,
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
     mode: str = "ops",
@@ -56,10 +57,11 @@ def profile(
     list of those that step one after the other. `loss`: a function
     of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
     tensors. `accumulate`: gradients of earlier micro-batches are there when the step begins, as in a loop
-    that calls backward() several times before the optimizer's step. Ops are timed one at a time, within
-    `memory_limit`, and remembered on disk unless `cache=False`. On a terminal, a line on stderr shows how
-    far it is; `progress(done, total)` is called instead, if given. With `mode="run"` the captured graphs
-    are run whole instead, which needs the memory of the step.
+    that calls backward() several times before the optimizer's step. `reserve`: bytes that are held besides,
+    such as those of another model. Ops are timed one at a time, within `memory_limit`, and remembered on
+    disk unless `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)`
+    is called instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs
+    the memory of the step.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
@@ -70,10 +72,18 @@ def profile(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
         )
     limit_bytes = parse_size(memory_limit)
+    reserve_bytes = parse_size(reserve) if reserve else 0
     leave()
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         line.stage("capturing the step")
-        captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss, accumulate=accumulate)
+        captured = capture(
+            model,
+            batch,
+            optimizer=as_one(optimizer),
+            loss=loss,
+            accumulate=accumulate,
+            reserve_bytes=reserve_bytes,
+        )
         line.stage("measuring its ops")
         count = progress or line.count
         if mode == "run":
@@ -83,7 +93,7 @@ def profile(
             )
         else:
             found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count)
-    return Profile(*found, loop=Loop.of(optimizer, loss))
+    return Profile(*found, loop=Loop.of(optimizer, loss, reserve_bytes=reserve_bytes))
 
 
 def checkpoint(
@@ -94,6 +104,7 @@ def checkpoint(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     accumulate: bool = False,
+    reserve: str | int = 0,
     planner: str = "auto",
 ) -> nn.Module:
     """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
@@ -101,7 +112,7 @@ def checkpoint(
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
     """
     with display.shown() as line:
-        found = profile(model, batch, optimizer=optimizer, loss=loss, accumulate=accumulate)
+        found = profile(model, batch, optimizer=optimizer, loss=loss, accumulate=accumulate, reserve=reserve)
         line.stage("planning")
         return found.plan(budget, planner).apply(model)
 

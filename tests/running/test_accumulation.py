@@ -85,3 +85,13 @@ def test_other_shapes_are_planned_with_these_gradients(caplog: pytest.LogCapture
     above = peak_above_start(lambda: train(model, optimizer, fewer))
     assert static_bytes(model, fewer, optimizer) + above <= plan.budget_bytes
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_bytes_that_are_held_besides_count_throughout() -> None:
+    model, batch, more = Network(), torch.randn(64, WIDTH), 12345
+    alone, beside = (lowtide.profile(model, batch, reserve=nbytes) for nbytes in (0, more))
+    assert beside.peak_bytes == alone.peak_bytes + more
+    assert beside.floor_bytes == alone.floor_bytes + more
+    lowtide.checkpoint(model, batch, budget=beside.floor_bytes, reserve=more)
+    with pytest.raises(lowtide.BudgetTooSmall):
+        lowtide.checkpoint(Network(), batch, budget=beside.floor_bytes - 1, reserve=more)

@@ -15,15 +15,17 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The loss and the optimizers that a step was captured with; the optimizers are not kept alive."""
+    """The loss and the optimizers that a step was captured with, and the bytes held besides; the optimizers
+    are not kept alive."""
 
     loss: Loss | None = None
     references: "tuple[weakref.ref[torch.optim.Optimizer], ...]" = ()
+    reserve_bytes: int = 0
 
     @classmethod
-    def of(cls, optimizer: Optimizers | None, loss: Loss | None) -> Self:
+    def of(cls, optimizer: Optimizers | None, loss: Loss | None, *, reserve_bytes: int = 0) -> Self:
         every = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ()
-        return cls(loss, tuple(weakref.ref(each) for each in every))
+        return cls(loss, tuple(weakref.ref(each) for each in every), reserve_bytes)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

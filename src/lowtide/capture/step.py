@@ -61,6 +61,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     accumulate: bool = False,
+    reserve_bytes: int = 0,
 ) -> Captured:
     """Capture a step without running it. Needs the memory of the model, not of the step."""
     if not model.training:
@@ -70,6 +71,8 @@ def capture(
     with rarely_collected():
         traced = trace(model, args, kwargs, loss=loss)
         analysis = analyse(traced, accumulate=accumulate)
+        if reserve_bytes:
+            analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
         captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
     if OUTSIDE in captured.step.notes:
         logger.warning(

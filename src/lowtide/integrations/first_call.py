@@ -7,20 +7,15 @@ evaluation before the first step, run as they are.
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.api import profile
-from lowtide.capture.loop import Optimizers
 from lowtide.errors import LowtideError
-from lowtide.facts import Kind, Storage
 from lowtide.facts.sizes import parse_budget
 from lowtide.facts.units import format_size
 from lowtide.plans import Plan
-from lowtide.profiles import Profile
 from lowtide.running.runner import remove
 from lowtide.torchside.batch import Arguments
 from lowtide.torchside.route import call_model, is_compiled, route_of, set_route
@@ -64,34 +59,6 @@ def checked_budget(budget: str | int) -> str | int:
     """A budget that can be read; BadSize at once where it cannot, not when the first batch comes."""
     parse_budget(budget, whole=sys.maxsize)
     return budget
-
-
-def plan_for(
-    module: nn.Module,
-    call: Arguments,
-    *,
-    budget: str | int,
-    planner: str,
-    optimizer: Optimizers | None,
-    accumulate: bool,
-    beside_bytes: int = 0,
-) -> Plan:
-    """Profile the step that `call` begins, plan it and let `module` run by the plan.
-
-    `beside_bytes` are there throughout, besides the module, and count as well.
-    """
-    found = profile(module, call, optimizer=optimizer, accumulate=accumulate)
-    plan = _with_bytes_beside(found, beside_bytes).plan(budget, planner)
-    plan.apply(module)
-    return plan
-
-
-def _with_bytes_beside(found: Profile, nbytes: int) -> Profile:
-    step = found.step
-    beside = Storage(
-        id=len(step.storages), nbytes=nbytes, kind=Kind.INPUT, name="besides the module", static=True
-    )
-    return replace(found, step=replace(step, storages=(*step.storages, beside)))
 
 
 def tell(plan: Plan) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.api import checkpoint
 from lowtide.errors import LowtideError
-from lowtide.integrations.first_call import await_first_call, checked_budget, no_longer_await, plan_for, tell
+from lowtide.integrations.first_call import await_first_call, checked_budget, no_longer_await, tell
 from lowtide.plans import Plan
+from lowtide.running.replan import plan_of_model
 from lowtide.running.runner import remove
 from lowtide.torchside.batch import Arguments
 
@@ -76,16 +78,17 @@ class Lowtide(Callback):
                     f"training_step calls a {type(module).__name__}, and '{name}' outside of it is trained "
                     "as well: put all that is trained into one module, and call that in training_step"
                 )
-        self.plan = plan_for(
+        checkpoint(
             module,
             call,
             budget=self.budget,
             planner=self.planner,
             optimizer=trainer.optimizers,
             accumulate=trainer.accumulate_grad_batches > 1,
-            beside_bytes=_state_bytes(pl_module) - _state_bytes(module),
+            reserve=_state_bytes(pl_module) - _state_bytes(module),
         )
-        if trainer.is_global_zero:
+        self.plan = plan_of_model(module)
+        if self.plan is not None and trainer.is_global_zero:
             tell(self.plan)
 
 

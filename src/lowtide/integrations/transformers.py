@@ -14,9 +14,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from lowtide.api import checkpoint
 from lowtide.errors import LowtideError
-from lowtide.integrations.first_call import await_first_call, checked_budget, no_longer_await, plan_for, tell
+from lowtide.integrations.first_call import await_first_call, checked_budget, no_longer_await, tell
 from lowtide.plans import Plan
+from lowtide.running.replan import plan_of_model
 from lowtide.running.runner import remove
 from lowtide.torchside.batch import Arguments
 
@@ -52,7 +54,7 @@ class Lowtide(TrainerCallback):
             optimizer = optimizer.optimizer  # the wrapper takes no step while gradients are accumulated
 
         def meet(module: nn.Module, call: Arguments) -> None:
-            self.plan = plan_for(
+            checkpoint(
                 module,
                 call,
                 budget=self.budget,
@@ -60,7 +62,8 @@ class Lowtide(TrainerCallback):
                 optimizer=optimizer,
                 accumulate=args.gradient_accumulation_steps > 1,
             )
-            if state.is_world_process_zero:
+            self.plan = plan_of_model(module)
+            if self.plan is not None and state.is_world_process_zero:
                 tell(self.plan)
 
         self.plan = None

@@ -23,7 +23,7 @@ from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.loop_watch import Held
-from lowtide.running.runner import install
+from lowtide.running.runner import install, runner_of
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
 from lowtide.torchside.dynamo import StartOver
 
@@ -43,6 +43,12 @@ def apply_plan(plan: Plan, model: nn.Module, *, executor: Executor = EAGER_OPS) 
     return model
 
 
+def plan_of_model(model: nn.Module) -> Plan | None:
+    """The plan that was applied to a model; None for a plain one."""
+    runner = runner_of(model)
+    return runner.plans.plan if runner is not None and isinstance(runner.plans, PlanBook) else None
+
+
 class PlanBook:
     """The plan of every graph that comes: one that was made, or a new one for the same budget.
 
@@ -52,6 +58,7 @@ class PlanBook:
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.model = model
+        self.plan = plan
         self.budget_bytes = plan.budget_bytes
         self.planner = plan.planner
         self.reserve = plan.solution.reserve

@@ -83,7 +83,7 @@ def step_of_call(
     step = _with_costs(captured, known)
     besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):
-        besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=0)
+        besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=loop.reserve_bytes)
     return _with_reserve(step, besides)
 
 
