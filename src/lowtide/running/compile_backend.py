@@ -25,7 +25,7 @@ from lowtide.running.steps import step_of
 from lowtide.torchside import hooks
 
 OPTIONS = {
-    "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); else that of LOWTIDE_BUDGET",
+    "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); else LOWTIDE_BUDGET",
     "planner": f"one of {', '.join(PLANNERS)}",
     "reserve": "bytes held besides the graph: optimizer state, other models",
 }
