@@ -44,6 +44,8 @@ def profile(
     *,
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
+    accumulate: bool = False,
+    reserve: str | int = 0,
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
     mode: str = "ops",
@@ -56,10 +58,12 @@ def profile(
     `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `optimizer`: one, or a
     list of those that step one after the other. `loss`: a function
     of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
-    tensors. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
-    `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)` is called
-    instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs the memory
-    of the step.
+    tensors. `accumulate`: gradients of earlier micro-batches are there when the step begins, as in a loop
+    that calls backward() several times before the optimizer's step. `reserve`: bytes that are held besides,
+    such as those of another model. Ops are timed one at a time, within `memory_limit`, and remembered on
+    disk unless `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)`
+    is called instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs
+    the memory of the step.
 
     `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final, which is then
     freed; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or accumulation.
@@ -73,7 +77,13 @@ def profile(
         raise LowtideError(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
         )
+    if step_in_backward and accumulate:
+        raise LowtideError(
+            "step_in_backward=True updates parameters in every backward pass, and accumulate=True says that "
+            "gradients of several are added up: choose one of them"
+        )
     limit_bytes = parse_size(memory_limit)
+    reserve_bytes = parse_size(reserve) if reserve else 0
     leave()
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         line.stage("capturing the step")
@@ -82,6 +92,8 @@ def profile(
             batch,
             optimizer=as_one(optimizer),
             loss=loss,
+            accumulate=accumulate,
+            reserve_bytes=reserve_bytes,
             step_in_backward=step_in_backward,
             holds_outputs=holds_outputs,
         )
@@ -94,7 +106,8 @@ def profile(
             )
         else:
             found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count)
-    return Profile(*found, loop=Loop.of(optimizer, loss, holds_outputs=holds_outputs), traced=captured.traced)
+    loop = Loop.of(optimizer, loss, holds_outputs=holds_outputs, reserve_bytes=reserve_bytes)
+    return Profile(*found, loop=loop, traced=captured.traced)
 
 
 def checkpoint(
@@ -104,6 +117,8 @@ def checkpoint(
     budget: str | int,
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
+    accumulate: bool = False,
+    reserve: str | int = 0,
     planner: str = "auto",
     step_in_backward: bool = False,
     holds_outputs: bool = True,
@@ -119,6 +134,8 @@ def checkpoint(
             batch,
             optimizer=optimizer,
             loss=loss,
+            accumulate=accumulate,
+            reserve=reserve,
             step_in_backward=step_in_backward,
             holds_outputs=holds_outputs,
         )

@@ -15,9 +15,11 @@ from torch.utils import _pytree as pytree
 
 from lowtide import methods
 from lowtide.capture.gradients import (
+    add_earlier_gradients,
     add_gradients,
     add_outside,
     add_tangent,
+    add_up_gradients,
     add_update,
     hold_within_formulas,
     pin_returned,
@@ -44,17 +46,19 @@ from lowtide.torchside.ops.score_rows import extra_score_bytes
 OUTPUT = "output"
 
 
-def analyse(trace: Trace, *, updates: Mapping[int, int] | None = None) -> Analysis:
+def analyse(trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int] | None = None) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read.
 
-    `updates` are parameters (by identity) that are updated in the backward pass, each with the bytes that
-    its update holds inside.
+    With `accumulate`, gradients of earlier micro-batches are there when the step begins. `updates` are
+    parameters (by identity) that are updated in the backward pass, each with the bytes that its update holds
+    inside.
     """
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
     analysis = Analysis(missing=missing, segments=[execution.segment for execution in executions])
     states = [GraphState(index, execution.segment) for index, execution in enumerate(executions)]
+    earlier = add_earlier_gradients(analysis) if accumulate else None
     repeated = _repeated(trace)
     for state, execution in zip(states, executions, strict=True):
         fixed = repeated.get(execution.segment.fingerprint, "")
@@ -65,6 +69,8 @@ def analyse(trace: Trace, *, updates: Mapping[int, int] | None = None) -> Analys
     add_outside(analysis, states, trace)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
+    if earlier is not None:
+        add_up_gradients(analysis, earlier)
     return analysis
 
 

@@ -14,6 +14,7 @@ from lowtide.facts import UPDATE, Kind, Region
 from lowtide.torchside.calls import storage_key
 
 OUTSIDE = "held by code outside of the graphs"
+EARLIER = "gradients of earlier micro-batches"
 
 
 def add_tangent(
@@ -114,6 +115,49 @@ def add_gradients(analysis: Analysis, state: GraphState) -> None:
             analysis.storages[owned.id] = replace(owned, kind=Kind.GRADIENT, pinned=True)
             analysis.gradients[origin.tensor] = owned.id
     analysis.nodes[end] = replace(analysis.nodes[end], makes=tuple(extra), holds=tuple(extra))
+
+
+def add_earlier_gradients(analysis: Analysis) -> int:
+    """The step begins with gradients of the micro-batches before it; their size is found last."""
+    made = analysis.add_storage(nbytes=0, kind=Kind.GRADIENT, name=EARLIER)
+    return analysis.add_node(
+        name=EARLIER,
+        op="placeholder",
+        region=Region.FORWARD,
+        kind=Kind.GRADIENT,
+        holds=(made,),
+        makes=(made,),
+        fixed="an input of the step",
+    )
+
+
+def add_up_gradients(analysis: Analysis, earlier: int) -> None:
+    """Let the gradients that the node `earlier` holds be there until the backward pass ends.
+
+    A graph hands all its gradients over at its end, and only then are they added up: until then both are
+    there. In eager each is added where it is made, and the earlier ones stay.
+    """
+    own = dict.fromkeys(analysis.gradients.values())
+    (storage,) = analysis.nodes[earlier].makes
+    nbytes = sum(analysis.storages[made].nbytes for made in own)
+    analysis.storages[storage] = replace(analysis.storages[storage], nbytes=nbytes)
+    for made in own:
+        record = analysis.storages[made]
+        analysis.storages[made] = replace(record, extra_eager_bytes=-record.nbytes)
+    for rank, node in enumerate(analysis.nodes):
+        inside = sum(analysis.storages[made].nbytes for made in node.makes if made in own)
+        if inside:
+            extra = node.extra_eager_bytes + inside
+            analysis.nodes[rank] = replace(node, extra_eager_bytes=extra)
+    last = analysis.nodes[-1]
+    analysis.nodes[-1] = replace(last, reads=(*last.reads, earlier))
+
+
+def keep_earlier_gradients(analysis: Analysis) -> None:
+    """Eager's optimizer reads the gradients that were there first: all others were added to them."""
+    first, last = analysis.nodes[0], analysis.nodes[-1]
+    if first.name == EARLIER:
+        analysis.nodes[-1] = replace(last, eager_reads=(*last.eager_reads, first.rank))
 
 
 def hold_within_formulas(analysis: Analysis, state: GraphState, *, only_eager: bool) -> None:

@@ -15,7 +15,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The loss and the optimizers that a step was captured with; the optimizers are not kept alive.
+    """The loss and the optimizers that a step was captured with, and the bytes held besides; the optimizers
+    are not kept alive.
 
     `holds_outputs`: whether it holds what the model returned, besides the loss, until backward is over.
     """
@@ -23,11 +24,19 @@ class Loop:
     loss: Loss | None = None
     references: "tuple[weakref.ref[torch.optim.Optimizer], ...]" = ()
     holds_outputs: bool = True
+    reserve_bytes: int = 0
 
     @classmethod
-    def of(cls, optimizer: Optimizers | None, loss: Loss | None, *, holds_outputs: bool = True) -> Self:
+    def of(
+        cls,
+        optimizer: Optimizers | None,
+        loss: Loss | None,
+        *,
+        holds_outputs: bool = True,
+        reserve_bytes: int = 0,
+    ) -> Self:
         every = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ()
-        return cls(loss, tuple(weakref.ref(each) for each in every), holds_outputs)
+        return cls(loss, tuple(weakref.ref(each) for each in every), holds_outputs, reserve_bytes)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from lowtide import methods
 from lowtide.capture.analyse import analyse
 from lowtide.capture.fingerprint import structure
+from lowtide.capture.gradients import keep_earlier_gradients
 from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.one_by_one import pieces_bytes, split_of, updates_of
@@ -66,6 +67,8 @@ def capture(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    accumulate: bool = False,
+    reserve_bytes: int = 0,
     step_in_backward: bool = False,
     holds_outputs: bool = True,
 ) -> Captured:
@@ -86,7 +89,9 @@ def capture(
         if step_in_backward:
             updates = updates_of(optimizer)
             refuse_several_graphs(traced)
-        analysis = analyse(traced, updates=updates)
+        analysis = analyse(traced, accumulate=accumulate, updates=updates)
+        if reserve_bytes:
+            analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
         captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
     if OUTSIDE in captured.step.notes:
@@ -183,7 +188,8 @@ def _tangent_bytes(segment: Segment, missing: frozenset[int]) -> int:
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     known = {id(parameter) for parameter in model.parameters()}
-    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    strangers = sum(id(p) not in known for p in trained)
     if strangers:
         raise CaptureError(
             f"{strangers} of the optimizer's parameters do not belong to this model: "
@@ -327,6 +333,7 @@ def _add_optimizer(
         )
         if not op.estimated:
             calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
+    keep_earlier_gradients(analysis)
 
 
 def _piece_bytes(analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace) -> int | None:

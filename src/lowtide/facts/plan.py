@@ -56,6 +56,7 @@ class Reserve:
     Of these, `loss_kept_bytes` stay to the end of the step, gradients of the model's outputs apart.
     `loss_input_bytes` are there all along: the loss's own targets, and inputs that nothing reads.
     `batch_bytes` is what the model reads of the batch that all this was found for.
+    `earlier_gradient_bytes` are gradients of earlier micro-batches, there until the backward pass ends.
     """
 
     optimizer_state_bytes: int = 0
@@ -64,6 +65,7 @@ class Reserve:
     loss_kept_bytes: int = 0
     loss_input_bytes: int = 0
     batch_bytes: int = 0
+    earlier_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,7 @@ def reserve(step: Step) -> Reserve:
         optimizer_state_bytes=sum(s.nbytes for s in step.storages if s.kind is Kind.OPTIMIZER_STATE),
         optimizer_peak_bytes=_temporary_peak(step, [n for n in step.nodes if n.region is Region.OPTIMIZER]),
         batch_bytes=batch_bytes(step),
+        earlier_gradient_bytes=_earlier_gradient_bytes(step),
     )
 
 
@@ -169,6 +170,12 @@ def batch_bytes(step: Step) -> int:
     outside = _outside(step)
     read = {s for node in step.nodes if node.segment not in outside for s in node.makes}
     return sum(s.nbytes for s in step.storages if s.kind is Kind.INPUT and s.id in read)
+
+
+def _earlier_gradient_bytes(step: Step) -> int:
+    """Gradients that are there before the backward pass makes any."""
+    forward = [s for node in step.nodes[: step.first_backward_rank] for s in node.makes]
+    return sum(step.storages[s].nbytes for s in forward if step.storages[s].kind is Kind.GRADIENT)
 
 
 def _outside(step: Step) -> set[int]:

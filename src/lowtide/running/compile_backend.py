@@ -3,8 +3,11 @@
 A compiler backend sees one graph and neither the optimizer nor what surrounds the model. Its budget
 covers the graph's own step: parameters, inputs, gradients, activations. Give the optimizer's state
 and whatever else is held as `reserve`, or use `lowtide.checkpoint`, which sees the whole step.
+
+Where a script takes only the name of a backend, the environment variable LOWTIDE_BUDGET gives the budget.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +25,7 @@ from lowtide.running.steps import step_of
 from lowtide.torchside import hooks
 
 OPTIONS = {
-    "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); required",
+    "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); else LOWTIDE_BUDGET",
     "planner": f"one of {', '.join(PLANNERS)}",
     "reserve": "bytes held besides the graph: optimizer state, other models",
 }
@@ -33,18 +36,23 @@ def lowtide(
 ) -> Callable[..., Any]:
     """Compile one graph so that its step fits into `options["budget"]`."""
     if any(_is_symbolic(value) for value in inputs):
+        if not torch.is_grad_enabled():
+            return graph.forward  # evaluation of any shape: there is nothing to plan
         raise Unsupported(
             "a plan is for one shape, and torch.compile asks for one of any shape: "
-            'say torch.compile(..., backend="lowtide", dynamic=False)'
+            'say torch.compile(..., backend="lowtide", dynamic=False), or, where the script cannot be '
+            "changed, set TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES=0 in the environment"
         )
     chosen = dict(options or {})
     unknown = sorted(set(chosen) - set(OPTIONS))
     if unknown:
         known = "; ".join(f"{name}: {meaning}" for name, meaning in OPTIONS.items())
         raise LowtideError(f"there is no option '{unknown[0]}' of the lowtide backend. Known: {known}")
-    if "budget" not in chosen:
+    wanted = chosen.get("budget", os.environ.get("LOWTIDE_BUDGET", ""))
+    if wanted == "":
         raise LowtideError(
-            'the lowtide backend needs a budget: torch.compile(..., options={"budget": "8GiB"})'
+            "the lowtide backend needs a budget: set LOWTIDE_BUDGET=8GiB in the environment, or say "
+            'torch.compile(..., backend="lowtide", options={"budget": "8GiB"})'
         )
     reserve = parse_size(chosen["reserve"]) if "reserve" in chosen else 0
     planner = str(chosen.get("planner", "auto"))
@@ -54,7 +62,7 @@ def lowtide(
             segment, nn.Module(), like=None, reserve=Reserve(optimizer_state_bytes=reserve), known=None
         )
         desk = Desk(step)
-        budget = parse_budget(chosen["budget"], whole=desk.eager_peak_bytes)
+        budget = parse_budget(wanted, whole=desk.eager_peak_bytes)
         (planned,) = desk.solve(budget_bytes=budget, planner=planner).graphs
         return GraphPlan(schedule=planned.schedule, missing=frozenset(planned.missing))
 

@@ -25,7 +25,7 @@ from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.loop_watch import Held
-from lowtide.running.runner import install
+from lowtide.running.runner import install, runner_of
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
 from lowtide.torchside.dynamo import StartOver
 from lowtide.torchside.optimizers import each_of
@@ -60,7 +60,7 @@ def apply_plan(
             updates = Updates(every, model, slices=slices)
         else:
             pieces = Pieces(every, slices=slices)
-    spare_bytes = plan.budget_bytes - plan.peak_bytes
+    spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
     eager_batch = dict(plan.solution.identity).get("batch") if plan.solution.eager else None
     install(
         model,
@@ -86,6 +86,12 @@ def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.opti
     return optimizer
 
 
+def plan_of_model(model: nn.Module) -> Plan | None:
+    """The plan that was applied to a model; None for a plain one."""
+    runner = runner_of(model)
+    return runner.plans.plan if runner is not None and isinstance(runner.plans, PlanBook) else None
+
+
 class PlanBook:
     """The plan of every graph that comes: one that was made, or a new one for the same budget.
 
@@ -95,6 +101,7 @@ class PlanBook:
 
     def __init__(self, plan: Plan, model: nn.Module, *, updates: Updates | None = None) -> None:
         self.model = model
+        self.plan = plan
         self._inside_bytes = (
             {} if updates is None else inside_bytes(updates.optimizers, slices=updates.slices)
         )
@@ -249,7 +256,7 @@ class PlanBook:
             like=like,
             reserve=self.reserve,
             known=self.known_costs,
-            held_bytes=progress.saved_bytes + _other_gradient_bytes(segment, self.model),
+            held_bytes=progress.saved_bytes + self._other_gradient_bytes(segment),
             later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
         )
         if beside is None and not progress.is_whole:
@@ -259,6 +266,12 @@ class PlanBook:
             found = self._plan(step, () if like is None else (like,), larger=False)
         self._tell(found.peak_bytes, cause)
         return found.graphs[0]
+
+    def _other_gradient_bytes(self, segment: Segment) -> int:
+        """The gradients of parameters that a graph does not read: new ones, and earlier ones if there are."""
+        own = {origin.tensor for origin in segment.origins}
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
+        return sum(p.nbytes for p in others) * (2 if self.reserve.earlier_gradient_bytes else 1)
 
     def _remember(self, graphs: tuple[Graph, ...]) -> None:
         self.steps[_structures(graphs)] = graphs
@@ -317,12 +330,6 @@ def why_unknown(segment: Segment, planned: Sequence[Graph]) -> str:
         return f"it reads {len(now)} inputs of the batch"
     new, old = next(pair for pair in zip(now, alike[0], strict=True) if pair[0] != pair[1])
     return f"its input {new} was planned as {old}"
-
-
-def _other_gradient_bytes(segment: Segment, model: nn.Module) -> int:
-    """The gradients of parameters that a graph does not read."""
-    own = {origin.tensor for origin in segment.origins}
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad and id(p) not in own)
 
 
 def _lowest(desk: Desk, schedules: Sequence[Sequence[Any]] | None) -> Carried:

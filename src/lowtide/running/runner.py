@@ -262,9 +262,8 @@ class Runner:
             logger.warning(
                 "%s of gradients are there before the forward pass, and the plan did not count on them: the "
                 "peak is higher by as much. Set them to None first (zero_grad), or, to accumulate gradients, "
-                "plan for a budget that is smaller by %d bytes",
+                "plan with accumulate=True",
                 format_size(nbytes),
-                nbytes,
             )
 
 

@@ -51,7 +51,8 @@ def step_of(
         num_in_model=1,
     )
     with hooks.real_tensors():  # torch may be tracing
-        analysis = analyse(traced, updates=updates)
+        accumulate = bool(reserve.earlier_gradient_bytes)
+        analysis = analyse(traced, accumulate=accumulate, updates=updates)
         captured = captured_step(analysis, traced, model, optimizer=optimizer)
     step = _with_costs(captured, known)
     besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
@@ -83,12 +84,12 @@ def step_of_call(
     if not loop.holds_outputs:
         traced = only_loss_held(traced)
     optimizer = optimizer_of(model, loop)
-    analysis = analyse(traced, updates=updates)
+    analysis = analyse(traced, accumulate=bool(reserve.earlier_gradient_bytes), updates=updates)
     captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
     step = _with_costs(captured, known)
     besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):
-        besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=0)
+        besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=loop.reserve_bytes)
     return _with_reserve(step, besides)
 
 

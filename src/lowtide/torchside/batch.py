@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,8 +15,17 @@ from lowtide.errors import CaptureError
 Loss = Callable[[Any], torch.Tensor]
 
 
+class Arguments(NamedTuple):
+    """A batch that is given by position and by keyword at once, as a call of a model has it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a batch: a tensor, a tuple (or list), or a mapping."""
+    if isinstance(batch, Arguments):
+        return batch
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
     if isinstance(batch, (tuple, list)):

@@ -34,3 +34,8 @@ def route_of(model: nn.Module) -> Any:
 def set_route(model: nn.Module, route: Any) -> None:
     """Let `route` run instead of the model's own code; None gives that back."""
     model._compiled_call_impl = route
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether something runs instead of the model's own code, or torch.compile instead of its forward."""
+    return route_of(model) is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable")

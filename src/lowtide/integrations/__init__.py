@@ -1,0 +1,6 @@
+"""Callbacks for trainers, each in a module that imports its trainer, so that lowtide needs none of them.
+
+- `transformers`: `Lowtide` for the `Trainer` of transformers, and for those of TRL
+- `lightning`: `Lowtide` for the `Trainer` of Lightning
+- `first_call`: a plan that is made when a model is first called to train
+"""

@@ -1,0 +1,74 @@
+"""Plan a model when it is first called to train: with the trainer's own batch, optimizer and precision.
+
+Nothing is drawn from a data loader, and no random state moves. Calls without gradients, such as an
+evaluation before the first step, run as they are.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import LowtideError
+from lowtide.facts.sizes import parse_budget
+from lowtide.facts.units import format_size
+from lowtide.plans import Plan
+from lowtide.running.runner import remove
+from lowtide.torchside.batch import Arguments
+from lowtide.torchside.route import call_model, is_compiled, route_of, set_route
+
+logger = logging.getLogger("lowtide")
+
+Meet = Callable[[nn.Module, Arguments], None]
+
+
+class FirstCall:
+    """Stands where a module's own code is called, until that is to be trained: then `meet` gets the call."""
+
+    def __init__(self, module: nn.Module, meet: Meet) -> None:
+        self.module, self.meet = module, meet
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not self.module.training:
+            return call_model(self.module, args, kwargs)
+        no_longer_await(self.module)
+        self.meet(self.module, Arguments(args, kwargs))
+        return self.module(*args, **kwargs)
+
+
+def await_first_call(module: nn.Module, meet: Meet) -> None:
+    """Let `meet` see the first call that trains `module`, before it runs. A plan of before is taken away."""
+    no_longer_await(remove(module))
+    if is_compiled(module):
+        raise LowtideError(
+            f"the {type(module).__name__} is compiled, which would go past the plan: leave out torch.compile "
+            "and model.compile(), lowtide compiles by itself"
+        )
+    set_route(module, FirstCall(module, meet))
+
+
+def no_longer_await(module: nn.Module) -> None:
+    if isinstance(route_of(module), FirstCall):
+        set_route(module, None)
+
+
+def checked_budget(budget: str | int) -> str | int:
+    """A budget that can be read; BadSize at once where it cannot, not when the first batch comes."""
+    parse_budget(budget, whole=sys.maxsize)
+    return budget
+
+
+def tell(plan: Plan) -> None:
+    """One line about a plan, to the log; where nobody set up logging, to stderr."""
+    line = (
+        f"predicted peak {format_size(plan.peak_bytes)} of {format_size(plan.budget_bytes)} "
+        f"({format_size(plan.baseline_peak_bytes)} without a plan), {plan.overhead:.1%} more time, "
+        f"for {dict(plan.solution.identity)['batch']}"
+    )
+    if logger.hasHandlers():
+        logger.info(line)
+    else:
+        print(f"lowtide: {line}", file=sys.stderr)

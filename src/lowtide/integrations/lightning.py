@@ -1,0 +1,114 @@
+"""Training inside a memory budget with the Trainer of Lightning.
+
+    from lowtide.integrations.lightning import Lowtide
+
+    Trainer(callbacks=[Lowtide(budget="8GiB")]).fit(module)
+
+What is planned is what `training_step` calls: `self(...)`, or the one network inside of the LightningModule
+that is trained. That happens at the first batch, with the Trainer's own optimizers, precision and
+accumulation of gradients, and one line says what to expect. Losses and parameters are those of training
+without it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lowtide.api import checkpoint
+from lowtide.errors import LowtideError
+from lowtide.integrations.first_call import await_first_call, checked_budget, no_longer_await, tell
+from lowtide.plans import Plan
+from lowtide.running.replan import plan_of_model
+from lowtide.running.runner import remove
+from lowtide.torchside.batch import Arguments
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError:
+    from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+
+__all__ = ["Lowtide"]
+
+
+class Lowtide(Callback):
+    """Let a LightningModule train with a peak of at most `budget` bytes.
+
+    `budget`: bytes, a size (`"8GiB"`) or a share of the plain step's peak (`"60%"`). One that cannot be met
+    raises `BudgetTooSmall` before the first step. `plan` is the plan that was made, None before that. The
+    model is the plain one again when the training ends.
+
+    Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
+    """
+
+    def __init__(self, budget: str | int, *, planner: str = "auto") -> None:
+        self.budget = checked_budget(budget)
+        self.planner = planner
+        self.plan: Plan | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.plan = None
+        networks = [module for module in _networks(pl_module) if _is_trained(module)]
+        if trainer.strategy.model is pl_module:
+            # where it is wrapped, Lightning sends all of training_step through the module's call
+            networks.insert(0, pl_module)
+        for module in networks:
+            await_first_call(module, lambda module, call: self._meet(trainer, pl_module, module, call))
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in trainer.optimizers:
+                pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _release(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        _release(pl_module)
+
+    def _meet(self, trainer: Trainer, pl_module: LightningModule, module: nn.Module, call: Arguments) -> None:
+        """Plan the module that is called first: all that is trained is in there, or no budget can be kept."""
+        _release(pl_module)
+        own = {id(parameter) for parameter in module.parameters()}
+        for name, parameter in pl_module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in own:
+                raise LowtideError(
+                    f"training_step calls a {type(module).__name__}, and '{name}' outside of it is trained "
+                    "as well: put all that is trained into one module, and call that in training_step"
+                )
+        checkpoint(
+            module,
+            call,
+            budget=self.budget,
+            planner=self.planner,
+            optimizer=trainer.optimizers,
+            accumulate=trainer.accumulate_grad_batches > 1,
+            reserve=_state_bytes(pl_module) - _state_bytes(module),
+        )
+        self.plan = plan_of_model(module)
+        if self.plan is not None and trainer.is_global_zero:
+            tell(self.plan)
+
+
+def _networks(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside of one that can be called: its children, and those of lists and dicts of modules."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _networks(child)
+        else:
+            yield child
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _state_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _release(pl_module: LightningModule) -> None:
+    for module in (pl_module, *_networks(pl_module)):
+        no_longer_await(remove(module))

@@ -1,0 +1,75 @@
+"""Training inside a memory budget with the Trainer of transformers, or one of TRL.
+
+    from lowtide.integrations.transformers import Lowtide
+
+    Trainer(model, args, train_dataset=data, callbacks=[Lowtide(budget="8GiB")]).train()
+
+The step is planned at the first batch, with the Trainer's own optimizer, precision and accumulation of
+gradients, and one line says what to expect. Losses and parameters are those of training without it.
+"""
+
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lowtide.api import checkpoint
+from lowtide.errors import LowtideError
+from lowtide.integrations.first_call import await_first_call, checked_budget, no_longer_await, tell
+from lowtide.plans import Plan
+from lowtide.running.replan import plan_of_model
+from lowtide.running.runner import remove
+from lowtide.torchside.batch import Arguments
+
+__all__ = ["Lowtide"]
+
+
+class Lowtide(TrainerCallback):
+    """Let a Trainer's model train with a peak of at most `budget` bytes.
+
+    `budget`: bytes, a size (`"8GiB"`) or a share of the plain step's peak (`"60%"`). One that cannot be met
+    raises `BudgetTooSmall` before the first step. `plan` is the plan that was made, None before that. The
+    model is the plain one again when the training ends.
+    """
+
+    def __init__(self, budget: str | int, *, planner: str = "auto") -> None:
+        self.budget = checked_budget(budget)
+        self.planner = planner
+        self.plan: Plan | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.torch_compile:
+            raise LowtideError(
+                "torch_compile=True would go past the plan: leave it out, lowtide compiles by itself"
+            )
+        if args.deepspeed:
+            raise LowtideError(
+                "DeepSpeed has a training step of its own, which lowtide cannot plan: leave out one of them"
+            )
+        optimizer = kwargs["optimizer"]
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer  # the wrapper takes no step while gradients are accumulated
+
+        def meet(module: nn.Module, call: Arguments) -> None:
+            checkpoint(
+                module,
+                call,
+                budget=self.budget,
+                planner=self.planner,
+                optimizer=optimizer,
+                accumulate=args.gradient_accumulation_steps > 1,
+            )
+            self.plan = plan_of_model(module)
+            if self.plan is not None and state.is_world_process_zero:
+                tell(self.plan)
+
+        self.plan = None
+        await_first_call(kwargs["model"], meet)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        no_longer_await(remove(kwargs["model"]))

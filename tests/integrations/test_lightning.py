@@ -1,0 +1,145 @@
+"""The callback of Lightning's Trainer: whatever the Trainer does, as without it, to the last bit."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+import lowtide  # noqa: E402
+from lowtide.checking.peak import peak_above_start  # noqa: E402
+from lowtide.checking.train_step import static_bytes  # noqa: E402
+from lowtide.integrations.lightning import Lowtide  # noqa: E402
+from lowtide.running.runner import runner_of  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:UserWarning")]
+
+WIDTH, CLASSES, ROWS, BATCH = 32, 5, 240, 64
+
+
+def network() -> nn.Module:
+    blocks = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1))
+        for _ in range(3)
+    )
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, CLASSES))
+
+
+class Module(lightning.LightningModule):
+    """What training_step calls: itself, a `part` of itself beside a frozen teacher, or two parts."""
+
+    def __init__(self, calls: str) -> None:
+        super().__init__()
+        self.calls, self.losses, self.peak = calls, [], 0
+        self.parts = nn.ModuleList([network()])
+        if calls == "a part":
+            self.teacher = network().requires_grad_(False)
+        if calls == "two parts":
+            self.parts.append(nn.Linear(CLASSES, CLASSES))
+        self.criterion = nn.CrossEntropyLoss()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[0](x) + 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        if self.calls == "itself":
+            loss = self.criterion(self(x), y)
+        elif self.calls == "a part":
+            logits = self.parts[0](x)
+            loss = self.criterion(logits, y) + F.mse_loss(logits, self.teacher(x).detach())
+        else:
+            loss = self.criterion(self.parts[1](self.parts[0](x)), y)
+        self.log("loss", loss)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation", self.criterion(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def fit(calls: str, budget: str | int | None, *, module: Any = None, **settings: Any) -> tuple[Any, Any]:
+    lightning.seed_everything(0, verbose=False)
+    module = Module(calls) if module is None else module
+    data = TensorDataset(torch.randn(ROWS, WIDTH), torch.randint(0, CLASSES, (ROWS,)))
+    callbacks = [] if budget is None else [Lowtide(budget)]
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **settings,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=BATCH, shuffle=True), DataLoader(data, batch_size=BATCH))
+    return module, callbacks[0].plan if callbacks else None
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "itself, in bf16": ("itself", {"precision": "bf16-mixed"}),
+    "a part, accumulated and clipped": ("a part", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_as_without_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    calls, settings = SETTINGS[name]
+    with caplog.at_level(logging.INFO, "lowtide"):
+        (plain, _), (planned, plan) = (fit(calls, budget, **settings) for budget in (None, "80%"))
+    assert len(plain.losses) == 8 and all(map(torch.equal, plain.losses, planned.losses))
+    assert list(plain.state_dict()) == list(planned.state_dict())
+    assert all(map(torch.equal, plain.state_dict().values(), planned.state_dict().values()))
+    assert plan.recompute_seconds > 0, "the budget asks for nothing"
+    line = next(record.getMessage() for record in caplog.records if record.name == "lowtide")
+    assert line.startswith("predicted peak ") and f"float32[{BATCH}x{WIDTH}]" in line
+    assert all(runner_of(module) is None for module in planned.modules()), "it is the plain one again"
+    if calls == "a part":
+        teacher = sum(t.nbytes for t in (*plain.teacher.parameters(), *plain.teacher.buffers()))
+        assert plan.solution.static_bytes > static_bytes(plain.parts, []) + teacher
+
+
+class Measured(Module):
+    """Measures what each later step holds, from the start of training_step to the end of backward."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        if self.trainer.global_step < 2:
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+            return
+        batch = [torch.empty(BATCH, WIDTH), torch.empty(BATCH, dtype=torch.int64)]
+        there = static_bytes(self, batch, optimizer.optimizer)
+        assert all(parameter.grad is None for parameter in self.parameters())
+        own = super().optimizer_step
+        self.peak = max(
+            self.peak, there + peak_above_start(lambda: own(epoch, batch_idx, optimizer, closure))
+        )
+
+
+def test_the_budget_is_kept() -> None:
+    module, plan = fit("itself", "80%", module=Measured("itself"))
+    assert 0.9 * plan.peak_bytes <= module.peak <= plan.budget_bytes
+
+
+def test_what_cannot_be_planned_is_refused_before_the_first_step() -> None:
+    module = Module("two parts")
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(lowtide.LowtideError, match=r"'parts.1.weight' outside of it is trained as well"):
+        fit("", "1GB", module=module)
+    with pytest.raises(lowtide.BudgetTooSmall):
+        fit("", "1KB", module=Module("itself"))
+    assert all(map(torch.equal, before.values(), module.state_dict().values()))
+    compiled = Module("itself")
+    compiled.compile(backend="eager")
+    with pytest.raises(lowtide.LowtideError, match="is compiled"):
+        fit("", "1GB", module=compiled)

@@ -1,0 +1,246 @@
+"""The callback of transformers' Trainer: whatever the Trainer does, as without it, to the last bit."""
+
+import logging
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+import lowtide  # noqa: E402
+from lowtide.checking.peak import peak_above_start  # noqa: E402
+from lowtide.checking.train_step import static_bytes  # noqa: E402
+from lowtide.errors import BadSize  # noqa: E402
+from lowtide.integrations.transformers import Lowtide  # noqa: E402
+from lowtide.running.runner import runner_of  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY, LENGTH = 100, 32
+LENGTHS = (32, 32, 20, 20)
+
+
+def bert() -> nn.Module:
+    set_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=LENGTH,
+        )
+    )
+
+
+def gpt() -> nn.Module:
+    set_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        n_positions=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["query", "value"], task_type="SEQ_CLS")
+    return peft.get_peft_model(bert(), config)
+
+
+def sentences() -> list[dict[str, Any]]:
+    """Of one length, with a column that no model takes."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, VOCABULARY, (12, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": int(row[0]) % 2, "unused": 1.0} for row in rows]
+
+
+def texts() -> list[dict[str, Any]]:
+    """Of several lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(0, VOCABULARY, (n,), generator=generator)} for n in LENGTHS]
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True, padding_value=-100)
+    return {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long(), "labels": ids}
+
+
+class Log(TrainerCallback):
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        timed = ("runtime", "per_second")
+        self.lines.append({k: v for k, v in kwargs["logs"].items() if not k.endswith(timed)})
+
+
+class MeasuringTrainer(Trainer):
+    """Measures the step after the first ones, the gradients of earlier micro-batches included."""
+
+    measured = 0
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.state.global_step < 1:
+            return super().training_step(model, inputs, num_items_in_batch)
+        result: list[torch.Tensor] = []
+        own = super().training_step
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        there = static_bytes(model, inputs, self.optimizer.optimizer) + gradients
+        above = peak_above_start(lambda: result.append(own(model, inputs, num_items_in_batch)))
+        self.measured = max(self.measured, there + above)
+        return result[0]
+
+
+@dataclass
+class Trained:
+    trainer: Trainer
+    lines: list[dict[str, float]]
+    callback: Lowtide | None
+    random_states: list[Any]
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.trainer.model.state_dict()
+
+
+def train(
+    folder: Path,
+    budget: str | int | None,
+    *,
+    build: Any = gpt,
+    resume: Path | None = None,
+    kind: type[Trainer] = Trainer,
+    **settings: Any,
+) -> Trained:
+    model = build()
+    classifies = not isinstance(model, GPT2LMHeadModel)
+    data = sentences() if classifies else texts()
+    chosen = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    } | settings
+    log, callback = Log(), None if budget is None else Lowtide(budget)
+    trainer = kind(
+        model,
+        TrainingArguments(**chosen),
+        train_dataset=data,
+        eval_dataset=data[:3],
+        data_collator=None if classifies else padded,
+        callbacks=[log] if callback is None else [log, callback],
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+    return Trained(trainer, log.lines, callback, states)
+
+
+def check_same(plain: Trained, planned: Trained) -> None:
+    assert planned.lines == plain.lines
+    assert list(planned.state) == list(plain.state)
+    assert all(map(torch.equal, planned.state.values(), plain.state.values()))
+    assert torch.equal(planned.random_states[0], plain.random_states[0])
+    assert planned.random_states[1:] == plain.random_states[1:]
+    assert planned.callback.plan.recompute_seconds > 0, "the budget asks for nothing"
+    assert runner_of(planned.trainer.model) is None, "the model is the plain one again"
+
+
+SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bf16 and several lengths": (gpt, {"bf16": True, "train_sampling_strategy": "sequential"}),
+    "LoRA and clipping": (lora, {"max_grad_norm": 0.1, "max_steps": 2}),
+    "label smoothing": (bert, {"label_smoothing_factor": 0.1}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16 and several lengths",
+        "LoRA and clipping",
+        pytest.param("label smoothing", marks=pytest.mark.long),
+    ],
+)
+def test_as_without_it(name: str, tmp_path: Path) -> None:
+    build, settings = SETTINGS[name]
+    check_same(*(train(tmp_path, budget, build=build, **settings) for budget in (None, "80%")))
+
+
+def test_accumulated_gradients_are_within_the_budget(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"gradient_accumulation_steps": 2, "bf16": True}
+    with caplog.at_level(logging.INFO, "lowtide"):
+        plain = train(tmp_path, None, build=bert, **settings)
+        planned = train(tmp_path, "80%", build=bert, kind=MeasuringTrainer, **settings)
+    check_same(plain, planned)
+    plan = planned.callback.plan
+    assert 0.9 * plan.peak_bytes <= planned.trainer.measured <= plan.budget_bytes
+    assert plan.solution.reserve.earlier_gradient_bytes == sum(
+        parameter.nbytes for parameter in planned.trainer.model.parameters()
+    )
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
+    assert line.startswith("predicted peak ") and "without a plan" in line and "% more time" in line
+    assert f"input_ids int64[2x{LENGTH}]" in line and "labels int64[2]" in line
+
+
+def test_evaluate_save_and_resume(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "build": bert}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    whole, planned = (train(tmp_path / str(budget), budget, **settings) for budget in (None, "80%"))
+    check_same(whole, planned)
+    resumed = train(tmp_path / "again", "80%", resume=tmp_path / "80%" / "checkpoint-1", **settings)
+    assert resumed.lines[-3:-1] == whole.lines[-3:-1], "the second step and its evaluation"
+    assert all(map(torch.equal, resumed.state.values(), whole.state.values()))
+    resumed.trainer.model.save_pretrained(tmp_path / "saved")
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in whole.state.items())
+
+
+def test_a_budget_that_cannot_be_met_comes_before_the_first_step(tmp_path: Path) -> None:
+    before = bert().state_dict()
+    with pytest.raises(BadSize, match="'8GX'"):
+        Lowtide("8GX")
+    model = bert()
+    with pytest.raises(lowtide.BudgetTooSmall) as refused:
+        train(tmp_path, "1KB", build=lambda: model)
+    assert "\n" not in str(refused.value)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    assert runner_of(model) is None
+
+
+def test_what_would_go_past_the_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(lowtide.LowtideError, match="torch_compile=True"):
+        train(tmp_path, "1GB", torch_compile=True, torch_compile_backend="eager")
+    compiled = bert()
+    compiled.compile(backend="eager")
+    with pytest.raises(lowtide.LowtideError, match="is compiled"):
+        train(tmp_path, "1GB", build=lambda: compiled)
