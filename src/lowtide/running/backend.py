@@ -10,10 +10,11 @@ from lowtide.capture.graphs import Origin, Segment, new_segment
 from lowtide.capture.regions import without_tangents
 from lowtide.facts import Run
 from lowtide.running.backward import Backward, FirstCalls
-from lowtide.running.executor import EAGER_OPS, Executor, Function
+from lowtide.running.executor import EAGER_OPS, Executor, ExecutorInParts, Function
+from lowtide.running.handover import Gates, gated, gates_of
 from lowtide.running.loop_watch import Held, LoopWatch
 from lowtide.running.rewrite import Rewritten, forward_only, rewrite
-from lowtide.torchside import hooks
+from lowtide.torchside import ddp, hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +96,17 @@ class Backend:
         rewritten: Rewritten | None = None
         plan: GraphPlan | None = None
         first_calls: FirstCalls | None = None
+        gates: Gates | None = None
         fingerprint = ""
 
         def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
-            nonlocal rewritten, plan, first_calls, fingerprint
+            nonlocal rewritten, plan, first_calls, gates, fingerprint
             outputs = kwargs["num_fwd_outputs"]
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             plan = self.plan_graph(segment)
             rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule)
+            if isinstance(executor, ExecutorInParts):
+                gates = gates_of(segment, rewritten.backward, num_inputs=len(origins))
             first_calls = FirstCalls(segment)
             if not plan.missing:
                 first_calls.are_as_planned()
@@ -121,7 +125,9 @@ class Backend:
         def backward(_module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             assert rewritten is not None and plan is not None and first_calls is not None
             used = progress.used.setdefault(fingerprint, set())
-            run = Backward(rewritten, plan.missing, args, executor, first_calls=first_calls, used=used)
+            run = Backward(
+                rewritten, plan.missing, args, executor, first_calls=first_calls, used=used, gates=gates
+            )
             num_saved = rewritten.num_saved
 
             def call(values: list[Any]) -> Any:
@@ -135,9 +141,20 @@ class Backend:
             return hooks.takes_list(_forward(executor(alone, args, is_backward=False), progress))
 
         with hooks.quiet():
-            return hooks.compile_graph(
+            function = hooks.compile_graph(
                 graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
             )
+        return function if gates is None else _gated_in_ddp(function, gates)
+
+
+def _gated_in_ddp(function: Callable[..., Any], gates: Gates) -> Callable[..., Any]:
+    """Where gradients are sent to other processes as they come, let them come early."""
+    behind_gates = gated(function, gates)
+
+    def call(*args: Any) -> Any:
+        return (behind_gates if ddp.active() is not None else function)(*args)
+
+    return call
 
 
 def _forward(
