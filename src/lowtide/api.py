@@ -5,13 +5,18 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from lowtide import display
 from lowtide.capture.graphs import user_tensors
+from lowtide.capture.identity import identify
 from lowtide.capture.loop import Loop, Loss, Optimizers
 from lowtide.capture.step import capture
 from lowtide.checking.verification import Verification
 from lowtide.checking.verification import verify as verify_target
+from lowtide.distributed.agreement import plan_together
+from lowtide.distributed.buckets import counting_buckets
+from lowtide.distributed.ranks import ranks_of
 from lowtide.errors import LowtideError
 from lowtide.facts.sizes import parse_size
 from lowtide.plans import Plan, load_plan
@@ -20,6 +25,8 @@ from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
+from lowtide.torchside.batch import split_batch
+from lowtide.torchside.ddp import unwrapped
 from lowtide.torchside.optimizers import as_one
 from lowtide.zoo.targets import Target
 
@@ -48,6 +55,7 @@ def profile(
     cache: bool = True,
     mode: str = "ops",
     progress: Callable[[int, int], None] | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Profile:
     """Capture one training step and measure its ops, without running the step.
 
@@ -57,12 +65,16 @@ def profile(
     tensors. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
     `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)` is called
     instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs the memory
-    of the step.
+    of the step. Of a DistributedDataParallel the model inside is profiled, and its buckets are counted; so
+    they are, without options, for any model of a process that is one of several (of `process_group`, by
+    default of all).
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
     if not isinstance(model, nn.Module):
         raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
+    wrapped, model = model, unwrapped(model)
+    ranks = ranks_of(wrapped, process_group)
     if runner_of(model) is not None:
         raise LowtideError(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
@@ -81,7 +93,8 @@ def profile(
             )
         else:
             found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count)
-    return Profile(*found, loop=Loop.of(optimizer, loss))
+    step, known = found
+    return Profile(counting_buckets(step, wrapped, ranks), known, loop=Loop.of(optimizer, loss))
 
 
 def checkpoint(
@@ -92,15 +105,33 @@ def checkpoint(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     planner: str = "auto",
+    process_group: ProcessGroup | None = None,
 ) -> nn.Module:
     """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
 
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
+
+    `model` may be a DistributedDataParallel, or become one later. Where several processes train it (those of
+    `process_group`, by default of the wrapper's, or all), each has to call this: rank 0 makes the plan, for
+    all that have batches like its own, and whatever differs between them stops all.
     """
-    with display.shown() as line:
-        found = profile(model, batch, optimizer=optimizer, loss=loss)
-        line.stage("planning")
-        return found.plan(budget, planner).apply(model)
+    ranks = ranks_of(model, process_group)
+
+    def make() -> Plan:
+        with display.shown() as line:
+            found = profile(model, batch, optimizer=optimizer, loss=loss, process_group=process_group)
+            line.stage("planning")
+            return found.plan(budget, planner)
+
+    if ranks is None:
+        return make().apply(model)
+
+    def identity() -> list[tuple[str, str]]:
+        found = identify(unwrapped(model), split_batch(batch))
+        return [*found, ("budget", str(budget)), ("planner", planner)]
+
+    plan = plan_together(ranks, identity=identity, make=make)
+    return plan.apply(model, process_group=process_group)
 
 
 def verify(
@@ -117,6 +148,7 @@ def verify(
     Works on copies in fresh processes; the model here is not trained. Where the model cannot be sent
     to another process, copies in this one are used and `fresh_process` is False.
     """
+    model = unwrapped(model)
     applied = runner_of(model)
     remove(model)
     try:

@@ -36,6 +36,7 @@ from lowtide.running.runner import install, remove, runner_of
 from lowtide.torchside.batch import call, loss_of, split_batch
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.ops.random import random_state, set_random_state
+from lowtide.torchside.ddp import Buckets
 from lowtide.torchside.route import route_of, set_route
 from lowtide.zoo.targets import Target, TargetSpec
 
@@ -306,6 +307,10 @@ class PlainPlans:
         return False
 
     def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
+        """Nothing to plan."""
+        return False
+
+    def count_buckets(self, buckets: Buckets) -> bool:
         """Nothing to plan."""
         return False
 

@@ -56,6 +56,8 @@ class Reserve:
     Of these, `loss_kept_bytes` stay to the end of the step, gradients of the model's outputs apart.
     `loss_input_bytes` are there all along: the loss's own targets, and inputs that nothing reads.
     `batch_bytes` is what the model reads of the batch that all this was found for.
+    `bucket_bytes` are those of the buckets in which gradients go to other processes; they are all that is
+    held of the gradients, where `gradients_in_buckets`.
     """
 
     optimizer_state_bytes: int = 0
@@ -64,6 +66,8 @@ class Reserve:
     loss_kept_bytes: int = 0
     loss_input_bytes: int = 0
     batch_bytes: int = 0
+    bucket_bytes: int = 0
+    gradients_in_buckets: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
