@@ -9,9 +9,8 @@ from torch.distributed import ProcessGroup
 
 from lowtide import display
 from lowtide.capture.graphs import user_tensors
-from lowtide.capture.identity import identify
 from lowtide.capture.loop import Loop, Loss, Optimizers
-from lowtide.capture.step import capture
+from lowtide.capture.step import Captured, capture
 from lowtide.checking.verification import Verification
 from lowtide.checking.verification import verify as verify_target
 from lowtide.distributed.agreement import plan_together
@@ -25,7 +24,6 @@ from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
-from lowtide.torchside.batch import split_batch
 from lowtide.torchside.ddp import unwrapped
 from lowtide.torchside.optimizers import as_one
 from lowtide.zoo.targets import Target
@@ -71,30 +69,35 @@ def profile(
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
-    if not isinstance(model, nn.Module):
-        raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
-    wrapped, model = model, unwrapped(model)
-    ranks = ranks_of(wrapped, process_group)
-    if runner_of(model) is not None:
-        raise LowtideError(
-            "this model already runs by a plan: call lowtide.remove(model) before profiling it"
-        )
     limit_bytes = parse_size(memory_limit)
-    leave()
+    ranks = ranks_of(model, process_group)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
-        line.stage("capturing the step")
-        captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss)
+        captured = _captured(model, batch, optimizer=optimizer, loss=loss)
         line.stage("measuring its ops")
         count = progress or line.count
         if mode == "run":
             tensors = user_tensors(model, batch)
-            found = run_costs(
+            step, known = run_costs(
                 captured, tensors, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
         else:
-            found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count)
-    step, known = found
-    return Profile(counting_buckets(step, wrapped, ranks), known, loop=Loop.of(optimizer, loss))
+            step, known = measure_costs(
+                captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
+            )
+    return Profile(counting_buckets(step, model, ranks), known, loop=Loop.of(optimizer, loss))
+
+
+def _captured(model: nn.Module, batch: Any, *, optimizer: Optimizers | None, loss: Loss | None) -> Captured:
+    if not isinstance(model, nn.Module):
+        raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
+    if runner_of(model) is not None:
+        raise LowtideError(
+            "this model already runs by a plan: call lowtide.remove(model) before profiling it"
+        )
+    leave()
+    with display.shown() as line:
+        line.stage("capturing the step")
+        return capture(unwrapped(model), batch, optimizer=as_one(optimizer), loss=loss)
 
 
 def checkpoint(
@@ -116,21 +119,25 @@ def checkpoint(
     all that have batches like its own, and whatever differs between them stops all.
     """
     ranks = ranks_of(model, process_group)
+    with display.shown() as line:
+        if ranks is None:
+            found = profile(model, batch, optimizer=optimizer, loss=loss)
+            line.stage("planning")
+            return found.plan(budget, planner).apply(model)
 
-    def make() -> Plan:
-        with display.shown() as line:
-            found = profile(model, batch, optimizer=optimizer, loss=loss, process_group=process_group)
+        def make(captured: Captured) -> Plan:
+            line.stage("measuring its ops")
+            step, known = measure_costs(captured, progress=line.count)
+            found = Profile(counting_buckets(step, model, ranks), known, loop=Loop.of(optimizer, loss))
             line.stage("planning")
             return found.plan(budget, planner)
 
-    if ranks is None:
-        return make().apply(model)
-
-    def identity() -> list[tuple[str, str]]:
-        found = identify(unwrapped(model), split_batch(batch))
-        return [*found, ("budget", str(budget)), ("planner", planner)]
-
-    plan = plan_together(ranks, identity=identity, make=make)
+        plan = plan_together(
+            ranks,
+            capture=lambda: _captured(model, batch, optimizer=optimizer, loss=loss),
+            settings=[("budget", str(budget)), ("planner", planner)],
+            make=make,
+        )
     return plan.apply(model, process_group=process_group)
 
 

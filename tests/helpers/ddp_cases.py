@@ -1,28 +1,35 @@
 """What the ranks of a group run in the tests of DistributedDataParallel."""
 
 import copy
+import logging
+import os
+import signal
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from budgets import between
 from torch import nn
 from torch.distributed import GradBucket
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from budgets import between
 from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import static_bytes, train_step
+from lowtide.running.runner import runner_of
 
 ROWS, WIDTH = 48, 16
 
 
 class Net(nn.Module):
-    """Batch norm, dropout, layer norm, a tied weight, a convolution, and a branch that a rank can leave out."""
+    """Batch norm, dropout, layer norm, a tied weight, a convolution; a rank can leave a branch out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,17 +62,19 @@ def averaged_twice(_state: object, bucket: GradBucket) -> torch.futures.Future[t
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it comes": {},
-    "bucket views": {"gradient_as_bucket_view": True},
-    "small buckets": {"bucket_cap_mb": 0.002},
+    "own hook, small buckets": {"bucket_cap_mb": 0.002},
     "unused parameters": {"find_unused_parameters": True},
+    "unused parameters, bucket views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},
     "static graph, bucket views": {"static_graph": True, "gradient_as_bucket_view": True},
-    "fp16 hook": {},
-    "own hook, small buckets": {"bucket_cap_mb": 0.002},
+    "fp16 hook, bucket views": {"gradient_as_bucket_view": True},
     "accumulation": {},
     "accumulation, bucket views": {"gradient_as_bucket_view": True},
 }
-HOOKS: dict[str, Callable[..., Any]] = {"fp16 hook": fp16_compress_hook, "own hook, small buckets": averaged_twice}
+HOOKS: dict[str, Callable[..., Any]] = {
+    "fp16 hook, bucket views": fp16_compress_hook,
+    "own hook, small buckets": averaged_twice,
+}
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
@@ -83,7 +92,7 @@ def train(model: DDP, rank: int, name: str, *, steps: int = 4) -> list[torch.Ten
     for step in range(steps):
         for turn in range(rounds):
             words = torch.randint(11, (ROWS,))
-            use_branch = name != "unused parameters" or (step + rank) % 2 == 0
+            use_branch = "unused" not in name or (step + rank) % 2 == 0
             with model.no_sync() if turn < rounds - 1 else nullcontext():
                 loss = loss_of(model(words, use_branch=use_branch))
                 loss.backward()
@@ -112,7 +121,7 @@ def shared_plan(rank: int, folder: str, net: nn.Module, batch: Any, budget: str 
 
 
 def both_orders(rank: int, folder: str, names: list[str] | None = None) -> dict[str, tuple[bool, bool]]:
-    """By option: whether training is equal to plain DDP with the plan inside, and with it put on the wrapper."""
+    """By option: whether training is equal to plain DDP, planned inside and planned as wrapped."""
     torch.manual_seed(0)
     net, batch = Net(), {"words": torch.randint(11, (ROWS,))}
     plan = shared_plan(rank, folder, net, batch)
@@ -154,15 +163,17 @@ class Counter(TorchDispatchMode):
 
 
 def launches(rank: int) -> dict[str, tuple[list[int], int]]:
-    """How many ops of the backward pass had run when each bucket was sent, and of how many; the third step."""
+    """How many ops of the third backward pass had run when each bucket was sent, and of how many."""
     torch.manual_seed(0)
     net, x, counter = Blocks(), torch.randn(256, 128), Counter()
     seen: list[int] = []
 
     def hook(_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         seen.append(counter.ops)
-        return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(
-            lambda done: done.value()[0]
+        return (
+            torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda done: done.value()[0])
         )
 
     found = {}
@@ -202,9 +213,176 @@ def peaks(rank: int) -> dict[str, tuple[int, int, int]]:
         model = model if wrapped_first else DDP(model, **options)
         for _ in range(2):
             train_step(model, x, optimizer)
-        above = peak_above_start(lambda: train_step(model, x, optimizer))
+        above = peak_above_start(partial(train_step, model, x, optimizer))
         sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
         bucket_bytes = sum(int(size) for size in sizes.split(", "))
         measured = static_bytes(model, x, optimizer) + bucket_bytes + above
         found[name] = (budget, profile.plan(budget).peak_bytes, measured)
     return found
+
+
+def in_group(rank: int, trouble: str, folder: str = "") -> Any:
+    """One agreement of all ranks with the given trouble on one of them; what it ends with."""
+    torch.manual_seed(0)
+    net, batch, budget = Blocks(width=16, depth=2), torch.randn(32, 16), "90%"
+    if rank == 1 and trouble == "another model":
+        net = Blocks(width=16, depth=3)
+    if rank == 1 and trouble == "another torch":
+        torch.__version__ = "2.99.0"
+    if rank == 1 and trouble == "another budget":
+        budget = "80%"
+    if trouble == "too small a budget":
+        budget = 1000
+    if rank == 1 and trouble == "no model":
+        net = None
+    if rank == 1 and trouble == "does not come":
+        time.sleep(8)
+        return None
+    if trouble == "another plan":
+        plan = lowtide.profile(net, batch).plan("95%" if rank else "90%")
+        return plan.apply(net)
+    if rank == 1 and trouble == "another batch":
+        batch = torch.randn(48, 16)
+    lowtide.checkpoint(net, batch, budget=budget)
+    return runner_of(net).plans.budget_bytes
+
+
+def batches_of_all_sizes(rank: int) -> tuple[bool, list[str]]:
+    """Whether training is exact where every rank has batches of its own sizes, from the plan on."""
+    lines = Lines()
+    torch.manual_seed(0)
+    net = Net()
+    first = {"words": torch.randint(11, (ROWS - 8 * rank,))}
+
+    def losses(model: nn.Module) -> list[torch.Tensor | None]:
+        torch.manual_seed(rank)
+        left: list[torch.Tensor | None] = []
+        for rows in (ROWS - 8 * rank, ROWS - 8 * rank, 16 + 8 * rank, ROWS - 8 * rank):
+            loss = loss_of(model(torch.randint(11, (rows,))))
+            loss.backward()
+            left += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+            model.zero_grad()
+        return left
+
+    expected = losses(DDP(copy.deepcopy(net)))
+    planned = DDP(lowtide.checkpoint(net, first, budget="85%", loss=loss_of))
+    return equal(expected, losses(planned)), lines.said
+
+
+class Lines(logging.Handler):
+    """What lowtide says in this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.said: list[str] = []
+        logging.getLogger("lowtide").addHandler(self)
+        logging.getLogger("lowtide").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def ends_in_a_step(rank: int, how: str) -> None:
+    """Rank 1 goes in the middle of the second step."""
+    torch.manual_seed(0)
+    net, x = Blocks(width=16, depth=2), torch.randn(32, 16)
+
+    def trouble(_module: nn.Module, _args: Any) -> None:
+        if rank == 1 and steps:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("a bad batch")
+
+    steps: list[int] = []
+    net.blocks[1].register_forward_pre_hook(trouble)
+    model = DDP(lowtide.checkpoint(net, x, budget="90%"))
+    for step in range(3):
+        model(x).backward()
+        model.zero_grad()
+        steps.append(step)
+
+
+def alone(rank: int) -> str:
+    """What a process says that torchrun started and that made no group."""
+    torch.distributed.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    try:
+        lowtide.checkpoint(Blocks(width=16, depth=2), torch.randn(32, 16), budget="90%")
+    except lowtide.LowtideError as error:
+        return str(error)
+    return ""
+
+
+def several(rank: int, calls: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Results, or errors, of functions of this module, one after the other in one group."""
+    results: list[Any] = []
+    for name, arguments in calls:
+        version = torch.__version__
+        try:
+            results.append(globals()[name](rank, **arguments))
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+        torch.__version__ = version
+        torch.distributed.barrier()
+    return results
+
+
+class AcrossRanks(nn.Module):
+    """Normalizes by the statistics of all ranks' batches, as SyncBatchNorm does where there is a GPU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        world = torch.distributed.group.WORLD
+        mean = all_reduce(x.mean(0), "sum", world) / 2
+        variance = all_reduce((x - mean).square().mean(0), "sum", world) / 2
+        return (x - mean) * torch.rsqrt(variance + 1e-5) * self.weight
+
+
+def collectives(rank: int) -> tuple[bool, list[int]]:
+    """Whether training is exact, and how many ops of backward talk to other ranks, plain and planned."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 64), AcrossRanks(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)]
+    net, x = nn.Sequential(*layers), torch.randn(64, 16) + rank
+    plain, planned = DDP(copy.deepcopy(net)), DDP(copy.deepcopy(net))
+    lowtide.checkpoint(planned, x, budget="80%")
+    counts, left = [], []
+    for model in (plain, planned):
+        left.append([])
+        for _ in range(2):
+            loss = model(x).square().mean()
+            with Talk() as talk:
+                loss.backward()
+            left[-1] += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+            model.zero_grad()
+        counts.append(talk.count)
+    return equal(*left), counts
+
+
+class Talk(TorchDispatchMode):
+    """Counts ops that talk to other processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "c10d" in func.namespace and "all" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def sync_batch_norm(rank: int) -> list[str]:
+    """What torch says of SyncBatchNorm on CPU, and what lowtide says."""
+    said = []
+    for plan in (False, True):
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        try:
+            if plan:
+                lowtide.checkpoint(net, torch.randn(4, 8), budget="90%")
+            else:
+                net(torch.randn(4, 8))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +33,27 @@ class Rank:
     seconds: float = 0.0
 
 
-def run_ranks(
-    function: str,
-    *,
-    ranks: int = 2,
-    group_seconds: float = GROUP_SECONDS,
-    limit_seconds: float = LIMIT_SECONDS,
-    environment: dict[str, str] | None = None,
-    **arguments: Any,
-) -> list[Rank]:
+@dataclass(frozen=True, slots=True)
+class Group:
     """`function(rank, **arguments)`, written `module:name`, on every rank of a gloo group."""
+
+    function: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    seconds: float = GROUP_SECONDS
+
+
+def run_ranks(groups: dict[str, Group], *, limit_seconds: float = LIMIT_SECONDS) -> dict[str, list[Rank]]:
+    """What the ranks of each group end with; one group after the other."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        request = Path(folder, "request")
-        request.write_bytes(pickle.dumps((function, ranks, group_seconds, arguments)))
+        jobs = [(g.function, g.arguments, g.ranks, g.seconds) for g in groups.values()]
+        Path(folder, "request").write_bytes(pickle.dumps(jobs))
         environ = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
             "TMPDIR": folder,
             "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
-            **(environment or {}),
         }
         command = [sys.executable, "-P", __file__, folder]
         with Path(folder, "log").open("w") as log:
@@ -63,23 +65,33 @@ def run_ranks(
                     os.killpg(lead.pid, signal.SIGKILL)
                 lead.wait()
         assert status == 0, Path(folder, "log").read_text()
-        results = [Rank(*fields) for fields in pickle.loads(Path(folder, "answer").read_bytes())]
         left = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("lowtide"))
         assert not left, f"left behind: {left}"
-        return results
+        answers = pickle.loads(Path(folder, "answer").read_bytes())
+    return {name: [Rank(*fields) for fields in ranks] for name, ranks in zip(groups, answers, strict=True)}
 
 
 def _lead(folder: Path) -> None:
-    function, ranks, group_seconds, arguments = pickle.loads((folder / "request").read_bytes())
-    module, _, name = function.partition(":")
-    call = getattr(importlib.import_module(module), name)
     # what is timed on a busy machine is good enough for tests
     importlib.import_module("lowtide.profiling.trials").Trial.noisy = False
+    answers = []
+    for number, (function, arguments, ranks, seconds) in enumerate(
+        pickle.loads((folder / "request").read_bytes())
+    ):
+        module, _, name = function.partition(":")
+        call = getattr(importlib.import_module(module), name)
+        own = folder / str(number)
+        own.mkdir()
+        answers.append(_group(own, ranks, seconds, partial(call, **arguments)))
+    (folder / "answer").write_bytes(pickle.dumps(answers))
+
+
+def _group(folder: Path, ranks: int, seconds: float, call: Any) -> list[Any]:
     children = []
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            _follow(folder, rank, ranks, group_seconds, call, arguments)
+            _follow(folder, rank, ranks, seconds, call)
         children.append(child)
     start, ended = time.monotonic(), {}
     while len(ended) < ranks:
@@ -90,12 +102,10 @@ def _lead(folder: Path) -> None:
         path = folder / f"rank{rank}"
         value, error = pickle.loads(path.read_bytes()) if path.exists() else (None, "")
         results.append((ended[rank][0], value, error, ended[rank][1]))
-    (folder / "answer").write_bytes(pickle.dumps(results))
+    return results
 
 
-def _follow(
-    folder: Path, rank: int, ranks: int, group_seconds: float, call: Any, arguments: dict[str, Any]
-) -> None:
+def _follow(folder: Path, rank: int, ranks: int, seconds: float, call: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -107,9 +117,9 @@ def _follow(
             init_method=f"file://{folder}/group",
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=group_seconds),
+            timeout=timedelta(seconds=seconds),
         )
-        result, status = (call(rank, **arguments), ""), 0
+        result, status = (call(rank), ""), 0
     except BaseException as error:
         result = (None, f"{type(error).__name__}: {error}")
     (folder / f"rank{rank}").write_bytes(pickle.dumps(result))

@@ -34,9 +34,9 @@ from lowtide.running.replan import apply_plan
 from lowtide.running.rewrite import plain_schedule
 from lowtide.running.runner import install, remove, runner_of
 from lowtide.torchside.batch import call, loss_of, split_batch
+from lowtide.torchside.ddp import Buckets
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.ops.random import random_state, set_random_state
-from lowtide.torchside.ddp import Buckets
 from lowtide.torchside.route import route_of, set_route
 from lowtide.zoo.targets import Target, TargetSpec
 

@@ -2,35 +2,41 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lowtide.capture.step import Captured
 from lowtide.distributed.ranks import Ranks, together
 from lowtide.errors import PlanMismatch
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.plans import Plan
-
-logger = logging.getLogger("lowtide")
 
 Identity = Sequence[tuple[str, str]]
 BATCH = "batch"
 """The one part of an identity in which ranks may differ."""
 
 
-def plan_together(ranks: Ranks, *, identity: Callable[[], Identity], make: Callable[[], Plan]) -> Plan:
-    """The plan that `make` gives on the first rank, or on the first of those with the same batch layout.
+def plan_together(
+    ranks: Ranks,
+    *,
+    capture: Callable[[], Captured],
+    settings: Identity,
+    make: Callable[[Captured], Plan],
+) -> Plan:
+    """The plan that `make` gives on the first rank, or on the first of those with the same graphs.
 
-    `identity` says what each rank plans for, its batch included; whatever else differs stops all of them.
+    All ranks capture, since a model may talk to the others while it is captured. Whatever differs between
+    them stops all, their batches apart: `settings` are what the user asked for.
     """
-    _, told = together(ranks, identity, tell=list)
-    identities = [dict(each) for each in told]
-    _check_same(identities)
-    layouts = [each[BATCH] for each in identities]
-    maker = layouts.index(layouts[ranks.rank])
+    captured, told = together(
+        ranks, capture, tell=lambda c: [[*c.step.identity, *settings], c.step.fingerprint]
+    )
+    _check_same([dict(identity) for identity, _ in told])
+    graphs = [fingerprint for _, fingerprint in told]
+    maker = graphs.index(graphs[ranks.rank])
     made, plans = together(
         ranks,
-        lambda: make() if maker == ranks.rank else None,
+        lambda: make(captured) if maker == ranks.rank else None,
         tell=lambda plan: None if plan is None else solution_to_dict(plan.solution),
     )
     if maker != ranks.rank:
@@ -40,14 +46,14 @@ def plan_together(ranks: Ranks, *, identity: Callable[[], Identity], make: Calla
 
 
 def check_together(ranks: Ranks, plan: Plan, check: Callable[[], None]) -> None:
-    """Stop all ranks where `check` fails on one of them, or where one has another plan for the same batch."""
-    _, told = together(ranks, check, tell=lambda _: [digest(plan), dict(plan.solution.identity).get(BATCH)])
+    """Stop all ranks where `check` fails on one of them, or where one has another plan for its graphs."""
+    _, told = together(ranks, check, tell=lambda _: [digest(plan), plan.solution.fingerprint])
     first: dict[str, int] = {}
-    for rank, (found, layout) in enumerate(told):
-        other = first.setdefault(layout, rank)
+    for rank, (found, graphs) in enumerate(told):
+        other = first.setdefault(graphs, rank)
         if told[other][0] != found:
             raise PlanMismatch(
-                f"rank {rank} has another plan than rank {other} for the batch '{layout}' (hash {found} "
+                f"rank {rank} has another plan than rank {other} for the same step (hash {found} "
                 f"instead of {told[other][0]}): load the same file on every rank, or let "
                 "lowtide.checkpoint(), called on all of them, make one plan and send it"
             )

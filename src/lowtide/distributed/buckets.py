@@ -33,7 +33,5 @@ def counting_buckets(step: Step, model: nn.Module, ranks: Ranks | None) -> Step:
         return step
     note = TOLD.format(size=format_size(buckets.nbytes), why=why)
     logger.info(note)
-    counted = with_buckets(
-        step, bucket_bytes=buckets.nbytes, gradients_in_buckets=buckets.hold_gradients
-    )
+    counted = with_buckets(step, bucket_bytes=buckets.nbytes, gradients_in_buckets=buckets.hold_gradients)
     return replace(counted, notes=(*counted.notes, note))

@@ -42,8 +42,7 @@ def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
         _check_alone()
         return None
     if group is None:
-        own = isinstance(model, DistributedDataParallel)
-        group = model.process_group if own else dist.group.WORLD
+        group = ddp.group_of(model) if isinstance(model, DistributedDataParallel) else dist.group.WORLD
     assert group is not None
     size = dist.get_world_size(group)
     return Ranks(group, dist.get_rank(group), size) if size > 1 else None
@@ -84,7 +83,7 @@ def together(ranks: Ranks, work: Callable[[], T], *, tell: Callable[[T], Any]) -
     return result, told
 
 
-def _told(ranks: Ranks, store: dist.Store, place: str) -> list[Any]:
+def _told(ranks: Ranks, store: Any, place: str) -> list[Any]:
     timeout = ddp.timeout_of(ranks.group)
     deadline = time.monotonic() + timeout.total_seconds()
     told = []

@@ -159,7 +159,11 @@ def with_buckets(step: Step, *, bucket_bytes: int, gradients_in_buckets: bool) -
     if not bucket_bytes:
         return step
     bucket = Storage(
-        id=len(step.storages), nbytes=bucket_bytes, kind=Kind.GRADIENT, name="buckets of gradients", static=True
+        id=len(step.storages),
+        nbytes=bucket_bytes,
+        kind=Kind.GRADIENT,
+        name="buckets of gradients",
+        static=True,
     )
     storages = (*step.storages, bucket)
     if not gradients_in_buckets or sum(graph.in_model for graph in step.graphs) > 1:

@@ -10,7 +10,7 @@ from lowtide.capture.graphs import Segment
 from lowtide.capture.regions import without_tangents
 from lowtide.capture.tangents import drop_zeros
 from lowtide.errors import Unsupported
-from lowtide.running.executor import Executor, ExecutorInParts, Function, Parts
+from lowtide.running.executor import Executor, ExecutorInParts, Parts
 from lowtide.running.handover import Gates, waiting_chain, with_handovers
 from lowtide.running.rewrite import Rewritten, plain_schedule, rewrite
 from lowtide.torchside import hooks

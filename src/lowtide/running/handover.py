@@ -83,7 +83,7 @@ class _Gate(torch.autograd.Function):
         gradients = ctx.chain.next_gradients()
         if gradients is not None:
             # none of them may be known here when autograd gets them, or it would copy them
-            given = [_sum(gradients.pop(0), other) for other in given]
+            given = tuple(_sum(gradients.pop(0), other) for other in given)
         return (None, token, *given)
 
 
@@ -125,7 +125,7 @@ def gated(function: Callable[..., Any], gates: Gates) -> Callable[..., Any]:
         chain, token, values = Chain(gates), None, list(args)
         # backwards, since autograd goes back: the gate that is made last is the first that it meets
         for group in reversed(gates.groups[1:]):
-            token, *passed = _Gate.apply(chain, token, *(args[index] for index in group))
+            token, *passed = _Gate.apply(chain, token, *(args[index] for index in group))  # type: ignore[no-untyped-call]
             for index, value in zip(group, passed, strict=True):
                 values[index] = value
         for index in gates.without_gradient:

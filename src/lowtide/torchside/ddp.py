@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -24,7 +25,7 @@ class Buckets:
 
 def active() -> DistributedDataParallel | None:
     """The wrapper whose forward runs now."""
-    wrapper: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    wrapper: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     return wrapper
 
 
@@ -58,8 +59,14 @@ def future_buckets(model: nn.Module) -> Buckets:
     return Buckets(sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad))
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """What the processes of a group share."""
+def group_of(wrapper: DistributedDataParallel) -> dist.ProcessGroup:
+    group: Any = wrapper.process_group
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """What the processes of a group share (a `torch.distributed.Store`)."""
     return _get_process_group_store(group)
 
 

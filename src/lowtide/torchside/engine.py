@@ -12,7 +12,7 @@ def nodes_after_this() -> list[Any]:
 
 
 def graph_is_kept() -> bool:
-    """Asked from inside of a backward pass: whether another one may follow (`retain_graph`, `create_graph`)."""
+    """Asked from inside of a backward pass: whether another one may follow (`retain_graph`, say)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
