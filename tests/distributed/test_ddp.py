@@ -8,19 +8,16 @@ from ranks import Group, Rank, run_ranks
 
 pytestmark = pytest.mark.slow
 
-FEW = ["own hook, small buckets", "unused parameters, bucket views", "accumulation, bucket views"]
-
-
-def calls(*names: str, **arguments: Any) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, arguments) for name in names]
+FEW = ["accumulation, own hook, small buckets", "unused parameters, bucket views"]
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
     folder = str(tmp_path_factory.mktemp("plans"))
-    names = ("launches", "peaks", "collectives", "batches_of_all_sizes")
+    names = ("launches", "collectives", "batches_of_all_sizes")
     groups = {
         "orders": Group("ddp_cases:both_orders", {"folder": folder, "names": FEW}),
+        "peaks": Group("ddp_cases:peaks", {"folder": folder}),
         **{name: Group(f"ddp_cases:{name}") for name in names},
     }
     return run_ranks(groups)
@@ -58,8 +55,7 @@ def test_every_rank_keeps_its_budget_with_its_buckets(ended: dict[str, list[Rank
     for found in values(ended, "peaks"):
         for name, (budget, predicted, measured) in found.items():
             assert measured <= predicted <= budget, name
-            if "later" not in name:
-                assert measured > 0.99 * predicted, name
+            assert measured > 0.99 * predicted, name
         assert found["wrapped, bucket views"][1] < found["wrapped"][1]
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,11 +68,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static graph, bucket views": {"static_graph": True, "gradient_as_bucket_view": True},
     "fp16 hook, bucket views": {"gradient_as_bucket_view": True},
     "accumulation": {},
+    "accumulation, own hook, small buckets": {"bucket_cap_mb": 0.002},
     "accumulation, bucket views": {"gradient_as_bucket_view": True},
 }
 HOOKS: dict[str, Callable[..., Any]] = {
     "fp16 hook, bucket views": fp16_compress_hook,
     "own hook, small buckets": averaged_twice,
+    "accumulation, own hook, small buckets": averaged_twice,
 }
 
 
@@ -81,7 +82,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.logsumexp(-1).mean()
 
 
-def train(model: DDP, rank: int, name: str, *, steps: int = 4) -> list[torch.Tensor | None]:
+def train(model: DDP, rank: int, name: str, *, steps: int = 3) -> list[torch.Tensor | None]:
     """Everything that each step leaves behind; the seed is the rank's own."""
     torch.manual_seed(100 + rank)
     if name in HOOKS:
@@ -111,11 +112,13 @@ def equal(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> b
     )
 
 
-def shared_plan(rank: int, folder: str, net: nn.Module, batch: Any, budget: str = "85%") -> lowtide.Plan:
+def shared_plan(
+    rank: int, path: str, model: nn.Module, batch: Any, *, share: float = 0.5, **loop: Any
+) -> lowtide.Plan:
     """Made on rank 0, loaded by all."""
-    path = Path(folder, "plan.json")
     if rank == 0:
-        lowtide.profile(net, batch, loss=loss_of).plan(budget).save(path)
+        profile = lowtide.profile(model, batch, **loop)
+        profile.plan(between(profile, share)).save(path)
     torch.distributed.barrier()
     return lowtide.load_plan(path)
 
@@ -124,7 +127,7 @@ def both_orders(rank: int, folder: str, names: list[str] | None = None) -> dict[
     """By option: whether training is equal to plain DDP, planned inside and planned as wrapped."""
     torch.manual_seed(0)
     net, batch = Net(), {"words": torch.randint(11, (ROWS,))}
-    plan = shared_plan(rank, folder, net, batch)
+    plan = shared_plan(rank, f"{folder}/plan.json", net, batch, loss=loss_of)
     outcome = {}
     for name in names or OPTIONS:
         expected = train(DDP(copy.deepcopy(net), **OPTIONS[name]), rank, name)
@@ -165,7 +168,7 @@ class Counter(TorchDispatchMode):
 def launches(rank: int) -> dict[str, tuple[list[int], int]]:
     """How many ops of the third backward pass had run when each bucket was sent, and of how many."""
     torch.manual_seed(0)
-    net, x, counter = Blocks(), torch.randn(256, 128), Counter()
+    net, x, counter = Blocks(depth=5), torch.randn(256, 128), Counter()
     seen: list[int] = []
 
     def hook(_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -193,23 +196,24 @@ def launches(rank: int) -> dict[str, tuple[list[int], int]]:
     return found
 
 
-def peaks(rank: int) -> dict[str, tuple[int, int, int]]:
+PEAKS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "wrapped": (True, {}),
+    "wrapped, bucket views": (True, {"gradient_as_bucket_view": True}),
+    "wrapped later": (False, {}),
+}
+
+
+def peaks(rank: int, folder: str) -> dict[str, tuple[int, int, int]]:
     """By option: the budget, what was predicted and what was measured, buckets included."""
     torch.manual_seed(0)
-    net, x = Blocks(), torch.randn(256, 128)
+    net, x = Blocks(depth=4), torch.randn(192, 128)
     found = {}
-    for name, wrapped_first, options in (
-        ("wrapped", True, {}),
-        ("wrapped, bucket views", True, {"gradient_as_bucket_view": True}),
-        ("wrapped later", False, {}),
-        ("wrapped later, bucket views", False, {"gradient_as_bucket_view": True}),
-    ):
+    for name, (wrapped_first, options) in PEAKS.items():
         inner = copy.deepcopy(net)
         optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
         model = DDP(inner, **options) if wrapped_first else inner
-        profile = lowtide.profile(model, x, optimizer=optimizer)
-        budget = between(profile, 0.3)
-        lowtide.checkpoint(model, x, budget=budget, optimizer=optimizer)
+        plan = shared_plan(rank, f"{folder}/{name}.json", model, x, optimizer=optimizer, share=0.3)
+        plan.apply(model)
         model = model if wrapped_first else DDP(model, **options)
         for _ in range(2):
             train_step(model, x, optimizer)
@@ -217,7 +221,7 @@ def peaks(rank: int) -> dict[str, tuple[int, int, int]]:
         sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
         bucket_bytes = sum(int(size) for size in sizes.split(", "))
         measured = static_bytes(model, x, optimizer) + bucket_bytes + above
-        found[name] = (budget, profile.plan(budget).peak_bytes, measured)
+        found[name] = (plan.budget_bytes, plan.peak_bytes, measured)
     return found
 
 

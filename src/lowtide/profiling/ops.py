@@ -92,8 +92,8 @@ def measure_calls(
 
     Never holds more than `memory_limit_bytes` at a time: a larger op is timed on a slice and scaled.
     What cannot be run at all, or would wait for other processes, is costed by its bytes. All these are
-    marked `estimated`; what cannot be run is logged with its reason. Times that the machine was too busy for are logged and kept out of the
-    cache. The global random state is left as it was.
+    marked `estimated`; what cannot be run is logged with its reason. Times that the machine was too busy
+    for are logged and kept out of the cache. The global random state is left as it was.
     """
     signatures = [signature(call) for call in calls]
     distinct = dict(zip(reversed(signatures), reversed(calls), strict=True))
