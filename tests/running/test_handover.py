@@ -19,6 +19,11 @@ pytestmark = pytest.mark.slow
 Results = list[Any]
 
 
+@pytest.fixture(scope="module")
+def plan() -> lowtide.Plan:
+    return lowtide.profile(Layers(), torch.randn(64, 8)).plan("95%")
+
+
 @pytest.fixture(autouse=True)
 def group(tmp_path: Any) -> Iterator[None]:
     """A process group of this process alone: DistributedDataParallel works, and nobody is waited for."""
@@ -112,12 +117,14 @@ def under_autocast(model: nn.Module, x: torch.Tensor) -> Results:
     [kept, two_calls, hooked, of_some, of_the_input, frozen, accumulated, under_autocast],
     ids=lambda step: step.__name__,
 )
-def test_autograd_holds_as_in_eager(step: Callable[..., Results], handed: list[int]) -> None:
+def test_autograd_holds_as_in_eager(
+    step: Callable[..., Results], plan: lowtide.Plan, handed: list[int]
+) -> None:
     torch.manual_seed(0)
     net, x = Layers(), torch.randn(64, 8)
-    if step is frozen:
-        net.first.requires_grad_(False)
-    planned = lowtide.checkpoint(copy.deepcopy(net), x, budget="95%")
+    planned = plan.apply(copy.deepcopy(net))
+    for model in (net, planned):
+        model.first.requires_grad_(step is not frozen)
     expected, found = step(DDP(net), x), step(DDP(planned), x)
     assert len(expected) == len(found)
     for one, other in zip(expected, found, strict=True):
@@ -125,9 +132,9 @@ def test_autograd_holds_as_in_eager(step: Callable[..., Results], handed: list[i
     assert handed or step is kept  # where the graph is kept, all gradients come at once
 
 
-def test_gradients_come_one_layer_after_the_other(handed: list[int]) -> None:
+def test_gradients_come_one_layer_after_the_other(plan: lowtide.Plan, handed: list[int]) -> None:
     net, x = Layers(), torch.randn(64, 8)
-    planned = DDP(lowtide.checkpoint(net, x, budget="95%"))
+    planned = DDP(plan.apply(net))
     planned(x).square().mean().backward()
     assert handed == [1, 1, 2, 1, 1]
 
@@ -143,9 +150,9 @@ def test_a_model_of_several_graphs_hands_over_in_each(handed: list[int]) -> None
     assert sum(handed) > len(list(net.parameters()))  # what passes between the graphs, too
 
 
-def test_a_parameter_that_changes_before_backward_is_noticed() -> None:
+def test_a_parameter_that_changes_before_backward_is_noticed(plan: lowtide.Plan) -> None:
     net, x = Layers(), torch.randn(64, 8)
-    planned = DDP(lowtide.checkpoint(net, x, budget="95%"))
+    planned = DDP(plan.apply(net))
     loss = planned(x).square().mean()
     with torch.no_grad():
         net.last.weight.add_(1)
@@ -153,17 +160,17 @@ def test_a_parameter_that_changes_before_backward_is_noticed() -> None:
         loss.backward()
 
 
-def test_differentiating_twice_is_refused_as_without_ddp() -> None:
+def test_differentiating_twice_is_refused_as_without_ddp(plan: lowtide.Plan) -> None:
     net, x = Layers(), torch.randn(64, 8)
-    planned = DDP(lowtide.checkpoint(net, x, budget="95%"))
+    planned = DDP(plan.apply(net))
     first = torch.autograd.grad(planned(x).square().mean(), list(net.parameters()), create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         sum(gradient.sum() for gradient in first).backward()
 
 
-def test_nothing_is_handed_over_without_ddp(handed: list[int]) -> None:
+def test_nothing_is_handed_over_without_ddp(plan: lowtide.Plan, handed: list[int]) -> None:
     net, x = Layers(), torch.randn(64, 8)
-    lowtide.checkpoint(net, x, budget="95%")(x).square().mean().backward()
+    plan.apply(net)(x).square().mean().backward()
     assert handed == []
 
 
