@@ -24,7 +24,7 @@ from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
-from lowtide.torchside.ddp import unwrapped
+from lowtide.torchside import ddp
 from lowtide.torchside.optimizers import as_one
 from lowtide.zoo.targets import Target
 
@@ -94,10 +94,11 @@ def _captured(model: nn.Module, batch: Any, *, optimizer: Optimizers | None, los
         raise LowtideError(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
         )
+    ddp.check(model)
     leave()
     with display.shown() as line:
         line.stage("capturing the step")
-        return capture(unwrapped(model), batch, optimizer=as_one(optimizer), loss=loss)
+        return capture(ddp.unwrapped(model), batch, optimizer=as_one(optimizer), loss=loss)
 
 
 def checkpoint(
@@ -121,9 +122,9 @@ def checkpoint(
     ranks = ranks_of(model, process_group)
     with display.shown() as line:
         if ranks is None:
-            found = profile(model, batch, optimizer=optimizer, loss=loss)
+            found = profile(model, batch, optimizer=optimizer, loss=loss, process_group=process_group)
             line.stage("planning")
-            return found.plan(budget, planner).apply(model)
+            return found.plan(budget, planner).apply(model, process_group=process_group)
 
         def make(captured: Captured) -> Plan:
             line.stage("measuring its ops")
@@ -153,9 +154,10 @@ def verify(
     """Compare training with and without `plan` to the last bit, and measure both peaks and times.
 
     Works on copies in fresh processes; the model here is not trained. Where the model cannot be sent
-    to another process, copies in this one are used and `fresh_process` is False.
+    to another process, copies in this one are used and `fresh_process` is False. Of a
+    DistributedDataParallel the model inside is verified, in one process and without buckets.
     """
-    model = unwrapped(model)
+    model = ddp.unwrapped(model)
     applied = runner_of(model)
     remove(model)
     try:

@@ -37,17 +37,22 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner
 
 
+def check(model: nn.Module) -> None:
+    """Refuse a wrapper under which no plan can run."""
+    if isinstance(model, DistributedDataParallel) and model.mixed_precision is not None:
+        raise Unsupported(
+            "DistributedDataParallel(mixed_precision=...) changes the parameters under a plan: use "
+            "torch.autocast instead, or lowtide.remove(model)"
+        )
+
+
 def buckets_of(wrapper: DistributedDataParallel) -> Buckets:
     """The buckets of a wrapper, once it has trained a step.
 
     In the first step of a static graph gradients wait for the end of the backward pass, and with
     `batched_grad_copy` for their bucket: there they count beside the buckets.
     """
-    if wrapper.mixed_precision is not None:
-        raise Unsupported(
-            "DistributedDataParallel(mixed_precision=...) changes the parameters under a plan: use "
-            "torch.autocast instead, or lowtide.remove(model)"
-        )
+    check(wrapper)
     at_once = wrapper.gradient_as_bucket_view and not wrapper.static_graph
     at_once = at_once and not getattr(wrapper, "batched_grad_copy", False)
     nbytes = sum(parameter.nbytes for parameter in wrapper._module_parameters if parameter.requires_grad)
