@@ -102,7 +102,7 @@ def gates_of(segment: Segment, backward: fx.GraphModule, *, num_inputs: int) -> 
     if len(grads) != num_inputs or any(possible[index] is not None for index in changed):
         return None
     position = {node: index for index, node in enumerate(backward.graph.nodes)}
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for index, grad in sorted(enumerate(grads), key=lambda item: (position.get(item[1], -1), item[0])):
         if grad is not None:
             groups.setdefault(_moment(grad, position), []).append(index)
@@ -112,10 +112,15 @@ def gates_of(segment: Segment, backward: fx.GraphModule, *, num_inputs: int) -> 
     return Gates(tuple(tuple(group) for _, group in sorted(groups.items())), never, num_inputs)
 
 
-def _moment(grad: fx.Node, position: dict[fx.Node, int]) -> tuple[int, ...]:
-    """When a gradient is there: parts of one op's result are there at once."""
+def _moment(grad: fx.Node, position: dict[fx.Node, int]) -> int:
+    """When a gradient can leave: parts of one op's result at once, and what is still read when it was read,
+    for autograd would copy it before."""
     parts = [source for source in grad.all_input_nodes if isinstance(source.meta.get("val"), (list, tuple))]
-    return (position[parts[0] if parts else grad],)
+    return max(position[node] for node in (*(parts or [grad]), *_readers(grad)))
+
+
+def _readers(grad: fx.Node) -> list[fx.Node]:
+    return [user for user in grad.users if user.op != "output"]
 
 
 def gated(function: Callable[..., Any], gates: Gates) -> Callable[..., Any]:
@@ -164,7 +169,8 @@ def with_handovers(backward: fx.GraphModule, groups: Groups) -> fx.GraphModule:
     for group in groups:
         gradients = [results[index] for index in group]
         made = [node for node in gradients if isinstance(node, fx.Node)]
-        latest = max([last, *made], key=position.__getitem__)
+        read = [reader for node in made for reader in _readers(node) if reader in position]
+        latest = max([last, *made, *read], key=position.__getitem__)
         with graph.inserting_after(latest):
             last = graph.call_function(hand_over, (box, *gradients))
         position[last] = position[latest]

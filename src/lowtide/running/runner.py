@@ -153,7 +153,10 @@ class Runner:
         wrapper = ddp.active()
         if wrapper is None or wrapper is self._wrapper():
             return
-        if self.plans.count_buckets(ddp.buckets_of(wrapper)):
+        buckets = ddp.buckets_of(wrapper)
+        if buckets.hold_gradients:
+            self._warned.add("gradients")  # those that are there are in the buckets, which count
+        if self.plans.count_buckets(buckets):
             self.compiled.forget()
             self.eager_batch = None
         self._wrapper = weakref.ref(wrapper)
