@@ -190,3 +190,15 @@ def test_a_graph_in_parts_keeps_nothing_of_what_it_handed_over() -> None:
     assert torch._C._storage_Use_Count(reference._cdata) == 2  # that of `out`, and of `reference`
     next(parts)
     assert len(out) == 2
+
+
+def test_a_gradient_that_is_still_read_waits() -> None:
+    graph = fx.Graph()
+    tangent = graph.placeholder("tangent")
+    first = graph.call_function(torch.ops.aten.neg.default, (tangent,))
+    middle = graph.call_function(torch.ops.aten.cos.default, (tangent,))
+    last = graph.call_function(torch.ops.aten.mul.Tensor, (first, middle))
+    graph.output([first, last, None])
+    in_parts = handover.with_handovers(fx.GraphModule(nn.Module(), graph), ((0,), (1,)))
+    names = [node.name for node in in_parts.graph.nodes if node.op == "call_function"]
+    assert names == ["neg_default", "cos_default", "mul_tensor", "hand_over", "hand_over_1"]
