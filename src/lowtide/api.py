@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from lowtide import display
 from lowtide.capture.graphs import user_tensors
 from lowtide.capture.loop import Loop, Loss, Optimizers
-from lowtide.capture.step import capture
+from lowtide.capture.step import Captured, capture
 from lowtide.checking.verification import Verification
 from lowtide.checking.verification import verify as verify_target
+from lowtide.distributed.agreement import plan_together
+from lowtide.distributed.buckets import counting_buckets
+from lowtide.distributed.ranks import Ranks, ranks_of
 from lowtide.errors import LowtideError
 from lowtide.facts.sizes import parse_size
 from lowtide.plans import Plan, load_plan
@@ -20,6 +25,7 @@ from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
+from lowtide.torchside import ddp
 from lowtide.torchside.optimizers import as_one
 from lowtide.zoo.targets import Target
 
@@ -38,6 +44,64 @@ __all__ = [
 MODES = ("ops", "run")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """What the user says of the loop around the model."""
+
+    optimizer: Optimizers | None
+    loss: Loss | None
+    accumulate: bool
+    reserve_bytes: int
+    step_in_backward: bool
+    holds_outputs: bool
+
+    @property
+    def loop(self) -> Loop:
+        return Loop.of(
+            self.optimizer, self.loss, holds_outputs=self.holds_outputs, reserve_bytes=self.reserve_bytes
+        )
+
+    @property
+    def settings(self) -> list[tuple[str, str]]:
+        """What has to be the same for all ranks."""
+        named = ("accumulate", "reserve_bytes", "step_in_backward", "holds_outputs")
+        return [(name, str(getattr(self, name))) for name in named]
+
+    def check(self, model: nn.Module, ranks: Ranks | None) -> None:
+        if not isinstance(model, nn.Module):
+            raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
+        if runner_of(model) is not None:
+            raise LowtideError(
+                "this model already runs by a plan: call lowtide.remove(model) before profiling it"
+            )
+        if self.step_in_backward and self.accumulate:
+            raise LowtideError(
+                "step_in_backward=True updates parameters in every backward pass, and accumulate=True says "
+                "that gradients of several are added up: choose one of them"
+            )
+        if self.step_in_backward and ranks is not None:
+            raise LowtideError(
+                f"step_in_backward=True would update parameters before the gradients of all {ranks.size} "
+                "processes are there: leave it out"
+            )
+        ddp.check(model)
+
+    def capture(self, model: nn.Module, batch: Any) -> Captured:
+        leave()
+        with display.shown() as line:
+            line.stage("capturing the step")
+            return capture(
+                ddp.unwrapped(model),
+                batch,
+                optimizer=as_one(self.optimizer),
+                loss=self.loss,
+                accumulate=self.accumulate,
+                reserve_bytes=self.reserve_bytes,
+                step_in_backward=self.step_in_backward,
+                holds_outputs=self.holds_outputs,
+            )
+
+
 def profile(
     model: nn.Module,
     batch: Any,
@@ -52,6 +116,7 @@ def profile(
     step_in_backward: bool = False,
     holds_outputs: bool = True,
     progress: Callable[[int, int], None] | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Profile:
     """Capture one training step and measure its ops, without running the step.
 
@@ -68,46 +133,38 @@ def profile(
     `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final, which is then
     freed; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or accumulation.
     `holds_outputs=False`: the loop lets go of what the model returns, but for the loss, before backward.
+
+    Of a DistributedDataParallel the model inside is profiled, and its buckets are counted; so they are,
+    without options, for any model of a process that is one of several (of `process_group`, by default of
+    all).
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
-    if not isinstance(model, nn.Module):
-        raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
-    if runner_of(model) is not None:
-        raise LowtideError(
-            "this model already runs by a plan: call lowtide.remove(model) before profiling it"
-        )
-    if step_in_backward and accumulate:
-        raise LowtideError(
-            "step_in_backward=True updates parameters in every backward pass, and accumulate=True says that "
-            "gradients of several are added up: choose one of them"
-        )
+    training = _Training(
+        optimizer=optimizer,
+        loss=loss,
+        accumulate=accumulate,
+        reserve_bytes=parse_size(reserve) if reserve else 0,
+        step_in_backward=step_in_backward,
+        holds_outputs=holds_outputs,
+    )
     limit_bytes = parse_size(memory_limit)
-    reserve_bytes = parse_size(reserve) if reserve else 0
-    leave()
+    ranks = ranks_of(model, process_group)
+    training.check(model, ranks)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
-        line.stage("capturing the step")
-        captured = capture(
-            model,
-            batch,
-            optimizer=as_one(optimizer),
-            loss=loss,
-            accumulate=accumulate,
-            reserve_bytes=reserve_bytes,
-            step_in_backward=step_in_backward,
-            holds_outputs=holds_outputs,
-        )
+        captured = training.capture(model, batch)
         line.stage("measuring its ops")
         count = progress or line.count
         if mode == "run":
             tensors = user_tensors(model, batch)
-            found = run_costs(
+            step, known = run_costs(
                 captured, tensors, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
         else:
-            found = measure_costs(captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count)
-    loop = Loop.of(optimizer, loss, holds_outputs=holds_outputs, reserve_bytes=reserve_bytes)
-    return Profile(*found, loop=loop, traced=captured.traced)
+            step, known = measure_costs(
+                captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
+            )
+    return Profile(counting_buckets(step, model, ranks), known, loop=training.loop, traced=captured.traced)
 
 
 def checkpoint(
@@ -122,25 +179,52 @@ def checkpoint(
     planner: str = "auto",
     step_in_backward: bool = False,
     holds_outputs: bool = True,
+    process_group: ProcessGroup | None = None,
 ) -> nn.Module:
     """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
 
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
-    `step_in_backward` and `holds_outputs` are those of `profile`.
+    `accumulate`, `reserve`, `step_in_backward` and `holds_outputs` are those of `profile`.
+
+    `model` may be a DistributedDataParallel, or become one later. Where several processes train it (those of
+    `process_group`, by default of the wrapper's, or all), each has to call this: rank 0 makes the plan, for
+    all that have batches like its own, and whatever differs between them stops all.
     """
+    training = _Training(
+        optimizer=optimizer,
+        loss=loss,
+        accumulate=accumulate,
+        reserve_bytes=parse_size(reserve) if reserve else 0,
+        step_in_backward=step_in_backward,
+        holds_outputs=holds_outputs,
+    )
+    ranks = ranks_of(model, process_group)
+
+    def capture_step() -> Captured:
+        training.check(model, ranks)
+        return training.capture(model, batch)
+
     with display.shown() as line:
-        found = profile(
-            model,
-            batch,
-            optimizer=optimizer,
-            loss=loss,
-            accumulate=accumulate,
-            reserve=reserve,
-            step_in_backward=step_in_backward,
-            holds_outputs=holds_outputs,
-        )
-        line.stage("planning")
-        return found.plan(budget, planner).apply(model)
+
+        def make(captured: Captured) -> Plan:
+            line.stage("measuring its ops")
+            step, known = measure_costs(captured, progress=line.count)
+            step = counting_buckets(step, model, ranks)
+            line.stage("planning")
+            found = Profile(step, known, loop=training.loop, traced=captured.traced)
+            return found.plan(budget, planner)
+
+        if ranks is None:
+            plan = make(capture_step())
+        else:
+            plan = plan_together(
+                ranks,
+                capture=capture_step,
+                settings=[("budget", str(budget)), ("planner", planner), *training.settings],
+                make=make,
+                loop=training.loop,
+            )
+    return plan.apply(model, process_group=process_group)
 
 
 def verify(
@@ -155,8 +239,10 @@ def verify(
     """Compare training with and without `plan` to the last bit, and measure both peaks and times.
 
     Works on copies in fresh processes; the model here is not trained. Where the model cannot be sent
-    to another process, copies in this one are used and `fresh_process` is False.
+    to another process, copies in this one are used and `fresh_process` is False. Of a
+    DistributedDataParallel the model inside is verified, in one process and without buckets.
     """
+    model = ddp.unwrapped(model)
     applied = runner_of(model)
     remove(model)
     try:

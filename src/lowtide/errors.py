@@ -9,6 +9,7 @@ LowtideError
 ├── NotApplicable       a method of `lowtide compare` has nothing to work on in this model
 ├── NotEnoughMemory     a step needs more memory than the machine has free
 ├── PlanMismatch        a plan made for another model, shape or torch version
+├── RankError           another process of the group failed, or did not come
 ├── TargetError         the command line's TARGET cannot be loaded
 ├── Unsupported         asked at run time for what an exact result cannot be given for
 ├── UnsupportedTorch    torch is too old; an ImportError, too
@@ -40,6 +41,14 @@ class CaptureError(LowtideError):
 
 class PlanMismatch(LowtideError):
     pass
+
+
+class RankError(LowtideError):
+    """Another process of the group, `rank`, failed or did not come."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        self.rank = rank
+        super().__init__(message)
 
 
 class TargetError(LowtideError):

@@ -11,6 +11,7 @@ from lowtide.facts.units import format_size
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
 
     from lowtide.capture.loop import Loop, Optimizers
     from lowtide.capture.traced import TracedModel
@@ -69,16 +70,32 @@ class Plan:
         """One row per activation."""
         return self.solution.decisions
 
-    def apply(self, model: "nn.Module", *, optimizer: "Optimizers | None" = None) -> "nn.Module":
+    def apply(
+        self,
+        model: "nn.Module",
+        *,
+        optimizer: "Optimizers | None" = None,
+        process_group: "ProcessGroup | None" = None,
+    ) -> "nn.Module":
         """Let `model` train by this plan, in place; returns the same object.
 
         Another batch shape gets a plan of its own for the same budget when it first comes. A plan from a file
-        that steps in backward, or in pieces, needs the `optimizer`.
+        that steps in backward, or in pieces, needs the `optimizer`. Of a DistributedDataParallel the model
+        inside gets the plan. Where several processes train the model (those of `process_group`, by default
+        of the wrapper's, or all), each has to call this, with the same plan.
         """
+        from lowtide.capture.identity import identify_model
+        from lowtide.distributed.agreement import check_together
+        from lowtide.distributed.ranks import ranks_of
         from lowtide.running.replan import apply_plan
+        from lowtide.torchside.ddp import unwrapped
         from lowtide.torchside.optimizers import as_one
 
-        return apply_plan(self, model, optimizer=as_one(optimizer))
+        inner, ranks = unwrapped(model), ranks_of(model, process_group)
+        if ranks is not None:
+            check_together(ranks, self, lambda: check_identity(self, identify_model(inner)))
+        apply_plan(self, inner, optimizer=as_one(optimizer))
+        return model
 
     def to_csv(self, folder: str | Path) -> list[Path]:
         """Write `ac_decisions.csv`."""

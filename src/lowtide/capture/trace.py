@@ -88,12 +88,11 @@ class Collector:
                 forward=self._runner(module, segment),
                 backward=_never_run,
                 gradients=has_gradients(segment.joint, segment.num_forward_outputs),
-                key=key,
             )
             self.traced = traced if is_whole else None
 
             def run(values: list[Any]) -> Any:
-                return traced.forward(values)  # which changes once there is a plan
+                return traced.forward(values)
 
             return hooks.takes_list(run)
 
@@ -109,9 +108,11 @@ class Collector:
         compiled_graph = hooks.compile_graph(
             graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
         )
-        if traced is not None and not hooks.is_guarded_by_aot():
-            traced.compiled = compiled_graph
-        return compiled_graph
+        if traced is None:
+            return compiled_graph
+        traced.compiled = compiled_graph
+        traced.key = None if hooks.is_guarded_by_aot() else key
+        return traced.run
 
     def _runner(self, module: fx.GraphModule, segment: Segment) -> Function:
         outputs = module.graph.output_node().args[0]

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,8 @@ class TracedGraph:
     its first gradients come.
 
     `inputs` are fake tensors like those that it takes; `gradients` tells for each whether torch will ask for
-    its gradient. `compiled` is what torch has made of a graph with that `key`.
+    its gradient. `compiled` is what torch has made of it, and is called with its inputs; `key` is None where
+    that holds for this one call of the function only.
     """
 
     segment: Segment
@@ -27,8 +28,12 @@ class TracedGraph:
     forward: Function
     backward: Callable[[], Function]
     gradients: tuple[bool, ...]
-    key: Hashable | None
-    compiled: Callable[..., Any] | None = None
+    key: Hashable | None = None
+    compiled: Callable[..., Any] = field(init=False)
+
+    def run(self, *inputs: Any) -> Any:
+        """What torch calls: a plan changes what that is."""
+        return self.compiled(*inputs)
 
 
 class TracedModel:

@@ -34,6 +34,7 @@ from lowtide.running.replan import apply_plan
 from lowtide.running.rewrite import plain_schedule
 from lowtide.running.runner import install, remove, runner_of
 from lowtide.torchside.batch import call, loss_of, split_batch
+from lowtide.torchside.ddp import Buckets
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.ops.random import random_state, set_random_state
 from lowtide.torchside.route import route_of, set_route
@@ -315,6 +316,10 @@ class PlainPlans:
         return False
 
     def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
+        """Nothing to plan."""
+        return False
+
+    def count_buckets(self, buckets: Buckets) -> bool:
         """Nothing to plan."""
         return False
 

@@ -57,6 +57,8 @@ class Reserve:
     `loss_input_bytes` are there all along: the loss's own targets, and inputs that nothing reads.
     `batch_bytes` is what the model reads of the batch that all this was found for.
     `earlier_gradient_bytes` are gradients of earlier micro-batches, there until the backward pass ends.
+    `bucket_bytes` are those of the buckets in which gradients go to other processes; they are all that is
+    held of the gradients, where `gradients_in_buckets`.
     """
 
     optimizer_state_bytes: int = 0
@@ -66,6 +68,8 @@ class Reserve:
     loss_input_bytes: int = 0
     batch_bytes: int = 0
     earlier_gradient_bytes: int = 0
+    bucket_bytes: int = 0
+    gradients_in_buckets: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from lowtide.torchside.ops.dropout import dropout_output
 from lowtide.torchside.ops.random import is_random
 from lowtide.torchside.ops.recurrent import RUNS_ONCE, recurrent_layer
 from lowtide.torchside.ops.recurrent_cells import CELLS
-from lowtide.torchside.ops.schema import writes_inputs
+from lowtide.torchside.ops.schema import talks_to_others, writes_inputs
 from lowtide.torchside.ops.score_rows import log_probabilities
 
 REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
@@ -53,7 +53,7 @@ def reason_unrepeatable(node: fx.Node) -> str:
         return "a higher-order op"
     if writes_inputs(target):
         return "writes to one of its inputs"
-    if target.namespace in ("_c10d_functional", "c10d_functional", "c10d"):
+    if talks_to_others(target):
         return "talks to other processes"
     if target.namespace not in REPEATABLE_NAMESPACES and target is not CELLS:
         return "a custom op: not known to give the same result twice"

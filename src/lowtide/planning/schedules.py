@@ -154,6 +154,8 @@ def reserve(step: Step) -> Reserve:
         optimizer_peak_bytes=_temporary_peak(step, [n for n in step.nodes if n.region is Region.OPTIMIZER]),
         batch_bytes=batch_bytes(step),
         earlier_gradient_bytes=_earlier_gradient_bytes(step),
+        bucket_bytes=bucket_bytes(step),
+        gradients_in_buckets=bucket_bytes(step) > 0 and not any(map(_is_own_gradient, step.storages)),
     )
 
 
@@ -163,6 +165,45 @@ def whole_step_bytes(step: Step, timeline: Timeline) -> int:
     held = zip(nodes, timeline.bytes_held, strict=True)
     inside = (int(n) + node.extra_eager_bytes for node, n in held if node.region is Region.OPTIMIZER)
     return max(inside, default=0)
+
+
+def bucket_bytes(step: Step) -> int:
+    """What the buckets take in which gradients go to other processes."""
+    return sum(s.nbytes for s in step.storages if s.kind is Kind.GRADIENT and s.static)
+
+
+def with_buckets(step: Step, *, bucket_bytes: int, gradients_in_buckets: bool) -> Step:
+    """The same step with buckets for gradients beside it.
+
+    Where gradients are handed over to buckets that hold all of them, each is freed once it is there. In a
+    step of several graphs, where a gradient may wait for what another graph adds to it, they still count.
+    """
+    if not bucket_bytes:
+        return step
+    bucket = Storage(
+        id=len(step.storages),
+        nbytes=bucket_bytes,
+        kind=Kind.GRADIENT,
+        name="buckets of gradients",
+        static=True,
+    )
+    storages = (*step.storages, bucket)
+    if not gradients_in_buckets or sum(graph.in_model for graph in step.graphs) > 1:
+        return replace(step, storages=storages)
+    handed = {s.id for s in step.storages if _is_own_gradient(s)}
+    storages = tuple(replace(s, pinned=False) if s.id in handed else s for s in storages)
+    nodes = tuple(
+        replace(node, reads=tuple(r for r in node.reads if handed.isdisjoint(step.nodes[r].holds)))
+        if (node.op, node.region) == ("output", Region.BACKWARD)
+        else node
+        for node in step.nodes
+    )
+    return replace(step, storages=storages, nodes=nodes)
+
+
+def _is_own_gradient(storage: Storage) -> bool:
+    """Whether it becomes a parameter's `.grad`."""
+    return storage.kind is Kind.GRADIENT and storage.pinned
 
 
 def batch_bytes(step: Step) -> int:

@@ -25,7 +25,7 @@ from lowtide.profiling.shrink import Slice, shrink
 from lowtide.profiling.trials import ROUNDS, Memory, Trial
 from lowtide.profiling.work import Work, fresh_storages, visible_work_of, work_of
 from lowtide.torchside.calls import Call, OpCost, signature
-from lowtide.torchside.ops.schema import is_view
+from lowtide.torchside.ops.schema import is_view, talks_to_others
 
 _log = logging.getLogger(__name__)
 
@@ -91,9 +91,9 @@ def measure_calls(
     """Costs in the order of `calls`; calls of equal signature are measured once.
 
     Never holds more than `memory_limit_bytes` at a time: a larger op is timed on a slice and scaled.
-    What cannot be run at all is costed by its bytes. Both are marked `estimated`, the latter also
-    logged with its reason. Times that the machine was too busy for are logged and kept out of the
-    cache. The global random state is left as it was.
+    What cannot be run at all, or would wait for other processes, is costed by its bytes. All these are
+    marked `estimated`; what cannot be run is logged with its reason. Times that the machine was too busy
+    for are logged and kept out of the cache. The global random state is left as it was.
     """
     signatures = [signature(call) for call in calls]
     distinct = dict(zip(reversed(signatures), reversed(calls), strict=True))
@@ -103,6 +103,8 @@ def measure_calls(
         known = cache.get(key, memory_limit_bytes=memory_limit_bytes) if cache is not None else None
         if distinct[key].target is operator.getitem:
             costs[key] = OpCost(0.0, 0, estimated=False)
+        elif talks_to_others(distinct[key].target):
+            costs[key] = cost_by_bytes(distinct[key])
         elif known is not None:
             costs[key] = known
         else:

@@ -11,11 +11,12 @@ from lowtide.capture.regions import without_tangents
 from lowtide.capture.traced import TracedGraph
 from lowtide.facts import Run
 from lowtide.running.backward import Backward, FirstCalls
-from lowtide.running.executor import EAGER_OPS, Executor, Function
+from lowtide.running.executor import EAGER_OPS, Executor, ExecutorInParts, Function
+from lowtide.running.handover import Gates, gated, gates_of
 from lowtide.running.held_outputs import HeldOutputs
 from lowtide.running.loop_watch import Held, LoopWatch
 from lowtide.running.rewrite import Rewritten, forward_only, rewrite
-from lowtide.torchside import hooks
+from lowtide.torchside import ddp, hooks
 from lowtide.torchside.graph_key import key_of
 from lowtide.torchside.updates import Updates, begin_updates
 
@@ -134,6 +135,8 @@ class Backend:
             compiled = hooks.compile_graph(
                 graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
             )
+        if planned is not None:
+            compiled = planned.called_by_dynamo(compiled)
         if key is not None and not hooks.is_guarded_by_aot():
             self._remember(key, compiled)
         return compiled
@@ -155,7 +158,8 @@ class Backend:
             return False
         graph.forward = planned.forward(graph.inputs)
         graph.backward = planned.backward
-        if graph.key is not None and graph.compiled is not None:
+        graph.compiled = planned.called_by_dynamo(graph.compiled)
+        if graph.key is not None:
             self._remember(graph.key, graph.compiled)
         self._list(planned)
         return True
@@ -188,9 +192,16 @@ class _PlannedGraph:
         self.updates_number = updates.number if updates is not None else 0
         self.rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule, updates=updates)
         self.gradients = has_gradients(self.rewritten.backward, 0)
+        self.gates: Gates | None = None
+        if isinstance(executor, ExecutorInParts):
+            self.gates = gates_of(segment, self.rewritten.backward, num_inputs=len(segment.origins))
         self.first_calls = FirstCalls(segment)
         if not plan.missing:
             self.first_calls.are_as_planned()
+
+    def called_by_dynamo(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch has compiled, with gates before it where they are of use."""
+        return compiled if self.gates is None else _gated_in_ddp(compiled, self.gates)
 
     def forward(self, inputs: Sequence[Any]) -> Function:
         run = self.executor(self.rewritten.forward, inputs, is_backward=False)
@@ -203,7 +214,13 @@ class _PlannedGraph:
         inputs = [node.meta["val"] for node in self.rewritten.backward.graph.find_nodes(op="placeholder")]
         used = progress.used.setdefault(self.segment.fingerprint, set())
         run = Backward(
-            self.rewritten, self.plan.missing, inputs, self.executor, first_calls=self.first_calls, used=used
+            self.rewritten,
+            self.plan.missing,
+            inputs,
+            self.executor,
+            first_calls=self.first_calls,
+            used=used,
+            gates=self.gates,
         )
 
         def call(values: list[Any]) -> Any:
@@ -215,6 +232,16 @@ class _PlannedGraph:
             return result
 
         return call
+
+
+def _gated_in_ddp(function: Callable[..., Any], gates: Gates) -> Callable[..., Any]:
+    """Where gradients are sent to other processes as they come, let them come early."""
+    behind_gates = gated(function, gates)
+
+    def call(*args: Any) -> Any:
+        return (behind_gates if ddp.active() is not None else function)(*args)
+
+    return call
 
 
 def _forward(

@@ -10,7 +10,8 @@ from lowtide.capture.graphs import Segment
 from lowtide.capture.regions import without_tangents
 from lowtide.capture.tangents import drop_zeros
 from lowtide.errors import Unsupported
-from lowtide.running.executor import Executor, Function
+from lowtide.running.executor import Executor, ExecutorInParts, Parts
+from lowtide.running.handover import Gates, waiting_chain, with_handovers
 from lowtide.running.rewrite import Rewritten, plain_schedule, rewrite
 from lowtide.torchside import hooks
 
@@ -54,7 +55,10 @@ class FirstCalls:
 
 
 class Backward:
-    """`used` collects the outputs that got a gradient though the plan counts on none."""
+    """`used` collects the outputs that got a gradient though the plan counts on none.
+
+    Where inputs came through `gates`, it returns with the first gradients and lets those run the rest.
+    """
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class Backward:
         *,
         first_calls: FirstCalls,
         used: set[int],
+        gates: Gates | None = None,
     ) -> None:
         self.rewritten = rewritten
         self.planned_missing = planned_missing
@@ -72,7 +77,9 @@ class Backward:
         self.executor = executor
         self.first_calls = first_calls
         self.used = used
+        self.gates = gates
         self._functions = {planned_missing: executor(rewritten.backward, inputs, is_backward=True)}
+        self._parts: dict[frozenset[int], Parts] = {}
 
     def __call__(self, args: list[Any]) -> Any:
         tangents = self.rewritten.tangents
@@ -83,11 +90,24 @@ class Backward:
             return self._from_the_start(args, missing)
         if self.first_calls.segment is not None:
             self.first_calls.are_as_planned()
+        chain = None if self.gates is None else waiting_chain(self.gates)
+        if chain is not None:
+            return chain.begin(self._in_parts(missing), args)
         if missing not in self._functions:
-            self._functions[missing] = self._without(missing)
+            self._functions[missing] = self.executor(self._without(missing), self.inputs, is_backward=True)
         return self._functions[missing](args)
 
-    def _without(self, missing: frozenset[int]) -> Function:
+    def _in_parts(self, missing: frozenset[int]) -> Parts:
+        if missing not in self._parts:
+            assert self.gates is not None and isinstance(self.executor, ExecutorInParts)
+            planned = missing == self.planned_missing
+            module = self.rewritten.backward if planned else self._without(missing)
+            self._parts[missing] = self.executor.in_parts(
+                with_handovers(module, self.gates.groups), self.inputs
+            )
+        return self._parts[missing]
+
+    def _without(self, missing: frozenset[int]) -> fx.GraphModule:
         source = self.rewritten.backward
         graph = fx.Graph()
         graph.output(graph.graph_copy(source.graph, {}))
@@ -95,7 +115,7 @@ class Backward:
         inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
         by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
         drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})
-        return self.executor(module, self.inputs, is_backward=True)
+        return module
 
     def _from_the_start(self, args: list[Any], missing: frozenset[int]) -> Any:
         """Run the forward pass again, as eager would have kept it, and then backward."""

@@ -27,6 +27,7 @@ from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.loop_watch import Held
 from lowtide.running.runner import install, runner_of
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
+from lowtide.torchside.ddp import Buckets
 from lowtide.torchside.dynamo import StartOver
 from lowtide.torchside.optimizers import each_of
 from lowtide.torchside.pieces import Pieces
@@ -165,9 +166,36 @@ class PlanBook:
             "counted from the start",
             cause,
         )
+        self._drop(cause)
+        return True
+
+    def _drop(self, cause: str) -> None:
         self._dropped |= dict.fromkeys(self.graphs, cause)
         self.graphs.clear()
         self._alike.clear()
+
+    def count_buckets(self, buckets: Buckets) -> bool:
+        counted = self.reserve
+        more_bytes = buckets.nbytes - counted.bucket_bytes
+        if counted.gradients_in_buckets and not buckets.hold_gradients:
+            more_bytes += buckets.nbytes
+        if more_bytes <= 0:
+            return False
+        self.reserve = replace(
+            counted, bucket_bytes=buckets.nbytes, gradients_in_buckets=buckets.hold_gradients
+        )
+        self._peak_bytes += more_bytes
+        if self._peak_bytes <= self.budget_bytes:
+            return False
+        cause = (
+            f"DistributedDataParallel's buckets of gradients take {size_and_bytes(more_bytes)} more than the "
+            "plan counted on"
+        )
+        logger.warning(
+            "%s: plans are made again. Plan the wrapped model to have them counted from the start", cause
+        )
+        self._peak_bytes = 0
+        self._drop(cause)
         return True
 
     def _not_counted(self, held: Held) -> int:

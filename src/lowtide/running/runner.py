@@ -26,7 +26,7 @@ from lowtide.running.backend import Backend, GraphPlan, Progress
 from lowtide.running.bypass import mark, unmark
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.loop_watch import Held, LoopWatch, leave
-from lowtide.torchside import dynamo, hooks
+from lowtide.torchside import ddp, dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.pieces import Pieces
@@ -59,6 +59,10 @@ class Plans(Protocol):
     def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
         """Whether plans were dropped, because of what a loop made between forward and backward pass, or of
         outputs that it used though no plan counts on that, by graph."""
+        ...
+
+    def count_buckets(self, buckets: ddp.Buckets) -> bool:
+        """Whether plans were dropped, because gradients go through buckets that no plan counts on."""
         ...
 
 
@@ -96,6 +100,7 @@ class Runner:
         self._may_start_over = True
         self._waiting = -1  # how many backward passes had run when a call last ended
         self._last: Callable[[], Any] = _nothing  # what its backward pass would run, if anybody still can
+        self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
         self._warned: set[str] = set()
         self._start = time.perf_counter()
         self._entrance = entrance(model)
@@ -112,6 +117,7 @@ class Runner:
         leave()
         if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
             return call_model(self.model, args, kwargs)
+        self._meet_wrapper()
         if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
             return call_model(self.model, args, kwargs)
         self._learn()
@@ -159,6 +165,20 @@ class Runner:
             self.compiled.forget()
             self.backend.forget()
             progress.used.clear()
+
+    def _meet_wrapper(self) -> None:
+        """Plan again where a DistributedDataParallel around the model has buckets that were not counted."""
+        wrapper = ddp.active()
+        if wrapper is None or wrapper is self._wrapper():
+            return
+        buckets = ddp.buckets_of(wrapper)
+        if buckets.hold_gradients:
+            self._warned.add("gradients")  # those that are there are in the buckets, which count
+        if self.plans.count_buckets(buckets):
+            self.compiled.forget()
+            self.backend.forget()
+            self.eager_batch = None
+        self._wrapper = weakref.ref(wrapper)
 
     def _call_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -334,17 +354,18 @@ def attach(model: nn.Module, runner: Runner) -> None:
 
 def remove(model: nn.Module) -> nn.Module:
     """Give the plain model back: the same object, without its plan."""
-    runner = runner_of(model)
+    inner = ddp.unwrapped(model)
+    runner = runner_of(inner)
     if runner is not None:
-        set_route(model, None)
+        set_route(inner, None)
         for steps in (runner.updates, runner.pieces):
             if steps is not None:
                 steps.close()
-    unmark(model)
+    unmark(inner)
     return model
 
 
 def runner_of(model: nn.Module) -> Runner | None:
     """What runs a planned model; None for a plain one."""
-    current = route_of(model)
+    current = route_of(ddp.unwrapped(model))
     return current if isinstance(current, Runner) else None

@@ -16,7 +16,7 @@ from lowtide.capture.step import Captured, captured_step, only_loss_held
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
-from lowtide.planning.schedules import batch_bytes
+from lowtide.planning.schedules import batch_bytes, with_buckets
 from lowtide.profiling.costing import Known, estimate_costs, measure_costs
 from lowtide.torchside import hooks
 
@@ -149,7 +149,8 @@ def _besides(reserve: Reserve, times: Fraction, optimizer: torch.optim.Optimizer
 
 
 def _with_reserve(step: Step, reserve: Reserve) -> Step:
-    """Add what the graphs do not show, where it is held: the optimizer's state and temporaries, the loss."""
+    """Add what the graphs do not show, where it is held: the optimizer's state and temporaries, the loss,
+    the buckets of gradients."""
     state, inputs, kept, temporaries = range(len(step.storages), len(step.storages) + 4)
     storages = (
         Storage(
@@ -187,4 +188,7 @@ def _with_reserve(step: Step, reserve: Reserve) -> Step:
         makes=(*end.makes, kept),
         workspace_bytes=max(0, reserve.loss_bytes - reserve.loss_kept_bytes),
     )
-    return replace(step, storages=(*step.storages, *storages), nodes=tuple(nodes))
+    whole = replace(step, storages=(*step.storages, *storages), nodes=tuple(nodes))
+    return with_buckets(
+        whole, bucket_bytes=reserve.bucket_bytes, gradients_in_buckets=reserve.gradients_in_buckets
+    )

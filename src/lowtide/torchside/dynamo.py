@@ -73,6 +73,8 @@ def settings() -> Iterator[None]:
             # what it takes to tell of side effects that nobody is told of, and to look for garbage every time
             side_effect_replay_policy="silent",
             run_gc_after_compile=False,
+            # inside of DistributedDataParallel torch would cut graphs at its buckets, past their plans
+            optimize_ddp=False,
         ),
         # torch would run a whole function without graphs where one of them ends inside of a loop
         unittest.mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_backedge),

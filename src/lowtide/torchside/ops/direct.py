@@ -7,7 +7,7 @@ time so. The same ops have functions and methods for users, which read their arg
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,33 @@ _OP = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)\(")
 def direct_function(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """A graph as a plain function: it takes its inputs as one list that it empties, so that each is freed
     at its last use. Computes what the graph does, op by op."""
+    run = _written(module)
+
+    def call(args: list[Any]) -> Any:
+        return run(module, args)
+
+    return call
+
+
+def hand_over(box: list[Any], *values: Any) -> None:
+    """An op of graphs that run in parts: the values leave the graph, and it waits."""
+    box.extend(values)
+
+
+def direct_parts(module: fx.GraphModule) -> Callable[[list[Any]], Iterator[None]]:
+    """Like `direct_function`, for a graph that calls `hand_over`: it runs up to the next such call each time
+    that it is asked to, and holds no value that was handed over."""
+    run = _written(module, lambda line: f"{line}; yield" if f"{hand_over.__name__}(" in line else line)
+
+    def call(args: list[Any]) -> Iterator[None]:
+        parts: Iterator[None] = run(module, args)
+        return parts
+
+    return call
+
+
+def _written(module: fx.GraphModule, change: Callable[[str], str] = str) -> Callable[..., Any]:
+    """The code of a graph, each line of it changed, as a function of its module and of a list of inputs."""
     module.graph.set_codegen(_BoxedCodeGen())
     code = module.graph.python_code(root_module="self")
     names: dict[str, Any] = dict(code.globals)
@@ -53,12 +80,9 @@ def direct_function(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         names[name] = _direct(functools.reduce(getattr, match[1].split("."), torch.ops))
         return f"{name}("
 
-    run = graph_module._forward_from_src(_OP.sub(call_by_name, code.src), names)
-
-    def call(args: list[Any]) -> Any:
-        return run(module, args)
-
-    return call
+    source = "\n".join(change(line) for line in _OP.sub(call_by_name, code.src).split("\n"))
+    written: Callable[..., Any] = graph_module._forward_from_src(source, names)
+    return written
 
 
 def _direct(op: Any) -> Any:

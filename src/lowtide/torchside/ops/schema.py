@@ -13,9 +13,18 @@ READS_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal
 """Ops that give a number or a truth value of Python."""
 
 
+COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
+"""Namespaces of the ops by which processes talk to each other."""
+
+
 def writes_inputs(target: Any) -> bool:
     """Whether an op writes to one of its arguments."""
     return isinstance(target, OpOverload) and bool(target._schema.is_mutable)
+
+
+def talks_to_others(target: Any) -> bool:
+    """Whether an op waits for other processes, which all have to run it."""
+    return isinstance(target, OpOverload) and target.namespace in COLLECTIVES
 
 
 def schema_name(target: Any) -> str:

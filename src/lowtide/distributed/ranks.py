@@ -1,0 +1,105 @@
+"""The processes that train one model together: who they are, and how they work and fail together.
+
+They talk through the store of their process group, whatever its backend, so that whoever waits for a rank
+can tell which one it is.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowtide.errors import LowtideError, RankError
+from lowtide.torchside import ddp
+
+T = TypeVar("T")
+
+_rounds: Counter[str] = Counter()
+"""How often the ranks of a group, by its name, have met so far: the same number in each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes of a group, as one of them sees it."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
+    """Who trains `model`: the processes of `group`, else of its DistributedDataParallel, else of the default
+    group; None for a process alone."""
+    if not dist.is_available() or not dist.is_initialized():
+        _check_alone()
+        return None
+    if group is None:
+        group = ddp.group_of(model) if isinstance(model, DistributedDataParallel) else dist.group.WORLD
+    assert group is not None
+    size = dist.get_world_size(group)
+    return Ranks(group, dist.get_rank(group), size) if size > 1 else None
+
+
+def _check_alone() -> None:
+    size = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and size.isdigit() and int(size) > 1:
+        raise LowtideError(
+            f"this is one of {size} processes (WORLD_SIZE), but there is no process group: call "
+            "torch.distributed.init_process_group() before planning, or unset WORLD_SIZE where each "
+            "process trains alone"
+        )
+
+
+def together(ranks: Ranks, work: Callable[[], T], *, tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
+    """Do `work` on every rank; its result here, and what each rank tells of its own (plain data).
+
+    Where it fails on one rank, that raises its own error and all others a `RankError`. So does a rank that
+    does not come within the group's time-out.
+    """
+    name = ddp.name_of(ranks.group)
+    _rounds[name] += 1
+    place = f"lowtide/{_rounds[name]}"
+    store = ddp.store_of(ranks.group)
+    try:
+        result = work()
+        record = {"told": tell(result)}
+    except BaseException as error:
+        store.set(f"{place}/{ranks.rank}", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    store.set(f"{place}/{ranks.rank}", json.dumps(record))
+    told = _told(ranks, store, place)
+    if store.add(f"{place}/read", 1) == ranks.size:
+        for rank in range(ranks.size):
+            store.delete_key(f"{place}/{rank}")
+        store.delete_key(f"{place}/read")
+    return result, told
+
+
+def _told(ranks: Ranks, store: Any, place: str) -> list[Any]:
+    timeout = ddp.timeout_of(ranks.group)
+    deadline = time.monotonic() + timeout.total_seconds()
+    told = []
+    for rank in range(ranks.size):
+        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        try:
+            store.wait([f"{place}/{rank}"], left)
+        except RuntimeError as error:  # of several kinds, by the kind of store
+            raise RankError(
+                rank,
+                f"rank {rank} did not come to agree on a plan within {timeout.total_seconds():.0f} s: look "
+                "at its own output for why. Every rank has to call lowtide; a longer wait is "
+                "init_process_group(timeout=...)",
+            ) from error
+        record = json.loads(store.get(f"{place}/{rank}"))
+        if "error" in record:
+            raise RankError(rank, f"rank {rank} cannot train with the others: {record['error']}")
+        told.append(record["told"])
+    return told

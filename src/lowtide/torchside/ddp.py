@@ -1,0 +1,85 @@
+"""DistributedDataParallel's private names, and those of the process groups behind it."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _get_process_group_name, _get_process_group_store
+from torch.nn.parallel import DistributedDataParallel
+
+from lowtide.errors import Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """What gradients are copied to on their way to other processes.
+
+    `hold_gradients`: each gradient is freed as soon as it is there, since `.grad` is a part of a bucket.
+    """
+
+    nbytes: int = 0
+    hold_gradients: bool = False
+
+
+def active() -> DistributedDataParallel | None:
+    """The wrapper whose forward runs now."""
+    wrapper: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return wrapper
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of a wrapper; any other model as it is."""
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    inner: nn.Module = model.module
+    return inner
+
+
+def check(model: nn.Module) -> None:
+    """Refuse a wrapper under which no plan can run."""
+    if isinstance(model, DistributedDataParallel) and model.mixed_precision is not None:
+        raise Unsupported(
+            "DistributedDataParallel(mixed_precision=...) changes the parameters under a plan: use "
+            "torch.autocast instead, or lowtide.remove(model)"
+        )
+
+
+def buckets_of(wrapper: DistributedDataParallel) -> Buckets:
+    """The buckets of a wrapper, once it has trained a step.
+
+    In the first step of a static graph gradients wait for the end of the backward pass, and with
+    `batched_grad_copy` for their bucket: there they count beside the buckets.
+    """
+    check(wrapper)
+    at_once = wrapper.gradient_as_bucket_view and not wrapper.static_graph
+    at_once = at_once and not getattr(wrapper, "batched_grad_copy", False)
+    nbytes = sum(parameter.nbytes for parameter in wrapper._module_parameters if parameter.requires_grad)
+    return Buckets(nbytes, hold_gradients=at_once)
+
+
+def future_buckets(model: nn.Module) -> Buckets:
+    """Those of a wrapper that is still to come, without options."""
+    return Buckets(sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad))
+
+
+def group_of(wrapper: DistributedDataParallel) -> dist.ProcessGroup:
+    group: Any = wrapper.process_group
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """What the processes of a group share (a `torch.distributed.Store`)."""
+    return _get_process_group_store(group)
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    return _get_process_group_name(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the processes of a group wait for each other."""
+    timeout: timedelta = store_of(group).timeout
+    return timeout

@@ -1,0 +1,94 @@
+"""Ranks that do not fit together, or that go: all of them end, soon, and say why."""
+
+import signal
+from typing import Any
+
+import pytest
+from ranks import Group, Rank, run_ranks
+
+pytestmark = pytest.mark.slow
+
+TROUBLES = (
+    "",
+    "another batch",
+    "another model",
+    "another torch",
+    "another plan",
+    "too small a budget",
+    "no model",
+)
+SECONDS = 4
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, list[Rank]]:
+    troubles = [("in_group", {"trouble": trouble}) for trouble in TROUBLES]
+    groups = {
+        "troubles": Group("ddp_cases:several", {"calls": troubles}),
+        "does not come": Group("ddp_cases:in_group", {"trouble": "does not come"}, seconds=SECONDS),
+        "killed": Group("ddp_cases:ends_in_a_step", {"how": "killed"}),
+        "raises": Group("ddp_cases:ends_in_a_step", {"how": "raises"}),
+        "no group": Group("ddp_cases:alone"),
+    }
+    return run_ranks(groups)
+
+
+@pytest.fixture
+def said(ended: dict[str, list[Rank]]) -> dict[str, list[Any]]:
+    """By trouble, what the two ranks gave or raised."""
+    both = [rank.value for rank in ended["troubles"]]
+    return {trouble: [results[index] for results in both] for index, trouble in enumerate(TROUBLES)}
+
+
+def test_all_ranks_get_one_plan(said: dict[str, list[Any]]) -> None:
+    first, second = said[""]
+    assert first == second
+    assert isinstance(first, int)
+
+
+def test_a_rank_with_another_batch_gets_its_own(said: dict[str, list[Any]]) -> None:
+    first, second = said["another batch"]
+    assert first < second
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("another model", "PlanMismatch: rank 1 has the parameters '608 in "),
+        ("another torch", "PlanMismatch: rank 1 has the torch '2.99.0', and rank 0 "),
+        ("another plan", "PlanMismatch: rank 1 has another plan than rank 0 "),
+    ],
+)
+def test_what_differs_stops_every_rank(said: dict[str, list[Any]], trouble: str, words: str) -> None:
+    first, second = said[trouble]
+    assert first == second
+    assert words in first
+
+
+def test_an_error_of_one_rank_stops_the_others(said: dict[str, list[Any]]) -> None:
+    first, second = said["too small a budget"]
+    assert first.startswith("BudgetTooSmall: cannot fit in 1000 bytes")
+    assert second.startswith(f"RankError: rank 0 cannot train with the others: {first}")
+    first, second = said["no model"]
+    assert second == "LowtideError: profile() needs an nn.Module, not a NoneType"
+    assert first == f"RankError: rank 1 cannot train with the others: {second}"
+
+
+def test_a_rank_that_does_not_come_is_named(ended: dict[str, list[Rank]]) -> None:
+    waiting, _ = ended["does not come"]
+    assert waiting.error.startswith(f"RankError: rank 1 did not come to agree on a plan within {SECONDS} s")
+    assert waiting.seconds < SECONDS + 3
+
+
+def test_no_rank_outlives_one_that_goes_in_a_step(ended: dict[str, list[Rank]]) -> None:
+    for how in ("killed", "raises"):
+        left, gone = ended[how]
+        assert left.error.startswith("RuntimeError: ")
+        assert left.seconds < gone.seconds + 5
+    assert ended["killed"][1].status == signal.SIGKILL
+    assert ended["raises"][1].error == "ValueError: a bad batch"
+
+
+def test_processes_without_a_group_are_told_to_make_one(ended: dict[str, list[Rank]]) -> None:
+    for rank in ended["no group"]:
+        assert rank.value.startswith("this is one of 2 processes (WORLD_SIZE), but there is no process group")
