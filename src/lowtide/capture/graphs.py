@@ -1,7 +1,7 @@
 """Captured graphs: joint graphs of forward and backward, where their inputs come from, how they follow
 each other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture.fingerprint import fingerprint
 from lowtide.facts import Kind
-from lowtide.torchside import hooks
+from lowtide.facts.sharding import Passage, Sharding
+from lowtide.torchside import hooks, sharded
 from lowtide.torchside.batch import tensors_in
+from lowtide.torchside.calls import storage_key
 from lowtide.torchside.ops import as_eager_computes
 from lowtide.torchside.ops.autocast import cast_weights_once
 
@@ -49,11 +51,13 @@ class Execution:
     """One execution of a segment. `links[i]` names the earlier output that input i is: (execution, output).
 
     `from_outside`: some input was made by code between the graphs, and has a gradient to pass on.
+    `origins`: where its inputs come from, if not from where they came when the graph was made.
     """
 
     segment: Segment
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     from_outside: bool = False
+    origins: list[Origin] | None = None
 
 
 @dataclass(slots=True)
@@ -64,7 +68,8 @@ class Trace:
     outside of the graphs: the loss. `loss_outside`: the loss itself was made outside of them, so that
     nobody can tell which outputs it reads, and all of them may get a gradient. The first `num_in_model`
     are the model's own, the others the loss's. `outside_bytes`: what autograd holds of code
-    between them, by how many graphs with a backward pass had run before it.
+    between them, by how many graphs with a backward pass had run before it. `sharding` says how the
+    parameters are divided among processes, `passages` when they were gathered.
     """
 
     executions: list[Execution]
@@ -74,6 +79,8 @@ class Trace:
     real_forward: bool = False
     loss_outside: bool = False
     outside_bytes: dict[int, int] = field(default_factory=dict)
+    sharding: Sharding | None = None
+    passages: list[Passage] = field(default_factory=list)
 
 
 def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
@@ -155,6 +162,20 @@ def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
         origins[id(buffer)] = Origin(Kind.BUFFER, name, id(buffer))
     for name, parameter in model.named_parameters():
         origins[id(parameter)] = Origin(Kind.PARAMETER, name, id(parameter))
+    return origins
+
+
+def own_origins(model: nn.Module, segment: Segment, args: Sequence[Any]) -> list[Origin] | None:
+    """Where the inputs of this call of a graph come from, if its parameters were gathered for it: several
+    modules can share one graph."""
+    whole = {storage_key(one): (name, own) for name, (one, own) in sharded.gathered(model).items()}
+    if not whole:
+        return None
+    origins = list(segment.origins)
+    for index, arg in enumerate(args[: len(origins)]):
+        if isinstance(arg, torch.Tensor) and storage_key(arg) in whole:
+            name, own = whole[storage_key(arg)]
+            origins[index] = Origin(Kind.PARAMETER, name, id(own))
     return origins
 
 

@@ -17,6 +17,7 @@ from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
 from lowtide.capture.refusals import refuse_what_cannot_be_traced
+from lowtide.capture.sharding import shard
 from lowtide.capture.sums import summed_otherwise
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
@@ -24,10 +25,11 @@ from lowtide.errors import CaptureError
 from lowtide.facts import Graph, Kind, Region, Run, Step
 from lowtide.methods import Kept
 from lowtide.torchside import hooks
-from lowtide.torchside.batch import split_batch
+from lowtide.torchside.batch import split_batch, tensors_in
 from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key, target_name
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.ops.schema import short_name
+from lowtide.torchside.sharded import local
 
 SCALARS_BYTES = 1024
 OUTSIDE = (
@@ -94,6 +96,8 @@ def captured_step(
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Captured:
     """Facts and ops of analysed graphs, with all else that the step holds."""
+    if traced.sharding is not None:
+        shard(analysis, traced, traced.sharding)
     _add_unread(analysis, model, batch)
     _add_scalars(analysis, traced)
     calls = _calls(analysis, {})
@@ -183,7 +187,7 @@ def _add_scalars(analysis: Analysis, traced: Trace) -> None:
 
 def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
     """Tensors that no graph reads are there all the same: unused parameters, buffers, inputs."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))}
+    tensors = {id(t): local(t) for t in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
     known = {storage_key(tensors[key]) for key in analysis.inputs if key in tensors}
     for key, origin in name_tensors(model, batch).items():
         storage = storage_key(tensors[key])

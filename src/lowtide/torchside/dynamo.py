@@ -109,10 +109,10 @@ class Compiled:
         """that tracing has taken so far"""
         self._call = _within(function, backend, tracing, self._attempts, weakref.ref(self))
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._traced.update(self._attempts)
         self._attempts.clear()
-        return self._call(*args)
+        return self._call(*args, **kwargs)
 
     def is_tracing(self, *functions: Callable[..., Any]) -> bool:
         """Asked by the backend: whether the graph at hand is of this function itself or of one of
@@ -262,9 +262,15 @@ def _one_line(reason: str) -> str:
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of `function` with a code object of its own, so that Dynamo compiles it apart."""
     assert isinstance(function, types.FunctionType)
-    return types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
