@@ -19,6 +19,7 @@ from lowtide.facts.units import format_size, size_and_bytes
 from lowtide.planning.planner import Carried, Desk
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate
+from lowtide.planning.tied import desk_for
 from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
@@ -200,7 +201,7 @@ class PlanBook:
         )
         if beside is None and not progress.is_whole:
             # nobody knows what follows: leave as much room as there is
-            found = _lowest(Desk(step), None)
+            found = _lowest(desk_for(step), None)
         else:
             found = self._plan(step, () if like is None else (like,), larger=False)
         self._tell(found.peak_bytes, cause)
@@ -213,7 +214,7 @@ class PlanBook:
     def _plan(self, step: Step, like: Sequence[Graph], *, larger: bool) -> Carried:
         """Schedules for `step`: those of the graphs `like`, mended, or found anew; the lowest there are where
         none is known to fit and the step is not `larger` than what was planned."""
-        desk = Desk(step)
+        desk = desk_for(step)
         # the loss, which is never rescheduled, has graphs of its own
         schedules = [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
         carried = desk.carry(schedules, budget_bytes=self.budget_bytes) if like else None

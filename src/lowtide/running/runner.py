@@ -29,7 +29,7 @@ from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
-from lowtide.torchside.tracing import compiled
+from lowtide.torchside.units import compiled_model
 
 logger = logging.getLogger("lowtide")
 
@@ -80,7 +80,7 @@ class Runner:
         self.spare_bytes = spare_bytes
         self.eager_batch = eager_batch
         self.backend = Backend(self._plan_of, origins=self._origins, executor=executor)
-        self.compiled = compiled(dynamo.own_code(call_model), self.backend)
+        self.compiled = compiled_model(model, self.backend)
         self._batch: Any = ()
         self._may_start_over = True
         self._waiting = -1  # how many backward passes had run when a call last ended
