@@ -44,24 +44,29 @@ def _as_parts(analysis: Analysis, parts: Mapping[str, Part]) -> dict[str, int]:
 
 def _insert(analysis: Analysis, moves: Exchange, gradients: Mapping[str, int]) -> None:
     """Put the moves between the graphs, and count all ranks anew."""
-    maker = {storage: node.rank for node in reversed(analysis.nodes) for storage in node.makes}
+    holders = {name: _holder(analysis, storage) for name, storage in gradients.items()}
     old, analysis.nodes = analysis.nodes, []
     rank: dict[int, int] = {}
-    made: dict[str, tuple[int, int]] = {}
+    made: dict[str, int] = {}
     for item in _in_order(old, moves):
         if isinstance(item, Node):
             rank[item.rank] = len(analysis.nodes)
             analysis.nodes.append(item)
         else:
             move, region = item
-            makers = [maker[gradients[name]] for name in move.gradients]
-            freed = [rank[key] for key in makers if key in rank]
+            freed = [rank[holders[name]] for name in move.gradients if holders[name] in rank]
             _add(analysis, move, region, made, freed)
     for place, node in enumerate(analysis.nodes):
         if node.segment != OUTSIDE:
             analysis.nodes[place] = _renumbered(node, rank)
     analysis.places = {rank[key]: place for key, place in analysis.places.items()}
     analysis.kept = {rank[key]: kept for key, kept in analysis.kept.items()}
+
+
+def _holder(analysis: Analysis, storage: int) -> int:
+    """The node that holds this and the least besides: a part of a tuple, not the whole."""
+    nodes = [node for node in analysis.nodes if storage in node.holds]
+    return min(nodes, key=lambda node: (len(node.holds), node.rank)).rank
 
 
 def _in_order(nodes: list[Node], moves: Exchange) -> Iterator[Node | tuple[Move, Region]]:
@@ -85,26 +90,34 @@ def _in_order(nodes: list[Node], moves: Exchange) -> Iterator[Node | tuple[Move,
 
 
 def _add(
-    analysis: Analysis, move: Move, region: Region, made: dict[str, tuple[int, int]], freed: list[int]
+    analysis: Analysis, move: Move, region: Region, made: dict[str, int], freed: list[int]
 ) -> None:
     storages = tuple(
         analysis.add_storage(nbytes=nbytes, kind=kind, name=name, pinned=move.kept)
         for name, (nbytes, kind) in move.makes.items()
     )
-    inside = analysis.add_storage(nbytes=move.inside_bytes, kind=Kind.OTHER, name=move.name)
-    place = analysis.add_node(
-        name=move.name,
+    reads = tuple(dict.fromkeys([*(made[name] for name in move.frees), *freed]))
+    place = _add_node(analysis, move.name, region, reads=reads, makes=storages)
+    made.update(dict.fromkeys(move.makes, place))
+    if move.inside_bytes:
+        inside = analysis.add_storage(nbytes=move.inside_bytes, kind=Kind.OTHER, name=move.name)
+        _add_node(analysis, f"{move.name}, inside", region, reads=(), makes=(inside,))
+
+
+def _add_node(
+    analysis: Analysis, name: str, region: Region, *, reads: tuple[int, ...], makes: tuple[int, ...]
+) -> int:
+    return analysis.add_node(
+        name=name,
         op="exchange",
         region=region,
         kind=Kind.OTHER,
         segment=OUTSIDE,
-        reads=tuple(dict.fromkeys([*(made[name][0] for name in move.frees), *freed])),
-        holds=storages,
-        makes=(*storages, inside),
+        reads=reads,
+        holds=makes,
+        makes=makes,
         fixed="an exchange with other processes",
     )
-    made.update({name: (place, storage) for name, storage in zip(move.makes, storages, strict=True)})
-
 
 def _renumbered(node: Node, rank: Mapping[int, int]) -> Node:
     return replace(

@@ -14,8 +14,9 @@ from lowtide.facts.sharding import Passage, Sharding
 
 @dataclass(slots=True, kw_only=True)
 class Move:
-    """One moment of an exchange. It `makes` blocks by name, with bytes and kind, needs `inside_bytes` while it
-    runs, and `frees` blocks and all `gradients` of these parameters after it. Blocks that stay are `kept`."""
+    """One moment of an exchange. It `makes` blocks by name, with bytes and kind, `frees` blocks and the
+    whole `gradients` of these parameters, and then needs `inside_bytes` for a moment. Blocks that stay to the
+    end of the step are `kept`."""
 
     name: str
     makes: dict[str, tuple[int, Kind]] = field(default_factory=dict)
@@ -88,9 +89,9 @@ class _Ledger:
     def enter(self, unit: int) -> None:
         root = self.sharding.units[unit].root
         self._gather(unit)
-        if unit in self.waiting and root in self.last_buffer:
-            self.moves.append(Move(name="let go of the last buffer", frees=[self.last_buffer.pop(root)]))
-        if self._copy_out(unit, frees=False):
+        if unit in self.waiting:
+            last = self.last_buffer.pop(root, None)
+            self._copy_out(unit, frees=[last] if last is not None else [])
             self.last_buffer[root] = _buffer(unit)
         for other in self.sharding.units[unit].prefetches_forward:
             self._gather(other)
@@ -105,7 +106,8 @@ class _Ledger:
 
     def start_backward(self, unit: int) -> None:
         self._gather(unit)
-        self._copy_out(unit, frees=True)
+        if unit in self.waiting:
+            self._copy_out(unit, frees=[_buffer(unit)])
         ahead = self.sharding.units[unit].prefetches_backward
         if ahead is None:
             left = self.left[self.sharding.units[unit].root]
@@ -177,9 +179,7 @@ class _Ledger:
             )
         )
 
-    def _copy_out(self, unit: int, *, frees: bool) -> bool:
-        if unit in self.whole:
-            return False
+    def _copy_out(self, unit: int, *, frees: list[str]) -> None:
         facts = self.sharding.units[unit]
         self.waiting.remove(unit)
         self.whole.add(unit)
@@ -187,10 +187,9 @@ class _Ledger:
             Move(
                 name=f"copy out {_name(facts.name)}",
                 makes={_whole(unit): (facts.whole_bytes, Kind.PARAMETER)},
-                frees=[_buffer(unit)] if frees else [],
+                frees=frees,
             )
         )
-        return True
 
     def _give_back(self, unit: int) -> None:
         if unit in self.whole:
