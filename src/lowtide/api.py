@@ -9,6 +9,7 @@ from torch import nn
 from lowtide import display
 from lowtide.capture.graphs import user_tensors
 from lowtide.capture.loop import Loop, Loss, Optimizers
+from lowtide.capture.on_paper import on_paper
 from lowtide.capture.step import capture
 from lowtide.checking.verification import Verification
 from lowtide.checking.verification import verify as verify_target
@@ -47,6 +48,8 @@ def profile(
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
     mode: str = "ops",
+    ranks: int | None = None,
+    shard: str = "fsdp2",
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Capture one training step and measure its ops, without running the step.
@@ -57,7 +60,8 @@ def profile(
     tensors. Ops are timed one at a time, within `memory_limit`, and remembered on disk unless
     `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)` is called
     instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs the memory
-    of the step.
+    of the step. With `ranks`, the step of one process among so many, if every block of the model and then
+    the model were sharded (`fully_shard`): a prediction that needs none of the others.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
@@ -71,7 +75,8 @@ def profile(
     leave()
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         line.stage("capturing the step")
-        captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss)
+        paper = None if ranks is None else on_paper(model, ranks=ranks, shard=shard)
+        captured = capture(model, batch, optimizer=as_one(optimizer), loss=loss, paper=paper)
         line.stage("measuring its ops")
         count = progress or line.count
         if mode == "run":

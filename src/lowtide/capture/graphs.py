@@ -12,11 +12,12 @@ from torch.utils import _pytree as pytree
 from lowtide.capture.fingerprint import fingerprint
 from lowtide.facts import Kind
 from lowtide.facts.sharding import Passage, Sharding
-from lowtide.torchside import hooks, sharded
+from lowtide.torchside import hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.ops import as_eager_computes
 from lowtide.torchside.ops.autocast import cast_weights_once
+from lowtide.torchside.sharded import gathered, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +166,20 @@ def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
     return origins
 
 
-def own_origins(model: nn.Module, segment: Segment, args: Sequence[Any]) -> list[Origin] | None:
-    """Where the inputs of this call of a graph come from, if its parameters were gathered for it: several
-    modules can share one graph."""
-    whole = {storage_key(one): (name, own) for name, (one, own) in sharded.gathered(model).items()}
-    if not whole:
-        return None
+def own_origins(model: nn.Module, segment: Segment, args: Sequence[Any]) -> list[Origin]:
+    """Where the inputs of this call of a graph come from: several modules can share one graph.
+
+    A parameter that was gathered for the call is the user's own, of which this process has a part.
+    """
+    known = {storage_key(b): Origin(Kind.BUFFER, name, id(b)) for name, b in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        known[storage_key(local(parameter))] = Origin(Kind.PARAMETER, name, id(parameter))
+    for name, (whole, own) in gathered(model).items():
+        known[storage_key(whole)] = Origin(Kind.PARAMETER, name, id(own))
     origins = list(segment.origins)
     for index, arg in enumerate(args[: len(origins)]):
-        if isinstance(arg, torch.Tensor) and storage_key(arg) in whole:
-            name, own = whole[storage_key(arg)]
-            origins[index] = Origin(Kind.PARAMETER, name, id(own))
+        if isinstance(arg, torch.Tensor) and storage_key(arg) in known:
+            origins[index] = known[storage_key(arg)]
     return origins
 
 

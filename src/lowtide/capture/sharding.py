@@ -28,11 +28,10 @@ def shard(analysis: Analysis, trace: Trace, sharding: Sharding) -> None:
 def _as_parts(analysis: Analysis, parts: Mapping[str, Part]) -> dict[str, int]:
     """Give parameters the size of their parts, and let whole gradients go; those by name."""
     names: dict[int, str] = {}
-    for storage in analysis.inputs.values():
-        record = analysis.storages[storage]
-        if record.kind is Kind.PARAMETER and record.name in parts:
-            analysis.storages[storage] = replace(record, nbytes=parts[record.name].shard_bytes)
-            names[storage] = record.name
+    for record in list(analysis.storages):
+        if record.kind is Kind.PARAMETER and record.static and record.name in parts:
+            analysis.storages[record.id] = replace(record, nbytes=parts[record.name].shard_bytes)
+            names[record.id] = record.name
     gradients = {}
     for key, storage in analysis.gradients.items():
         name = names.get(analysis.inputs[key])

@@ -14,6 +14,7 @@ from lowtide.capture.analyse import analyse
 from lowtide.capture.fingerprint import structure
 from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
+from lowtide.capture.on_paper import Paper, optimizer_on_paper
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
 from lowtide.capture.refusals import refuse_what_cannot_be_traced
@@ -61,15 +62,26 @@ def capture(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    paper: Paper | None = None,
 ) -> Captured:
-    """Capture a step without running it. Needs the memory of the model, not of the step."""
+    """Capture a step without running it. Needs the memory of the model, not of the step.
+
+    With `paper`, as one of many processes would run it.
+    """
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
     refuse_what_cannot_be_traced(model, (args, kwargs))
     with rarely_collected():
-        traced = trace(model, args, kwargs, loss=loss)
-        captured = captured_step(analyse(traced), traced, model, batch=(args, kwargs), optimizer=optimizer)
+        traced = trace(model, args, kwargs, loss=loss, paper=paper)
+        captured = captured_step(
+            analyse(traced),
+            traced,
+            model,
+            batch=(args, kwargs),
+            optimizer=optimizer,
+            ranks=None if paper is None else paper.sharding.ranks,
+        )
     if OUTSIDE in captured.step.notes:
         logger.warning(
             "%s, so budgets are kept only for the rest. Gradients of what both read may be summed in another "
@@ -94,16 +106,20 @@ def captured_step(
     *,
     batch: Any = (),
     optimizer: torch.optim.Optimizer | None = None,
+    ranks: int | None = None,
 ) -> Captured:
-    """Facts and ops of analysed graphs, with all else that the step holds."""
+    """Facts and ops of analysed graphs, with all else that the step holds; `ranks`, if the model is divided
+    among so many processes on paper only."""
+    _add_unread(analysis, model, batch)
     if traced.sharding is not None:
         shard(analysis, traced, traced.sharding)
-    _add_unread(analysis, model, batch)
     _add_scalars(analysis, traced)
     calls = _calls(analysis, {})
     notes = _notes(analysis, traced)
     if optimizer is not None:
         _check_parameters(optimizer, model)
+        if ranks is not None:
+            optimizer = optimizer_on_paper(optimizer, model, analysis, ranks=ranks)
         traced_step = trace_optimizer(optimizer, analysis.gradients)
         _add_optimizer(analysis, traced_step, calls)
         if traced_step.note:

@@ -27,6 +27,7 @@ from lowtide.capture.graphs import (
     own_origins,
     user_tensors,
 )
+from lowtide.capture.on_paper import Paper
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
@@ -109,7 +110,7 @@ class Collector:
                 for index, (arg, origin) in enumerate(zip(args, segment.origins, strict=False))
                 if index not in links
             )
-            origins = own_origins(self.model, segment, args)
+            origins = own_origins(self.model, segment, args) if self.passages else None
             self.executions.append(Execution(segment, links, from_outside=from_outside, origins=origins))
             if self.real:
                 results = list(alone(*args))
@@ -161,6 +162,7 @@ def trace(
     *,
     loss: Callable[[Any], torch.Tensor] | None,
     any_loss: bool = False,
+    paper: Paper | None = None,
 ) -> Trace:
     """Trace one forward pass and its loss; the real forward only where fake values are not enough.
 
@@ -170,7 +172,9 @@ def trace(
     collector = Collector(model, (args, kwargs), real=False)
     try:
         with collector:
-            return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector)
+            return _trace(
+                model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper
+            )
     except failures.NeedsValues as wanted:
         own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         logger.warning(
@@ -183,7 +187,7 @@ def trace(
             format_size(collector.forward_bytes),
         )
     with Collector(model, (args, kwargs), real=True) as collector:
-        return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector)
+        return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper)
 
 
 def _trace(
@@ -194,6 +198,7 @@ def _trace(
     loss: Callable[[Any], torch.Tensor] | None,
     any_loss: bool,
     collector: Collector,
+    paper: Paper | None,
 ) -> Trace:
     with (
         untouched(model),
@@ -204,9 +209,11 @@ def _trace(
     ):
         breaks = dynamo.graph_breaks()
         with failures.explained("the model"), _values_if_needed(collector):
-            output = compiled_model(model, collector, watch=collector.watch)(model, args, kwargs)
+            units = paper.units if paper is not None else ()
+            call = compiled_model(model, collector, units=units, watch=collector.watch)
+            output = call(model, args, kwargs)
         num_in_model = len(collector.executions)
-        sharding = sharded.sharding_of(model)
+        sharding = paper.sharding if paper is not None else sharded.sharding_of(model)
         if not num_in_model:
             raise CaptureError(failures.nothing_captured(dynamo.graph_breaks() - breaks))
         returned = frozenset(

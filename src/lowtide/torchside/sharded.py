@@ -6,7 +6,7 @@ Like `hooks`, one of the files to read when torch changes.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,8 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from lowtide.facts.sharding import Part, Sharding, Unit
 
-GLOO_GATHER_COPIES = 1
-GLOO_REDUCE_COPIES = 1
+
+class Copies(NamedTuple):
+    """How many times what is exchanged a communication library holds inside."""
+
+    gather: int
+    reduce: int
+
+
+def copies_inside(backend: str) -> Copies:
+    return Copies(1, 1) if backend == "gloo" else Copies(0, 0)
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
@@ -89,7 +97,7 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     index = {id(unit._get_fsdp_state()): place for place, unit in enumerate(units)}  # type: ignore[operator]
     names = {id(module): name for name, module in model.named_modules()}
     backends = {group._all_gather_process_group.name() for group in groups}
-    copies = "gloo" in backends
+    copies = copies_inside("gloo" if "gloo" in backends else "")
     root = 0
     found = []
     for place, unit in enumerate(units):
@@ -112,8 +120,8 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return Sharding(
         ranks=groups[0]._all_gather_process_group.size(),
         units=tuple(found),
-        gather_copies=GLOO_GATHER_COPIES if copies else 0,
-        reduce_copies=GLOO_REDUCE_COPIES if copies else 0,
+        gather_copies=copies.gather,
+        reduce_copies=copies.reduce,
         kept_reductions=groups[0].comm_ctx.reduce_scatter_max_input_buffers,
     )
 

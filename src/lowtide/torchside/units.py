@@ -24,10 +24,17 @@ result."""
 
 
 def compiled_model(
-    model: nn.Module, backend: Callable[..., Any], *, watch: Watch | None = None
+    model: nn.Module,
+    backend: Callable[..., Any],
+    *,
+    units: Sequence[nn.Module] = (),
+    watch: Watch | None = None,
 ) -> "dynamo.Compiled | CompiledUnits":
-    """A function `(model, args, kwargs)` that calls `model` through graphs of `backend`, which has to outlive it."""
-    units = sharded.units_of(model)
+    """A function `(model, args, kwargs)` that calls `model` through graphs of `backend`, which has to outlive it.
+
+    With `units`, or where `fully_shard` made some, each of them has graphs of its own.
+    """
+    units = units or sharded.units_of(model)
     if units:
         return CompiledUnits(model, units, backend, watch=watch)
     return compiled(dynamo.own_code(call_model), backend)
