@@ -176,6 +176,11 @@ def trace(
                 model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper
             )
     except failures.NeedsValues as wanted:
+        if any_loss and sharded.units_of(model):
+            raise CaptureError(
+                f"the model's Python code needs real values between two graphs ({wanted}), which one process "
+                "cannot have alone: pad its batches to the shape that was planned on all of them"
+            ) from None
         own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         logger.warning(
             "the model's Python code needs real values between two graphs (%s): capturing it runs one real "

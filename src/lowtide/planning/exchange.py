@@ -144,7 +144,7 @@ class _Ledger:
             Move(
                 name=f"reduce gradients of {name}",
                 makes={result: (summed, Kind.GRADIENT)},
-                inside_bytes=reduced * self.sharding.reduce_copies,
+                inside_bytes=reduced * self.sharding.reduce_copies if self.sharding.ranks > 1 else 0,
                 kept=summed == kept,
             )
         )
@@ -171,11 +171,12 @@ class _Ledger:
             return
         facts = self.sharding.units[unit]
         self.waiting.add(unit)
+        nbytes = facts.whole_bytes if self.sharding.ranks > 1 else 0  # one process copies from its own
         self.moves.append(
             Move(
                 name=f"gather {_name(facts.name)}",
-                makes={_buffer(unit): (facts.whole_bytes, Kind.PARAMETER)},
-                inside_bytes=facts.cast_bytes + facts.whole_bytes * self.sharding.gather_copies,
+                makes={_buffer(unit): (nbytes, Kind.PARAMETER)},
+                inside_bytes=facts.cast_bytes + nbytes * self.sharding.gather_copies,
             )
         )
 

@@ -39,8 +39,15 @@ def apply_plan(plan: Plan, model: nn.Module, *, executor: Executor = EAGER_OPS) 
     """Route `model`'s calls through `plan`, in place; `executor` runs the graphs."""
     check_identity(plan, identify_model(model))
     spare_bytes = plan.budget_bytes - plan.peak_bytes
-    eager_batch = dict(plan.solution.identity).get("batch") if plan.solution.eager else None
-    install(model, PlanBook(plan, model), spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch)
+    batch = dict(plan.solution.identity).get("batch")
+    install(
+        model,
+        PlanBook(plan, model),
+        spare_bytes=spare_bytes,
+        executor=executor,
+        eager_batch=batch if plan.solution.eager else None,
+        planned_batch=batch,
+    )
     return model
 
 

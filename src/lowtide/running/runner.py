@@ -29,7 +29,7 @@ from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
-from lowtide.torchside.units import compiled_model
+from lowtide.torchside.units import CompiledUnits, compiled_model
 
 logger = logging.getLogger("lowtide")
 
@@ -63,7 +63,8 @@ class Runner:
     """What a planned model calls instead of its own forward.
 
     A call with a batch of the layout `eager_batch` is left to eager PyTorch. `spare_bytes` are those of the
-    budget that the plan leaves free; None where nobody gave a budget.
+    budget that the plan leaves free; None where nobody gave a budget. `planned_batch` is the layout of the
+    batch that was planned.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Runner:
         spare_bytes: int | None = None,
         executor: Executor = EAGER_OPS,
         eager_batch: str | None = None,
+        planned_batch: str | None = None,
     ) -> None:
         self.model = model
         self.plans = plans
@@ -92,6 +94,7 @@ class Runner:
         self._parameters = tuple(model.parameters())
         self._planned_situation = self._situation()
         self._device = self._parameters[0].device.type if self._parameters else "cpu"
+        self._known = {(planned_batch, self._planned_situation)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leave()
@@ -100,6 +103,7 @@ class Runner:
         if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
             return call_model(self.model, args, kwargs)
         self._learn()
+        self._plan_ahead(args, kwargs)
         self._warn_of_gradients()
         self._warn_of_two_calls()
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
@@ -152,6 +156,16 @@ class Runner:
         self._may_start_over = False
         with dynamo.user_errors():
             return self.compiled(self.model, args, kwargs)
+
+    def _plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan a new kind of call before it begins: where processes exchange parameters, no call can start over,
+        since the others would not."""
+        if not isinstance(self.compiled, CompiledUnits):
+            return
+        kind = (layouts((args, kwargs)), self._situation())
+        if kind not in self._known:
+            self._known.add(kind)
+            self.plans.plan_call(args, kwargs, cause="another batch, or another setting of the model")
 
     def _plan_of(self, segment: Segment) -> GraphPlan:
         nothing_ran = self._may_start_over and self.compiled.is_tracing(*self._entrance)
@@ -279,13 +293,21 @@ def install(
     spare_bytes: int | None = None,
     executor: Executor = EAGER_OPS,
     eager_batch: str | None = None,
+    planned_batch: str | None = None,
 ) -> Runner:
     """Route `model`'s calls through a plan, in place."""
     current = route_of(model)
     if current is not None and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
-    runner = Runner(model, plans, spare_bytes=spare_bytes, executor=executor, eager_batch=eager_batch)
+    runner = Runner(
+        model,
+        plans,
+        spare_bytes=spare_bytes,
+        executor=executor,
+        eager_batch=eager_batch,
+        planned_batch=planned_batch,
+    )
     attach(model, runner)
     return runner
 

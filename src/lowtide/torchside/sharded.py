@@ -66,12 +66,32 @@ class _Alone:
 
 @contextlib.contextmanager
 def called_once(model: nn.Module, *, alone: bool) -> Iterator[None]:
-    """Call the model without a backward pass; `alone`, without the other processes too."""
+    """Call the model without a backward pass; `alone`, without the other processes too.
+
+    Afterwards the same parameters are gathered as before, so that the processes stay in step.
+    """
+    groups = [group for unit in units_of(model) for group in _groups(unit)]
+    called = [group.comm_ctx for group in groups if hasattr(group.comm_ctx, "post_forward_order")]
+    orders = [(exchange, list(exchange.post_forward_order)) for exchange in called]
+    places = [(group, list(group._post_forward_indices)) for group in groups]
+    whole = [group for group in groups if group.is_unsharded]
+    for group in whole:
+        group._to_sharded = group._to_sharded_post_forward = _stay
     try:
         with _alone(model) if alone else contextlib.nullcontext():
             yield
     finally:
         reset(model)
+        for group in whole:
+            del group._to_sharded, group._to_sharded_post_forward
+        for exchange, order in orders:
+            exchange.post_forward_order[:] = order
+        for group, indices in places:
+            group._post_forward_indices[:] = indices
+
+
+def _stay() -> None:
+    return None
 
 
 @contextlib.contextmanager

@@ -56,10 +56,8 @@ class CompiledUnits:
         self._backend = backend
         self._compiled: dict[Any, dynamo.Compiled] = {}
         self._watch = watch
-        self._calls = 0
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._calls = 0
         try:
             with contextlib.ExitStack() as stack:
                 for unit in self._units:
@@ -78,7 +76,6 @@ class CompiledUnits:
         forward = self._compiled_forward(unit)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._calls += 1
             if self._watch is None or number is None:
                 return forward(*args, **kwargs)
             self._watch(number, True, (args, kwargs))
@@ -112,8 +109,8 @@ class CompiledUnits:
         return sum(each.seconds for each in self._compiled.values())
 
     def is_tracing(self, *_functions: Callable[..., Any]) -> bool:
-        """Whether the graph at hand is the first of a call of the model."""
-        return self._calls == 1 and any(each.is_tracing() for each in self._compiled.values())
+        """Whether a call could still start over: never, since other processes are in the same call."""
+        return False
 
     def forget(self) -> None:
         """Drop all that was compiled so far."""
