@@ -19,10 +19,14 @@ SHARDS = ("fsdp2",)
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A division that is only thought of: its units, the model first, and how they share parameters."""
+    """A division that is only thought of: its units, the model first, and how they share parameters.
+
+    `stored_dtype` is what parameters are stored in, where that is not the type that computes.
+    """
 
     units: tuple[nn.Module, ...]
     sharding: Sharding
+    stored_dtype: torch.dtype | None = None
 
 
 def on_paper(
@@ -31,15 +35,15 @@ def on_paper(
     ranks: int,
     shard: str = "fsdp2",
     blocks: Sequence[nn.Module] | None = None,
-    param_dtype: torch.dtype | None = None,
+    stored_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Paper:
     """What `fully_shard` on every block and then on the model would make of it, on `ranks` processes.
 
-    `blocks` are those of `blocks_of(model)` unless given. `param_dtype` and `reduce_dtype` are as in FSDP2's
-    `MixedPrecisionPolicy`. `backend`: `gloo` holds copies of what it exchanges, others do not; without it,
-    gloo for a model on the CPU.
+    `blocks` are those of `blocks_of(model)` unless given. For a `MixedPrecisionPolicy`, the model is given in
+    its `param_dtype`, parameters are stored in `stored_dtype`, and gradients reduced in `reduce_dtype`.
+    `backend`: `gloo` holds copies of what it exchanges, others do not; without it, gloo for a model on the CPU.
     """
     if shard not in SHARDS:
         raise LowtideError(f"there is no way to shard called '{shard}': choose one of {', '.join(SHARDS)}")
@@ -54,10 +58,11 @@ def on_paper(
         units,
         Sharding(
             ranks=ranks,
-            units=_units(model, units, ranks, param_dtype, reduce_dtype),
+            units=_units(model, units, ranks, stored_dtype, reduce_dtype),
             gather_copies=copies.gather,
             reduce_copies=copies.reduce,
         ),
+        stored_dtype,
     )
 
 
@@ -85,7 +90,7 @@ def _units(
     model: nn.Module,
     units: Sequence[nn.Module],
     ranks: int,
-    param_dtype: torch.dtype | None,
+    stored_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> tuple[Unit, ...]:
     names = {id(module): name for name, module in model.named_modules()}
@@ -95,7 +100,7 @@ def _units(
         owner.update({name: number for name, _ in model.named_parameters() if name.startswith(prefix)})
     parts: list[list[Part]] = [[] for _ in units]
     for name, parameter in model.named_parameters():
-        parts[owner[name]].append(_part(name, parameter, ranks, param_dtype, reduce_dtype))
+        parts[owner[name]].append(_part(name, parameter, ranks, stored_dtype, reduce_dtype))
     return tuple(
         Unit(name=names[id(unit)], parts=tuple(own), frees_after_forward=number > 0, root=0)
         for number, (unit, own) in enumerate(zip(units, parts, strict=True))
@@ -112,26 +117,29 @@ def _part(
     name: str,
     parameter: torch.Tensor,
     ranks: int,
-    param_dtype: torch.dtype | None,
+    stored_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> Part:
-    stored = parameter.dtype
-    casts = param_dtype is not None and param_dtype != stored and stored.is_floating_point
-    computes = param_dtype if casts and param_dtype is not None else stored
+    computes = parameter.dtype
+    stored = _stored(parameter, stored_dtype)
     reduces = reduce_dtype or computes
     numel = torch.Size(_shard_shape(parameter, ranks)).numel()
     return Part(
         name=name,
         shard_bytes=numel * stored.itemsize,
         whole_bytes=numel * ranks * computes.itemsize,
-        cast_bytes=numel * computes.itemsize if casts else 0,
+        cast_bytes=numel * computes.itemsize if stored != computes else 0,
         reduced_bytes=numel * ranks * reduces.itemsize,
         gradient_bytes=numel * stored.itemsize,
     )
 
 
+def _stored(parameter: torch.Tensor, stored_dtype: torch.dtype | None) -> torch.dtype:
+    return stored_dtype if stored_dtype and parameter.is_floating_point() else parameter.dtype
+
+
 def optimizer_on_paper(
-    optimizer: torch.optim.Optimizer, model: nn.Module, analysis: Analysis, *, ranks: int
+    optimizer: torch.optim.Optimizer, model: nn.Module, analysis: Analysis, *, paper: Paper
 ) -> torch.optim.Optimizer:
     """The optimizer over one process's parts of the parameters, which `analysis` then knows as well."""
     mode = FakeTensorMode()
@@ -139,7 +147,9 @@ def optimizer_on_paper(
     for parameter in model.parameters():
         with mode:
             part = torch.empty(
-                _shard_shape(parameter, ranks), dtype=parameter.dtype, device=parameter.device
+                _shard_shape(parameter, paper.sharding.ranks),
+                dtype=_stored(parameter, paper.stored_dtype),
+                device=parameter.device,
             )
         parts[id(parameter)] = part.requires_grad_(parameter.requires_grad)
     for known in (analysis.inputs, analysis.gradients):

@@ -80,7 +80,7 @@ def capture(
             model,
             batch=(args, kwargs),
             optimizer=optimizer,
-            ranks=None if paper is None else paper.sharding.ranks,
+            paper=paper,
         )
     if OUTSIDE in captured.step.notes:
         logger.warning(
@@ -106,10 +106,10 @@ def captured_step(
     *,
     batch: Any = (),
     optimizer: torch.optim.Optimizer | None = None,
-    ranks: int | None = None,
+    paper: Paper | None = None,
 ) -> Captured:
-    """Facts and ops of analysed graphs, with all else that the step holds; `ranks`, if the model is divided
-    among so many processes on paper only."""
+    """Facts and ops of analysed graphs, with all else that the step holds; `paper`, if the model is divided
+    among processes on paper only."""
     _add_unread(analysis, model, batch)
     if traced.sharding is not None:
         shard(analysis, traced, traced.sharding)
@@ -118,8 +118,8 @@ def captured_step(
     notes = _notes(analysis, traced)
     if optimizer is not None:
         _check_parameters(optimizer, model)
-        if ranks is not None:
-            optimizer = optimizer_on_paper(optimizer, model, analysis, ranks=ranks)
+        if paper is not None:
+            optimizer = optimizer_on_paper(optimizer, model, analysis, paper=paper)
         traced_step = trace_optimizer(optimizer, analysis.gradients)
         _add_optimizer(analysis, traced_step, calls)
         if traced_step.note:

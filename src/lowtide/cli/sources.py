@@ -14,9 +14,19 @@ if TYPE_CHECKING:
 
 
 def profile_target(
-    spec: TargetSpec, terminal: Terminal, *, memory_limit: str, cache: bool, mode: str = "ops"
+    spec: TargetSpec,
+    terminal: Terminal,
+    *,
+    memory_limit: str,
+    cache: bool,
+    mode: str = "ops",
+    ranks: int | None = None,
+    shard: str = "fsdp2",
 ) -> "Profile":
-    """Load the target and profile one step of it; in mode `run` by running it, if it fits."""
+    """Load the target and profile one step of it; in mode `run` by running it, if it fits.
+
+    With `ranks`, the step of one of so many processes.
+    """
     with terminal.working(f"loading {spec.text}"):
         from lowtide import api
 
@@ -35,6 +45,8 @@ def profile_target(
             loss=target.loss,
             memory_limit=memory_limit,
             cache=cache,
+            ranks=ranks,
+            shard=shard,
             progress=progress,
         )
 
@@ -50,6 +62,8 @@ def open_source(
     seed: int,
     memory_limit: str,
     cache: bool,
+    ranks: int | None = None,
+    shard: str = "fsdp2",
 ) -> tuple["Profile", TargetSpec | None]:
     """A profile from a `profile.json`, or of a TARGET; and what it is a profile of, where known."""
     if source.endswith(".json"):
@@ -61,6 +75,7 @@ def open_source(
             "--sequence-length": sequence_length is not None,
             "--optimizer": optimizer is not None,
             "--seed": seed != 0,
+            "--ranks": ranks is not None,
             "--memory-limit": memory_limit != MEMORY_LIMIT,
             "--no-cache": not cache,
         }
@@ -78,4 +93,7 @@ def open_source(
         optimizer=optimizer,
         seed=seed,
     )
-    return profile_target(spec, terminal, memory_limit=memory_limit, cache=cache), spec
+    found = profile_target(
+        spec, terminal, memory_limit=memory_limit, cache=cache, ranks=ranks, shard=shard
+    )
+    return found, spec
