@@ -2,9 +2,9 @@
 
     python bench/scale.py --budget 40GiB [--models 125M,70B] [--ranks 8,64,512,4096] [--csv scale.csv]
 
-Nothing is run and no parameter is allocated: models and batches are fake tensors in bfloat16, parameters are
-stored and reduced in float32, AdamW is fused. An op takes the longer of its flops at 400 Tflop/s and its bytes
-at 3 TB/s, so that recompute is a share of that step; communication takes no time.
+Nothing is run and no parameter is allocated: models and batches are fake tensors in bfloat16, parameters
+are stored and reduced in float32, AdamW is fused. An op takes the longer of its flops at 400 Tflop/s and
+its bytes at 3 TB/s, so that recompute is a share of that step; communication takes no time.
 """
 
 import argparse

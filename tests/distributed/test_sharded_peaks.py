@@ -20,7 +20,9 @@ def on_paper(ranks: int) -> lowtide.Profile:
     def loss(output: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
 
-    return lowtide.profile(model, tokens, optimizer=torch.optim.AdamW(model.parameters()), loss=loss, ranks=ranks)
+    return lowtide.profile(
+        model, tokens, optimizer=torch.optim.AdamW(model.parameters()), loss=loss, ranks=ranks
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])

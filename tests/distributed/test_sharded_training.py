@@ -6,7 +6,9 @@ from sharded_cases import LOOPS, OPTIONS, all_differences
 
 pytestmark = pytest.mark.slow
 
-WANTED = [(options, "plain") for options in OPTIONS] + [("default", loop) for loop in LOOPS if loop != "plain"]
+WANTED = [(options, "plain") for options in OPTIONS] + [
+    ("default", loop) for loop in LOOPS if loop != "plain"
+]
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,7 @@ def on_processes(function: Callable[..., Any], ranks: int, folder: Path, *args: 
     return [value for _, value in answers]
 
 
-def _follow(
-    function: Callable[..., Any], rank: int, ranks: int, folder: Path, args: tuple[Any, ...]
-) -> None:
+def _follow(function: Callable[..., Any], rank: int, ranks: int, folder: Path, args: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 

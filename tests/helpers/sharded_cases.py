@@ -158,9 +158,7 @@ def saving_loop(case: Case, *, folder: Path) -> None:
     plain_loop(case)
     model, optimizer = get_state_dict(case.model, case.optimizer)
     dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    set_state_dict(
-        case.model, case.optimizer, model_state_dict=model, optim_state_dict=optimizer
-    )
+    set_state_dict(case.model, case.optimizer, model_state_dict=model, optim_state_dict=optimizer)
     case.keep_all()
     plain_loop(case)
 

@@ -43,7 +43,7 @@ def on_paper(
 
     `blocks` are those of `blocks_of(model)` unless given. For a `MixedPrecisionPolicy`, the model is given in
     its `param_dtype`, parameters are stored in `stored_dtype`, and gradients reduced in `reduce_dtype`.
-    `backend`: `gloo` holds copies of what it exchanges, others do not; without it, gloo for a model on the CPU.
+    `backend`: `gloo` holds copies of what it exchanges, others do not; without it, gloo on the CPU.
     """
     if shard not in SHARDS:
         raise LowtideError(f"there is no way to shard called '{shard}': choose one of {', '.join(SHARDS)}")

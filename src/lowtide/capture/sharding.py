@@ -88,9 +88,7 @@ def _in_order(nodes: list[Node], moves: Exchange) -> Iterator[Node | tuple[Move,
         yield move, Region.BACKWARD
 
 
-def _add(
-    analysis: Analysis, move: Move, region: Region, made: dict[str, int], freed: list[int]
-) -> None:
+def _add(analysis: Analysis, move: Move, region: Region, made: dict[str, int], freed: list[int]) -> None:
     storages = tuple(
         analysis.add_storage(nbytes=nbytes, kind=kind, name=name, pinned=move.kept)
         for name, (nbytes, kind) in move.makes.items()
@@ -117,6 +115,7 @@ def _add_node(
         makes=makes,
         fixed="an exchange with other processes",
     )
+
 
 def _renumbered(node: Node, rank: Mapping[int, int]) -> Node:
     return replace(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from lowtide import methods
 from lowtide.capture.analyse import analyse

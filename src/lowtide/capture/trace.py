@@ -172,9 +172,7 @@ def trace(
     collector = Collector(model, (args, kwargs), real=False)
     try:
         with collector:
-            return _trace(
-                model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper
-            )
+            return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper)
     except failures.NeedsValues as wanted:
         if any_loss and sharded.units_of(model):
             raise CaptureError(

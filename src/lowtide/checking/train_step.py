@@ -31,7 +31,10 @@ def train_step(
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Bytes that this process has of parameters, buffers, batch and optimizer state. Shared memory counts once."""
+    """Bytes that this process has of parameters, buffers, batch and optimizer state.
+
+    Shared memory counts once.
+    """
     state = list(optimizer.state.values()) if optimizer is not None else []
     sizes = {}
     for tensor in tensors_in([list(model.parameters()), list(model.buffers()), batch, state]):

@@ -93,7 +93,5 @@ def open_source(
         optimizer=optimizer,
         seed=seed,
     )
-    found = profile_target(
-        spec, terminal, memory_limit=memory_limit, cache=cache, ranks=ranks, shard=shard
-    )
+    found = profile_target(spec, terminal, memory_limit=memory_limit, cache=cache, ranks=ranks, shard=shard)
     return found, spec

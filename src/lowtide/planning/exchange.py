@@ -1,8 +1,8 @@
 """What a process holds for exchanging parameters and gradients with others, move by move.
 
 Follows FSDP2 as torch runs it. In the forward pass a unit's gathered buffer lives until the next unit has
-its own; in the backward pass it is copied out and freed, and the unit before is gathered ahead. Whole gradients
-live until they are copied into the buffer of their reduction, and that until a later reduction.
+its own; in the backward pass it is copied out and freed, and the unit before is gathered ahead. Whole
+gradients live until they are copied into the buffer of their reduction, and that until a later reduction.
 """
 
 from collections.abc import Collection, Sequence
@@ -43,9 +43,7 @@ class Exchange:
     last: list[Move] = field(default_factory=list)
 
 
-def exchange(
-    sharding: Sharding, passages: Sequence[Passage], *, trained: Collection[str]
-) -> Exchange:
+def exchange(sharding: Sharding, passages: Sequence[Passage], *, trained: Collection[str]) -> Exchange:
     """All moves of one step; `trained` are the parameters that get a gradient."""
     ledger = _Ledger(sharding, trained)
     found = Exchange()

@@ -158,8 +158,8 @@ class Runner:
             return self.compiled(self.model, args, kwargs)
 
     def _plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan a new kind of call before it begins: where processes exchange parameters, no call can start over,
-        since the others would not."""
+        """Plan a new kind of call before it begins: where processes exchange parameters, no call can start
+        over, since the others would not."""
         if not isinstance(self.compiled, CompiledUnits):
             return
         kind = (layouts((args, kwargs)), self._situation())

@@ -50,7 +50,7 @@ def gathered(model: nn.Module) -> dict[str, tuple[torch.Tensor, nn.Parameter]]:
 def reset(model: nn.Module) -> None:
     """After a call that ended early, or without a backward pass: give all gathered parameters back."""
     for unit in units_of(model):
-        if unit._get_fsdp_state()._is_root:  # type: ignore[operator, union-attr]
+        if unit._get_fsdp_state()._is_root:  # type: ignore[operator]
             unit.reset_iter_state()  # type: ignore[operator]
 
 

@@ -30,7 +30,7 @@ def compiled_model(
     units: Sequence[nn.Module] = (),
     watch: Watch | None = None,
 ) -> "dynamo.Compiled | CompiledUnits":
-    """A function `(model, args, kwargs)` that calls `model` through graphs of `backend`, which has to outlive it.
+    """A function `(model, args, kwargs)` that calls `model` through graphs of `backend`, which outlives it.
 
     With `units`, or where `fully_shard` made some, each of them has graphs of its own.
     """
@@ -84,7 +84,7 @@ class CompiledUnits:
             return result
 
         attributes["forward"] = call
-        attributes["_compiled_call_impl"] = torch.compiler.disable(unit._call_impl)
+        attributes["_compiled_call_impl"] = torch.compiler.disable(unit._call_impl)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
