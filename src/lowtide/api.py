@@ -22,6 +22,7 @@ from lowtide.profiling.whole_run import run_costs
 from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
 from lowtide.torchside.optimizers import as_one
+from lowtide.torchside.sharded import units_of
 from lowtide.zoo.targets import Target
 
 __all__ = [
@@ -70,6 +71,10 @@ def profile(
     if runner_of(model) is not None:
         raise LowtideError(
             "this model already runs by a plan: call lowtide.remove(model) before profiling it"
+        )
+    if mode == "run" and (ranks is not None or units_of(model)):
+        raise LowtideError(
+            "mode 'run' runs whole graphs in one process: profile a sharded model with mode 'ops'"
         )
     limit_bytes = parse_size(memory_limit)
     leave()
@@ -122,6 +127,11 @@ def verify(
     Works on copies in fresh processes; the model here is not trained. Where the model cannot be sent
     to another process, copies in this one are used and `fresh_process` is False.
     """
+    if units_of(model):
+        raise LowtideError(
+            "a sharded model cannot be copied into a fresh process: verify the model before fully_shard, or "
+            "train the sharded one with and without its plan and compare"
+        )
     applied = runner_of(model)
     remove(model)
     try:

@@ -262,3 +262,30 @@ def _measured(case: Case) -> int:
     step()
     above = min(peak_above_start(step) for _ in range(3))
     return static_bytes(case.model, (batch, case.targets), case.optimizer) + above
+
+
+def mistakes(rank: int) -> dict[str, str]:
+    """What is said to who plans a sharded model in ways that cannot work."""
+    warnings.simplefilter("ignore")
+    case = build(rank=rank)
+    profile = lowtide.profile(case.model, case.tokens, optimizer=case.optimizer, loss=case.loss)
+    planned = Net()
+    found = lowtide.profile(planned, case.tokens, loss=case.loss)
+    found.plan(found.floor_bytes).apply(planned)
+    for block in planned.blocks:
+        fully_shard(block)
+    fully_shard(planned)
+    said = {}
+    attempts: dict[str, Callable[[], object]] = {
+        "too small": lambda: profile.plan(1000),
+        "sharded twice": lambda: lowtide.profile(case.model, case.tokens, ranks=4),
+        "run": lambda: lowtide.profile(case.model, case.tokens, mode="run"),
+        "verify": lambda: lowtide.verify(case.model, case.tokens, profile.plan("100%")),
+        "sharded later": lambda: planned(case.tokens),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except lowtide.LowtideError as error:
+            said[name] = str(error)
+    return said

@@ -43,7 +43,7 @@ def _as_parts(analysis: Analysis, parts: Mapping[str, Part]) -> dict[str, int]:
 
 def _insert(analysis: Analysis, moves: Exchange, gradients: Mapping[str, int]) -> None:
     """Put the moves between the graphs, and count all ranks anew."""
-    holders = {name: _holder(analysis, storage) for name, storage in gradients.items()}
+    holders = _holders(analysis, gradients)
     old, analysis.nodes = analysis.nodes, []
     rank: dict[int, int] = {}
     made: dict[str, int] = {}
@@ -62,10 +62,15 @@ def _insert(analysis: Analysis, moves: Exchange, gradients: Mapping[str, int]) -
     analysis.kept = {rank[key]: kept for key, kept in analysis.kept.items()}
 
 
-def _holder(analysis: Analysis, storage: int) -> int:
-    """The node that holds this and the least besides: a part of a tuple, not the whole."""
-    nodes = [node for node in analysis.nodes if storage in node.holds]
-    return min(nodes, key=lambda node: (len(node.holds), node.rank)).rank
+def _holders(analysis: Analysis, gradients: Mapping[str, int]) -> dict[str, int]:
+    """The node that holds each of these and the least besides: a part of a tuple, not the whole."""
+    wanted = set(gradients.values())
+    found: dict[int, Node] = {}
+    for node in analysis.nodes:
+        for storage in wanted.intersection(node.holds):
+            if storage not in found or len(node.holds) < len(found[storage].holds):
+                found[storage] = node
+    return {name: found[storage].rank for name, storage in gradients.items()}
 
 
 def _in_order(nodes: list[Node], moves: Exchange) -> Iterator[Node | tuple[Move, Region]]:

@@ -126,13 +126,10 @@ class TiedDesk(Desk):
         return Carried(peak_bytes, graph_schedules(self.step, runs)) if peak_bytes <= budget_bytes else None
 
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
-        if planner not in TIED_PLANNERS:
-            known = planner in PLANNERS
+        if planner in PLANNERS and planner not in TIED_PLANNERS:
             raise LowtideError(
                 f"planner '{planner}' does not plan models whose graphs run several times: "
                 f"choose one of {', '.join(TIED_PLANNERS)}"
-                if known
-                else f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}"
             )
         if planner != "auto":
             return super().solve(budget_bytes=budget_bytes, planner=planner)

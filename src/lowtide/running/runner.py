@@ -29,6 +29,7 @@ from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
+from lowtide.torchside.sharded import units_of
 from lowtide.torchside.units import CompiledUnits, compiled_model
 
 logger = logging.getLogger("lowtide")
@@ -168,6 +169,11 @@ class Runner:
             self.plans.plan_call(args, kwargs, cause="another batch, or another setting of the model")
 
     def _plan_of(self, segment: Segment) -> GraphPlan:
+        if not isinstance(self.compiled, CompiledUnits) and units_of(self.model):
+            raise LowtideError(
+                "fully_shard was called on this model after its plan was applied: lowtide.remove(model), and "
+                "plan the sharded model"
+            )
         nothing_ran = self._may_start_over and self.compiled.is_tracing(*self._entrance)
         self.backend.progress.batch_bytes = sum(tensor.nbytes for tensor in tensors_in(self._batch))
         return self.plans.plan_of(segment, self.backend.progress, nothing_ran=nothing_ran)
