@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from lowtide import display
 from lowtide.capture.graphs import user_tensors
 from lowtide.capture.loop import Loop, Loss, Optimizers
+from lowtide.capture.on_paper import Paper, on_paper
 from lowtide.capture.step import Captured, capture
 from lowtide.checking.verification import Verification
 from lowtide.checking.verification import verify as verify_target
@@ -27,6 +28,7 @@ from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
 from lowtide.torchside import ddp
 from lowtide.torchside.optimizers import as_one
+from lowtide.torchside.sharded import units_of
 from lowtide.zoo.targets import Target
 
 __all__ = [
@@ -79,14 +81,14 @@ class _Training:
                 "step_in_backward=True updates parameters in every backward pass, and accumulate=True says "
                 "that gradients of several are added up: choose one of them"
             )
-        if self.step_in_backward and ranks is not None:
+        if self.step_in_backward and (ranks is not None or units_of(model)):
             raise LowtideError(
-                f"step_in_backward=True would update parameters before the gradients of all {ranks.size} "
-                "processes are there: leave it out"
+                "step_in_backward=True would update parameters before the gradients of all processes are "
+                "there: leave it out"
             )
         ddp.check(model)
 
-    def capture(self, model: nn.Module, batch: Any) -> Captured:
+    def capture(self, model: nn.Module, batch: Any, *, paper: Paper | None = None) -> Captured:
         leave()
         with display.shown() as line:
             line.stage("capturing the step")
@@ -99,6 +101,7 @@ class _Training:
                 reserve_bytes=self.reserve_bytes,
                 step_in_backward=self.step_in_backward,
                 holds_outputs=self.holds_outputs,
+                paper=paper,
             )
 
 
@@ -115,6 +118,8 @@ def profile(
     mode: str = "ops",
     step_in_backward: bool = False,
     holds_outputs: bool = True,
+    ranks: int | None = None,
+    shard: str = "fsdp2",
     progress: Callable[[int, int], None] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Profile:
@@ -136,10 +141,15 @@ def profile(
 
     Of a DistributedDataParallel the model inside is profiled, and its buckets are counted; so they are,
     without options, for any model of a process that is one of several (of `process_group`, by default of
-    all).
+    all). With `ranks`, the step of one process among so many, if every block of the model and then the model
+    were sharded (`fully_shard`): a prediction that needs none of the others.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
+    if mode == "run" and (ranks is not None or units_of(model)):
+        raise LowtideError(
+            "mode 'run' runs whole graphs in one process: profile a sharded model with mode 'ops'"
+        )
     training = _Training(
         optimizer=optimizer,
         loss=loss,
@@ -149,10 +159,11 @@ def profile(
         holds_outputs=holds_outputs,
     )
     limit_bytes = parse_size(memory_limit)
-    ranks = ranks_of(model, process_group)
-    training.check(model, ranks)
+    group = ranks_of(model, process_group)
+    training.check(model, group)
+    paper = None if ranks is None else on_paper(model, ranks=ranks, shard=shard)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
-        captured = training.capture(model, batch)
+        captured = training.capture(model, batch, paper=paper)
         line.stage("measuring its ops")
         count = progress or line.count
         if mode == "run":
@@ -164,7 +175,7 @@ def profile(
             step, known = measure_costs(
                 captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
-    return Profile(counting_buckets(step, model, ranks), known, loop=training.loop, traced=captured.traced)
+    return Profile(counting_buckets(step, model, group), known, loop=training.loop, traced=captured.traced)
 
 
 def checkpoint(
@@ -243,6 +254,11 @@ def verify(
     DistributedDataParallel the model inside is verified, in one process and without buckets.
     """
     model = ddp.unwrapped(model)
+    if units_of(model):
+        raise LowtideError(
+            "a sharded model cannot be copied into a fresh process: verify the model before fully_shard, or "
+            "train the sharded one with and without its plan and compare"
+        )
     applied = runner_of(model)
     remove(model)
     try:

@@ -13,6 +13,7 @@ from lowtide.planning.activations import activations
 from lowtide.planning.planner import Desk
 from lowtide.planning.schedules import as_eager
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.tied import desk_for
 from lowtide.plans import Plan
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Profile:
 
     @cached_property
     def _desk(self) -> Desk:
-        return Desk(self.step)
+        return desk_for(self.step)
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -79,6 +79,8 @@ def _repeated(trace: Trace) -> dict[str, str]:
     counts = Counter(execution.segment.fingerprint for execution in trace.executions)
     reason = "its graph runs several times in one step, between graph breaks"
     fixed = {fingerprint: reason for fingerprint, count in counts.items() if count > 1}
+    if trace.sharding is not None:  # planned once for all that are equal
+        fixed = {}
     for execution in trace.executions[trace.num_in_model :]:
         fixed[execution.segment.fingerprint] = "part of the loss, which lowtide leaves to you"
     return fixed

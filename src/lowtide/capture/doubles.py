@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lowtide.torchside.hooks import FakeTensorMode, forget_step_hooks
+from lowtide.torchside.sharded import local
 
 Optimizer = torch.optim.Optimizer
 CONTAINERS = (list, tuple, dict, defaultdict, OrderedDict, set, deque)
@@ -24,9 +25,10 @@ def double_of(optimizer: Optimizer, fakes: Mapping[int, torch.Tensor], mode: Fak
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    requires_grad, tensor = tensor.requires_grad, local(tensor)
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return fake.requires_grad_(tensor.requires_grad)
+    return fake.requires_grad_(requires_grad)
 
 
 def held_tensors(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Captured graphs: joint graphs of forward and backward, where their inputs come from, how they follow
 each other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,13 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture.fingerprint import fingerprint
 from lowtide.facts import Kind
+from lowtide.facts.sharding import Passage, Sharding
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.ops import as_eager_computes
 from lowtide.torchside.ops.autocast import cast_weights_once
+from lowtide.torchside.sharded import gathered, local
 
 if TYPE_CHECKING:
     from lowtide.capture.traced import TracedModel
@@ -53,11 +55,13 @@ class Execution:
     """One execution of a segment. `links[i]` names the earlier output that input i is: (execution, output).
 
     `from_outside`: some input was made by code between the graphs, and has a gradient to pass on.
+    `origins`: where its inputs come from, if not from where they came when the graph was made.
     """
 
     segment: Segment
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     from_outside: bool = False
+    origins: list[Origin] | None = None
 
 
 @dataclass(slots=True)
@@ -69,7 +73,8 @@ class Trace:
     nobody can tell which outputs it reads, and all of them may get a gradient. The first `num_in_model`
     are the model's own, the others the loss's. `outside_bytes`: what autograd holds of code
     between them, by how many graphs with a backward pass had run before it. `traced` is what torch compiled,
-    where that can run by a plan.
+    where that can run by a plan. `sharding` says how the parameters are divided among processes, `passages`
+    when they were gathered.
     """
 
     executions: list[Execution]
@@ -80,6 +85,8 @@ class Trace:
     loss_outside: bool = False
     outside_bytes: dict[int, int] = field(default_factory=dict)
     traced: "TracedModel | None" = None
+    sharding: Sharding | None = None
+    passages: list[Passage] = field(default_factory=list)
 
 
 def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
@@ -175,6 +182,23 @@ def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
         origins[id(buffer)] = Origin(Kind.BUFFER, name, id(buffer))
     for name, parameter in model.named_parameters():
         origins[id(parameter)] = Origin(Kind.PARAMETER, name, id(parameter))
+    return origins
+
+
+def own_origins(model: nn.Module, segment: Segment, args: Sequence[Any]) -> list[Origin]:
+    """Where the inputs of this call of a graph come from: several modules can share one graph.
+
+    A parameter that was gathered for the call is the user's own, of which this process has a part.
+    """
+    known = {storage_key(b): Origin(Kind.BUFFER, name, id(b)) for name, b in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        known[storage_key(local(parameter))] = Origin(Kind.PARAMETER, name, id(parameter))
+    for name, (whole, own) in gathered(model).items():
+        known[storage_key(whole)] = Origin(Kind.PARAMETER, name, id(own))
+    origins = list(segment.origins)
+    for index, arg in enumerate(args[: len(origins)]):
+        if isinstance(arg, torch.Tensor) and storage_key(arg) in known:
+            origins[index] = known[storage_key(arg)]
     return origins
 
 

@@ -239,9 +239,9 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
         take_step()
         _give_gradients(fakes, gradients)
         own = {id(fake) for fake in fakes.values()}
-        kept = [
-            tensor for tensor in held_tensors(double) if id(tensor) not in own and _counts(tensor, double)
-        ]
+        states = {id(tensor) for tensor in state_tensors(double)}
+        # a number that is no parameter's state, such as a learning rate, is the user's own
+        kept = [t for t in held_tensors(double) if id(t) not in own and (t.dim() or id(t) in states)]
         recorder = _Recorder(mode)
         with recorder:
             take_step()
@@ -283,11 +283,6 @@ def _peak_bytes(ops: Iterable[OptimizerOp], sizes: Mapping[int, int]) -> int:
         most = max(most, held)
         held -= sum(sizes[key] for key in op.frees)
     return most
-
-
-def _counts(tensor: torch.Tensor, optimizer: Optimizer) -> bool:
-    """A number that is no parameter's state, such as a learning rate, is the user's own."""
-    return bool(tensor.dim()) or any(tensor is state for state in state_tensors(optimizer))
 
 
 def _as_trace(found: Estimate, name: str) -> OptimizerTrace:

@@ -21,6 +21,8 @@ def specialise(trace: Trace) -> tuple[list[Execution], list[frozenset[int]]]:
         outputs = tangent_outputs(execution.segment.joint).values()
         absent = frozenset(output for output in outputs if storages[output] not in passed)
         segment = without_tangents(execution.segment, absent)
+        if execution.origins is not None:
+            segment = replace(segment, origins=execution.origins)
         grads = results_of(segment.joint)[segment.num_forward_outputs :]
         wanted |= {
             place for primal, place in execution.links.items() if primal < len(grads) and grads[primal]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from lowtide import methods
 from lowtide.capture.analyse import analyse
@@ -15,10 +14,12 @@ from lowtide.capture.fingerprint import structure
 from lowtide.capture.gradients import keep_earlier_gradients
 from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
+from lowtide.capture.on_paper import Paper, optimizer_on_paper
 from lowtide.capture.one_by_one import pieces_bytes, split_of, updates_of
 from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
 from lowtide.capture.records import Analysis, Place
 from lowtide.capture.refusals import refuse_several_graphs, refuse_what_cannot_be_traced
+from lowtide.capture.sharding import shard
 from lowtide.capture.sums import shares_gradients, summed_otherwise
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
@@ -27,11 +28,12 @@ from lowtide.errors import CaptureError
 from lowtide.facts import Graph, Kind, Region, Run, Step
 from lowtide.methods import Kept
 from lowtide.torchside import hooks
-from lowtide.torchside.batch import split_batch
+from lowtide.torchside.batch import split_batch, tensors_in
 from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key, target_name
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.ops.schema import short_name
 from lowtide.torchside.pieces import PIECE_BYTES
+from lowtide.torchside.sharded import local
 
 SCALARS_BYTES = 1024
 SMALL_STEP_BYTES = PIECE_BYTES
@@ -71,18 +73,20 @@ def capture(
     reserve_bytes: int = 0,
     step_in_backward: bool = False,
     holds_outputs: bool = True,
+    paper: Paper | None = None,
 ) -> Captured:
     """Capture a step without running it. Needs the memory of the model, not of the step.
 
     `step_in_backward`: the optimizer updates each parameter where its gradient is final. Without
-    `holds_outputs`, the loop lets go of all but the loss before the backward pass.
+    `holds_outputs`, the loop lets go of all but the loss before the backward pass. With `paper`, as one of
+    many processes would run it.
     """
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
     refuse_what_cannot_be_traced(model, (args, kwargs))
     with rarely_collected():
-        traced = trace(model, args, kwargs, loss=loss)
+        traced = trace(model, args, kwargs, loss=loss, paper=paper)
         if not holds_outputs:
             traced = only_loss_held(traced)
         updates: dict[int, int] = {}
@@ -92,7 +96,9 @@ def capture(
         analysis = analyse(traced, accumulate=accumulate, updates=updates)
         if reserve_bytes:
             analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
-        captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
+        captured = captured_step(
+            analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, paper=paper
+        )
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
     if OUTSIDE in captured.step.notes:
         logger.warning(
@@ -129,18 +135,24 @@ def captured_step(
     *,
     batch: Any = (),
     optimizer: torch.optim.Optimizer | None = None,
+    paper: Paper | None = None,
 ) -> Captured:
-    """Facts and ops of analysed graphs, with all else that the step holds."""
+    """Facts and ops of analysed graphs, with all else that the step holds; `paper`, if the model is divided
+    among processes on paper only."""
     _add_unread(analysis, model, batch)
+    if traced.sharding is not None:
+        shard(analysis, traced, traced.sharding)
     _add_scalars(analysis, traced)
     calls = _calls(analysis, {})
     notes = _notes(analysis, traced)
     if optimizer is not None:
         _check_parameters(optimizer, model)
+        if paper is not None:
+            optimizer = optimizer_on_paper(optimizer, model, analysis, paper=paper)
         traced_step = trace_optimizer(optimizer, analysis.gradients)
-        _add_optimizer(
-            analysis, traced_step, calls, inside_bytes=_piece_bytes(analysis, optimizer, traced_step)
-        )
+        whole = traced.sharding is not None  # its state is in parts already
+        inside_bytes = None if whole else _piece_bytes(analysis, optimizer, traced_step)
+        _add_optimizer(analysis, traced_step, calls, inside_bytes=inside_bytes)
         if traced_step.note:
             notes = (*notes, traced_step.note)
             logger.warning(traced_step.note)
@@ -229,7 +241,7 @@ def _add_scalars(analysis: Analysis, traced: Trace) -> None:
 
 def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
     """Tensors that no graph reads are there all the same: unused parameters, buffers, inputs."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))}
+    tensors = {id(t): local(t) for t in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
     known = {storage_key(tensors[key]) for key in analysis.inputs if key in tensors}
     for key, origin in name_tensors(model, batch).items():
         storage = storage_key(tensors[key])

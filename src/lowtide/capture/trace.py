@@ -8,7 +8,8 @@ Only a model whose Python code looks at values between two graphs needs a real f
 import contextlib
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -17,7 +18,6 @@ from torch import fx, nn
 from lowtide.capture import failures, forecast
 from lowtide.capture.graphs import (
     Execution,
-    Origin,
     Segment,
     Trace,
     describe_inputs,
@@ -25,22 +25,25 @@ from lowtide.capture.graphs import (
     mutated_inputs,
     name_tensors,
     new_segment,
+    own_origins,
     user_tensors,
 )
+from lowtide.capture.on_paper import Paper
 from lowtide.capture.regions import split
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.traced import Function, TracedGraph, TracedModel
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
+from lowtide.facts.sharding import Passage
 from lowtide.facts.units import format_size
-from lowtide.torchside import dynamo, hooks
+from lowtide.torchside import dynamo, hooks, sharded
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.graph_key import key_of
 from lowtide.torchside.outside import held_outside
-from lowtide.torchside.route import call_model
 from lowtide.torchside.tracing import compiled
+from lowtide.torchside.units import compiled_model
 
 logger = logging.getLogger("lowtide")
 
@@ -51,9 +54,11 @@ class Collector:
     `forward_bytes`: the most that one of the forward graphs so far holds when it is run for real.
     """
 
-    def __init__(self, *, origins: Mapping[int, Origin], real: bool) -> None:
-        self.origins = origins
+    def __init__(self, model: nn.Module, batch: Any, *, real: bool) -> None:
+        self.model = model
+        self.batch = batch
         self.real = real
+        self.passages: list[Passage] = []
         self.segments: list[Segment] = []
         self.executions: list[Execution] = []
         self.forward_bytes = 0
@@ -63,7 +68,7 @@ class Collector:
         self._alive: list[Any] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        origins = describe_inputs(graph, self.origins, stranger=Kind.OTHER)
+        origins = describe_inputs(graph, name_tensors(self.model, self.batch), stranger=Kind.OTHER)
         # alive as long as the capture, so that no other tensor gets the identity of one of them
         self._alive.append(hooks.graph_inputs(graph))
         casts_once = hooks.casts_weights_once(graph)
@@ -132,7 +137,8 @@ class Collector:
                 for index, (arg, origin) in enumerate(zip(args, segment.origins, strict=False))
                 if index not in links
             )
-            self.executions.append(Execution(segment, links, from_outside=from_outside))
+            origins = own_origins(self.model, segment, args) if self.passages else None
+            self.executions.append(Execution(segment, links, from_outside=from_outside, origins=origins))
             results = list(module(*args)) if self.real else [_fresh_fake(value) for value in values]
             for index, source in mutated.items():
                 results[index] = args[source]  # torch copies this into the input: leave it as it is
@@ -144,6 +150,11 @@ class Collector:
             return results
 
         return run
+
+    def watch(self, unit: int, begins: bool, tensors: Any) -> None:
+        """A unit of the model begins or ends its forward."""
+        differentiable = any(tensor.requires_grad for tensor in tensors_in(tensors))
+        self.passages.append(Passage(unit, begins, len(self.executions), differentiable))
 
     def __enter__(self) -> Self:
         return self
@@ -169,17 +180,23 @@ def trace(
     *,
     loss: Callable[[Any], torch.Tensor] | None,
     any_loss: bool = False,
+    paper: Paper | None = None,
 ) -> Trace:
     """Trace one forward pass and its loss; the real forward only where fake values are not enough.
 
     With `any_loss` there may be no `loss` that takes this output: then the loss is left out, and every
     output may get a gradient.
     """
-    collector = Collector(origins=name_tensors(model, (args, kwargs)), real=False)
+    collector = Collector(model, (args, kwargs), real=False)
     try:
         with collector:
-            return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector)
+            return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper)
     except failures.NeedsValues as wanted:
+        if any_loss and sharded.units_of(model):
+            raise CaptureError(
+                f"the model's Python code needs real values between two graphs ({wanted}), which one process "
+                "cannot have alone: pad its batches to the shape that was planned on all of them"
+            ) from None
         own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         logger.warning(
             "the model's Python code needs real values between two graphs (%s): capturing it runs one real "
@@ -190,8 +207,8 @@ def trace(
             format_size(own),
             format_size(collector.forward_bytes),
         )
-    with Collector(origins=name_tensors(model, (args, kwargs)), real=True) as collector:
-        return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector)
+    with Collector(model, (args, kwargs), real=True) as collector:
+        return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper)
 
 
 def _trace(
@@ -202,23 +219,32 @@ def _trace(
     loss: Callable[[Any], torch.Tensor] | None,
     any_loss: bool,
     collector: Collector,
+    paper: Paper | None,
 ) -> Trace:
     with (
         untouched(model),
+        sharded.called_once(model, alone=not collector.real),
         hooks.quiet(),
         dynamo.forgotten() as kept,
         torch.enable_grad(),
     ):
         breaks = dynamo.graph_breaks()
         with failures.explained("the model"), _values_if_needed(collector):
-            compiled_model = _compiled(call_model, collector)
-            output = compiled_model(model, args, kwargs)
+            units = paper.units if paper is not None else ()
+            call = compiled_model(model, collector, units=units, watch=collector.watch)
+            output = call(model, args, kwargs)
         num_in_model = len(collector.executions)
+        sharding = paper.sharding if paper is not None else sharded.sharding_of(model)
         traced = None
-        if num_in_model == 1 and collector.traced is not None and not collector.real:
-            traced = TracedModel(model, compiled_model, collector.traced)
-            compiled_model.take_graphs_along()
-            kept.append(compiled_model)
+        if (
+            isinstance(call, dynamo.Compiled)
+            and num_in_model == 1
+            and collector.traced is not None
+            and not collector.real
+        ):
+            traced = TracedModel(model, call, collector.traced)
+            call.take_graphs_along()
+            kept.append(call)
         if not num_in_model:
             raise CaptureError(failures.nothing_captured(dynamo.graph_breaks() - breaks))
         returned = frozenset(
@@ -230,7 +256,8 @@ def _trace(
         if value is None and any_loss:
             value = _loss_if_it_fits(loss, output, collector)
             if value is None:
-                return _without_loss(collector.executions[:num_in_model], returned, real=collector.real)
+                alone = _without_loss(collector.executions[:num_in_model], returned, real=collector.real)
+                return replace(alone, sharding=sharding, passages=collector.passages)
         elif value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(loss or sum_of_floats, collector)(output)
@@ -259,6 +286,8 @@ def _trace(
         loss_outside=place is None,
         outside_bytes=outside,
         traced=traced,
+        sharding=sharding,
+        passages=collector.passages,
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lowtide.torchside.batch import Loss, call, loss_of, tensors_in
+from lowtide.torchside.sharded import local
 
 
 def train_step(
@@ -35,11 +36,14 @@ def train_step(
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Bytes of parameters, buffers, batch and optimizer state. Shared memory counts once."""
+    """Bytes that this process has of parameters, buffers, batch and optimizer state.
+
+    Shared memory counts once.
+    """
     state = list(optimizer.state.values()) if optimizer is not None else []
     sizes = {}
     for tensor in tensors_in([list(model.parameters()), list(model.buffers()), batch, state]):
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         sizes[(str(tensor.device), storage.data_ptr())] = storage.nbytes()
     return sum(sizes.values())
 

@@ -43,6 +43,10 @@ class ProfileMode(StrEnum):
     RUN = "run"
 
 
+class ShardKind(StrEnum):
+    FSDP2 = "fsdp2"
+
+
 TargetText = Annotated[
     str,
     typer.Argument(
@@ -104,6 +108,17 @@ Mode = Annotated[
         help="ops: time each distinct op alone, in little memory. run: run the whole step for real, which "
         "takes the step's memory."
     ),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Plan for one process of so many that share the parameters of a TARGET. None of them is needed.",
+    ),
+]
+Shard = Annotated[
+    ShardKind,
+    typer.Option(help="How --ranks share parameters. fsdp2: fully_shard on every block and on the model."),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew, even if it was before.")]
 StepInBackward = Annotated[

@@ -15,8 +15,11 @@ from lowtide.cli.options import (
     OptionalBatchSize,
     Planner,
     Quiet,
+    Ranks,
     Seed,
     SequenceLength,
+    Shard,
+    ShardKind,
     Source,
     StepInBackward,
     Verbose,
@@ -35,6 +38,8 @@ def plan(
     sequence_length: SequenceLength = None,
     optimizer: Optimizer = None,
     seed: Seed = 0,
+    ranks: Ranks = None,
+    shard: Shard = ShardKind.FSDP2,
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
@@ -62,11 +67,15 @@ def plan(
             sequence_length=sequence_length,
             optimizer=optimizer,
             seed=seed,
+            ranks=ranks,
+            shard=shard,
             memory_limit=memory_limit,
             cache=not no_cache,
             step_in_backward=step_in_backward,
         )
         name = f"{spec.text}, batch {spec.batch_size}" if spec else source
+        if ranks is not None:
+            name += f", one of {ranks} processes ({shard})"
         with terminal.working("planning"):
             made = profile.plan(budget, planner=planner)
         if out is not None:
@@ -76,4 +85,5 @@ def plan(
         terminal.show(*plan_tables(made.solution, name=name))
         if out is not None:
             terminal.note(f"wrote {out / PLAN}, {out / DECISIONS}")
+        if out is not None and ranks is None:
             terminal.note(f"next: lowtide verify {shlex.quote(str(out / PLAN))}")

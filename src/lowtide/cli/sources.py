@@ -21,8 +21,13 @@ def profile_target(
     cache: bool,
     mode: str = "ops",
     step_in_backward: bool = False,
+    ranks: int | None = None,
+    shard: str = "fsdp2",
 ) -> "Profile":
-    """Load the target and profile one step of it; in mode `run` by running it, if it fits."""
+    """Load the target and profile one step of it; in mode `run` by running it, if it fits.
+
+    With `ranks`, the step of one of so many processes.
+    """
     with terminal.working(f"loading {spec.text}"):
         from lowtide import api
 
@@ -46,6 +51,8 @@ def profile_target(
             memory_limit=memory_limit,
             cache=cache,
             step_in_backward=step_in_backward,
+            ranks=ranks,
+            shard=shard,
             progress=progress,
         )
 
@@ -62,6 +69,8 @@ def open_source(
     memory_limit: str,
     cache: bool,
     step_in_backward: bool = False,
+    ranks: int | None = None,
+    shard: str = "fsdp2",
 ) -> tuple["Profile", TargetSpec | None]:
     """A profile from a `profile.json`, or of a TARGET; and what it is a profile of, where known."""
     if source.endswith(".json"):
@@ -73,6 +82,7 @@ def open_source(
             "--sequence-length": sequence_length is not None,
             "--optimizer": optimizer is not None,
             "--seed": seed != 0,
+            "--ranks": ranks is not None,
             "--memory-limit": memory_limit != MEMORY_LIMIT,
             "--no-cache": not cache,
             "--step-in-backward": step_in_backward,
@@ -91,7 +101,13 @@ def open_source(
         optimizer=optimizer,
         seed=seed,
     )
-    profile = profile_target(
-        spec, terminal, memory_limit=memory_limit, cache=cache, step_in_backward=step_in_backward
+    found = profile_target(
+        spec,
+        terminal,
+        memory_limit=memory_limit,
+        cache=cache,
+        step_in_backward=step_in_backward,
+        ranks=ranks,
+        shard=shard,
     )
-    return profile, spec
+    return found, spec

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.errors import LowtideError, RankError
 from lowtide.torchside import ddp
+from lowtide.torchside.sharded import units_of
 
 T = TypeVar("T")
 
@@ -37,13 +38,15 @@ class Ranks:
 
 def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
     """Who trains `model`: the processes of `group`, else of its DistributedDataParallel, else of the default
-    group; None for a process alone."""
+    group; None for a process alone, and for one that holds a part of the model, whose plan is its own."""
     if not dist.is_available() or not dist.is_initialized():
         _check_alone()
         return None
     if group is None:
         group = ddp.group_of(model) if isinstance(model, DistributedDataParallel) else dist.group.WORLD
     assert group is not None
+    if units_of(model):
+        return None
     size = dist.get_world_size(group)
     return Ranks(group, dist.get_rank(group), size) if size > 1 else None
 

@@ -2,6 +2,7 @@
 
 - `step`: one training step: nodes, storages, recipes, graphs, activations
 - `plan`: what a planner answers: runs, decisions, the solution
+- `sharding`: how parameters are divided among processes
 - `serial`: both as JSON and back
 - `sizes`: bytes as people write them; `units`: as they read them
 - `files`: files that are never half written

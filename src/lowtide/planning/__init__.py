@@ -5,6 +5,8 @@
 - `activations`: forward storages that backward reads again
 - `schedules`: a step's schedule as what each graph runs, and the bytes besides the graphs
 - `auto`, `mu_two`, `baselines`: how each planner chooses; `search` is what `auto` is made of
+- `tied`, `parts`: one plan for all runs of a graph that runs several times
+- `exchange`: what a process holds to exchange parameters and gradients with others
 - `decisions`, `hints`: a plan in words; what would lower the floor
 - `abstract`: graphs of bytes and costs alone, for `lowtide solve`
 """

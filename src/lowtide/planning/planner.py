@@ -101,6 +101,10 @@ class Desk:
         hint = floor_hint(self.step, timeline)
         return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
 
+    @property
+    def floor_bytes(self) -> int:
+        return self.archive.entries[0].peak_bytes
+
     def carry(self, schedules: Sequence[Sequence[Run]], *, budget_bytes: int) -> Carried | None:
         """The schedules of another step with the same graphs, mended where they do not fit here.
 
@@ -151,7 +155,7 @@ class Desk:
             peak_bytes=timeline.peak_bytes if in_pieces else max(timeline.peak_bytes, whole_bytes),
             peak_node=timeline.peak_node,
             baseline_peak_bytes=self.eager_peak_bytes,
-            floor_bytes=self.archive.entries[0].peak_bytes if planner == "auto" else None,
+            floor_bytes=self.floor_bytes if planner == "auto" else None,
             step_seconds=self.plain.seconds,
             recompute_seconds=timeline.added_seconds,
             decisions=decide(
@@ -176,7 +180,7 @@ class Desk:
         """The curve of `auto`: a plan for each of `points` budgets, from the plain peak to the floor."""
         if points < 1:
             raise LowtideError(f"a curve needs at least one point, not {points}")
-        high, low = self.eager_peak_bytes, self.archive.entries[0].peak_bytes
+        high, low = self.eager_peak_bytes, self.floor_bytes
         budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
         return [self.solve(budget_bytes=budget, may_be_eager=bool(self.step.graphs)) for budget in budgets]
 

@@ -84,7 +84,7 @@ def runs_of_schedules(step: Step, schedules: Sequence[Sequence[Run]]) -> tuple[R
     rest = step.nodes[step.first_backward_rank :]
     for (region, segment), group in itertools.groupby(rest, key=lambda n: (n.region, n.segment)):
         nodes = list(group)
-        if region is Region.BACKWARD and scheduled[segment]:
+        if region is Region.BACKWARD and segment >= 0 and scheduled[segment]:
             runs += _first_runs(node for node in nodes if node.op == "placeholder")
             ends = [node for node in nodes if node.op in ENDS and node.op != "placeholder"]
             runs += _with_ends(scheduled[segment], _first_runs(ends))

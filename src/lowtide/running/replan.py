@@ -21,6 +21,7 @@ from lowtide.facts.units import format_size, size_and_bytes
 from lowtide.planning.planner import Carried, Desk
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate
+from lowtide.planning.tied import desk_for
 from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
@@ -62,17 +63,18 @@ def apply_plan(
         else:
             pieces = Pieces(every, slices=slices)
     spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
-    eager_batch = dict(plan.solution.identity).get("batch") if plan.solution.eager else None
+    batch = dict(plan.solution.identity).get("batch")
     install(
         model,
         PlanBook(plan, model, updates=updates),
         spare_bytes=spare_bytes,
         executor=executor,
-        eager_batch=eager_batch,
+        eager_batch=batch if plan.solution.eager else None,
+        planned_batch=batch,
         updates=updates,
         pieces=pieces,
         holds_outputs=plan.solution.holds_outputs,
-        traced=plan.traced if eager_batch is None else None,
+        traced=None if plan.solution.eager else plan.traced,
     )
     return model
 
@@ -289,7 +291,7 @@ class PlanBook:
         )
         if beside is None and not progress.is_whole:
             # nobody knows what follows: leave as much room as there is
-            found = _lowest(Desk(step), None)
+            found = _lowest(desk_for(step), None)
         else:
             found = self._plan(step, () if like is None else (like,), larger=False)
         self._tell(found.peak_bytes, cause)
@@ -308,7 +310,7 @@ class PlanBook:
     def _plan(self, step: Step, like: Sequence[Graph], *, larger: bool) -> Carried:
         """Schedules for `step`: those of the graphs `like`, mended, or found anew; the lowest there are where
         none is known to fit and the step is not `larger` than what was planned."""
-        desk = Desk(step)
+        desk = desk_for(step)
         # the loss, which is never rescheduled, has graphs of its own
         schedules = [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
         carried = desk.carry(schedules, budget_bytes=self.budget_bytes) if like else None

@@ -31,7 +31,8 @@ from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.pieces import Pieces
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
-from lowtide.torchside.tracing import compiled
+from lowtide.torchside.sharded import units_of
+from lowtide.torchside.units import CompiledUnits, compiled_model
 from lowtide.torchside.updates import Updates
 
 logger = logging.getLogger("lowtide")
@@ -70,8 +71,8 @@ class Runner:
     """What a planned model calls instead of its own forward.
 
     A call with a batch of the layout `eager_batch` is left to eager PyTorch. `spare_bytes` are those of the
-    budget that the plan leaves free; None where nobody gave a budget. `traced` is the model as it was traced
-    for the plan.
+    budget that the plan leaves free; None where nobody gave a budget. `planned_batch` is the layout of the
+    batch that was planned, `traced` the model as it was traced for the plan.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Runner:
         spare_bytes: int | None = None,
         executor: Executor = EAGER_OPS,
         eager_batch: str | None = None,
+        planned_batch: str | None = None,
         updates: Updates | None = None,
         pieces: Pieces | None = None,
         holds_outputs: bool = True,
@@ -108,10 +110,11 @@ class Runner:
         self._parameters = tuple(model.parameters())
         self._planned_situation = self._situation()
         self._device = self._parameters[0].device.type if self._parameters else "cpu"
-        self.compiled = compiled(dynamo.own_code(call_model), self.backend)
+        self._known = {(planned_batch, self._planned_situation)}
+        self.compiled = compiled_model(model, self.backend)
         if traced is not None and traced.take(model) and self.backend.adopt(traced.graph):
             self.compiled = traced.compiled
-            self.compiled.compile_by(self.backend)
+            traced.compiled.compile_by(self.backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leave()
@@ -121,6 +124,7 @@ class Runner:
         if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
             return call_model(self.model, args, kwargs)
         self._learn()
+        self._plan_ahead(args, kwargs)
         self._warn_of_gradients()
         self._warn_of_two_calls()
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
@@ -191,7 +195,22 @@ class Runner:
         with dynamo.user_errors():
             return self.compiled(self.model, args, kwargs)
 
+    def _plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan a new kind of call before it begins: where processes exchange parameters, no call can start
+        over, since the others would not."""
+        if not isinstance(self.compiled, CompiledUnits):
+            return
+        kind = (layouts((args, kwargs)), self._situation())
+        if kind not in self._known:
+            self._known.add(kind)
+            self.plans.plan_call(args, kwargs, cause="another batch, or another setting of the model")
+
     def _plan_of(self, segment: Segment) -> GraphPlan:
+        if not isinstance(self.compiled, CompiledUnits) and units_of(self.model):
+            raise LowtideError(
+                "fully_shard was called on this model after its plan was applied: lowtide.remove(model), and "
+                "plan the sharded model"
+            )
         nothing_ran = self._may_start_over and self.compiled.is_tracing(*self._entrance)
         self.backend.progress.batch_bytes = sum(tensor.nbytes for tensor in tensors_in(self._batch))
         return self.plans.plan_of(segment, self.backend.progress, nothing_ran=nothing_ran)
@@ -316,6 +335,7 @@ def install(
     spare_bytes: int | None = None,
     executor: Executor = EAGER_OPS,
     eager_batch: str | None = None,
+    planned_batch: str | None = None,
     updates: Updates | None = None,
     pieces: Pieces | None = None,
     holds_outputs: bool = True,
@@ -333,6 +353,7 @@ def install(
         spare_bytes=spare_bytes,
         executor=executor,
         eager_batch=eager_batch,
+        planned_batch=planned_batch,
         updates=updates,
         pieces=pieces,
         holds_outputs=holds_outputs,

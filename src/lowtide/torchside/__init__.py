@@ -6,6 +6,8 @@
 - `eager_paths`: model code that asks whether it is compiled goes the way it goes in eager
 - `batch_values`: values of the batch that Python code reads, without a break in the graph
 - `log_lines`: log lines of a forward, without a break in the graph
+- `loops`: a break in the graph inside of a loop over modules
+- `sharded`, `units`: modules that share parameters with other processes (FSDP2), each compiled apart
 - `route`: where a call of a module goes
 - `calls`: one call of an op, by the layouts of its tensors
 - `ops`: ops that need more than their name, one file each

@@ -112,10 +112,10 @@ class Compiled:
         """that tracing has taken so far"""
         self._call = _within(function, tracing, self._attempts, weakref.ref(self))
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._traced.update(self._attempts)
         self._attempts.clear()
-        return self._call(*args)
+        return self._call(*args, **kwargs)
 
     @property
     def backend(self) -> Callable[..., Any]:
@@ -296,9 +296,15 @@ def _one_line(reason: str) -> str:
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of `function` with a code object of its own, so that Dynamo compiles it apart."""
     assert isinstance(function, types.FunctionType)
-    return types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from lowtide.torchside.batch_values import batch_values
 from lowtide.torchside.eager_paths import eager_answers
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.log_lines import log_lines_after_graphs
+from lowtide.torchside.loops import resumed_loops
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
 from lowtide.torchside.ops.recurrent_tracing import ways_to_trace
@@ -28,6 +29,7 @@ def tracing() -> Iterator[None]:
         eager_answers(),
         batch_values(),
         log_lines_after_graphs(),
+        resumed_loops(),
     ):
         yield
 

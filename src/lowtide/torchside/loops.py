@@ -1,0 +1,36 @@
+"""Let a graph end inside of a loop over modules, and the next one go on with the rest of the loop.
+
+Dynamo can go on with what is left of a list, but not of a dict, which is what an `nn.ModuleList` loops over:
+it would give up on the whole function. Like `dynamo`, one of the files to read when torch changes.
+"""
+
+import contextlib
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
+from torch._dynamo.variables.iter import DictViewIterator
+from torch._dynamo.variables.lists import TupleVariable
+
+
+@contextlib.contextmanager
+def resumed_loops() -> Iterator[None]:
+    """While torch traces: what is left of a dict's keys, values or items can be handed to the next graph."""
+    with unittest.mock.patch.object(DictViewIterator, "reconstruct", _reconstruct):
+        yield
+
+
+def _reconstruct(iterator: Any, codegen: Any) -> None:
+    """Write code that makes an iterator over what is left."""
+    left = iterator._iter.__reduce__()[1][0]  # does not move the iterator on
+    if iterator.view_type == "keys":
+        items = [key.vt for key in left]
+    elif iterator.view_type == "values":
+        items = list(left)
+    else:
+        items = [TupleVariable([key.vt, value]) for key, value in left]
+    codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
+    codegen.foreach(items)
+    codegen.append_output(create_build_tuple(len(items)))
+    codegen.extend_output(create_call_function(1, False))

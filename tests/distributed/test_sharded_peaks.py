@@ -1,0 +1,46 @@
+"""What a process of a sharded model holds: predicted with the others, without them, and measured."""
+
+import pytest
+import torch
+from processes import on_processes
+from sharded_cases import WORDS, Net, peaks
+from torch.nn import functional
+
+import lowtide
+
+pytestmark = pytest.mark.slow
+
+SIZE = {"width": 128, "blocks": 3, "batch": (8, 64)}
+
+
+def on_paper(ranks: int) -> lowtide.Profile:
+    model = Net(SIZE["width"], SIZE["blocks"])
+    tokens, targets = torch.randint(0, WORDS, (2, *SIZE["batch"]))
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
+
+    return lowtide.profile(
+        model, tokens, optimizer=torch.optim.AdamW(model.parameters()), loss=loss, ranks=ranks
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_peaks_are_as_predicted_with_and_without_the_other_processes(tmp_path, ranks):
+    paper = on_paper(ranks)
+    for rows in on_processes(peaks, ranks, tmp_path / "ranks", SIZE):
+        plain, *planned = rows
+        assert abs(plain["predicted"] - plain["measured"]) <= 0.02 * plain["measured"]
+        assert abs(paper.peak_bytes - plain["measured"]) <= 0.02 * plain["measured"]
+        for row in planned:
+            assert row["measured"] <= row["budget"]
+            assert abs(row["predicted"] - row["measured"]) <= 0.02 * row["measured"]
+        assert abs(paper.floor_bytes - planned[-1]["measured"]) <= 0.02 * planned[-1]["measured"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"root": False}])
+def test_peaks_are_as_predicted_for_other_ways_to_shard(tmp_path, options):
+    for rows in on_processes(peaks, 2, tmp_path / "ranks", {**SIZE, **options}):
+        for row in rows:
+            assert abs(row["predicted"] - row["measured"]) <= 0.02 * row["measured"]

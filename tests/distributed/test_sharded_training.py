@@ -1,0 +1,54 @@
+"""Sharded models on two processes: the same results as without a plan, to the last bit."""
+
+import pytest
+from processes import on_processes
+from sharded_cases import LOOPS, OPTIONS, all_differences, mistakes
+
+pytestmark = pytest.mark.slow
+
+OFTEN = [("mixed precision", "clipping"), ("default", "changing")]
+RARELY = [(options, "plain") for options in OPTIONS]
+RARELY += [("default", loop) for loop in LOOPS if loop not in ("plain", "changing")]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    folders = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("saved")
+    return on_processes(all_differences, 2, folders[0], request.param, folders[1])
+
+
+def _check(results, options: str, loop: str) -> None:
+    for rank in results:
+        result = rank[options, loop]
+        assert result["compared"]
+        assert result["different"] == []
+        assert result["recompute_seconds"] > 0
+        assert result["backwards"]
+
+
+@pytest.mark.parametrize("results", [OFTEN], indirect=True, ids=["often"])
+@pytest.mark.parametrize(("options", "loop"), OFTEN)
+def test_training_by_a_plan_leaves_the_same_behind_on_every_process(results, options, loop):
+    _check(results, options, loop)
+
+
+@pytest.mark.parametrize("results", [OFTEN], indirect=True, ids=["often"])
+def test_equal_blocks_share_a_graph(results):
+    assert [rank["mixed precision", "clipping"]["graphs"] for rank in results] == [3, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("results", [RARELY], indirect=True, ids=["rarely"])
+@pytest.mark.parametrize(("options", "loop"), RARELY)
+def test_every_way_to_shard_and_to_train_leaves_the_same_behind(results, options, loop):
+    _check(results, options, loop)
+
+
+@pytest.mark.long
+def test_what_cannot_work_is_refused_with_the_next_step(tmp_path):
+    for said in on_processes(mistakes, 2, tmp_path / "ranks"):
+        assert "lowest reachable peak" in said["too small"]
+        assert "leave `ranks` and `shard` out" in said["sharded twice"]
+        assert "mode 'ops'" in said["run"]
+        assert "before fully_shard" in said["verify"]
+        assert "plan the sharded model" in said["sharded later"]

@@ -1,0 +1,53 @@
+"""Call a function on every process of a gloo group, and give back what each of them returned."""
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60
+
+
+def on_processes(function: Callable[..., Any], ranks: int, folder: Path, *args: Any) -> list[Any]:
+    """`function(rank, *args)` in `ranks` processes that share one import of torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lowtide.api", function.__module__])
+    folder.mkdir(exist_ok=True)
+    started = [
+        context.Process(target=_follow, args=(function, rank, ranks, folder, args)) for rank in range(ranks)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    answers = [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(ranks)]
+    for failed, value in answers:
+        assert not failed, value
+    return [value for _, value in answers]
+
+
+def _follow(function: Callable[..., Any], rank: int, ranks: int, folder: Path, args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from lowtide.profiling.trials import Trial
+
+    torch.set_num_threads(1)
+    Trial.noisy = False  # what is timed on a busy machine is good enough for tests
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/group",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=SECONDS),
+        )
+        answer = (False, function(rank, *args))
+    except BaseException:
+        answer = (True, traceback.format_exc())
+    (folder / f"rank{rank}").write_bytes(pickle.dumps(answer))
+    os._exit(0)
