@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 GROUP_SECONDS = 20
-LIMIT_SECONDS = 150
+LIMIT_SECONDS = 400
 
 
 @dataclass(frozen=True, slots=True)

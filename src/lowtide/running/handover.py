@@ -63,6 +63,7 @@ class Chain:
         next(self._rest)
         self._group += 1
         if self._group == len(self.gates.groups):
+            next(self._rest, None)  # whatever comes after the last gradients
             self._rest = None
         gradients = self._box[:]
         self._box.clear()
