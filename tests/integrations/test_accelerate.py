@@ -17,6 +17,12 @@ pytestmark = pytest.mark.slow
 WIDTH, BATCH = 32, 512
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_new_process() -> None:
+    """accelerate remembers the precision of whoever used it first."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def train(model: nn.Module, budget: str | None) -> list[torch.Tensor]:
     torch.manual_seed(1)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
