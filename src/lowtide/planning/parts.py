@@ -22,7 +22,7 @@ def step_of_graph(step: Step, segment: int, *, rest_bytes: int) -> Step:
     nodes: list[Node] = []
     for node in own:
         if len(nodes) == num_forward:
-            nodes.append(_rest(num_forward, segment, len(storages)))
+            nodes.append(_rest(num_forward, len(storages)))
         reads = tuple(rank[read] for read in node.reads if read in rank)
         found = {s for read in reads for s in nodes[read].holds}
         arrives = tuple(s for s in node.holds if s not in found and s not in node.makes and s not in made)
@@ -43,7 +43,7 @@ def step_of_graph(step: Step, segment: int, *, rest_bytes: int) -> Step:
             )
         )
     if len(nodes) == num_forward:
-        nodes.append(_rest(num_forward, segment, len(storages)))
+        nodes.append(_rest(num_forward, len(storages)))
     rest = Storage(id=len(storages), nbytes=rest_bytes, kind=Kind.OTHER, name=REST)
     return replace(
         step,
@@ -55,7 +55,7 @@ def step_of_graph(step: Step, segment: int, *, rest_bytes: int) -> Step:
     )
 
 
-def _rest(rank: int, segment: int, storage: int) -> Node:
+def _rest(rank: int, storage: int) -> Node:
     return Node(
         rank=rank,
         name=REST,
