@@ -139,7 +139,7 @@ def test_what_was_captured_goes_with_its_owner(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         segments.Collector,
         "__init__",
-        lambda self, **k: (collectors.append(weakref.ref(self)), plain(self, **k))[1],
+        lambda self, *a, **k: (collectors.append(weakref.ref(self)), plain(self, *a, **k))[1],
     )
     model = Net(F.gelu)
     capture(model, rows())

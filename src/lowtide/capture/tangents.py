@@ -6,12 +6,15 @@ gradients, so whatever depends on missing ones alone is zero and need not run.
 """
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
 
 from lowtide.torchside import hooks
+from lowtide.torchside.ops.in_place import write_over
 from lowtide.torchside.ops.random import is_random
+from lowtide.torchside.ops.readers import readers
 
 aten = torch.ops.aten
 
@@ -68,7 +71,7 @@ def drop_zeros(module: fx.GraphModule, *, tangents: set[fx.Node], missing: set[f
         if len(zeros) == len(sources):
             zero.add(node)
         elif zeros:
-            _without_zeros(graph, node, zeros)
+            depends.add(_without_zeros(graph, node, zeros))
     graph.eliminate_dead_code(is_impure_node=_keeps)
     module.recompile()
 
@@ -77,14 +80,21 @@ def _keeps(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or node.is_impure() or is_random(node)
 
 
-def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> None:
-    if node.target is aten.add.Tensor and not node.kwargs:
-        other = next(arg for arg in node.args if arg not in zeros)
-        if isinstance(other, fx.Node) and _same_size(other, node):
-            node.replace_all_uses_with(other)
+def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> fx.Node:
+    """What is read instead of `node` from now on: it itself, with real zeros, unless it is a sum."""
+    terms = _terms(node)
+    other = next((arg for arg in terms if arg not in zeros), None)
+    if isinstance(other, fx.Node) and _same_size(other, node):
+        if _is_written_over(node):
+            # what was not to be written over may be read later
+            with graph.inserting_before(node):
+                other = graph.call_function(aten.clone.default, (other,))
+            other.meta = dict(node.meta)
+        else:
             # views of the sum are views of this now, though their fake values do not show it
             other.meta[STANDS_FOR] = (*stands_for(other), node.meta["val"], *stands_for(node))
-            return
+        node.replace_all_uses_with(other)
+        return other
     with graph.inserting_before(node):
         for source in zeros:
             value = source.meta["val"]
@@ -95,6 +105,21 @@ def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> None
             )
             filled.meta = dict(source.meta)
             node.replace_input_with(source, filled)
+    return node
+
+
+def _terms(node: fx.Node) -> tuple[Any, ...]:
+    """What a sum adds up; nothing for any other op."""
+    if node.target is aten.add.Tensor and not node.kwargs:
+        return node.args
+    if node.target is write_over and node.args[0] is aten.add.out and not node.kwargs:
+        return node.args[2:]
+    return ()
+
+
+def _is_written_over(node: fx.Node) -> bool:
+    """Whether something that reads a value writes over what it reads."""
+    return any(reader.target is write_over or "out" in reader.kwargs for reader, _ in readers(node))
 
 
 def _same_size(one: fx.Node, other: fx.Node) -> bool:

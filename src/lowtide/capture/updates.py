@@ -1,7 +1,7 @@
 """Parameters that the optimizer updates inside the backward pass, and where their gradients are final."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, fx
 
@@ -13,9 +13,11 @@ Order = Sequence[tuple[fx.Node, Iterable[fx.Node]]]
 """What a backward pass runs, one after the other: the value that each makes, and what it reads."""
 
 
-def updated(segment: Segment, parameters: Container[int]) -> dict[int, fx.Node]:
+def updated(segment: Segment, parameters: Collection[int]) -> dict[int, fx.Node]:
     """Of the graph's inputs that are among `parameters` (by identity), those that can be updated as soon as
     their gradient is final, with that gradient: one that has a block of memory to itself."""
+    if not parameters:
+        return {}
     grads = results_of(segment.joint)[segment.num_forward_outputs :]
     results = [node for node in results_of(segment.joint) if node is not None]
     shared = Counter(storage_key(node.meta["val"]) for node in results if _is_tensor(node))

@@ -165,7 +165,7 @@ def planned(target: Target, *, solution: dict[str, Any]) -> Target:
 
 def looped(target: Target, *, solution: dict[str, Any]) -> Target:
     """The target without its plan, in the loop that the plan is for."""
-    return replace(target, holds_outputs=solution["holds_outputs"])
+    return replace(target, holds_outputs=solution_from_dict(solution).holds_outputs)
 
 
 def compare(

@@ -45,7 +45,7 @@ def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
     if group is None:
         group = ddp.group_of(model) if isinstance(model, DistributedDataParallel) else dist.group.WORLD
     assert group is not None
-    if units_of(model):
+    if isinstance(model, nn.Module) and units_of(model):
         return None
     size = dist.get_world_size(group)
     return Ranks(group, dist.get_rank(group), size) if size > 1 else None

@@ -28,6 +28,9 @@ from lowtide.facts.files import write_atomic
 STEP_FORMAT = "lowtide-step/2"
 SOLUTION_FORMAT = "lowtide-plan/2"
 
+LATER = ("step_in_backward", "holds_outputs", "optimizer_in_pieces")
+"""Fields of a solution that older files do not have."""
+
 
 def step_to_dict(step: Step) -> dict[str, Any]:
     """Tables with one list of columns each, since names repeated 4,000 times are most of the bytes."""
@@ -64,7 +67,7 @@ def _step(data: dict[str, Any]) -> Step:
         graphs=_graphs(data["graphs"]),
         identity=_pairs(data["identity"]),
         methods=_pairs(data["methods"]),
-        holds_outputs=bool(data["holds_outputs"]),
+        holds_outputs=bool(data.get("holds_outputs", True)),
     )
 
 
@@ -90,7 +93,8 @@ def solution_from_dict(data: dict[str, Any]) -> Solution:
 
 
 def _solution(data: dict[str, Any]) -> Solution:
-    values = {spec.name: data[spec.name] for spec in fields(Solution)}
+    values = {spec.name: data[spec.name] for spec in fields(Solution) if spec.name not in LATER}
+    values |= {name: data[name] for name in LATER if name in data}
     values["decisions"] = tuple(
         Decision(**{**row, "action": Action(row["action"])}) for row in _rows(data["decisions"])
     )
@@ -169,7 +173,12 @@ def _runs_from(data: list[Any]) -> tuple[Run, ...]:
 
 
 def _table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
-    columns = [spec.name for spec in fields(kind)]
+    # what is false everywhere is left out
+    columns = [
+        spec.name
+        for spec in fields(kind)
+        if spec.default is not False or any(getattr(record, spec.name) for record in records)
+    ]
     return {"columns": columns, "rows": [[_plain(getattr(r, c)) for c in columns] for r in records]}
 
 
