@@ -30,9 +30,7 @@ class Schedules:
         nodes = step.nodes
         self.last_read = [max([-1, *(n.rank for n in nodes if r in n.reads)]) for r in range(self.size)]
         self.recipe_reads = {read for n in nodes for r in n.recipes for read in r.reads}
-        self.is_part = {
-            (n.rank, r.method): tuple_of(step, r) for n in nodes for r in n.recipes
-        }
+        self.is_part = {(n.rank, r.method): tuple_of(step, r) for n in nodes for r in n.recipes}
         pinned = 0
         self.pinned_bytes = []
         for node in nodes:
@@ -190,6 +188,7 @@ def random_graph(random: Random, *, most: int = 8) -> AbstractGraph:
         nbytes=tuple(random.randint(1, 20) for _ in range(size)),
         costs=tuple(random.randint(1, 20) for _ in range(size)),
         parents=tuple(
-            tuple(sorted(random.sample(range(node), min(node, random.choice([1, 1, 2, 3]))))) for node in range(size)
+            tuple(sorted(random.sample(range(node), min(node, random.choice([1, 1, 2, 3])))))
+            for node in range(size)
         ),
     )

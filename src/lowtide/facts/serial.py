@@ -88,7 +88,9 @@ def solution_from_dict(data: dict[str, Any]) -> Solution:
 
 
 def _solution(data: dict[str, Any]) -> Solution:
-    values = {spec.name: data[spec.name] for spec in fields(Solution)}
+    # plans made before a bound was known are still read
+    known = {name: data.get(name) for name in ("lower_bound_seconds", "floor_bound_bytes")}
+    values = {spec.name: data[spec.name] for spec in fields(Solution) if spec.name not in known} | known
     values["decisions"] = tuple(
         Decision(**{**row, "action": Action(row["action"])}) for row in _rows(data["decisions"])
     )

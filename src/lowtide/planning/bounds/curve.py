@@ -75,6 +75,16 @@ class Tangents:
                 under = cut
         return max(best, 0.0)
 
+    def dropped(self, budget_bytes: int) -> list[frozenset[int]]:
+        """Storages that a cut for this budget does not hold: the cut that just fits, and the one before."""
+        room = budget_bytes - self.at.fixed_bytes
+        self.best_seconds(budget_bytes)
+        cuts = sorted([self.leanest, *self.cuts], key=lambda cut: (cut.nbytes, cut.seconds))
+        fitting = [cut for cut in cuts if cut.nbytes <= room]
+        chosen = [*fitting[-1:], *[cut for cut in cuts if cut.nbytes > room][:1]]
+        choice = {int(s) for s in self.at.arc_storage if s >= 0}
+        return [frozenset(choice.difference(cut.kept)) for cut in chosen]
+
     def _cut(self, price: float) -> Cut:
         if price not in self._cuts:
             self._cuts[price] = self.at.cut(price)
@@ -122,6 +132,11 @@ class Bounds:
             for i in range(parts)
         ]
         return [self.at(rank) for rank in chosen]
+
+    def tightest(self, budget_bytes: int, count: int) -> list[Tangents]:
+        """The moments with the largest bounds for a budget."""
+        reachable = [found for found in self.moments if found.least_bytes <= budget_bytes]
+        return sorted(reachable, key=lambda found: -found.seconds(budget_bytes))[:count]
 
     def seconds(self, budget_bytes: int) -> float:
         """No schedule within `budget_bytes` adds less; infinite where none is within it."""

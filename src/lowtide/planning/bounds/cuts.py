@@ -17,13 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from lowtide.planning.bounds.needs import Needs
+from lowtide.planning.native.library import min_cut
 
 SOURCE, SINK = 0, 1
-LARGEST = 2**30
+LARGEST = 2**52
 """Capacities are whole numbers up to this one; rounding down keeps a bound a bound."""
 
 
@@ -86,22 +85,15 @@ class Moment:
         if most <= 0:
             # nothing needs to be held
             return Cut(price, 0.0, float(self.arc_seconds.sum()), 0.0, ())
-        # No flow is larger than all that enters the sink, so that none is larger than a number of 32 bits.
-        scale = min(LARGEST / most, 1.0 if not weight and most <= LARGEST else np.inf)
-        capacities = np.minimum(np.floor(costs * scale), LARGEST)
+        scale = LARGEST / most if weight else 1.0
+        capacities = np.minimum(costs * scale, LARGEST).astype(np.int64)
         capacities[self.endless] = LARGEST
-        size = self.num_vertices
-        graph = csr_array((capacities.astype(np.int32), (self.tails, self.heads)), shape=(size, size))
-        found = maximum_flow(graph, SOURCE, SINK)
-        residual = graph - found.flow
-        residual.eliminate_zeros()
-        reached = np.zeros(size, dtype=bool)
-        reached[breadth_first_order(residual, SOURCE, return_predecessors=False)] = True
+        flow, reached = min_cut(self.num_vertices, self.tails, self.heads, capacities)
         crossing = reached[self.tails] & ~reached[self.heads]
         held = self.arc_storage[crossing]
         return Cut(
             price=price,
-            value=float(found.flow_value / scale),
+            value=flow / scale,
             seconds=float(np.where(whole <= kept, self.arc_seconds, self.kept_seconds)[crossing].sum()),
             nbytes=float(np.where(whole <= kept, self.arc_bytes, self.kept_bytes)[crossing].sum()),
             kept=tuple(sorted(held[held >= 0].tolist())),
@@ -183,7 +175,7 @@ class _Network:
         needs = self.needs
         group = needs.group_of.get(storage)
         may_run = group is not None and needs.may_be_made(group, self.rank, needs.table.size)
-        made_by = self._running(group) if may_run and group is not None else SINK
+        made_by = self._made(storage, group) if may_run and group is not None else SINK
         nbytes = kept_bytes = float(needs.nbytes[storage])
         kept_seconds = 0.0
         keeping = needs.keeping.get(storage)
@@ -199,6 +191,16 @@ class _Network:
                 kept_bytes=kept_bytes,
             )
         )
+        return vertex
+
+    def _made(self, storage: int, group: int) -> int:
+        """The vertex that says `storage` is made anew after the moment, its views taken again."""
+        views = sum(s for view, last, s in self.needs.views.get(storage, ()) if view <= self.rank < last)
+        if not views:
+            return self._running(group)
+        vertex = self.vertices["made", storage] = 2 + len(self.vertices)
+        self.arcs.append(_Arc(vertex, SINK, seconds=views, kept_seconds=views))
+        self.arcs.append(_Arc(vertex, self._running(group), endless=True))
         return vertex
 
     def _running(self, group: int) -> int:

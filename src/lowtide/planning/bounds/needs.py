@@ -9,13 +9,14 @@ them: the least seconds, and the storages that each reads or makes itself.
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.planning.search.table import Table
+from lowtide.planning.values import Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Needs:
     slots: dict[int, tuple[int, int]]
     pinned_bytes: tuple[int, ...]
     """by rank, what is pinned after its first run"""
+    views: dict[int, tuple[tuple[int, int, float], ...]]
+    """by storage, its views: (rank, last first run that reads it, seconds)"""
     span: tuple[int, int]
     """the first and the last rank between which there is anything to choose"""
 
@@ -75,7 +78,9 @@ class Needs:
                 change[use] += nbytes
                 change[max(until, use + 1)] -= nbytes
         alone = [op.workspace_bytes for op in table.plain]
-        fixed = np.cumsum(change)[:-1] + np.array(self.pinned_bytes) + np.array(alone) + table.static_bytes
+        fixed: NDArray[np.int64] = (
+            np.cumsum(change)[:-1] + np.array(self.pinned_bytes) + np.array(alone) + table.static_bytes
+        )
         fixed[sorted(table.on_demand)] = 0
         return fixed
 
@@ -107,7 +112,8 @@ def needs_of(table: Table) -> Needs:
     maker: dict[int, int] = {}
     pinned_bytes: list[int] = []
     pinned = 0
-    required: list[frozenset[int]] = []
+    values = Values(table)
+    required = [frozenset(s for s in held if free[s]) for held in values.required]
     readers: dict[int, list[int]] = {}
     for node, op in zip(table.step.nodes, table.plain, strict=True):
         for storage in node.makes:
@@ -115,8 +121,6 @@ def needs_of(table: Table) -> Needs:
         if not node.on_demand:
             pinned += sum(nbytes for _, nbytes, is_pinned in op.fresh if is_pinned)
         pinned_bytes.append(pinned)
-        held = [set(node.holds), *(set(recipe.holds) for recipe in node.recipes)]
-        required.append(frozenset(s for s in reduce(set.__and__, held) if free[s]))
         if not node.on_demand:
             for storage in {s for read in op.reads for s in required[read]}:
                 readers.setdefault(storage, []).append(node.rank)
@@ -124,8 +128,8 @@ def needs_of(table: Table) -> Needs:
     for rank, segment in enumerate(table.slot_segment):
         if segment >= 0:
             slots[segment] = (slots.get(segment, (rank, rank))[0], rank)
-    keeping, kept_by = _keeping(table, required)
-    groups, group_of = _groups(table, required, frozenset(kept_by), free)
+    keeping, kept_by = _keeping(table)
+    groups, group_of = _groups(values, required, frozenset(kept_by), free)
     return Needs(
         table=table,
         nbytes=tuple(storage.nbytes for storage in storages),
@@ -137,6 +141,7 @@ def needs_of(table: Table) -> Needs:
         keeping=keeping,
         slots=slots,
         pinned_bytes=tuple(pinned_bytes),
+        views=_views(values),
         span=(
             min((maker[s] for s in (*group_of, *keeping)), default=0),
             max((last for _, last in slots.values()), default=-1),
@@ -144,7 +149,23 @@ def needs_of(table: Table) -> Needs:
     )
 
 
-def _keeping(table: Table, required: list[frozenset[int]]) -> tuple[dict[int, Keeping], set[int]]:
+def _views(values: Values) -> dict[int, tuple[tuple[int, int, float], ...]]:
+    """Of storages that come back, the views that first runs of the backward pass read."""
+    table = values.table
+    last: dict[int, int] = {}
+    for op in table.plain[table.first_backward :]:
+        for read in op.reads:
+            for view in values.views(read):
+                last[view] = op.rank
+    found: dict[int, list[tuple[int, int, float]]] = {}
+    for view, reader in sorted(last.items()):
+        storage = min(values.required[view], default=None)
+        if storage is not None:
+            found.setdefault(storage, []).append((view, reader, values.view_seconds(view)))
+    return {storage: tuple(views) for storage, views in found.items()}
+
+
+def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
     """Storages that some recipe makes from kept ones alone, and the numbers of those recipes.
 
     Where several storages come from one kept one, each pays its share of the bytes.
@@ -158,7 +179,9 @@ def _keeping(table: Table, required: list[frozenset[int]]) -> tuple[dict[int, Ke
     for storage, ways in found.items():
         for number, reads in ways:
             for read in reads:
-                sharers.setdefault(read, set()).update((storage, *(s for s, _, _ in table.recipes[number].fresh)))
+                sharers.setdefault(read, set()).update(
+                    (storage, *(s for s, _, _ in table.recipes[number].fresh))
+                )
     keeping: dict[int, Keeping] = {}
     for storage, ways in found.items():
         options = [
@@ -180,14 +203,14 @@ def _keeping(table: Table, required: list[frozenset[int]]) -> tuple[dict[int, Ke
 
 
 def _groups(
-    table: Table, required: list[frozenset[int]], left_out: frozenset[int], free: list[bool]
+    values: Values, required: list[frozenset[int]], left_out: frozenset[int], free: list[bool]
 ) -> tuple[list[Group], dict[int, int]]:
+    table = values.table
     ways: dict[int, list[int]] = {}
-    for number, op in enumerate(table.recipes):
-        if number not in left_out:
-            for storage, _, _ in op.fresh:
-                if free[storage]:
-                    ways.setdefault(storage, []).append(number)
+    for storage in sorted(values.readers):
+        mine = [number for number in values.ways(storage, for_all=False) if number not in left_out]
+        if free[storage] and mine:
+            ways[storage] = mine
     parent: dict[int, int] = {}
 
     def root(number: int) -> int:
@@ -209,14 +232,28 @@ def _groups(
     for top in sorted(members):
         # From all recipes of the group down to those of single storages, each within the one before.
         chain: list[tuple[frozenset[int], int]] = []
-        for some in [frozenset(members[top]), *sorted((frozenset(ways[s]) for s in by_root[top]), key=_largest)]:
-            if not chain or some < chain[-1][0]:
-                within = chain[-1][1] if chain else None
-                chain.append((some, len(groups)))
-                groups.append(_group(table, required, free, some, within, chain))
+        smaller = sorted((frozenset(ways[s]) for s in by_root[top]), key=_largest)
+        for some in (frozenset(members[top]), *smaller):
+            if chain and not some < chain[-1][0]:
+                continue
+            before = _least_seconds(table, chain[-1][0]) if chain else 0.0
+            ops = [table.recipes[number] for number in some]
+            touched = [
+                {s for read in op.reads for s in required[read]} | {s for s, _, _ in op.fresh if s in ways}
+                for op in ops
+            ]
+            groups.append(
+                Group(
+                    seconds=_least_seconds(table, some) - before,
+                    needs=_common(touched),
+                    within=chain[-1][1] if chain else None,
+                    segments=frozenset(table.segment[op.rank] for op in ops),
+                )
+            )
+            chain.append((some, len(groups) - 1))
         for storage in by_root[top]:
-            mine = frozenset(ways[storage])
-            group_of[storage] = next(number for some, number in reversed(chain) if mine <= some)
+            own = frozenset(ways[storage])
+            group_of[storage] = next(number for some, number in reversed(chain) if own <= some)
     return groups, group_of
 
 
@@ -224,25 +261,9 @@ def _largest(numbers: frozenset[int]) -> tuple[int, list[int]]:
     return -len(numbers), sorted(numbers)
 
 
-def _group(
-    table: Table,
-    required: list[frozenset[int]],
-    free: list[bool],
-    numbers: frozenset[int],
-    within: int | None,
-    chain: list[tuple[frozenset[int], int]],
-) -> Group:
-    def least(some: frozenset[int]) -> float:
-        return min(table.recipes[number].seconds for number in some)
+def _least_seconds(table: Table, numbers: frozenset[int]) -> float:
+    return min(table.recipes[number].seconds for number in numbers)
 
-    before = least(chain[-2][0]) if within is not None else 0.0
-    touched = [
-        {s for read in op.reads for s in required[read]} | {s for s, _, _ in op.fresh if free[s]}
-        for op in (table.recipes[number] for number in numbers)
-    ]
-    return Group(
-        seconds=least(numbers) - before,
-        needs=tuple(sorted(reduce(set.__and__, touched))),
-        within=within,
-        segments=frozenset(table.segment[table.recipes[number].rank] for number in numbers),
-    )
+
+def _common(touched: list[set[int]]) -> tuple[int, ...]:
+    return tuple(sorted(set.intersection(*touched)))
