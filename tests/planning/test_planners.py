@@ -49,7 +49,7 @@ def check(step, solution):
     assert all((d.times > 0) == bool(d.method) for d in solution.decisions)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps(max_forward=10), st.floats(0.3, 1.0))
 def test_auto_is_never_worse_than_another_planner(step, share):
     budget = max(1, int(simulate(step, plain_runs(step)).peak_bytes * share))
@@ -66,7 +66,7 @@ def test_auto_is_never_worse_than_another_planner(step, share):
         check(step, mine)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps(max_forward=10), st.lists(st.floats(0.0, 1.1), min_size=2, max_size=4))
 def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares):
     desk = Desk(step)

@@ -161,19 +161,20 @@ class StepProblem:
         )
         found: list[Run] = []
         waiting: list[Run] = []
-        segment = -1
+        back: set[int] = set()
         due = 0
         for position, op in enumerate(ops):
             if op >= num_first:
                 recipes = [table.recipes[n] for n in (self.recipes[op - num_first], *views.get(position, ()))]
                 waiting += [Run(recipe.rank, recipe.method) for recipe in recipes]
-                segment = table.segment[recipes[0].rank]
+                back.update(recipe.rank for recipe in recipes)
                 continue
             for rank in range(due, min(self.ranks[op] + 1, table.size)):
-                # before the views that stand between the last op and this one, as soon as it may run
-                if waiting and table.slot_segment[rank] == segment:
+                # right before the op, or before a view on the way to it that refers to what comes back
+                if waiting and (rank == self.ranks[op] or not back.isdisjoint(table.plain[rank].reads)):
                     found += waiting
                     waiting.clear()
+                    back.clear()
                 if rank not in absent:
                     found.append(Run(rank))
             due = max(due, self.ranks[op] + 1)

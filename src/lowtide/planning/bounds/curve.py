@@ -140,6 +140,8 @@ class Bounds:
 
     def seconds(self, budget_bytes: int) -> float:
         """No schedule within `budget_bytes` adds less; infinite where none is within it."""
+        if budget_bytes < self.floor_bytes:
+            return inf
         if not self.moments:
             return 0.0
         best = max(self.moments, key=lambda found: found.seconds(budget_bytes))

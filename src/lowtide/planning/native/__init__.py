@@ -5,6 +5,7 @@ plain library behind ctypes, so that one build serves every version of Python. A
 a checkout it is built when first needed, which takes a second and a C compiler. There is no other way to
 plan: without it, planning is refused.
 
-- `library`: finds or builds the library, and calls it
+- `library`: finds the library, or builds it, and calls it
+- `build`: compiles it
 - `native.c`: the loops themselves
 """

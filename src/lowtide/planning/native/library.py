@@ -1,11 +1,8 @@
 """Find or build the compiled library, and call it with arrays of numpy."""
 
 import ctypes
-import hashlib
 import os
-import subprocess
-import sys
-import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,37 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.errors import LowtideError
-
-SOURCE = Path(__file__).with_name("native.c")
-FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC")
+from lowtide.planning.native.build import SOURCE, build, library_name
 
 
-def library_name() -> str:
-    """The file name of the library: another one for every other source."""
-    return f"native-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
-
-
-def build(folder: Path) -> Path:
-    """Compile the library into `folder`; a half-written one is never seen."""
-    compiler = os.environ.get("CC", "cc")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "native.so"
-        command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
-        return made.replace(folder / library_name())
-
-
-def _find() -> Path:
-    beside = SOURCE.parent
+def find_or_build(source: Path = SOURCE) -> Path:
+    """The library beside its source or in the user's cache; built where it is in neither."""
+    beside = source.parent
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lowtide"
     for folder in (beside, home):
-        if (folder / library_name()).exists():
-            return folder / library_name()
+        if (folder / library_name(source)).exists():
+            return folder / library_name(source)
     try:
-        return build(beside if os.access(beside, os.W_OK) else home)
+        return build(beside if os.access(beside, os.W_OK) else home, source)
     except OSError as error:
         raise LowtideError(
             f"the compiled part of the planner is missing and cannot be built ({error}): "
@@ -54,7 +32,7 @@ def _find() -> Path:
 
 @cache
 def _library() -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(_find()))
+    loaded = ctypes.CDLL(str(find_or_build()))
     loaded.lowtide_min_cut.restype = ctypes.c_int64
     return loaded
 
@@ -81,14 +59,28 @@ def min_cut(
     return _enough(flow), reached
 
 
-class Figures(ctypes.Structure):
+@dataclass(frozen=True, slots=True)
+class Figures:
     """Of a sequence: bytes above the budget, summed over its runs; peak; seconds added."""
 
-    _fields_ = (
-        ("excess_bytes", ctypes.c_int64),
-        ("peak_bytes", ctypes.c_int64),
-        ("seconds", ctypes.c_double),
-    )
+    excess_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
+class _Results:
+    """Where the library writes figures to."""
+
+    def __init__(self) -> None:
+        self._excess, self._peak, self._seconds = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_double()
+
+    @property
+    def places(self) -> tuple[Any, ...]:
+        return tuple(ctypes.byref(place) for place in (self._excess, self._peak, self._seconds))
+
+    @property
+    def figures(self) -> Figures:
+        return Figures(self._excess.value, self._peak.value, self._seconds.value)
 
 
 def evaluate(
@@ -96,16 +88,16 @@ def evaluate(
 ) -> tuple[Figures, NDArray[np.int64]]:
     """What a sequence holds and adds, and what is held at every run of it."""
     places, held = _places(order)
-    found = Figures()
+    results = _Results()
     length = _library().lowtide_evaluate(
         ctypes.byref(problem),
         pointer(places),
         ctypes.c_int(len(order)),
         ctypes.c_int64(budget_bytes),
         pointer(held),
-        *_results(found),
+        *results.places,
     )
-    return found, held[: _enough(length)]
+    return results.figures, held[: _enough(length)]
 
 
 def anneal(
@@ -121,7 +113,7 @@ def anneal(
 ) -> tuple[Figures, NDArray[np.int32]]:
     """The best sequence that `moves` random changes of `order` lead to; see native.c."""
     places, _ = _places(order)
-    found = Figures()
+    results = _Results()
     length = _library().lowtide_anneal(
         ctypes.byref(problem),
         pointer(places),
@@ -133,9 +125,9 @@ def anneal(
         ctypes.c_uint64(seed),
         ctypes.c_double(least_seconds),
         ctypes.c_double(reorder),
-        *_results(found),
+        *results.places,
     )
-    return found, places[: _enough(length)].copy()
+    return results.figures, places[: _enough(length)].copy()
 
 
 def _places(order: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -146,16 +138,7 @@ def _places(order: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int
     return places, np.zeros(room, dtype=np.int64)
 
 
-def _results(found: Figures) -> list[ctypes.c_void_p]:
-    start = ctypes.addressof(found)
-    return [ctypes.c_void_p(start + getattr(Figures, name).offset) for name, _ in Figures._fields_]
-
-
 def _enough(result: int) -> int:
     if result < 0:
         raise MemoryError("no memory left to plan")
     return result
-
-
-if __name__ == "__main__":
-    print(build(SOURCE.parent), file=sys.stderr)
