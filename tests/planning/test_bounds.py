@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 from exact import least_peak, least_seconds, random_step
-from strategies import StepBuilder
+from hypothesis import given, settings
+from strategies import StepBuilder, steps
 from synthetic import chain, transformer, unet
 
 from lowtide.errors import BudgetTooSmall
@@ -132,3 +133,16 @@ def test_a_floor_is_proven_where_plan_and_bound_meet():
     build.grad((one, first), 10, 1)
     solution = Desk(build.step()).solve(budget_bytes=10**6)
     assert solution.floor_bytes == solution.floor_bound_bytes and solution.is_floor_proven
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps(max_forward=6))
+def test_no_sequence_of_any_step_is_below_its_bound(step):
+    desk = Desk(step)
+    low, high = desk.bounds.floor_bytes, desk.plain.peak_bytes
+    for part in range(4):
+        figures, _ = desk.problem.problem.anneal(
+            desk.problem.sequence(()), budget_bytes=low + (high - low) * part // 4, moves=1000, warmth=1.0
+        )
+        assert figures.peak_bytes >= low
+        assert desk.bounds.seconds(figures.peak_bytes) <= figures.seconds + 1e-9

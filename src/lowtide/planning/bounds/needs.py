@@ -239,8 +239,9 @@ def _groups(
             before = _least_seconds(table, chain[-1][0]) if chain else 0.0
             ops = [table.recipes[number] for number in some]
             touched = [
-                {s for read in op.reads for s in required[read]} | {s for s, _, _ in op.fresh if s in ways}
-                for op in ops
+                {s for read in table.recipes[number].reads for s in required[read]}
+                | {s for s in by_root[top] if number in ways[s]}
+                for number in some
             ]
             groups.append(
                 Group(
