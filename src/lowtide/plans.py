@@ -66,6 +66,12 @@ class Plan:
         return self.solution.overhead
 
     @property
+    def lower_bound_seconds(self) -> float | None:
+        """Proven: no plan within the budget adds less, whatever it recomputes; None for plans of earlier
+        versions."""
+        return self.solution.lower_bound_seconds
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         """One row per activation."""
         return self.solution.decisions

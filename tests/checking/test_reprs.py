@@ -4,7 +4,7 @@ import pytest
 from report_cases import make_case
 
 from lowtide.checking.verification import Verification
-from lowtide.planning import auto
+from lowtide.planning import planner
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
 
@@ -15,7 +15,7 @@ def case():
 
 
 def test_a_profile_in_one_line(case, monkeypatch):
-    monkeypatch.setattr(auto, "build_archive", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(planner, "Auto", lambda *_: pytest.fail("searched"))
     text = repr(Profile(case.step))
     assert text.startswith("Profile(peak=") and f"{len(case.step.nodes)} nodes" in text and len(text) < 100
 

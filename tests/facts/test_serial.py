@@ -160,11 +160,22 @@ def test_damaged_profiles() -> None:
             step_from_dict(damaged)
 
 
+BOUNDS = ("lower_bound_seconds", "floor_bound_bytes")
+
+
 def test_damaged_plans() -> None:
     data = solution_to_dict(planned(chain(length=4)))
-    for damaged in _damages(data):
+    needed = {name: value for name, value in data.items() if name not in BOUNDS}
+    for damaged in _damages(needed):
         with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-plan/2'.*make the file"):
             solution_from_dict(damaged)
+
+
+def test_plans_from_before_bounds_were_known_are_read() -> None:
+    data = solution_to_dict(planned(chain(length=4)))
+    found = solution_from_dict({name: value for name, value in data.items() if name not in BOUNDS})
+    assert (found.lower_bound_seconds, found.floor_bound_bytes) == (None, None)
+    assert solution_from_dict(data).lower_bound_seconds is not None
 
 
 def test_an_interrupted_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

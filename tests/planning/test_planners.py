@@ -9,11 +9,9 @@ from synthetic import chain, resnet, transformer, unet
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
 from lowtide.facts.plan import PLANNERS
-from lowtide.planning import auto
-from lowtide.planning.auto import lower_bound_bytes
+from lowtide.planning import planner as planners
 from lowtide.planning.planner import Desk, floor, solve
 from lowtide.planning.search.lazy import LazyRuns, lazy_plan
-from lowtide.planning.search.runs import Runs
 from lowtide.planning.search.table import make_table
 from lowtide.planning.simulate import plain_runs, simulate
 
@@ -51,7 +49,7 @@ def check(step, solution):
     assert all((d.times > 0) == bool(d.method) for d in solution.decisions)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps(max_forward=10), st.floats(0.3, 1.0))
 def test_auto_is_never_worse_than_another_planner(step, share):
     budget = max(1, int(simulate(step, plain_runs(step)).peak_bytes * share))
@@ -68,7 +66,7 @@ def test_auto_is_never_worse_than_another_planner(step, share):
         check(step, mine)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps(max_forward=10), st.lists(st.floats(0.0, 1.1), min_size=2, max_size=4))
 def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares):
     desk = Desk(step)
@@ -86,7 +84,7 @@ def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares
     with pytest.raises(BudgetTooSmall) as caught:
         desk.solve(budget_bytes=low - 1)
     assert caught.value.floor_bytes == low
-    assert lower_bound_bytes(desk.table, Runs(desk.table)) <= low
+    assert desk.bounds.floor_bytes <= low
 
 
 @settings(max_examples=60, deadline=None)
@@ -143,7 +141,7 @@ def test_an_unknown_planner_is_named_with_the_known_ones():
 
 @pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "auto"])
 def test_only_auto_pays_for_its_search(planner, monkeypatch):
-    monkeypatch.setattr(auto, "build_archive", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(planners, "Auto", lambda *_: pytest.fail("searched"))
     desk = Desk(chain(length=8))
     assert desk.solve(budget_bytes=10**9, planner=planner).floor_bytes is None
     monkeypatch.undo()

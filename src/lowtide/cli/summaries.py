@@ -12,7 +12,7 @@ from lowtide.planning.simulate import Timeline
 from lowtide.profiles import Profile
 from lowtide.report.palette import LABELS, STACK
 from lowtide.report.times import by_region
-from lowtide.report.words import duration, percent, size
+from lowtide.report.words import duration, how_good, percent, size
 
 NUM_LARGEST = 10
 
@@ -79,6 +79,9 @@ def plan_summary(solution: Solution, *, name: str) -> dict[str, Any]:
         "peak_node": solution.peak_node,
         "baseline_peak_bytes": solution.baseline_peak_bytes,
         "floor_bytes": solution.floor_bytes,
+        "floor_bound_bytes": solution.floor_bound_bytes,
+        "lower_bound_seconds": solution.lower_bound_seconds,
+        "gap": solution.gap,
         "step_seconds": solution.step_seconds,
         "recompute_seconds": solution.recompute_seconds,
         "overhead": solution.overhead,
@@ -100,6 +103,7 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
         ("peak without recompute", size(solution.baseline_peak_bytes), ""),
         *_floor(solution),
         ("recompute", duration(solution.recompute_seconds), f"{percent(solution.overhead)} of the step"),
+        *_bound(solution),
         (
             "activations recomputed",
             len(recomputed),
@@ -120,7 +124,15 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
 def _floor(solution: Solution) -> list[tuple[str, str, str]]:
     if solution.floor_bytes is None:
         return []
-    return [("lowest reachable peak", size(solution.floor_bytes), "")]
+    bound = solution.floor_bound_bytes
+    proven = "proven" if solution.is_floor_proven else f"no plan is below {size(bound)}"
+    return [("lowest reachable peak", size(solution.floor_bytes), proven if bound is not None else "")]
+
+
+def _bound(solution: Solution) -> list[tuple[str, str, str]]:
+    if solution.lower_bound_seconds is None:
+        return []
+    return [("no plan adds less than", duration(solution.lower_bound_seconds), how_good(solution.gap))]
 
 
 def _place(step: Step, timeline: Timeline) -> dict[str, Any]:

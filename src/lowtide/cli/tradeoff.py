@@ -145,12 +145,21 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
             percent(point["peak_bytes"] / plain - 1),
             duration(point["recompute_seconds"]),
             percent(point["overhead"]),
+            _at_least(point, data["step_seconds"]),
             len(point["recomputed"]),
             *(_measured(point) if measured else ()),
         )
         for point in shown
     ]
-    columns = ("peak>", "memory>", "recompute>", "time>", "tensors>", *(MEASURED_COLUMNS if measured else ()))
+    columns = (
+        "peak>",
+        "memory>",
+        "recompute>",
+        "time>",
+        "at least>",
+        "tensors>",
+        *(MEASURED_COLUMNS if measured else ()),
+    )
     title = f"{data['target']}: peak against time added"
     left = len(points) - len(shown)
     return [
@@ -160,6 +169,11 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
         *(Text(f"results DIFFER: {text}") for text in data["differences"]),
         *(Text(f"not measured: {text}") for text in data["failures"]),
     ]
+
+
+def _at_least(point: dict[str, Any], step_seconds: float) -> str:
+    bound = point["lower_bound_seconds"]
+    return percent(bound / step_seconds if bound is not None and step_seconds else None)
 
 
 def _measured(point: dict[str, Any]) -> tuple[str, str]:

@@ -22,6 +22,7 @@ def point_of(plan: Plan) -> TradeoffPoint:
         peak_bytes=plan.peak_bytes,
         recompute_seconds=plan.recompute_seconds,
         recomputed=tuple(d.name for d in plan.decisions if d.action is Action.RECOMPUTE),
+        lower_bound_seconds=plan.lower_bound_seconds,
     )
 
 

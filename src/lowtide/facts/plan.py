@@ -77,6 +77,9 @@ class Solution:
     """A planner's answer for one step and one budget; all bytes are simulated.
 
     `floor_bytes` is the lowest peak that any plan was found to reach, None where nobody searched for it.
+    `lower_bound_seconds` is proven: no plan within the budget adds less, by whatever methods, with the step's
+    nodes in their order. So is `floor_bound_bytes`: no plan has a lower peak. None where nobody knows, as in
+    plans of earlier versions.
     `eager`: nothing needs as little as eager PyTorch itself, so that the plan is to leave the model to it.
     `step_in_backward`: the optimizer updates every parameter as soon as its gradient is final.
     `holds_outputs` is that of the step. `optimizer_in_pieces`: the optimizer's step takes a few parameters at
@@ -104,6 +107,22 @@ class Solution:
     step_in_backward: bool = False
     holds_outputs: bool = True
     optimizer_in_pieces: bool = False
+    lower_bound_seconds: float | None = None
+    floor_bound_bytes: int | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How far above the cheapest plan this one is at most: 0.1 for a tenth. None where nothing but 0 is
+        proven, or nothing at all."""
+        if self.recompute_seconds == 0:
+            return 0.0
+        if not self.lower_bound_seconds:
+            return None
+        return max(0.0, self.recompute_seconds / self.lower_bound_seconds - 1)
+
+    @property
+    def is_floor_proven(self) -> bool:
+        return self.floor_bytes is not None and self.floor_bytes == self.floor_bound_bytes
 
     @property
     def overhead(self) -> float:

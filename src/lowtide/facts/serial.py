@@ -28,7 +28,13 @@ from lowtide.facts.files import write_atomic
 STEP_FORMAT = "lowtide-step/2"
 SOLUTION_FORMAT = "lowtide-plan/2"
 
-LATER = ("step_in_backward", "holds_outputs", "optimizer_in_pieces")
+LATER = (
+    "step_in_backward",
+    "holds_outputs",
+    "optimizer_in_pieces",
+    "lower_bound_seconds",
+    "floor_bound_bytes",
+)
 """Fields of a solution that older files do not have."""
 
 

@@ -4,7 +4,10 @@
 - `simulate`: bytes and seconds of a schedule
 - `activations`: forward storages that backward reads again
 - `schedules`: a step's schedule as what each graph runs, and the bytes besides the graphs
-- `auto`, `mu_two`, `baselines`: how each planner chooses; `search` is what `auto` is made of
+- `auto`, `mu_two`, `baselines`: how each planner chooses
+- `values`: which storages values refer to; `bounds`: how good a plan can be at best, proven
+- `anneal`: the search of `auto`, over sequences of runs; `native`: its inner loops, in C
+- `search`: plans as sets of runs, and the archive of the best
 - `tied`, `parts`: one plan for all runs of a graph that runs several times
 - `exchange`: what a process holds to exchange parameters and gradients with others
 - `decisions`, `hints`: a plan in words; what would lower the floor

@@ -1,36 +1,36 @@
 """Rematerialisation of an abstract graph: nodes with bytes and cost, nothing else.
 
 Any node may run again anywhere after its first run, nothing is pinned, an output is freed after its
-last read, and nodes may change places. `solve_graph` first looks for an order of first runs with
-less excess, then walks down as `auto` does, and last anneals the whole sequence of runs. All limits
-are counts and the random numbers are seeded, so that the result is always the same.
-
-Shortcoming: annealing evaluates the whole sequence for every move; beyond a few thousand edges the
-default number of moves takes longer than half a minute.
+last read, and nodes may change places. `solve_graph` anneals the whole sequence of runs: first the places
+of first runs alone, then with runs that come again, from several starts. All limits are counts and the
+random numbers are seeded, so that the result is always the same.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import Step
 from lowtide.facts.serial import load_json
 from lowtide.facts.units import size_and_bytes
-from lowtide.planning.search.annealing import anneal, excess_and_cost
-from lowtide.planning.search.descent import descend, refine, trim
-from lowtide.planning.search.runs import Runs
-from lowtide.planning.search.table import Op, Table
+from lowtide.planning.anneal.problem import Ints, OpRow, Problem, flatten
 
-NUM_TARGETS = 12
-WORK = 60_000_000
-"""Reads that annealing may look at in all; about what fits into a third of a minute."""
+WORK = 400_000_000
+"""Moves of annealing times nodes and edges, in all: seconds for a graph of any size."""
 
-MOVES_PER_NODE = 10_000
+MOVES_PER_NODE = 6_000
 """More are no use for a graph of a few nodes, which would else take as long as one of thousands."""
 
+WARMTHS = (0.03, 0.3, 3.0)
+"""How warm annealing starts, of the mean cost of a node."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+REORDER = 0.5
+"""The share of moves that only change places."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AbstractGraph:
     """Nodes `0..n-1` in a topological order; `parents[i]` are read by node `i`."""
 
@@ -39,10 +39,30 @@ class AbstractGraph:
     costs: tuple[float, ...]
     parents: tuple[tuple[int, ...], ...]
 
+    @cached_property
+    def problem(self) -> Problem:
+        """The graph for the compiled search; op `n + i` runs node `i` again."""
+        nodes = range(len(self.nbytes))
+        return flatten(
+            [OpRow(reads=self.parents[i], makes=(i,), slot=0, may_move=True) for i in nodes],
+            [
+                OpRow(reads=self.parents[i], makes=(i,), slot=0, seconds=float(self.costs[i]), optional=True)
+                for i in nodes
+            ],
+            views=[],
+            nbytes=list(self.nbytes),
+            pinned=[False] * len(self.nbytes),
+            static_bytes=0,
+        )
+
+    @property
+    def plain_order(self) -> Ints:
+        return np.arange(len(self.nbytes), dtype=np.int32)
+
     @property
     def peak_bytes(self) -> int:
         """Peak of the plain order."""
-        return excess_and_cost(self, range(len(self.nbytes)), 0).peak_bytes
+        return self.problem.evaluate(self.plain_order, 0).peak_bytes if self.nbytes else 0
 
     @property
     def floor_bytes(self) -> int:
@@ -90,83 +110,55 @@ def load_graph(path: str | Path) -> AbstractGraph:
 
 def solve_graph(graph: AbstractGraph, *, budget_bytes: int, work: int = WORK) -> GraphSolution:
     """The cheapest order found whose peak is at most `budget_bytes`; BudgetTooSmall when none is."""
-    if not graph.nbytes:
+    size = len(graph.nbytes)
+    if not size:
         raise LowtideError(f"graph '{graph.name}' has no nodes")
-    num_reads = sum(map(len, graph.parents)) + len(graph.nbytes)
-    num_moves = max(200, min(work // max(1, num_reads), MOVES_PER_NODE * len(graph.nbytes)))
-    plain = tuple(range(len(graph.nbytes)))
-    placed = anneal(graph, plain, budget_bytes, num_moves=num_moves // 3, recompute=False)
-    found = [placed]
-    if excess_and_cost(graph, placed, budget_bytes).excess_bytes:
-        for start in dict.fromkeys((plain, placed)):
-            order = _walk_down(graph, start, budget_bytes)
-            found.append(anneal(graph, order, budget_bytes, num_moves=num_moves // 3, recompute=True))
-    figures = [(excess_and_cost(graph, order, budget_bytes), order) for order in found]
-    best, order = min(figures, key=lambda item: (item[0].excess_bytes, item[0].cost))
-    if best.excess_bytes:
-        lowest = min(figure.peak_bytes for figure, _ in figures)
+    num_reads = sum(map(len, graph.parents))
+    moves = max(1000, min(work // (size + num_reads), MOVES_PER_NODE * size))
+    order = _search(graph, budget_bytes, moves)
+    figures = graph.problem.evaluate(order, budget_bytes)
+    if figures.excess_bytes:
+        held = graph.problem.held(order)
         raise BudgetTooSmall(
             budget_bytes=budget_bytes,
-            floor_bytes=lowest,
-            node=str(best.peak_node),
+            floor_bytes=figures.peak_bytes,
+            node=str(int(order[int(held.argmax())]) % size),
             hint=f"No order holds less than {size_and_bytes(graph.floor_bytes)}.",
         )
-    total = sum(graph.costs)
+    nodes = tuple(int(op) % size for op in order)
     return GraphSolution(
-        order=order,
+        order=nodes,
         budget_bytes=budget_bytes,
-        peak_bytes=best.peak_bytes,
-        extra_cost=best.cost - total,
-        total_cost=total,
+        peak_bytes=figures.peak_bytes,
+        extra_cost=sum(graph.costs[int(op) - size] for op in order if op >= size),
+        total_cost=sum(graph.costs),
     )
 
 
-def _walk_down(graph: AbstractGraph, start: Sequence[int], budget_bytes: int) -> tuple[int, ...]:
-    """Recompute from the order `start` until the budget is met, or as far as it goes."""
-    table = _table(graph, start)
-    runs = Runs(table)
-    peak = runs.peak_bytes()
-    for part in range(1, NUM_TARGETS + 1):
-        target = peak - (peak - budget_bytes) * part // NUM_TARGETS
-        descend(runs, target, max_moves=4000)
-        trim(runs, target)
-    for _ in range(NUM_TARGETS):
-        if not refine(runs, budget_bytes, tries=60):
-            break
-    return tuple(start[run.node] for run in runs.schedule())
+def _search(graph: AbstractGraph, budget_bytes: int, moves: int) -> Ints:
+    """First by changing places alone, which costs nothing; then from there and from the plain order."""
+    plain = graph.plain_order
+    placed, found = _placed(graph, budget_bytes, moves // 4)
+    if not found:
+        return placed
+    best: tuple[tuple[int, float], Ints] | None = None
+    for start in (placed, plain):
+        for seed, warmth in enumerate(WARMTHS, start=1):
+            figures, order = graph.problem.anneal(
+                start, budget_bytes=budget_bytes, moves=moves // 8, warmth=warmth, seed=seed, reorder=REORDER
+            )
+            if best is None or (figures.excess_bytes, figures.seconds) < best[0]:
+                best = (figures.excess_bytes, figures.seconds), order
+    assert best is not None
+    figures, order = graph.problem.anneal(
+        best[1], budget_bytes=budget_bytes, moves=moves // 4, warmth=WARMTHS[0], reorder=REORDER
+    )
+    return order if (figures.excess_bytes, figures.seconds) <= best[0] else best[1]
 
 
-def _table(graph: AbstractGraph, order: Sequence[int]) -> Table:
-    """The graph as a step in which every node may run again before any later one."""
-    size = len(order)
-    place = {node: i for i, node in enumerate(order)}
-    ops = tuple(
-        Op(
-            rank=i,
-            reads=tuple(place[parent] for parent in graph.parents[node]),
-            fresh=((i, graph.nbytes[node], False),),
-            shared=(),
-            workspace_bytes=0,
-            seconds=graph.costs[node],
-        )
-        for i, node in enumerate(order)
+def _placed(graph: AbstractGraph, budget_bytes: int, moves: int) -> tuple[Ints, int]:
+    """The order of first runs with the least excess, and that excess."""
+    figures, order = graph.problem.anneal(
+        graph.plain_order, budget_bytes=budget_bytes, moves=moves, warmth=WARMTHS[1], reorder=1.0
     )
-    return Table(
-        step=Step(nodes=(), storages=()),
-        size=size,
-        width=size + 1,
-        plain=ops,
-        recipes=ops,
-        again=tuple((i,) for i in range(size)),
-        recompute=tuple(range(size)),
-        place=tuple(range(size)),
-        recipe_at=tuple(range(size)),
-        segment=(0,) * size,
-        slot_segment=(0,) * size,
-        static_bytes=0,
-        first_backward=size,
-        uses={},
-        own=((),) * size,
-        first_need=(size,) * size,
-        readers_first=(),
-    )
+    return order, figures.excess_bytes

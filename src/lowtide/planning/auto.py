@@ -1,159 +1,166 @@
-"""The default planner: one walk along the border between bytes and seconds, for all budgets at once.
+"""The default planner: one search along the border between bytes and seconds, for all budgets at once.
 
-Every plan it meets goes into an archive, from which a budget takes the cheapest that fits; the plans
-of the other planners are there too, so that it is never worse than any of them. All limits are
-counts of moves, never of time, so that the same step always gives the same archive.
+Every plan that is worth having goes into an archive, from which a budget takes the cheapest that fits; the
+plans of the other planners are there too, so that it is never worse than any of them. All limits are
+counts of moves, never of time, and the random numbers are seeded, so that the same step always gives the
+same archive.
 
-1. `_walk_down`: from the plain step through falling targets; at each, evict what costs least per
-   byte won (`descent`), merge back what still fits, then `_climb` halfway back up.
-2. `_walk_up`: from plans with few, narrow cuts (deep models need them near their floor), merge
-   back what fits into rising targets.
-3. `_walk_down_from_lowest`: shrinking steps to the lowest peak there is.
-4. `_refine_some`: at some budgets, exchange dear recomputes for cheaper ones.
-
-What lies between two plans of the archive is worked out when a budget asks for it: see `polish`.
+1. Levels of bytes fall from the plain peak to the proven floor. At each, annealing starts from the best of
+   the plan of the level before, the plans of others, and the cuts that prove the level's bound: those say
+   what to keep at one moment, which is nearly all that matters at most levels.
+2. Below the last level that was reached, the steps shrink until they fail.
+3. Between two plans of the archive, a few rungs are worked out when a budget first asks for them. Their
+   seconds stay between those of the two, and each rung starts from the one below: so a larger budget is
+   never slower, whichever budgets are asked for and in whatever order.
 """
 
-from lowtide.planning import baselines, mu_two
-from lowtide.planning.search.archive import Archive
-from lowtide.planning.search.descent import climb, descend, refine, trim
-from lowtide.planning.search.moves import delay
-from lowtide.planning.search.runs import Runs
-from lowtide.planning.search.table import Table
+from collections.abc import Iterable, Sequence
 
-NUM_TARGETS = 24
-MAX_MOVES = 4000
-REFINE_WORK = 900
-"""Budgets that are refined, times blocks of the forward pass."""
+from lowtide.planning.anneal.problem import Ints
+from lowtide.planning.anneal.steps import StepProblem
+from lowtide.planning.bounds.curve import Bounds
+from lowtide.planning.search.archive import Archive, Entry
+from lowtide.planning.search.lazy import lazy_plan
+from lowtide.planning.search.runs import Rerun
 
-
-def build_archive(table: Table, prefixes: list[mu_two.Prefix]) -> Archive:
-    """All plans that `auto` chooses from; `prefixes` are those of `mu-two`."""
-    archive = Archive(table)
-    runs = Runs(table)
-    archive.record(runs)
-    least = lower_bound_bytes(table, runs)
-    targets = _targets(runs.peak_bytes(), least)
-    if not table.uses:
-        return archive
-    _walk_down(archive, runs, targets)
-    for plan in _cut_plans(table):
-        _walk_up(archive, runs, plan, targets)
-    _walk_down_from_lowest(archive, runs, least)
-    _record_others(archive, runs, prefixes)
-    _refine_some(archive, runs)
-    return archive
-
-
-def lower_bound_bytes(table: Table, runs: Runs) -> int:
-    """No schedule holds less: what some node reads and makes, with all that is pinned by then."""
-    most = pinned = 0
-    for slot in range(table.size):
-        if slot in table.on_demand:
-            continue
-        key = table.last_key(slot)
-        blocks = {id(b): b for b in runs.held[key].values()}
-        for read in table.plain[slot].reads:
-            blocks.update((id(b), b) for b in runs.held[runs.latest(read, key)].values())
-        pinned += sum(nbytes for _, nbytes, is_pinned in table.plain[slot].fresh if is_pinned)
-        own = sum(b.nbytes for b in blocks.values() if not b.pinned)
-        most = max(most, pinned + own + table.plain[slot].workspace_bytes)
-    return most + table.static_bytes
+NUM_LEVELS = 24
+NUM_RUNGS = 4
+MOVES_PER_OP = 120
+"""Moves of annealing for each op of a step, at each level."""
+MIN_MOVES = 2000
+MAX_WORK = 3_500_000
+"""Moves at each level times ops: large steps get fewer moves."""
+WARMTHS = (0.05, 0.5)
+"""How warm annealing starts: coldly it keeps what is good in its start, warmly it leaves it."""
+SHORT = 8
+"""Starts are compared by what this part of the moves makes of them."""
+NUM_MOMENTS = 2
+"""Moments whose cuts are tried at each level."""
+FLOOR_WARMTHS = (0.5, 3.0, 3.0, 3.0)
+"""How warm the search for the floor starts, where only plans far from all others may fit."""
+FLOOR_MOVES = 10_000
+"""Moves there, for small steps."""
+NUM_FAILURES = 4
+"""Levels below the lowest plan that may fail before the floor is believed."""
 
 
-def _targets(peak: int, least: int) -> list[int]:
-    """Falling targets, evenly spaced between the plain peak and the lower bound."""
-    return [peak - (peak - least) * i // NUM_TARGETS for i in range(1, NUM_TARGETS + 1)]
+class Auto:
+    """The plans of one step for all budgets."""
 
+    def __init__(self, steps: StepProblem, bounds: Bounds, others: Iterable[frozenset[Rerun]]) -> None:
+        self._steps, self._bounds = steps, bounds
+        self._uses = frozenset(steps.table.uses)
+        self.archive = Archive()
+        self._rungs: dict[int, list[Entry]] = {}
+        self._others = [steps.sequence(plan) for plan in others]
+        for order in (steps.sequence(()), *self._others):
+            self._record(order)
+        if steps.recipes:
+            self._walk_down()
+            self._look_for_the_floor()
 
-def _record_others(archive: Archive, runs: Runs, prefixes: list[mu_two.Prefix]) -> None:
-    table = archive.table
-    for plan in (baselines.retain_none(table), baselines.every_block(table), baselines.square_root(table)):
-        runs.go_to(plan)
-        archive.record(runs)
-    for last, prefix in enumerate(prefixes):
-        if archive.would_keep(prefix.peak_bytes, prefix.recompute_seconds):
-            archive.add(prefix.peak_bytes, mu_two.plan_of(table, prefixes, last))
+    def best(self, budget_bytes: int) -> Entry | None:
+        """The cheapest plan whose peak is at most `budget_bytes`."""
+        entry = self.archive.best(budget_bytes)
+        above = self.archive.above(budget_bytes)
+        if entry is None or above is None:
+            return entry
+        if entry.peak_bytes not in self._rungs:
+            self._rungs[entry.peak_bytes] = [entry]
+        rungs = self._rungs[entry.peak_bytes]
+        gap = above.peak_bytes - entry.peak_bytes
+        levels = [entry.peak_bytes + gap * i // NUM_RUNGS for i in range(NUM_RUNGS)]
+        while len(rungs) < NUM_RUNGS and levels[len(rungs)] <= budget_bytes:
+            last = rungs[-1]
+            found = self._anneal(last.order, levels[len(rungs)], least_seconds=above.seconds)
+            is_better = found is not None and above.seconds <= found.seconds < last.seconds
+            rungs.append(found if found is not None and is_better else last)
+        return [rung for rung, level in zip(rungs, levels, strict=False) if level <= budget_bytes][-1]
 
+    def _walk_down(self) -> None:
+        plain = self.archive.entries[-1]
+        low, high = self._bounds.floor_bytes, plain.peak_bytes
+        levels = [high - (high - low) * i // NUM_LEVELS for i in range(1, NUM_LEVELS + 1)]
+        order = plain.order
+        for level in sorted(set(levels), reverse=True):
+            found = self._anneal(self._best_start(order, level), level)
+            if found is not None:
+                self.archive.add(found)
+                order = found.order
 
-def _walk_down(archive: Archive, runs: Runs, targets: list[int]) -> None:
-    above = runs.peak_bytes()
-    for target in targets:
-        if runs.peak_bytes() > target:
-            start = runs.plan()
-            fits = descend(runs, target, max_moves=MAX_MOVES)
-            trim(runs, target)
-            archive.record(runs)
-            if not fits:
-                runs.go_to(start)
+    def _look_for_the_floor(self) -> None:
+        """Lower and lower levels, by steps that shrink where they fail."""
+        failures = 0
+        while failures < NUM_FAILURES:
+            lowest = self.archive.entries[0]
+            room = lowest.peak_bytes - self._bounds.floor_bytes
+            if room <= 0:
                 return
-        _climb(archive, runs, above)
-        above = target
+            level = lowest.peak_bytes - max(1, room >> failures)
+            start = self._best_start(lowest.order, level)
+            found = self._anneal(start, level, warmths=FLOOR_WARMTHS, least_moves=FLOOR_MOVES)
+            if found is None:
+                failures += 1
+            else:
+                self.archive.add(found)
 
+    def _best_start(self, order: Ints, level: int) -> Ints:
+        """The order from which a short search gets furthest."""
+        starts = [order, *self._cut_orders(level)]
+        known = self.archive.best(level)
+        if known is not None:
+            starts.append(known.order)
+        best: tuple[int, float, int] | None = None
+        found = order
+        for number, start in enumerate(starts):
+            figures, better = self._steps.problem.anneal(
+                start, budget_bytes=level, moves=self._moves() // SHORT, warmth=WARMTHS[0]
+            )
+            rank = (figures.excess_bytes, figures.seconds, number)
+            if best is None or rank < best:
+                best, found = rank, better
+        return found
 
-def _climb(archive: Archive, runs: Runs, limit: int) -> None:
-    """Record what merging gives between here and `limit`, and come back."""
-    runs.journal.clear()
-    start = runs.peak_bytes()
-    for _ in climb(runs, [start + (limit - start) * part // 4 for part in range(1, 5)]):
-        archive.record(runs)
-    runs.rollback(0)
+    def _cut_orders(self, level: int) -> list[Ints]:
+        """Plans that keep at some moment what a cut there keeps, and all that the cut says nothing about."""
+        plans: dict[frozenset[Rerun], None] = {}
+        for moment in self._bounds.tightest(level, NUM_MOMENTS):
+            for dropped in moment.dropped(level):
+                plans[lazy_plan(self._steps.table, self._uses - dropped)] = None
+        return [self._steps.sequence(plan) for plan in plans]
 
+    def _anneal(
+        self,
+        order: Ints,
+        level: int,
+        *,
+        warmths: Sequence[float] = WARMTHS,
+        least_moves: int = 0,
+        least_seconds: float = 0.0,
+    ) -> Entry | None:
+        """The best that annealing finds within `level`, None where it finds nothing."""
+        found = [
+            self._steps.problem.anneal(
+                order,
+                budget_bytes=level,
+                moves=max(self._moves(), min(least_moves, MAX_WORK // self._size())),
+                warmth=warmth,
+                seed=seed,
+                least_seconds=least_seconds,
+            )
+            for seed, warmth in enumerate(warmths, start=1)
+        ]
+        figures, better = min(found, key=lambda item: (item[0].excess_bytes, item[0].seconds))
+        if figures.excess_bytes:
+            return None
+        return Entry(figures.peak_bytes, self._steps.added_seconds(better), better)
 
-def _cut_plans(table: Table) -> list[frozenset[tuple[int, int]]]:
-    """Plans that keep only what crosses some narrow cuts of the forward pass: few to many cuts."""
-    plans: dict[frozenset[tuple[int, int]], None] = {}
-    num_cuts = 1
-    while num_cuts < max(2, len(table.uses) // 4):
-        plans[baselines.cut_plan(table, num_cuts)] = None
-        num_cuts = num_cuts * 3 // 2 + 1
-    return list(plans)
+    def _moves(self) -> int:
+        return max(MIN_MOVES, min(MOVES_PER_OP * self._size(), MAX_WORK // self._size()))
 
+    def _size(self) -> int:
+        return len(self._steps.problem.seconds)
 
-def _walk_up(archive: Archive, runs: Runs, plan: frozenset[tuple[int, int]], targets: list[int]) -> None:
-    runs.go_to(plan)
-    delay(runs, 0)
-    if not archive.record(runs):
-        return
-    lowest = runs.peak_bytes()
-    for target in reversed(targets):
-        if target >= lowest:
-            trim(runs, target)
-            delay(runs, 0)
-            archive.record(runs)
-    runs.journal.clear()
-
-
-def _walk_down_from_lowest(archive: Archive, runs: Runs, least: int) -> None:
-    """From the lowest peak so far to the lowest reachable, by steps that shrink where they fail."""
-    lowest = archive.entries[0]
-    runs.go_to(lowest.plan)
-    step_bytes = max(1, (lowest.peak_bytes - least) // 2)
-    failures = 0
-    while failures < 6:
-        here = runs.plan()
-        target = runs.peak_bytes() - step_bytes
-        fits = descend(runs, target, max_moves=MAX_MOVES)
-        if fits:
-            trim(runs, target)
-        better = archive.record(runs)
-        if not fits:
-            failures += 1
-            step_bytes = max(1, step_bytes // 3)
-            if not better:
-                runs.go_to(here)
-
-
-def _refine_some(archive: Archive, runs: Runs) -> None:
-    """Refine the best plan at some budgets, the lowest first; large steps get fewer of them."""
-    low, high = archive.entries[0].peak_bytes, archive.entries[-1].peak_bytes
-    count = min(NUM_TARGETS, REFINE_WORK // max(1, len(runs.forward_blocks)))
-    for part in range(count):
-        budget = low + (high - low) * (part + 1) // (count + 1)
-        entry = archive.best(budget)
-        assert entry is not None
-        runs.go_to(entry.plan)
-        for _ in range(3):
-            if not refine(runs, budget, tries=40):
-                break
-        archive.record(runs)
+    def _record(self, order: Ints) -> None:
+        figures = self._steps.problem.evaluate(order, 0)
+        self.archive.add(Entry(figures.peak_bytes, self._steps.added_seconds(order), order))

@@ -9,8 +9,11 @@ from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import UPDATE, Activation, Graph, Reserve, Run, Schedule, Solution, Step
 from lowtide.facts.plan import PLANNERS
 from lowtide.facts.units import size_and_bytes
-from lowtide.planning import auto, baselines, mu_two
+from lowtide.planning import baselines, mu_two
 from lowtide.planning.activations import activations
+from lowtide.planning.anneal.steps import StepProblem
+from lowtide.planning.auto import Auto
+from lowtide.planning.bounds.curve import Bounds
 from lowtide.planning.carry import carried
 from lowtide.planning.decisions import decide
 from lowtide.planning.hints import floor_hint
@@ -22,8 +25,7 @@ from lowtide.planning.schedules import (
     whole_step_bytes,
     without_needless_runs,
 )
-from lowtide.planning.search.archive import Archive
-from lowtide.planning.search.polish import Polish
+from lowtide.planning.search.archive import Entry
 from lowtide.planning.search.runs import Rerun, schedule_of
 from lowtide.planning.search.table import Table, make_table
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
@@ -73,12 +75,19 @@ class Desk:
         return simulate(as_eager(self.step), plain_runs(self.step)).peak_bytes
 
     @cached_property
-    def archive(self) -> Archive:
-        return auto.build_archive(self.table, self.prefixes)
+    def bounds(self) -> Bounds:
+        return Bounds(self.table)
 
     @cached_property
-    def polish(self) -> Polish:
-        return Polish(self.archive)
+    def problem(self) -> StepProblem:
+        return StepProblem(self.table, self.plain)
+
+    @cached_property
+    def auto(self) -> Auto:
+        table = self.table
+        lowest = min(range(len(self.prefixes)), key=lambda last: self.prefixes[last].peak_bytes)
+        others = [BASELINES[name](table) for name in BASELINES if name != "none"]
+        return Auto(self.problem, self.bounds, [*others, mu_two.plan_of(table, self.prefixes, lowest)])
 
     @cached_property
     def prefixes(self) -> list[mu_two.Prefix]:
@@ -95,15 +104,34 @@ class Desk:
     def timeline(self, plan: Plan) -> Timeline:
         return simulate(self.step, without_needless_runs(self.step, schedule_of(self.table, plan)))
 
+    def _auto_timeline(self, entry: Entry) -> Timeline:
+        timeline = simulate(self.step, without_needless_runs(self.step, self.problem.runs(entry.order)))
+        assert timeline.peak_bytes == entry.peak_bytes, (timeline.peak_bytes, entry.peak_bytes)
+        return timeline
+
+    def _best_timeline(self, entry: Entry, budget_bytes: int) -> Timeline:
+        """Of `auto`, or of `mu-two` where that is cheaper for once."""
+        other = next((prefix for prefix in self.prefixes if prefix.peak_bytes <= budget_bytes), None)
+        if other is not None and other.recompute_seconds < entry.seconds:
+            plan = _first_prefix(self, budget_bytes)
+            assert plan is not None
+            return self.timeline(plan)
+        return self._auto_timeline(entry)
+
+    def best(self, budget_bytes: int) -> Timeline | None:
+        """The cheapest way to run the step that `auto` finds with a peak of at most `budget_bytes`."""
+        entry = self.auto.best(budget_bytes)
+        return None if entry is None else self._best_timeline(entry, budget_bytes)
+
     def floor(self) -> Floor:
         """The lowest reachable peak. `solve` with exactly this budget succeeds."""
-        timeline = self.timeline(self.archive.entries[0].plan)
+        timeline = self._auto_timeline(self.auto.archive.entries[0])
         hint = floor_hint(self.step, timeline)
         return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
 
     @property
     def floor_bytes(self) -> int:
-        return self.archive.entries[0].peak_bytes
+        return self.auto.archive.entries[0].peak_bytes
 
     def carry(self, schedules: Sequence[Sequence[Run]], *, budget_bytes: int) -> Carried | None:
         """The schedules of another step with the same graphs, mended where they do not fit here.
@@ -130,17 +158,16 @@ class Desk:
             raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
         plan: Plan | None
         if planner == "auto":
-            entry = self.polish.best(budget_bytes)
-            plan = None if entry is None else entry.plan
-        elif planner == "mu-two":
-            plan = _first_prefix(self, budget_bytes)
+            timeline = self.best(budget_bytes)
         else:
-            plan = BASELINES[planner](self.table)
-        timeline = None if plan is None else self.timeline(plan)
+            plan = (
+                _first_prefix(self, budget_bytes) if planner == "mu-two" else BASELINES[planner](self.table)
+            )
+            timeline = None if plan is None else self.timeline(plan)
         if timeline is None or timeline.peak_bytes > budget_bytes:
             if may_be_eager and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
                 plain = self._solution(planner, self.plain, budget_bytes)
-                return replace(plain, peak_bytes=self.eager_peak_bytes, eager=True)
+                return replace(plain, peak_bytes=self.eager_peak_bytes, eager=True, lower_bound_seconds=0.0)
             raise _too_small(self, planner, budget_bytes, timeline)
         return self._solution(planner, timeline, budget_bytes)
 
@@ -174,7 +201,19 @@ class Desk:
             step_in_backward=step_in_backward,
             optimizer_in_pieces=in_pieces,
             holds_outputs=self.step.holds_outputs,
+            lower_bound_seconds=self._lower_bound(timeline, budget_bytes),
+            floor_bound_bytes=self._floor_bound(),
         )
+
+    def _floor_bound(self) -> int | None:
+        return self.bounds.floor_bytes
+
+    def _lower_bound(self, timeline: Timeline, budget_bytes: int) -> float | None:
+        if timeline.peak_bytes > budget_bytes:  # a step that is left to eager
+            return 0.0
+        proven = self.bounds.seconds(budget_bytes)
+        assert proven <= timeline.added_seconds * (1 + 1e-9) + 1e-12, (proven, timeline.added_seconds)
+        return min(proven, timeline.added_seconds)
 
     def tradeoff(self, *, points: int = 50) -> list[Solution]:
         """The curve of `auto`: a plan for each of `points` budgets, from the plain peak to the floor."""

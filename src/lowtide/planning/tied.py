@@ -145,6 +145,13 @@ class TiedDesk(Desk):
     def floor_bytes(self) -> int:
         return self.floor().floor_bytes
 
+    def _floor_bound(self) -> int | None:
+        return None
+
+    def _lower_bound(self, timeline: Timeline, budget_bytes: int) -> float | None:
+        """Nothing is proven of plans that are the same for all runs of a graph."""
+        return None
+
     def _timeline(self, pick: Pick) -> Timeline:
         schedules: list[Sequence[Run]] = [()] * len(self.step.graphs)
         for kind, option in enumerate(pick.options):
@@ -236,9 +243,9 @@ def _options(step: Step, segment: int) -> list[Option]:
             high, low = desk.plain.peak_bytes, desk.floor().floor_bytes
             for number in range(NUM_BUDGETS):
                 budget_bytes = high - (high - low) * number // (NUM_BUDGETS - 1)
-                entry = desk.polish.best(budget_bytes)
-                assert entry is not None
-                found.add(_option(desk.step, desk.timeline(entry.plan)))
+                timeline = desk.best(budget_bytes)
+                assert timeline is not None
+                found.add(_option(desk.step, timeline))
     return _worthwhile(sorted(found))
 
 

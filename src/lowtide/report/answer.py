@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lowtide.facts import Action, Solution
 from lowtide.report.records import CompareRow, Measurement, Results, SweepRow, SweepStatus
-from lowtide.report.words import NOT_BY_RECOMPUTING, added, duration, is_noisy, percent, size
+from lowtide.report.words import NOT_BY_RECOMPUTING, added, duration, how_good, is_noisy, percent, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,8 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
 def _lowest(solution: Solution) -> str:
     if solution.floor_bytes is None:
         return ""
-    return f" The lowest reachable peak is {size(solution.floor_bytes)} (simulated)."
+    proven = ", proven" if solution.is_floor_proven else ""
+    return f" The lowest reachable peak is {size(solution.floor_bytes)} (simulated{proven})."
 
 
 def _blame(measurement: Measurement) -> str:
@@ -101,7 +102,7 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
             label="Recomputed",
             value=f"{len(again)} of {len(solution.decisions)}",
             note=f"activations, {size(sum(d.nbytes for d in again))}, "
-            f"in {duration(solution.recompute_seconds)}",
+            f"in {duration(solution.recompute_seconds)}, {how_good(solution.gap)}",
         ),
     ]
     return [*tiles, _exactness(measurement)]

@@ -39,7 +39,7 @@ SWEEP_COLUMNS = (
 COMPARE_COLUMNS = ("method", "peak_bytes", "time_ratio", "verdict", "noise")
 TRADEOFF_COLUMNS = (
     "peak_bytes", "recompute_s", "overhead", "num_recomputed", "measured_peak_bytes", "measured_overhead",
-    "measured_noise",
+    "measured_noise", "lower_bound_s",
 )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def write_tradeoff(path: Path, points: Sequence[TradeoffPoint], *, step_seconds:
             point.peak_bytes, point.recompute_seconds,
             point.recompute_seconds / step_seconds if step_seconds else None,
             len(point.recomputed), point.measured_peak_bytes, point.measured_overhead,
-            point.measured_noise,
+            point.measured_noise, point.lower_bound_seconds,
         )
         for point in points
     )  # fmt: skip

@@ -102,7 +102,7 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
 def plot_tradeoff(
     points: Sequence[TradeoffPoint], *, step_seconds: float, budget_bytes: int | None = None
 ) -> "Figure":
-    """Recompute time against peak: the simulated curve, and the points that were measured."""
+    """Recompute time against peak: the simulated curve, the band down to what is proven, measured points."""
     figure, axes = new_figure("Time added against peak memory")
     ordered = sorted(points, key=lambda point: (point.peak_bytes, point.recompute_seconds))
     unit, scale = byte_unit(ordered[-1].peak_bytes if ordered else 0)
@@ -111,6 +111,13 @@ def plot_tradeoff(
         [point.peak_bytes / scale for point in ordered], overheads, "-o", color=palette.AFTER, markersize=4,
         lw=1.6, label="simulated",
     )  # fmt: skip
+    bounds = [point.lower_bound_seconds for point in ordered]
+    if step_seconds and all(bound is not None for bound in bounds):
+        least = [100 * (bound or 0.0) / step_seconds for bound in bounds]
+        axes.fill_between(
+            [point.peak_bytes / scale for point in ordered], least, overheads, color=palette.AFTER,
+            alpha=0.15, lw=0, label="no plan is below this band (proven)",
+        )  # fmt: skip
     measured = [
         (point.measured_peak_bytes / scale, 100 * point.measured_overhead)
         for point in ordered

@@ -82,6 +82,9 @@ def _tradeoff(
             {
                 "peak": point.peak_bytes,
                 "overhead": point.recompute_seconds / step_seconds if step_seconds else 0.0,
+                "least": None
+                if point.lower_bound_seconds is None or not step_seconds
+                else point.lower_bound_seconds / step_seconds,
                 "measured": None
                 if point.measured_peak_bytes is None or point.measured_overhead is None
                 else [point.measured_peak_bytes, point.measured_overhead],

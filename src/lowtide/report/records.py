@@ -165,12 +165,14 @@ class CompareRow:
 class TradeoffPoint:
     """One plan of the curve. `recomputed` names the activations that it makes again.
 
-    `measured_noise` is how far off `measured_overhead` may be.
+    `measured_noise` is how far off `measured_overhead` may be. No plan with such a peak adds less than
+    `lower_bound_seconds`.
     """
 
     peak_bytes: int
     recompute_seconds: float
     recomputed: tuple[str, ...] = ()
+    lower_bound_seconds: float | None = None
     measured_peak_bytes: int | None = None
     measured_overhead: float | None = None
     measured_noise: float | None = None
@@ -183,6 +185,7 @@ def tradeoff_points(solutions: Iterable[Solution]) -> list[TradeoffPoint]:
             peak_bytes=solution.peak_bytes,
             recompute_seconds=solution.recompute_seconds,
             recomputed=tuple(d.name for d in solution.decisions if d.action is Action.RECOMPUTE),
+            lower_bound_seconds=solution.lower_bound_seconds,
         )
         for solution in solutions
     }

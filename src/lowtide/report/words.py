@@ -46,6 +46,13 @@ def percent(share: float | None) -> str:
     return f"{'−' if share < 0 else '+'}{abs(share) * 100:.1f} %"
 
 
+def how_good(gap: float | None) -> str:
+    """How far a plan may be from the best there is: `at most 3.1 % above optimal`."""
+    if gap is None:
+        return "how far above optimal is not known"
+    return "optimal (proven)" if gap < 5e-4 else f"at most {100 * gap:.1f} % above optimal (proven)"
+
+
 def is_noisy(share: float | None, noise: float | None) -> bool:
     """Whether the machine was too busy to tell: its noise is larger than the change, or large by itself."""
     return share is not None and noise is not None and noise > min(abs(share), MOST_NOISE)

@@ -1,6 +1,5 @@
 """Walk a plan below a target: evict what costs least per byte of excess, then merge what fits back."""
 
-from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from lowtide.planning.search.moves import (
@@ -20,10 +19,6 @@ TINY_SECONDS = 1e-9
 """Free moves compare by what they gain."""
 MAX_RUNS = 4
 """Recompute runs per forward node: beyond, a lower peak costs more than anybody would pay."""
-REFINE_CHANGES = 2500
-"""Runs put in or taken out in one refinement: near the floor a single try can be long."""
-REFINE_MOVES = 12
-"""Evictions that may take the place of one."""
 SMALLEST_PART = 1000
 """Blocks below this part of the excess are tried only when nothing larger helps."""
 
@@ -54,13 +49,10 @@ def descend(runs: Runs, target: int, *, max_moves: int) -> bool:
     return not view.excess_bytes
 
 
-def _evict_cheapest(
-    runs: Runs, target: int, heap: list[Candidate], *, max_moves: int, banned: int = -1
-) -> int:
+def _evict_cheapest(runs: Runs, target: int, heap: list[Candidate], *, max_moves: int) -> int:
     """Evict the candidates with the best scores until all fits; the number of moves tried.
 
-    Scores go stale as the plan changes; a popped one is estimated anew before use. Storage `banned`
-    is left alone.
+    Scores go stale as the plan changes; a popped one is estimated anew before use.
     """
     view = View(runs, target)
     number = len(heap)
@@ -68,7 +60,7 @@ def _evict_cheapest(
     max_runs = MAX_RUNS * runs.table.first_backward
     while view.excess_bytes and heap and moves < max_moves and runs.num_recomputes <= max_runs:
         old_score, _, block = heappop(heap)
-        if block.storage == banned or not is_live(runs, block):
+        if not is_live(runs, block):
             continue
         eviction = best_eviction(runs, view, block)
         if eviction is None:
@@ -117,29 +109,16 @@ def trim(runs: Runs, target: int) -> None:
     _merge_what_fits(runs, target, dearest_copies(runs))
 
 
-def climb(runs: Runs, targets: list[int]) -> Iterator[int]:
-    """`trim` to rising targets, yielding after each."""
-    left = dearest_copies(runs)
-    for target in targets:
-        left = _merge_what_fits(runs, target, left)
-        yield target
-
-
 def dearest_copies(runs: Runs) -> list[Block]:
     found = [(merge_seconds(runs, b) / (b.nbytes + 1), i, b) for i, b in enumerate(copies(runs))]
     found.sort(key=lambda item: (-item[0], item[1]))
     return [block for _, _, block in found]
 
 
-def _merge_what_fits(runs: Runs, target: int, blocks: list[Block]) -> list[Block]:
-    """Those of `blocks` that did not fit."""
+def _merge_what_fits(runs: Runs, target: int, blocks: list[Block]) -> None:
     view = View(runs, target)
-    left: list[Block] = []
     for block in blocks:
-        if not is_live(runs, block):
-            continue
-        if not may_merge(runs, view, block):
-            left.append(block)
+        if not is_live(runs, block) or not may_merge(runs, view, block):
             continue
         mark = len(runs.journal)
         seconds = runs.added_seconds
@@ -147,36 +126,5 @@ def _merge_what_fits(runs: Runs, target: int, blocks: list[Block]) -> list[Block
         after = View(runs, target)
         if after.excess_bytes > view.excess_bytes or runs.added_seconds > seconds:
             runs.rollback(mark)
-            left.append(block)
         else:
             view = after
-    return left
-
-
-def refine(runs: Runs, target: int, *, tries: int) -> bool:
-    """Give one dear recompute up after another, and fit again without it if that is cheaper.
-
-    True when that won anything.
-    """
-    if not runs.num_recomputes:
-        return False
-    start_seconds = runs.added_seconds
-    lower = View(runs, target - target // 50)
-    heap = _candidates(runs, lower, least_bytes=int(lower.excess.max(initial=0)) // SMALLEST_PART)
-    tried: set[tuple[int, int]] = set()
-    waiting = dearest_copies(runs)
-    until = runs.num_changes + REFINE_CHANGES
-    while waiting and len(tried) < tries and runs.num_changes < until:
-        block = waiting.pop(0)
-        if (block.storage, block.start) in tried or not is_live(runs, block):
-            continue
-        tried.add((block.storage, block.start))
-        mark, seconds = len(runs.journal), runs.added_seconds
-        merge(runs, block)
-        _evict_cheapest(runs, target, heap[:], max_moves=REFINE_MOVES, banned=block.storage)
-        if runs.peak_bytes() <= target and runs.added_seconds < seconds * (1 - 1e-9):
-            trim(runs, target)
-            waiting = dearest_copies(runs)
-        else:
-            runs.rollback(mark)
-    return runs.added_seconds < start_seconds * (1 - 1e-9)

@@ -1,4 +1,4 @@
-"""The two moves of `auto`: evict a block from a gap in its use, and merge a copy back into it.
+"""Two moves: evict a block from a gap in its use, and merge a copy back into it.
 
 Both are first estimated from the slots' bytes, then made on the real state, and undone by the
 caller when they do not help. `excess` is what each slot holds above the target.
@@ -252,32 +252,3 @@ def merge(runs: Runs, block: Block) -> None:
     for key in sorted((k for k in block.holders if k % width != width - 1), reverse=True):
         if key in runs.readers:
             _take_out(runs, key)
-
-
-def delay(runs: Runs, first_slot: int) -> None:
-    """Move every recompute run from `first_slot` on to where it is first read, when that holds less.
-
-    Costs nothing. Last runs first, so that a chain of runs moves together.
-    """
-    table, width = runs.table, runs.width
-    for slot in sorted((s for s in runs.slot_runs if s >= first_slot), reverse=True):
-        for key in reversed(runs.slot_runs.get(slot, [])[:]):
-            readers = runs.readers[key]
-            later = readers[0] // width
-            if later == slot:
-                continue
-            rank = table.rank(key)
-            if not table.may_run(rank, later):
-                continue
-            op = table.op(key)
-            lengthened = 0
-            for read in op.reads:
-                source = runs.latest(read, key)
-                follows = source // width == slot and len(runs.readers[source]) == 1
-                if not follows:
-                    lengthened += sum(b.nbytes for b in runs.held[source].values() if b.end // width < later)
-            made = sum(nbytes for _, nbytes, _ in op.fresh)
-            if lengthened < made or (not lengthened and not made):
-                recipe = table.recipe(key)
-                runs.remove(slot, recipe)
-                runs.insert(later, recipe)

@@ -6,7 +6,7 @@ addEventListener("DOMContentLoaded", () => {
   if (!box || !page.tradeoff) return;
   const data = page.tradeoff;
   const points = data.points.map((point) => ({
-    peak: point.peak, overhead: point.overhead, measured: point.measured, recomputed: new Set(Decode.integers(point.recomputed)),
+    peak: point.peak, overhead: point.overhead, least: point.least, measured: point.measured, recomputed: new Set(Decode.integers(point.recomputed)),
   }));
   const sizes = Decode.integers(data.sizes);
   const slider = document.getElementById("tradeoff-slider");
@@ -18,7 +18,8 @@ addEventListener("DOMContentLoaded", () => {
     const values = new Map(pairs);
     return xs.map((x) => (values.has(x) ? values.get(x) : null));
   };
-  const columns = [xs, column(points.map((p) => [p.peak, p.overhead * 100])), column(measured.map((p) => [p.measured[0], p.measured[1] * 100]))];
+  const columns = [xs, column(points.map((p) => [p.peak, p.overhead * 100])), column(measured.map((p) => [p.measured[0], p.measured[1] * 100])),
+    column(points.filter((p) => p.least !== null).map((p) => [p.peak, p.least * 100]))];
   const top = Math.max(1, ...columns[1], ...columns[2]) * 1.12;
   const bottom = Math.min(0, ...columns[2]) * 1.12 - top * 0.06;
   const margin = (xs.at(-1) - xs[0]) * 0.04 || xs[0] * 0.1 || 1;
@@ -55,6 +56,7 @@ addEventListener("DOMContentLoaded", () => {
       {},
       { label: "simulated", stroke: () => Theme.colour("--accent"), width: 2, spanGaps: true, points: dots(6) },
       { label: "measured", stroke: () => Theme.colour("--before"), width: 2, paths: () => null, points: { ...dots(9), width: 2 } },
+      { label: "no plan adds less", stroke: () => Theme.colour("--muted"), width: 1, dash: [4, 4], spanGaps: true, points: { show: false } },
     ],
     axes: [
       byteAxis({ label: "peak memory", labelSize: 22, labelFont: "12px system-ui" }),
@@ -84,6 +86,7 @@ addEventListener("DOMContentLoaded", () => {
     const total = [...at.recomputed].reduce((sum, i) => sum + sizes[i], 0);
     const words = `plan ${index + 1} of ${points.length}: peak ${Format.bytes(at.peak)}, time ${Format.percent(at.overhead)}, ` +
       `${at.recomputed.size} activations recomputed (${Format.bytes(total)})` +
+      (at.least === null ? "" : `; no plan adds less than ${Format.percent(at.least)} (dashed, proven)`) +
       (at.measured ? `; measured ${Format.bytes(at.measured[0])}, ${Format.percent(at.measured[1])}` : "");
     byId("tradeoff-text").textContent = words;
     slider.setAttribute("aria-valuetext", words);

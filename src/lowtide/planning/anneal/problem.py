@@ -1,0 +1,203 @@
+"""A step or a graph as flat arrays, for the compiled search: ops that read and make blocks.
+
+All is told by storages, as in `bounds`: a run needs the latest block of each storage that it reads and
+makes new ones. Values that only refer to a storage (views, parts of tuples) come back with it, so that the
+search has fewer and larger moves; `sequences` puts their runs in.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.planning.native.library import Figures, anneal, evaluate, pointer
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Ops `0..num_first-1` are the first runs in their order, the others bring storages back.
+
+    Lists of lists are flat: those of op `i` are `reads[read_ptr[i]:read_ptr[i + 1]]`. `slot[i]` is for a
+    first run the segment whose ops may run right before it, for others their own; `ways` are the ops that
+    bring a storage back. An `optional` op runs only where something reads what it makes. `may_move` are
+    first runs that may change places. Op `i` reads its storages through the views `vreads`; after a storage
+    came back, those of its `views` that are read take `view_seconds` each.
+    """
+
+    num_first: int
+    read_ptr: Ints
+    reads: Ints
+    make_ptr: Ints
+    makes: Ints
+    way_ptr: Ints
+    ways: Ints
+    vread_ptr: Ints
+    vreads: Ints
+    view_ptr: Ints
+    views: Ints
+    view_seconds: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    workspace_bytes: NDArray[np.int64]
+    slot: Ints
+    optional: NDArray[np.bool_]
+    may_move: NDArray[np.bool_]
+    nbytes: NDArray[np.int64]
+    pinned: NDArray[np.bool_]
+    static_bytes: int
+
+    @cached_property
+    def native(self) -> ctypes.Structure:
+        """The same for the compiled search."""
+        found = _Native(
+            num_first=self.num_first,
+            num_ops=len(self.seconds),
+            num_storages=len(self.nbytes),
+            num_views=len(self.view_seconds),
+            static_bytes=self.static_bytes,
+        )
+        for name in _POINTERS:
+            setattr(found, name, pointer(getattr(self, name)))
+        return found
+
+    def _mean_seconds(self) -> float:
+        """Of what brings a storage back."""
+        again = self.seconds[self.num_first :]
+        return float(again.mean()) if len(again) and again.any() else 1.0
+
+    def anneal(
+        self,
+        order: Ints,
+        *,
+        budget_bytes: int,
+        moves: int,
+        warmth: float,
+        seed: int = 1,
+        least_seconds: float = 0.0,
+        reorder: float = 0.0,
+    ) -> tuple[Figures, Ints]:
+        """The best sequence that `moves` random changes of `order` lead to: first by excess, then by seconds,
+        of those that add at least `least_seconds`. Losses of about `warmth` of an op are taken at first."""
+        return anneal(
+            self.native,
+            order,
+            budget_bytes=budget_bytes,
+            moves=moves,
+            heat=warmth * self._mean_seconds(),
+            seed=seed,
+            least_seconds=least_seconds,
+            reorder=reorder,
+        )
+
+    def evaluate(self, order: Ints, budget_bytes: int) -> Figures:
+        """What a sequence holds and adds."""
+        return evaluate(self.native, order, budget_bytes)[0]
+
+    def held(self, order: Ints) -> NDArray[np.int64]:
+        """Bytes at every run of a sequence."""
+        return evaluate(self.native, order, 0)[1]
+
+
+_POINTERS = (
+    *(
+        "read_ptr",
+        "reads",
+        "make_ptr",
+        "makes",
+        "way_ptr",
+        "ways",
+        "vread_ptr",
+        "vreads",
+        "view_ptr",
+        "views",
+    ),
+    *("seconds", "view_seconds", "workspace_bytes", "slot", "optional", "may_move", "nbytes", "pinned"),
+)
+
+
+class _Native(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("num_first", "num_ops", "num_storages", "num_views")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("static_bytes", ctypes.c_int64),
+    )
+
+
+@dataclass(slots=True)
+class OpRow:
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+    slot: int = -1
+    optional: bool = False
+    may_move: bool = False
+    views: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A value that refers to `storage`, and what it takes to take it again."""
+
+    storage: int
+    seconds: float
+
+
+def flatten(
+    first: list[OpRow],
+    again: list[OpRow],
+    *,
+    views: list[View],
+    nbytes: list[int],
+    pinned: list[bool],
+    static_bytes: int,
+) -> Problem:
+    """Rows of ops as arrays; `first` and `again` number the `views` by their place.
+
+    Storages that no op reads or makes are left out, and the others numbered anew.
+    """
+    rows = [*first, *again]
+    used = sorted({s for row in rows for s in (*row.reads, *row.makes)} | {view.storage for view in views})
+    number = {storage: i for i, storage in enumerate(used)}
+    ways: list[list[int]] = [[] for _ in used]
+    for op, row in enumerate(again, start=len(first)):
+        for storage in row.makes:
+            ways[number[storage]].append(op)
+    by_storage: list[list[int]] = [[] for _ in used]
+    for i, view in enumerate(views):
+        by_storage[number[view.storage]].append(i)
+    read_ptr, reads = _flat([[number[s] for s in row.reads] for row in rows])
+    make_ptr, makes = _flat([[number[s] for s in row.makes] for row in rows])
+    way_ptr, flat_ways = _flat(ways)
+    vread_ptr, vreads = _flat([list(row.views) for row in rows])
+    view_ptr, flat_views = _flat(by_storage)
+    return Problem(
+        num_first=len(first),
+        read_ptr=read_ptr,
+        reads=reads,
+        make_ptr=make_ptr,
+        makes=makes,
+        way_ptr=way_ptr,
+        ways=flat_ways,
+        vread_ptr=vread_ptr,
+        vreads=vreads,
+        view_ptr=view_ptr,
+        views=flat_views,
+        view_seconds=np.array([view.seconds for view in views], dtype=np.float64),
+        seconds=np.array([row.seconds for row in rows], dtype=np.float64),
+        workspace_bytes=np.array([row.workspace_bytes for row in rows], dtype=np.int64),
+        slot=np.array([row.slot for row in rows], dtype=np.int32),
+        optional=np.array([row.optional for row in rows], dtype=np.bool_),
+        may_move=np.array([row.may_move for row in rows], dtype=np.bool_),
+        nbytes=np.array([nbytes[s] for s in used], dtype=np.int64),
+        pinned=np.array([pinned[s] for s in used], dtype=np.bool_),
+        static_bytes=static_bytes,
+    )
+
+
+def _flat(lists: list[list[int]]) -> tuple[Ints, Ints]:
+    ends = np.cumsum([0, *map(len, lists)])
+    return ends.astype(np.int32), np.array([item for some in lists for item in some], dtype=np.int32)

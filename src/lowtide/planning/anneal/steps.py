@@ -1,0 +1,204 @@
+"""A step as a problem, and sequences of the problem as runs of the step and back."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from math import fsum
+
+import numpy as np
+
+from lowtide.facts import Region, Run
+from lowtide.planning.anneal.problem import Ints, OpRow, Problem, View, flatten
+from lowtide.planning.search.runs import Rerun, demanded
+from lowtide.planning.search.table import Table
+from lowtide.planning.simulate import Timeline
+from lowtide.planning.values import Values
+
+
+class StepProblem:
+    """The problem of one step, with what leads back to its runs.
+
+    First runs that make nothing are left out, since they hold nothing that is not held before and after
+    them. The optimizer's are one op: no plan changes what it holds.
+    """
+
+    def __init__(self, table: Table, plain: Timeline) -> None:
+        self.table, self._values = table, Values(table)
+        self._view_numbers: dict[int, int] = {}
+        self._views: list[View] = []
+        first, self.ranks = self._first_ops()
+        again, self.recipes = self._recipes()
+        storages = table.step.storages
+        made = {storage for row in first for storage in row.makes}
+        self.problem: Problem = flatten(
+            first,
+            again,
+            views=self._views,
+            nbytes=[storage.nbytes for storage in storages],
+            pinned=[storage.pinned and storage.id in made for storage in storages],
+            static_bytes=table.static_bytes,
+        )
+        self._op_of_recipe = {number: len(first) + i for i, number in enumerate(self.recipes)}
+        self._op_of_rank = {rank: i for i, rank in enumerate(self.ranks)}
+        by_number = {number: view for view, number in self._view_numbers.items()}
+        self._read_views = [
+            [(by_number[number], self._values.required[by_number[number]]) for number in row.views]
+            for row in (*first, *again)
+        ]
+        self._give_the_optimizer_its_bytes(plain)
+
+    def _first_ops(self) -> tuple[list[OpRow], list[int]]:
+        table, values = self.table, self._values
+        rows: list[OpRow] = []
+        ranks: list[int] = []
+        later: set[int] = set()
+        for node, op in zip(table.step.nodes, table.plain, strict=True):
+            if node.region is Region.OPTIMIZER:
+                later.update(s for read in op.reads for s in values.required[read])
+                continue
+            made = tuple(s for s, _, _ in op.fresh)
+            if not made and not op.workspace_bytes:
+                continue
+            is_forward = node.rank < table.first_backward
+            held = table.step.nodes if is_forward else None
+            read = {s for r in op.reads for s in (held[r].holds if held else values.required[r])}
+            rows.append(
+                OpRow(
+                    reads=tuple(sorted(s for s in read if values.is_dynamic[s])),
+                    makes=made,
+                    seconds=op.seconds if node.on_demand else 0.0,
+                    workspace_bytes=op.workspace_bytes,
+                    slot=table.slot_segment[node.rank],
+                    optional=node.on_demand,
+                    views=() if is_forward else self._numbers(op.reads),
+                )
+            )
+            ranks.append(node.rank)
+        made_before = {storage for row in rows for storage in row.makes}
+        rows.append(OpRow(reads=tuple(sorted(later & made_before)), makes=()))
+        ranks.append(table.size)
+        return rows, ranks
+
+    def _recipes(self) -> tuple[list[OpRow], list[int]]:
+        """What serves all readers of some storage; what it makes besides is held while it runs."""
+        table, values = self.table, self._values
+        serves: dict[int, list[int]] = {}
+        for storage in sorted(values.readers):
+            if table.step.storages[storage].pinned:
+                continue
+            for number in values.ways(storage, for_all=True):
+                serves.setdefault(number, []).append(storage)
+        rows: list[OpRow] = []
+        for number, made in sorted(serves.items()):
+            op = table.recipes[number]
+            besides = sum(nbytes for s, nbytes, _ in op.fresh if s not in made)
+            rows.append(
+                OpRow(
+                    reads=tuple(sorted({s for r in op.reads for s in values.required[r]})),
+                    makes=tuple(made),
+                    seconds=op.seconds,
+                    workspace_bytes=op.workspace_bytes + besides,
+                    slot=table.segment[op.rank],
+                    optional=True,
+                    views=self._numbers(op.reads),
+                )
+            )
+        return rows, sorted(serves)
+
+    def _numbers(self, reads: Iterable[int]) -> tuple[int, ...]:
+        """The numbers of the views through which these ranks are read."""
+        found: set[int] = set()
+        for read in reads:
+            for view in self._values.views(read):
+                storage = min(self._values.required[view], default=None)
+                if storage is not None:
+                    if view not in self._view_numbers:
+                        self._view_numbers[view] = len(self._views)
+                        self._views.append(View(storage, self._values.view_seconds(view)))
+                    found.add(self._view_numbers[view])
+        return tuple(sorted(found))
+
+    def _give_the_optimizer_its_bytes(self, plain: Timeline) -> None:
+        nodes = self.table.step.nodes
+        held = [
+            int(nbytes)
+            for run, nbytes in zip(plain.runs, plain.bytes_held, strict=True)
+            if nodes[run.node].region is Region.OPTIMIZER
+        ]
+        last = self.problem.held(self.sequence(()))[-1]
+        self.problem.workspace_bytes[self.problem.num_first - 1] = max(0, max(held, default=0) - int(last))
+
+    def sequence(self, plan: Iterable[Rerun]) -> Ints:
+        """A plan as a sequence of ops."""
+        place = self.table.place
+        again = sorted((slot, place[recipe], recipe) for slot, recipe in plan if recipe in self._op_of_recipe)
+        order: list[int] = []
+        due = 0
+        for slot, _, recipe in again:
+            before = bisect_left(self.ranks, slot)
+            order += range(due, before)
+            due = before
+            order.append(self._op_of_recipe[recipe])
+        order += range(due, len(self.ranks))
+        return np.array(order, dtype=np.int32)
+
+    def added_seconds(self, sequence: Ints) -> float:
+        """What a sequence adds, summed up as the simulator does: equal plans have equal seconds."""
+        table, num_first = self.table, self.problem.num_first
+        ops = [int(op) for op in sequence]
+        again = [self.recipes[op - num_first] for op in ops if op >= num_first]
+        views = [number for numbers in self._views_after(ops).values() for number in numbers]
+        kept = demanded(table, [(0, number) for number in again])
+        seconds = [table.recipes[number].seconds for number in (*again, *views)]
+        return fsum([*seconds, *(table.plain[rank].seconds for rank in sorted(kept))])
+
+    def runs(self, sequence: Ints) -> tuple[Run, ...]:
+        """A sequence as runs of the step, with the views and parts of what it brings back."""
+        table, num_first = self.table, self.problem.num_first
+        ops = [int(op) for op in sequence]
+        views = self._views_after(ops)
+        absent = table.on_demand - demanded(
+            table, [(0, self.recipes[op - num_first]) for op in ops if op >= num_first]
+        )
+        found: list[Run] = []
+        waiting: list[Run] = []
+        back: set[int] = set()
+        due = 0
+        for position, op in enumerate(ops):
+            if op >= num_first:
+                recipes = [table.recipes[n] for n in (self.recipes[op - num_first], *views.get(position, ()))]
+                waiting += [Run(recipe.rank, recipe.method) for recipe in recipes]
+                back.update(recipe.rank for recipe in recipes)
+                continue
+            for rank in range(due, min(self.ranks[op] + 1, table.size)):
+                # right before the op, or before a view on the way to it that refers to what comes back
+                if waiting and (rank == self.ranks[op] or not back.isdisjoint(table.plain[rank].reads)):
+                    found += waiting
+                    waiting.clear()
+                    back.clear()
+                if rank not in absent:
+                    found.append(Run(rank))
+            due = max(due, self.ranks[op] + 1)
+        return tuple(found)
+
+    def _views_after(self, ops: Sequence[int]) -> dict[int, list[int]]:
+        """By position of an op that brings storages back, the recipes of the views of them that are read
+        before they come back once more, in an order in which they can run."""
+        table, num_first = self.table, self.problem.num_first
+        take_again = self._values.view_recipe
+        latest: dict[int, int] = {}
+        wanted: dict[int, set[int]] = {}
+        for position, op in enumerate(ops):
+            first = op < num_first
+            for view, storages in self._read_views[op]:
+                brought = [latest[s] for s in storages if s in latest]
+                if brought:
+                    wanted.setdefault(max(brought), set()).add(view)
+            if not first:
+                recipe = table.recipes[self.recipes[op - num_first]]
+                latest.update((s, position) for s, _, _ in recipe.fresh)
+        return {
+            position: sorted(
+                (n for v in views if (n := take_again[v]) is not None), key=table.place.__getitem__
+            )
+            for position, views in wanted.items()
+        }

@@ -1,0 +1,156 @@
+"""Lower bounds for every budget, from the cuts at several moments of a step.
+
+Every cut gives a bound for every budget (see `cuts`), and the best of them counts. Which moments and
+prices are looked at does not depend on a budget, but for a few more prices where the bound is largest:
+so a bound depends on the step and the budget alone.
+
+Shortcomings: a bound knows one moment at a time, so it is far from the truth where a plan must bring
+values back several times; and it is for the order of first runs that the step has.
+"""
+
+from functools import cached_property
+from math import floor, inf
+
+from lowtide.planning.bounds.cuts import Cut, Moment, moment
+from lowtide.planning.bounds.needs import needs_of
+from lowtide.planning.search.runs import Runs
+from lowtide.planning.search.table import Table
+
+NUM_MOMENTS = 24
+NUM_CUTS = 12
+"""Prices for each moment; more are of no use for most."""
+NUM_TIGHT = 8
+"""Moments that are looked at for the floor, besides: where most must be held whatever a plan does."""
+EXTRA_CUTS = 12
+"""Prices at most for one budget, where its bound is largest."""
+
+
+class Tangents:
+    """What the cuts of one moment say about every budget."""
+
+    def __init__(self, at: Moment) -> None:
+        self.at = at
+        self._cuts: dict[float, Cut] = {}
+        self.most, self.leanest = at.everything(), at.leanest()
+        self.least_bytes = at.fixed_bytes + floor(self.leanest.value * (1 + 1e-12))
+        self._sides = self._spread()
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """Cuts from low to high prices."""
+        return [self._cuts[price] for price in sorted(self._cuts)]
+
+    def seconds(self, budget_bytes: int) -> float:
+        """What the known cuts prove for a budget."""
+        if budget_bytes < self.least_bytes:
+            return inf
+        room = budget_bytes - self.at.fixed_bytes
+        return max((cut.value - cut.price * room for cut in self._sides), default=0.0)
+
+    def best_seconds(self, budget_bytes: int) -> float:
+        """What the best price proves for a budget."""
+        if budget_bytes < self.least_bytes:
+            return inf
+        room = budget_bytes - self.at.fixed_bytes
+        if room >= self.most.nbytes:
+            return 0.0
+        points = [self.most, *self._sides, self.leanest]
+        above = min((p for p in points if p.nbytes > room), key=lambda p: (p.nbytes, p.seconds))
+        below = [p for p in points if p.nbytes <= room]
+        best = self.seconds(budget_bytes)
+        if not below:
+            return best
+        under = max(below, key=lambda p: (p.nbytes, -p.seconds))
+        for _ in range(EXTRA_CUTS):
+            price = (under.seconds - above.seconds) / (above.nbytes - under.nbytes)
+            if price <= 0:
+                break
+            cut = self._cut(price)
+            best = max(best, cut.value - price * room)
+            if cut.seconds + price * cut.nbytes >= (above.seconds + price * above.nbytes) * (1 - 1e-9):
+                break
+            if cut.nbytes > room:
+                above = cut
+            else:
+                under = cut
+        return max(best, 0.0)
+
+    def dropped(self, budget_bytes: int) -> list[frozenset[int]]:
+        """Storages that a cut for this budget does not hold: the cut that just fits, and the one before."""
+        room = budget_bytes - self.at.fixed_bytes
+        self.best_seconds(budget_bytes)
+        cuts = sorted([self.leanest, *self.cuts], key=lambda cut: (cut.nbytes, cut.seconds))
+        fitting = [cut for cut in cuts if cut.nbytes <= room]
+        chosen = [*fitting[-1:], *[cut for cut in cuts if cut.nbytes > room][:1]]
+        choice = {int(s) for s in self.at.arc_storage if s >= 0}
+        return [frozenset(choice.difference(cut.kept)) for cut in chosen]
+
+    def _cut(self, price: float) -> Cut:
+        if price not in self._cuts:
+            self._cuts[price] = self.at.cut(price)
+        return self._cuts[price]
+
+    def _spread(self) -> list[Cut]:
+        """Cuts along the whole curve: always where two neighbours leave most room below them."""
+        found: list[Cut] = []
+        gaps = [(self.most, self.leanest)]
+        while gaps and len(found) < NUM_CUTS:
+            above, under = gaps.pop(0)
+            if above.nbytes <= under.nbytes or under.seconds <= above.seconds:
+                continue
+            price = (under.seconds - above.seconds) / (above.nbytes - under.nbytes)
+            cut = self._cut(price)
+            found.append(cut)
+            if cut.seconds + price * cut.nbytes < (above.seconds + price * above.nbytes) * (1 - 1e-6):
+                gaps += [(above, cut), (cut, under)]
+        return sorted(found, key=lambda cut: cut.price)
+
+
+class Bounds:
+    """Proven bounds of one step; what serves every budget is worked out once."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self._needs = needs_of(table)
+        self._known: dict[int, Tangents] = {}
+
+    def at(self, rank: int) -> Tangents:
+        """The cuts at the first run of `rank`."""
+        if rank not in self._known:
+            self._known[rank] = Tangents(moment(self._needs, rank))
+        return self._known[rank]
+
+    @cached_property
+    def moments(self) -> list[Tangents]:
+        """The moments that are looked at: of every part of the step, the one that holds most."""
+        held = Runs(self.table).slot_bytes()
+        first, last = self._needs.span
+        ranks = [rank for rank in range(first, last + 1) if rank not in self.table.on_demand]
+        parts = min(NUM_MOMENTS, len(ranks))
+        chosen = [
+            max(ranks[i * len(ranks) // parts : (i + 1) * len(ranks) // parts], key=lambda r: (held[r], -r))
+            for i in range(parts)
+        ]
+        return [self.at(rank) for rank in chosen]
+
+    def tightest(self, budget_bytes: int, count: int) -> list[Tangents]:
+        """The moments with the largest bounds for a budget."""
+        reachable = [found for found in self.moments if found.least_bytes <= budget_bytes]
+        return sorted(reachable, key=lambda found: -found.seconds(budget_bytes))[:count]
+
+    def seconds(self, budget_bytes: int) -> float:
+        """No schedule within `budget_bytes` adds less; infinite where none is within it."""
+        if budget_bytes < self.floor_bytes:
+            return inf
+        if not self.moments:
+            return 0.0
+        best = max(self.moments, key=lambda found: found.seconds(budget_bytes))
+        return best.best_seconds(budget_bytes)
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """No schedule has a lower peak."""
+        fixed = self._needs.fixed_bytes
+        tight = sorted(range(self.table.size), key=lambda rank: (-fixed[rank], rank))[:NUM_TIGHT]
+        looked_at = [*self.moments, *(self.at(rank) for rank in tight if rank not in self.table.on_demand)]
+        return max([found.least_bytes for found in looked_at], default=self.table.static_bytes)

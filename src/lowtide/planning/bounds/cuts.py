@@ -1,0 +1,225 @@
+"""One moment of a step as a minimum cut.
+
+At the moment when rank `t` runs for the first time, some blocks are held. Whatever is needed later and
+not held must be made anew after that moment: a relaxation of every schedule, since it forgets all other
+moments, the bytes that are made later, and how often a value is made anew. With a price per byte, the
+cheapest choice of what to hold and what to make anew is a minimum cut:
+
+- a storage that is needed is held, for its bytes times the price, or its group runs, for its seconds;
+- a group that runs needs storages, which are held or made anew in their turn.
+
+By duality, seconds plus price times bytes of that cut, minus price times the bytes there is room for, is
+at most what any schedule within the budget adds, for every price.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.planning.bounds.needs import Needs
+from lowtide.planning.native.library import min_cut
+
+SOURCE, SINK = 0, 1
+LARGEST = 2**52
+"""Capacities are whole numbers up to this one; rounding down keeps a bound a bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The cheapest cut at a price: `value` in seconds; it adds `seconds` and holds `nbytes`, of `kept`."""
+
+    price: float
+    value: float
+    seconds: float
+    nbytes: float
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The moment when `rank` runs first: `fixed_bytes` are held whatever a plan does, `always` those of
+    them that are needed later; the rest is a network of holding and making anew.
+
+    Arcs go from `tails` to `heads`. To cut one takes `arc_seconds` and holds `arc_bytes`, or takes
+    `kept_seconds` and holds `kept_bytes` where that is cheaper; an `endless` one is never cut.
+    """
+
+    rank: int
+    fixed_bytes: int
+    always: tuple[int, ...]
+    num_vertices: int
+    tails: NDArray[np.int32]
+    heads: NDArray[np.int32]
+    endless: NDArray[np.bool_]
+    arc_storage: NDArray[np.int64]
+    """the storage whose holding an arc stands for, else -1"""
+    arc_seconds: NDArray[np.float64]
+    arc_bytes: NDArray[np.float64]
+    kept_seconds: NDArray[np.float64]
+    kept_bytes: NDArray[np.float64]
+
+    def cut(self, price: float) -> Cut:
+        """The cheapest cut when a byte costs `price` seconds."""
+        return self._cut(1.0, price)
+
+    def leanest(self) -> Cut:
+        """The cut with the fewest bytes, however long it takes; its value is in bytes."""
+        return self._cut(0.0, 1.0)
+
+    def everything(self) -> Cut:
+        """The cut that holds all that is needed, for no seconds at all."""
+        wanted = np.zeros(self.num_vertices, dtype=bool)
+        wanted[self.heads[self.tails == SOURCE]] = True
+        held = (self.arc_storage >= 0) & wanted[self.tails]
+        kept = tuple(sorted(self.arc_storage[held].tolist()))
+        return Cut(0.0, 0.0, 0.0, float(self.arc_bytes[held].sum()), kept)
+
+    def _cut(self, weight: float, price: float) -> Cut:
+        """The cheapest cut for `weight` times its seconds plus `price` times its bytes."""
+        whole = weight * self.arc_seconds + price * self.arc_bytes
+        kept = weight * self.kept_seconds + price * self.kept_bytes
+        costs = np.minimum(whole, kept)
+        most = float(costs[(self.heads == SINK) & ~self.endless].sum())
+        if most <= 0:
+            # nothing needs to be held
+            return Cut(price, 0.0, float(self.arc_seconds.sum()), 0.0, ())
+        scale = LARGEST / most if weight else 1.0
+        capacities = np.minimum(costs * scale, LARGEST).astype(np.int64)
+        capacities[self.endless] = LARGEST
+        flow, reached = min_cut(self.num_vertices, self.tails, self.heads, capacities)
+        crossing = reached[self.tails] & ~reached[self.heads]
+        held = self.arc_storage[crossing]
+        return Cut(
+            price=price,
+            value=flow / scale,
+            seconds=float(np.where(whole <= kept, self.arc_seconds, self.kept_seconds)[crossing].sum()),
+            nbytes=float(np.where(whole <= kept, self.arc_bytes, self.kept_bytes)[crossing].sum()),
+            kept=tuple(sorted(held[held >= 0].tolist())),
+        )
+
+
+def moment(needs: Needs, rank: int) -> Moment:
+    """The network at the first run of `rank`."""
+    return _Network(needs, rank).moment()
+
+
+class _Arc(NamedTuple):
+    tail: int
+    head: int
+    endless: bool = False
+    storage: int = -1
+    seconds: float = 0.0
+    nbytes: float = 0.0
+    kept_seconds: float = 0.0
+    kept_bytes: float = 0.0
+
+
+class _Network:
+    def __init__(self, needs: Needs, rank: int) -> None:
+        self.needs, self.rank = needs, rank
+        self.arcs: list[_Arc] = []
+        self.vertices: dict[tuple[str, int], int] = {}
+        self.todo: list[int] = []
+        self.always: set[int] = set()
+        self.here = self._held_by_the_run()
+
+    def moment(self) -> Moment:
+        needs, rank = self.needs, self.rank
+        table = needs.table
+        wanted: list[int] = []
+        for storage, made in needs.maker.items():
+            if made <= rank and storage not in self.here:
+                following = needs.next_read(storage, rank)
+                if following is not None:
+                    if needs.stays(storage, rank, following):
+                        self.always.add(storage)
+                    else:
+                        wanted.append(storage)
+        for storage in wanted:
+            self.arcs.append(_Arc(SOURCE, self._present(storage), endless=True))
+        while self.todo:
+            self._run(self.todo.pop())
+        fixed = table.static_bytes + table.plain[rank].workspace_bytes + needs.pinned_bytes[rank]
+        fixed += sum(needs.nbytes[s] for s in self.here | self.always)
+        later = (s for s in self.here if needs.next_read(s, rank) is not None)
+        return Moment(
+            rank=rank,
+            fixed_bytes=fixed,
+            always=tuple(sorted(self.always.union(later))),
+            num_vertices=2 + len(self.vertices),
+            tails=np.array([arc.tail for arc in self.arcs], dtype=np.int32),
+            heads=np.array([arc.head for arc in self.arcs], dtype=np.int32),
+            endless=np.array([arc.endless for arc in self.arcs], dtype=np.bool_),
+            arc_storage=np.array([arc.storage for arc in self.arcs], dtype=np.int64),
+            arc_seconds=np.array([arc.seconds for arc in self.arcs], dtype=np.float64),
+            arc_bytes=np.array([arc.nbytes for arc in self.arcs], dtype=np.float64),
+            kept_seconds=np.array([arc.kept_seconds for arc in self.arcs], dtype=np.float64),
+            kept_bytes=np.array([arc.kept_bytes for arc in self.arcs], dtype=np.float64),
+        )
+
+    def _held_by_the_run(self) -> set[int]:
+        """What the run itself reads and makes."""
+        needs = self.needs
+        op = needs.table.plain[self.rank]
+        made = {s for s, _, is_pinned in op.fresh if not is_pinned}
+        return made.union(*(needs.required[read] for read in op.reads))
+
+    def _present(self, storage: int) -> int:
+        """The vertex that says `storage` is there after the moment."""
+        name = ("storage", storage)
+        if name in self.vertices:
+            return self.vertices[name]
+        vertex = self.vertices[name] = 2 + len(self.vertices)
+        needs = self.needs
+        group = needs.group_of.get(storage)
+        may_run = group is not None and needs.may_be_made(group, self.rank, needs.table.size)
+        made_by = self._made(storage, group) if may_run and group is not None else SINK
+        nbytes = kept_bytes = float(needs.nbytes[storage])
+        kept_seconds = 0.0
+        keeping = needs.keeping.get(storage)
+        if keeping is not None and keeping.since <= self.rank:
+            kept_seconds, kept_bytes = keeping.seconds, keeping.nbytes
+        self.arcs.append(
+            _Arc(
+                vertex,
+                made_by,
+                storage=storage,
+                nbytes=nbytes,
+                kept_seconds=kept_seconds,
+                kept_bytes=kept_bytes,
+            )
+        )
+        return vertex
+
+    def _made(self, storage: int, group: int) -> int:
+        """The vertex that says `storage` is made anew after the moment, its views taken again."""
+        views = sum(s for view, last, s in self.needs.views.get(storage, ()) if view <= self.rank < last)
+        if not views:
+            return self._running(group)
+        vertex = self.vertices["made", storage] = 2 + len(self.vertices)
+        self.arcs.append(_Arc(vertex, SINK, seconds=views, kept_seconds=views))
+        self.arcs.append(_Arc(vertex, self._running(group), endless=True))
+        return vertex
+
+    def _running(self, group: int) -> int:
+        """The vertex that says some recipe of `group` runs after the moment."""
+        name = ("group", group)
+        if name not in self.vertices:
+            self.vertices[name] = 2 + len(self.vertices)
+            self.todo.append(group)
+        return self.vertices[name]
+
+    def _run(self, number: int) -> None:
+        needs = self.needs
+        group, vertex = needs.groups[number], self.vertices["group", number]
+        self.arcs.append(_Arc(vertex, SINK, seconds=group.seconds, kept_seconds=group.seconds))
+        if group.within is not None:
+            self.arcs.append(_Arc(vertex, self._running(group.within), endless=True))
+        for storage in group.needs:
+            made = needs.maker.get(storage)
+            if made is None or made > self.rank or storage in self.here or storage in self.always:
+                continue
+            if needs.group_of.get(storage) != number:
+                self.arcs.append(_Arc(vertex, self._present(storage), endless=True))

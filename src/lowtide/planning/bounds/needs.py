@@ -1,0 +1,270 @@
+"""What a bound needs to know of a step: where storages are made and read, and how they can be made anew.
+
+All is told by storages, not by values: whatever refers to a storage needs a block of it, and a block is
+made by a first run or by a recipe that makes it. So a bound holds whichever recipe a plan takes.
+
+Recipes that make a common storage form one `Group`, of which a bound only knows what is true of each of
+them: the least seconds, and the storages that each reads or makes itself.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.planning.search.table import Table
+from lowtide.planning.values import Values
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """A storage brought back from what the forward pass keeps for it: bytes, seconds, and since when."""
+
+    nbytes: float
+    seconds: float
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Some recipe of several runs. `seconds` are those beyond what group `within` already takes."""
+
+    seconds: float
+    needs: tuple[int, ...]
+    """storages that must have been there for it, or come from it"""
+    within: int | None
+    segments: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The storages of a step that are neither static nor pinned, and what every run needs of them.
+
+    `required[r]` are those that any value of rank `r` holds; `readers[s]` the ranks whose first runs need
+    storage `s`; `group_of[s]` the group whose recipes make it. `slots` are by segment the first and the
+    last rank before which its forward nodes may run again.
+    """
+
+    table: Table
+    nbytes: tuple[int, ...]
+    maker: dict[int, int]
+    required: tuple[frozenset[int], ...]
+    readers: dict[int, tuple[int, ...]]
+    groups: tuple[Group, ...]
+    group_of: dict[int, int]
+    keeping: dict[int, Keeping]
+    slots: dict[int, tuple[int, int]]
+    pinned_bytes: tuple[int, ...]
+    """by rank, what is pinned after its first run"""
+    views: dict[int, tuple[tuple[int, int, float], ...]]
+    """by storage, its views: (rank, last first run that reads it, seconds)"""
+    span: tuple[int, int]
+    """the first and the last rank between which there is anything to choose"""
+
+    @cached_property
+    def fixed_bytes(self) -> NDArray[np.int64]:
+        """By rank, what is held during its first run whatever a plan does."""
+        table = self.table
+        change = np.zeros(table.size + 1, dtype=np.int64)
+        for storage, made in self.maker.items():
+            nbytes = self.nbytes[storage]
+            uses = [made, *self.readers.get(storage, ())]
+            for use, following in pairwise([*uses, uses[-1]]):
+                # held during the use itself, and after it as long as nothing could make it anew
+                until = following if self.stays(storage, use, following) else use + 1
+                change[use] += nbytes
+                change[max(until, use + 1)] -= nbytes
+        alone = [op.workspace_bytes for op in table.plain]
+        fixed: NDArray[np.int64] = (
+            np.cumsum(change)[:-1] + np.array(self.pinned_bytes) + np.array(alone) + table.static_bytes
+        )
+        fixed[sorted(table.on_demand)] = 0
+        return fixed
+
+    def stays(self, storage: int, after: int, following: int) -> bool:
+        """Whether nothing can make `storage` anew after rank `after`, before `following` has run."""
+        keeping, group = self.keeping.get(storage), self.group_of.get(storage)
+        if keeping is not None and keeping.since <= after:
+            return False
+        return group is None or not self.may_be_made(group, after, following)
+
+    def next_read(self, storage: int, rank: int) -> int | None:
+        """The first rank after `rank` whose first run needs `storage`."""
+        readers = self.readers.get(storage, ())
+        i = bisect_right(readers, rank)
+        return readers[i] if i < len(readers) else None
+
+    def may_be_made(self, group: int, after: int, before: int) -> bool:
+        """Whether a recipe of `group` may run after rank `after` and before rank `before` has run."""
+        return any(
+            max(after + 1, first) <= min(before, last)
+            for first, last in (self.slots[s] for s in self.groups[group].segments if s in self.slots)
+        )
+
+
+def needs_of(table: Table) -> Needs:
+    """Read a table once; what it says serves every moment and every budget."""
+    storages = table.step.storages
+    free = [not storage.static and not storage.pinned for storage in storages]
+    maker: dict[int, int] = {}
+    pinned_bytes: list[int] = []
+    pinned = 0
+    values = Values(table)
+    required = [frozenset(s for s in held if free[s]) for held in values.required]
+    readers: dict[int, list[int]] = {}
+    for node, op in zip(table.step.nodes, table.plain, strict=True):
+        for storage in node.makes:
+            maker.setdefault(storage, node.rank)
+        if not node.on_demand:
+            pinned += sum(nbytes for _, nbytes, is_pinned in op.fresh if is_pinned)
+        pinned_bytes.append(pinned)
+        if not node.on_demand:
+            for storage in {s for read in op.reads for s in required[read]}:
+                readers.setdefault(storage, []).append(node.rank)
+    slots: dict[int, tuple[int, int]] = {}
+    for rank, segment in enumerate(table.slot_segment):
+        if segment >= 0:
+            slots[segment] = (slots.get(segment, (rank, rank))[0], rank)
+    keeping, kept_by = _keeping(table)
+    groups, group_of = _groups(values, required, frozenset(kept_by), free)
+    return Needs(
+        table=table,
+        nbytes=tuple(storage.nbytes for storage in storages),
+        maker={s: rank for s, rank in maker.items() if free[s]},
+        required=tuple(required),
+        readers={s: tuple(ranks) for s, ranks in readers.items()},
+        groups=tuple(groups),
+        group_of=group_of,
+        keeping=keeping,
+        slots=slots,
+        pinned_bytes=tuple(pinned_bytes),
+        views=_views(values),
+        span=(
+            min((maker[s] for s in (*group_of, *keeping)), default=0),
+            max((last for _, last in slots.values()), default=-1),
+        ),
+    )
+
+
+def _views(values: Values) -> dict[int, tuple[tuple[int, int, float], ...]]:
+    """Of storages that come back, the views that first runs of the backward pass read."""
+    table = values.table
+    last: dict[int, int] = {}
+    for op in table.plain[table.first_backward :]:
+        for read in op.reads:
+            for view in values.views(read):
+                last[view] = op.rank
+    found: dict[int, list[tuple[int, int, float]]] = {}
+    for view, reader in sorted(last.items()):
+        storage = min(values.required[view], default=None)
+        if storage is not None:
+            found.setdefault(storage, []).append((view, reader, values.view_seconds(view)))
+    return {storage: tuple(views) for storage, views in found.items()}
+
+
+def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
+    """Storages that some recipe makes from kept ones alone, and the numbers of those recipes.
+
+    Where several storages come from one kept one, each pays its share of the bytes.
+    """
+    found: dict[int, list[tuple[int, frozenset[int]]]] = {}
+    for number, op in enumerate(table.recipes):
+        if op.fresh and op.reads and all(read in table.on_demand for read in op.reads):
+            for storage, _, _ in op.fresh:
+                found.setdefault(storage, []).append((number, frozenset(op.reads)))
+    sharers: dict[int, set[int]] = {}
+    for storage, ways in found.items():
+        for number, reads in ways:
+            for read in reads:
+                sharers.setdefault(read, set()).update(
+                    (storage, *(s for s, _, _ in table.recipes[number].fresh))
+                )
+    keeping: dict[int, Keeping] = {}
+    for storage, ways in found.items():
+        options = [
+            Keeping(
+                nbytes=sum(
+                    nbytes / len(sharers[read]) for read in reads for _, nbytes, _ in table.plain[read].fresh
+                ),
+                seconds=table.recipes[number].seconds / len(table.recipes[number].fresh),
+                since=max(reads),
+            )
+            for number, reads in ways
+        ]
+        keeping[storage] = Keeping(
+            nbytes=min(o.nbytes for o in options),
+            seconds=min(o.seconds for o in options),
+            since=min(o.since for o in options),
+        )
+    return keeping, {number for ways in found.values() for number, _ in ways}
+
+
+def _groups(
+    values: Values, required: list[frozenset[int]], left_out: frozenset[int], free: list[bool]
+) -> tuple[list[Group], dict[int, int]]:
+    table = values.table
+    ways: dict[int, list[int]] = {}
+    for storage in sorted(values.readers):
+        mine = [number for number in values.ways(storage, for_all=False) if number not in left_out]
+        if free[storage] and mine:
+            ways[storage] = mine
+    parent: dict[int, int] = {}
+
+    def root(number: int) -> int:
+        while parent.setdefault(number, number) != number:
+            number = parent[number]
+        return number
+
+    for numbers in ways.values():
+        for number in numbers:
+            parent[root(number)] = root(numbers[0])
+    members: dict[int, list[int]] = {}
+    for number in sorted(parent):
+        members.setdefault(root(number), []).append(number)
+    by_root: dict[int, list[int]] = {}
+    for storage in sorted(ways):
+        by_root.setdefault(root(ways[storage][0]), []).append(storage)
+    groups: list[Group] = []
+    group_of: dict[int, int] = {}
+    for top in sorted(members):
+        # From all recipes of the group down to those of single storages, each within the one before.
+        chain: list[tuple[frozenset[int], int]] = []
+        smaller = sorted((frozenset(ways[s]) for s in by_root[top]), key=_largest)
+        for some in (frozenset(members[top]), *smaller):
+            if chain and not some < chain[-1][0]:
+                continue
+            before = _least_seconds(table, chain[-1][0]) if chain else 0.0
+            ops = [table.recipes[number] for number in some]
+            touched = [
+                {s for read in table.recipes[number].reads for s in required[read]}
+                | {s for s in by_root[top] if number in ways[s]}
+                for number in some
+            ]
+            groups.append(
+                Group(
+                    seconds=_least_seconds(table, some) - before,
+                    needs=_common(touched),
+                    within=chain[-1][1] if chain else None,
+                    segments=frozenset(table.segment[op.rank] for op in ops),
+                )
+            )
+            chain.append((some, len(groups) - 1))
+        for storage in by_root[top]:
+            own = frozenset(ways[storage])
+            group_of[storage] = next(number for some, number in reversed(chain) if own <= some)
+    return groups, group_of
+
+
+def _largest(numbers: frozenset[int]) -> tuple[int, list[int]]:
+    return -len(numbers), sorted(numbers)
+
+
+def _least_seconds(table: Table, numbers: frozenset[int]) -> float:
+    return min(table.recipes[number].seconds for number in numbers)
+
+
+def _common(touched: list[set[int]]) -> tuple[int, ...]:
+    return tuple(sorted(set.intersection(*touched)))

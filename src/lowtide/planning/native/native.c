@@ -1,0 +1,734 @@
+/* The inner loops of planning: annealing of sequences of runs, and minimum cuts.
+
+   A sequence holds every first run and any number of runs that bring blocks back. Every one of them reads
+   the latest earlier block of what it needs, so that putting such a run in or taking it out is always
+   valid. What that changes is counted at once: it only concerns the runs between two touches of a storage.
+   Nothing here decides by the clock or by addresses: the same input gives the same result.
+*/
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* See `Problem` in lowtide/planning/anneal/problem.py. Lists of lists are flat, with a `_ptr` of starts. */
+typedef struct {
+    int32_t num_first, num_ops, num_storages, num_views;
+    const int32_t *read_ptr, *reads;   /* by op: storages */
+    const int32_t *make_ptr, *makes;   /* by op: storages */
+    const int32_t *way_ptr, *ways;     /* by storage: ops that bring it back */
+    const int32_t *vread_ptr, *vreads; /* by op: views */
+    const int32_t *view_ptr, *views;   /* by storage: views of it */
+    const double *seconds, *view_seconds;
+    const int64_t *workspace;
+    const int32_t *slot;
+    const uint8_t *optional, *may_move;
+    const int64_t *nbytes;
+    const uint8_t *pinned;
+    int64_t static_bytes;
+} Problem;
+
+/* One run of a sequence. Events are a list in the order they run; labels rise along it. */
+typedef struct {
+    int32_t op, prev, next, place; /* place: among the events that can be drawn */
+    int64_t label, held;           /* held: bytes during this run */
+} Event;
+
+/* Where an event reads or makes a storage. */
+typedef struct {
+    int32_t event, is_read;
+} Touch;
+
+typedef struct {
+    Touch *items; /* in the order of the events */
+    int32_t count, room;
+} Touches;
+
+typedef struct {
+    int32_t event, op, before, inserted;
+} Change;
+
+typedef struct {
+    const Problem *p;
+    uint64_t random;
+    Event *events;
+    Touches *touches;         /* by storage */
+    int32_t *spare, *again, *first_event, *maker, *candidates, *gathered;
+    int64_t *own;             /* by op: bytes that it makes, and its workspace */
+    double *weights;          /* running sums of the bytes of `candidates` */
+    uint32_t *mark, *view_mark, stamp, view_stamp;
+    Change *journal;
+    int num_events, num_spare, num_again, num_candidates, num_changes, num_gathered, room, failed;
+    int64_t budget, excess;
+    double seconds;
+} State;
+
+enum { HEAD = 0, TAIL = 1, LABEL_STEP = 1 << 20, MAX_GATHERED = 48 };
+
+static double draw(State *state) {
+    uint64_t x = state->random;
+    x ^= x >> 12;
+    x ^= x << 25;
+    x ^= x >> 27;
+    state->random = x;
+    return (double)((x * UINT64_C(2685821657736338717)) >> 11) * (1.0 / 9007199254740992.0);
+}
+
+static int pick(State *state, int count) {
+    const int found = (int)(draw(state) * count);
+    return found < count ? found : count - 1;
+}
+
+static int64_t over(const State *state, int64_t held) { return held > state->budget ? held - state->budget : 0; }
+
+/* Add `nbytes` to all events after `first` up to `last`. */
+static void add_between(State *state, int first, int last, int64_t nbytes) {
+    Event *events = state->events;
+    const int64_t budget = state->budget;
+    int64_t excess = 0;
+    for (int e = events[first].next;; e = events[e].next) {
+        const int64_t before = events[e].held, after = before + nbytes;
+        events[e].held = after;
+        if (e != TAIL) excess += (after > budget ? after - budget : 0) - (before > budget ? before - budget : 0);
+        if (e == last) break;
+    }
+    state->excess += excess;
+}
+
+/* The place of the first touch of a storage at or after a label. */
+static int touch_at(const State *state, int storage, int64_t label) {
+    const Touches *mine = &state->touches[storage];
+    int low = 0, high = mine->count;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (state->events[mine->items[middle].event].label < label) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+static int is_read_at(const Touches *mine, int i) { return i < mine->count && mine->items[i].is_read; }
+
+static int event_before(const Touches *mine, int i) { return i > 0 ? mine->items[i - 1].event : HEAD; }
+
+/* What the views take that are read of the block around place `i` of a storage, if it was brought back. */
+static double views_around(State *state, int storage, int i) {
+    const Problem *p = state->p;
+    const Touches *mine = &state->touches[storage];
+    if (p->view_ptr[storage] == p->view_ptr[storage + 1]) return 0.0;
+    while (i >= 0 && (i >= mine->count || mine->items[i].is_read)) i--;
+    if (i < 0 || state->events[mine->items[i].event].op < p->num_first) return 0.0;
+    state->view_stamp++;
+    for (i++; is_read_at(mine, i); i++) {
+        if (mine->items[i].event == TAIL) continue;
+        const int op = state->events[mine->items[i].event].op;
+        for (int j = p->vread_ptr[op]; j < p->vread_ptr[op + 1]; j++) state->view_mark[p->vreads[j]] = state->view_stamp;
+    }
+    double seconds = 0.0;
+    for (int j = p->view_ptr[storage]; j < p->view_ptr[storage + 1]; j++)
+        if (state->view_mark[p->views[j]] == state->view_stamp) seconds += p->view_seconds[p->views[j]];
+    return seconds;
+}
+
+static void put_touch(State *state, int storage, int i, int event, int is_read) {
+    Touches *mine = &state->touches[storage];
+    if (mine->count == mine->room) {
+        const int room = 2 * mine->room + 4;
+        Touch *items = realloc(mine->items, (size_t)room * sizeof(Touch));
+        if (!items) {
+            state->failed = 1;
+            return;
+        }
+        mine->items = items, mine->room = room;
+    }
+    memmove(mine->items + i + 1, mine->items + i, (size_t)(mine->count - i) * sizeof(Touch));
+    mine->items[i].event = event, mine->items[i].is_read = is_read;
+    mine->count++;
+}
+
+static void drop_touch(State *state, int storage, int i) {
+    Touches *mine = &state->touches[storage];
+    memmove(mine->items + i, mine->items + i + 1, (size_t)(mine->count - i - 1) * sizeof(Touch));
+    mine->count--;
+}
+
+static void label_anew(State *state) {
+    int64_t label = 0;
+    for (int e = HEAD;; e = state->events[e].next) {
+        state->events[e].label = label;
+        label += LABEL_STEP;
+        if (e == TAIL) break;
+    }
+}
+
+/* Let `op` run right before event `before`; the new event. */
+static int insert(State *state, int op, int before) {
+    const Problem *p = state->p;
+    Event *events = state->events;
+    const int prev = events[before].prev;
+    if (events[before].label - events[prev].label < 2) label_anew(state);
+    const int e = state->num_spare ? state->spare[--state->num_spare] : state->num_events++;
+    events[e].op = op;
+    events[e].prev = prev, events[e].next = before;
+    events[prev].next = events[before].prev = e;
+    const int64_t gap = (events[before].label - events[prev].label) / 2;
+    events[e].label = events[prev].label + (gap < LABEL_STEP ? gap : LABEL_STEP);
+    const int64_t passing = events[before].held - (before == TAIL ? 0 : state->own[events[before].op]);
+    events[e].held = passing + state->own[op];
+    state->excess += over(state, events[e].held);
+    state->seconds += p->seconds[op];
+    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
+        const int s = p->makes[j];
+        const int i = touch_at(state, s, events[e].label);
+        state->seconds -= views_around(state, s, i - 1);
+        if (is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, -p->nbytes[s]);
+        put_touch(state, s, i, e, 0);
+        state->seconds += views_around(state, s, i - 1) + views_around(state, s, i);
+    }
+    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
+        const int s = p->reads[j];
+        const int i = touch_at(state, s, events[e].label);
+        state->seconds -= views_around(state, s, i - 1);
+        if (!is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, p->nbytes[s]);
+        put_touch(state, s, i, e, 1);
+        state->seconds += views_around(state, s, i);
+    }
+    if (op < p->num_first) {
+        state->first_event[op] = e;
+    } else {
+        events[e].place = state->num_again;
+        state->again[state->num_again++] = e;
+    }
+    return e;
+}
+
+static void take_out(State *state, int e) {
+    const Problem *p = state->p;
+    Event *events = state->events;
+    const int op = events[e].op;
+    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
+        const int s = p->reads[j];
+        const int i = touch_at(state, s, events[e].label);
+        state->seconds -= views_around(state, s, i);
+        drop_touch(state, s, i);
+        state->seconds += views_around(state, s, i - 1);
+        if (!is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, -p->nbytes[s]);
+    }
+    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
+        const int s = p->makes[j];
+        const int i = touch_at(state, s, events[e].label);
+        state->seconds -= views_around(state, s, i - 1) + views_around(state, s, i);
+        drop_touch(state, s, i);
+        state->seconds += views_around(state, s, i - 1);
+        if (is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, p->nbytes[s]);
+    }
+    state->excess -= over(state, events[e].held);
+    state->seconds -= p->seconds[op];
+    events[events[e].prev].next = events[e].next;
+    events[events[e].next].prev = events[e].prev;
+    if (op < p->num_first) {
+        state->first_event[op] = -1;
+    } else {
+        const int last = state->again[--state->num_again];
+        state->again[events[e].place] = last;
+        events[last].place = events[e].place;
+    }
+    events[e].op = -1;
+    state->spare[state->num_spare++] = e;
+}
+
+static void note(State *state, int event, int op, int before, int inserted) {
+    Change *change = &state->journal[state->num_changes++];
+    change->event = event, change->op = op, change->before = before, change->inserted = inserted;
+}
+
+static int full(const State *state) {
+    return state->num_changes > 400 || state->num_events - state->num_spare > state->room - 100;
+}
+
+/* Put a run in, and before it what a recipe keeps from the forward pass, where that does not run yet. */
+static void bring(State *state, int op, int before) {
+    const Problem *p = state->p;
+    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
+        const int keeper = state->maker[p->reads[j]];
+        if (keeper < 0 || !p->optional[keeper] || state->first_event[keeper] >= 0) continue;
+        int next = keeper + 1;
+        while (next < p->num_first && state->first_event[next] < 0) next++;
+        const int place = next < p->num_first ? state->first_event[next] : TAIL;
+        note(state, insert(state, keeper, place), keeper, place, 1);
+    }
+    note(state, insert(state, op, before), op, before, 1);
+}
+
+/* Whether an event brings something back, or keeps something, that nobody reads. */
+static int is_needless(const State *state, int e) {
+    const Problem *p = state->p;
+    const int op = state->events[e].op;
+    if (!p->optional[op]) return 0;
+    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
+        const Touches *mine = &state->touches[p->makes[j]];
+        if (is_read_at(mine, touch_at(state, p->makes[j], state->events[e].label) + 1)) return 0;
+    }
+    return 1;
+}
+
+/* Take an event out and with it all that only it needed. */
+static void discard(State *state, int e) {
+    const Problem *p = state->p;
+    const int op = state->events[e].op;
+    const int64_t label = state->events[e].label;
+    note(state, e, op, state->events[e].next, 0);
+    take_out(state, e);
+    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1] && !full(state); j++) {
+        const Touches *mine = &state->touches[p->reads[j]];
+        int i = touch_at(state, p->reads[j], label) - 1;
+        while (i >= 0 && mine->items[i].is_read) i--;
+        if (i >= 0 && is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
+    }
+}
+
+/* After a run was put in: discard those before it whose blocks it took the readers of. */
+static void discard_behind(State *state, int e) {
+    const Problem *p = state->p;
+    const int op = state->events[e].op;
+    if (op < 0) return; /* discarded in the meantime */
+    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1] && !full(state); j++) {
+        const Touches *mine = &state->touches[p->makes[j]];
+        int i = touch_at(state, p->makes[j], state->events[e].label) - 1;
+        while (i >= 0 && mine->items[i].is_read) i--;
+        if (i >= 0 && is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
+    }
+}
+
+static void undo(State *state) {
+    while (state->num_changes) {
+        const Change change = state->journal[--state->num_changes];
+        if (change.inserted) take_out(state, change.event);
+        else insert(state, change.op, change.before);
+    }
+}
+
+/* Whether `op` may run again right before an event. */
+static int may_stand(const State *state, int before, int op) {
+    const Problem *p = state->p;
+    while (before != TAIL && state->events[before].op >= p->num_first) before = state->events[before].next;
+    return before != TAIL && p->slot[state->events[before].op] == p->slot[op];
+}
+
+static int some_way(State *state, int storage) {
+    const Problem *p = state->p;
+    return p->ways[p->way_ptr[storage] + pick(state, p->way_ptr[storage + 1] - p->way_ptr[storage])];
+}
+
+/* Whether a storage is there at event `at`, or made between that and `target`. */
+static int is_there(const State *state, int storage, int at, int target) {
+    const Touches *mine = &state->touches[storage];
+    int i = touch_at(state, storage, state->events[at].label);
+    if (i < mine->count && mine->items[i].event == at) return 1;
+    if (is_read_at(mine, i)) return 1;
+    const int64_t until = state->events[target].label;
+    for (; i < mine->count && state->events[mine->items[i].event].label < until; i++)
+        if (!mine->items[i].is_read) return 1;
+    return 0;
+}
+
+/* Gather `op` behind what it needs and is not there, each only once. */
+static void gather(State *state, int at, int target, int op, int depth, double chain) {
+    const Problem *p = state->p;
+    state->mark[op] = state->stamp;
+    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
+        const int s = p->reads[j];
+        if (depth + state->num_gathered >= MAX_GATHERED) break;
+        if (p->way_ptr[s] == p->way_ptr[s + 1] || is_there(state, s, at, target) || draw(state) > chain) continue;
+        const int way = some_way(state, s);
+        if (state->mark[way] == state->stamp || !may_stand(state, target, way)) continue;
+        gather(state, at, target, way, depth + 1, chain);
+    }
+    state->gathered[state->num_gathered++] = op;
+}
+
+/* Free a block that is idle at event `at`: bring it back right before it is read next. What that needs and is
+   not there at `at` either is brought back with it, each by the chance `chain`. */
+static void evict(State *state, int at, double chain) {
+    if (!state->num_candidates) return;
+    const double most = state->weights[state->num_candidates - 1];
+    const int by_size = draw(state) < 0.7;
+    for (int tries = 0; tries < 40; tries++) {
+        int chosen;
+        if (by_size) {
+            const double where = draw(state) * most;
+            int low = 0, high = state->num_candidates - 1;
+            while (low < high) {
+                const int middle = (low + high) / 2;
+                if (state->weights[middle] <= where) low = middle + 1;
+                else high = middle;
+            }
+            chosen = state->candidates[low];
+        } else {
+            chosen = state->candidates[pick(state, state->num_candidates)];
+        }
+        const Touches *mine = &state->touches[chosen];
+        const int i = touch_at(state, chosen, state->events[at].label);
+        if (i == 0 || !is_read_at(mine, i) || mine->items[i].event == at) continue;
+        const int target = mine->items[i].event;
+        if (target == TAIL) continue;
+        const int way = some_way(state, chosen);
+        if (!may_stand(state, target, way)) continue;
+        state->stamp++;
+        state->num_gathered = 0;
+        gather(state, at, target, way, 0, chain);
+        const int first = state->num_changes;
+        for (int j = 0; j < state->num_gathered; j++) bring(state, state->gathered[j], target);
+        const int last = state->num_changes;
+        for (int j = first; j < last && !full(state); j++) {
+            const int e = state->journal[j].event;
+            if (!state->journal[j].inserted || state->events[e].op != state->journal[j].op) continue;
+            if (is_needless(state, e)) discard(state, e);
+            else discard_behind(state, e);
+        }
+        return;
+    }
+}
+
+/* The event to stand before when moving by some steps from `e`; -1 where it would leave the sequence. */
+static int by_steps(const State *state, int e, int steps) {
+    for (; steps > 0 && e != TAIL; steps--) e = state->events[e].next;
+    for (; steps < 0 && e != HEAD; steps++) e = state->events[e].prev;
+    return e == HEAD ? -1 : e;
+}
+
+static int some_steps(State *state) {
+    const double chance = draw(state);
+    const int steps = 1 + (int)((state->num_events - state->num_spare) * chance * chance * chance * chance);
+    return draw(state) < 0.5 ? steps + 1 : -steps;
+}
+
+/* Whether all that `op` reads has been made before an event. */
+static int is_made_before(const State *state, int op, int before) {
+    const Problem *p = state->p;
+    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
+        const Touches *mine = &state->touches[p->reads[j]];
+        int i = 0;
+        while (i < mine->count && mine->items[i].is_read) i++;
+        if (i == mine->count || state->events[mine->items[i].event].label >= state->events[before].label) return 0;
+    }
+    return 1;
+}
+
+/* Move a run that brings something back to another place. */
+static void move_again(State *state, int e) {
+    const Problem *p = state->p;
+    const int op = state->events[e].op;
+    int target = -1;
+    if (draw(state) < 0.5) { /* right before it is first read */
+        for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
+            const Touches *mine = &state->touches[p->makes[j]];
+            const int i = touch_at(state, p->makes[j], state->events[e].label) + 1;
+            if (!is_read_at(mine, i)) continue;
+            const int reader = mine->items[i].event;
+            if (target < 0 || state->events[reader].label < state->events[target].label) target = reader;
+        }
+    } else {
+        target = by_steps(state, e, some_steps(state));
+    }
+    if (target < 0 || target == TAIL || target == e || target == state->events[e].next) return;
+    if (!may_stand(state, target, op) || !is_made_before(state, op, target)) return;
+    note(state, e, op, state->events[e].next, 0);
+    take_out(state, e);
+    bring(state, op, target);
+    discard_behind(state, state->journal[state->num_changes - 1].event);
+}
+
+/* Move a first run to another place between what it reads and what reads it. */
+static void move_first(State *state, int e) {
+    const Problem *p = state->p;
+    const int op = state->events[e].op;
+    int steps = some_steps(state), target = e;
+    while (steps) {
+        const int passed = steps > 0 ? target : state->events[target].prev;
+        if (passed == TAIL || passed == HEAD) break;
+        if (passed != e) {
+            const int other = state->events[passed].op;
+            if (other < p->num_first && !p->may_move[other]) break;
+            int blocked = 0;
+            if (steps > 0) {
+                for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1] && !blocked; j++)
+                    for (int k = p->read_ptr[other]; k < p->read_ptr[other + 1] && !blocked; k++)
+                        blocked = p->makes[j] == p->reads[k];
+            } else if (other < p->num_first) {
+                for (int j = p->make_ptr[other]; j < p->make_ptr[other + 1] && !blocked; j++)
+                    for (int k = p->read_ptr[op]; k < p->read_ptr[op + 1] && !blocked; k++)
+                        blocked = p->makes[j] == p->reads[k];
+            }
+            /* runs that bring back what this one makes must stay behind it */
+            for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1] && !blocked && steps > 0; j++)
+                for (int k = p->make_ptr[other]; k < p->make_ptr[other + 1] && !blocked; k++)
+                    blocked = p->makes[j] == p->makes[k];
+            if (blocked) break;
+        }
+        target = steps > 0 ? state->events[target].next : passed;
+        steps += steps > 0 ? -1 : 1;
+    }
+    if (target == e || target == state->events[e].next) return;
+    note(state, e, op, state->events[e].next, 0);
+    take_out(state, e);
+    note(state, insert(state, op, target), op, target, 1);
+}
+
+static int some_event(State *state) {
+    const int again = pick(state, state->p->num_first + state->num_again);
+    return again < state->p->num_first ? state->first_event[again] : state->again[again - state->p->num_first];
+}
+
+/* Some event that holds more than the budget. */
+static int some_excess(State *state) {
+    for (int tries = 0; tries < 24; tries++) {
+        const int e = some_event(state);
+        if (e >= 0 && over(state, state->events[e].held)) return e;
+    }
+    int e = some_event(state);
+    if (e < 0) e = HEAD;
+    for (int i = 0; i <= state->num_events; i++) {
+        if (e != HEAD && e != TAIL && over(state, state->events[e].held)) return e;
+        e = e == TAIL ? HEAD : state->events[e].next;
+    }
+    return -1;
+}
+
+static int64_t peak_of(const State *state) {
+    int64_t peak = 0;
+    for (int e = state->events[HEAD].next; e != TAIL; e = state->events[e].next)
+        if (state->events[e].held > peak) peak = state->events[e].held;
+    return peak;
+}
+
+static int write_order(const State *state, int32_t *order) {
+    int length = 0;
+    for (int e = state->events[HEAD].next; e != TAIL; e = state->events[e].next) order[length++] = state->events[e].op;
+    return length;
+}
+
+static int begin(State *state, const Problem *p, const int32_t *order, int length, int room, int64_t budget, uint64_t seed) {
+    memset(state, 0, sizeof(State));
+    state->p = p;
+    state->random = UINT64_C(88172645463325252) + seed * UINT64_C(2862933555777941757);
+    state->budget = budget;
+    state->room = room;
+    const size_t ops = (size_t)p->num_ops + 1, storages = (size_t)p->num_storages + 1, events = (size_t)room + 512;
+    state->events = calloc(events, sizeof(Event));
+    state->touches = calloc(storages, sizeof(Touches));
+    state->spare = malloc(events * sizeof(int32_t));
+    state->again = malloc(events * sizeof(int32_t));
+    state->first_event = malloc(ops * sizeof(int32_t));
+    state->maker = calloc(storages, sizeof(int32_t));
+    state->candidates = malloc(storages * sizeof(int32_t));
+    state->weights = malloc(storages * sizeof(double));
+    state->gathered = malloc((MAX_GATHERED + 2) * sizeof(int32_t));
+    state->own = calloc(ops, sizeof(int64_t));
+    state->mark = calloc(ops, sizeof(uint32_t));
+    state->view_mark = calloc((size_t)p->num_views + 1, sizeof(uint32_t));
+    state->journal = malloc(1024 * sizeof(Change));
+    if (!(state->events && state->touches && state->spare && state->again && state->first_event && state->maker &&
+          state->candidates && state->weights && state->gathered && state->own && state->mark && state->view_mark &&
+          state->journal))
+        return 0;
+    for (int i = 0; i < 8; i++) draw(state);
+    for (int s = 0; s < p->num_storages; s++) state->maker[s] = -1;
+    for (int op = 0; op < p->num_ops; op++) {
+        state->own[op] = p->workspace[op];
+        state->first_event[op] = -1;
+        for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
+            state->own[op] += p->nbytes[p->makes[j]];
+            if (op < p->num_first) state->maker[p->makes[j]] = op;
+        }
+    }
+    double weight = 0.0;
+    for (int s = 0; s < p->num_storages; s++) {
+        if (p->pinned[s] || p->way_ptr[s] == p->way_ptr[s + 1]) continue;
+        weight += (double)p->nbytes[s] + 1e-3;
+        state->weights[state->num_candidates] = weight;
+        state->candidates[state->num_candidates++] = s;
+    }
+    state->num_events = 2;
+    state->events[HEAD].op = state->events[TAIL].op = -1;
+    state->events[HEAD].next = TAIL, state->events[TAIL].prev = HEAD;
+    state->events[HEAD].label = 0;
+    state->events[TAIL].label = (int64_t)LABEL_STEP * 2 * ((int64_t)room + 4);
+    state->events[TAIL].held = p->static_bytes;
+    for (int s = 0; s < p->num_storages; s++) {
+        if (!p->pinned[s]) continue;
+        put_touch(state, s, 0, TAIL, 1);
+        state->events[TAIL].held += p->nbytes[s];
+    }
+    for (int i = 0; i < length && !state->failed; i++) {
+        const int op = order[i];
+        if (p->optional[op] && op < p->num_first) continue; /* comes with what reads it */
+        if (op >= p->num_first) bring(state, op, TAIL);
+        else insert(state, op, TAIL);
+        state->num_changes = 0;
+    }
+    label_anew(state);
+    /* From the last to the first, so that whatever only a needless run needs is needless, too. */
+    for (int e = state->events[TAIL].prev; e != HEAD;) {
+        const int prev = state->events[e].prev;
+        if (is_needless(state, e)) take_out(state, e);
+        e = prev;
+    }
+    return !state->failed;
+}
+
+static void end(State *state) {
+    for (int s = 0; state->touches && s < state->p->num_storages; s++) free(state->touches[s].items);
+    free(state->events), free(state->touches), free(state->spare), free(state->again), free(state->first_event);
+    free(state->maker), free(state->candidates), free(state->weights), free(state->gathered), free(state->own);
+    free(state->mark), free(state->view_mark), free(state->journal);
+}
+
+/* The figures of a sequence: excess over the budget, peak, and seconds added. Runs that nobody needs count for
+   nothing. `order` gets those that are left, `held` what each holds. Their number, or -1 without memory. */
+int lowtide_evaluate(const Problem *p, int32_t *order, int length, int64_t budget, int64_t *held, int64_t *excess,
+                     int64_t *peak, double *seconds) {
+    State state;
+    int left = -1;
+    if (begin(&state, p, order, length, length + p->num_first + 8, budget, 1)) {
+        left = write_order(&state, order);
+        *excess = state.excess, *peak = peak_of(&state), *seconds = state.seconds;
+        for (int e = state.events[HEAD].next; e != TAIL; e = state.events[e].next) *held++ = state.events[e].held;
+    }
+    end(&state);
+    return left;
+}
+
+/* Anneal the sequence in `order`, which has `room` places; the best one met takes its place: first by
+   excess, then by seconds, of those that add at least `least_seconds`. Its length, or -1 without memory. */
+int lowtide_anneal(const Problem *p, int32_t *order, int length, int room, int64_t budget, int64_t moves, double heat,
+                   uint64_t seed, double least_seconds, double reorder, int64_t *excess, int64_t *peak,
+                   double *seconds) {
+    State state;
+    if (!begin(&state, p, order, length, room, budget, seed)) {
+        end(&state);
+        return -1;
+    }
+    int64_t largest = 1;
+    for (int s = 0; s < p->num_storages; s++)
+        if (p->nbytes[s] > largest) largest = p->nbytes[s];
+    int best_length = write_order(&state, order);
+    int64_t best_excess = state.excess;
+    double best_seconds = state.seconds;
+    *peak = peak_of(&state);
+    double price = heat / (double)largest, temperature = heat;
+    for (int64_t move = 0; move < moves && !state.failed; move++) {
+        if (!best_excess && best_seconds <= least_seconds) break; /* nothing is better */
+        if (move % 64 == 0) temperature = heat * pow(10.0, -3.0 * (double)move / (double)moves);
+        const int64_t old_excess = state.excess;
+        const double old_seconds = state.seconds;
+        const double kind = draw(&state);
+        state.num_changes = 0;
+        if (reorder > 0.0 && draw(&state) < reorder) {
+            const int op = pick(&state, p->num_first);
+            if (p->may_move[op] && state.first_event[op] >= 0) move_first(&state, state.first_event[op]);
+        } else if (state.excess > 0 && kind < 0.6) {
+            const int at = some_excess(&state);
+            if (at >= 0) evict(&state, at, 0.8);
+        } else if (kind < 0.8) {
+            if (state.num_again) discard(&state, state.again[pick(&state, state.num_again)]);
+            if (draw(&state) < 0.5 && state.excess > 0 && !full(&state)) { /* and free another block instead */
+                const int at = some_excess(&state);
+                if (at >= 0) evict(&state, at, 0.8);
+            }
+        } else if (kind < 0.95) {
+            if (state.num_again) move_again(&state, state.again[pick(&state, state.num_again)]);
+        } else {
+            const int at = some_event(&state);
+            if (at >= 0) evict(&state, at, 0.5);
+        }
+        if (!state.num_changes) continue;
+        const double worse = state.seconds - old_seconds + price * (double)(state.excess - old_excess);
+        if (full(&state) || (worse > 0.0 && draw(&state) >= exp(-worse / temperature))) {
+            undo(&state);
+            state.seconds = old_seconds; /* sums of many small numbers drift */
+        } else if (state.seconds >= least_seconds &&
+                   (state.excess < best_excess || (state.excess == best_excess && state.seconds < best_seconds * (1 - 1e-12)))) {
+            best_excess = state.excess, best_seconds = state.seconds;
+            best_length = write_order(&state, order);
+            *peak = peak_of(&state);
+        }
+        if (move % 100 == 99) price *= state.excess > 0 ? 1.3 : 0.8;
+    }
+    const int failed = state.failed;
+    end(&state);
+    *excess = best_excess, *seconds = best_seconds;
+    return failed ? -1 : best_length;
+}
+
+/* Dinic's maximum flow from vertex 0 to vertex 1. Arc `i` goes from tails[i] to heads[i]. Marks in `reached`
+   the vertices on the source's side of a minimum cut. The flow, or -1 without memory. */
+int64_t lowtide_min_cut(int num_vertices, int num_arcs, const int32_t *tails, const int32_t *heads,
+                        const int64_t *capacities, uint8_t *reached) {
+    const int n = num_vertices;
+    int32_t *start = calloc((size_t)n + 2, sizeof(int32_t)), *arc = malloc((size_t)(2 * num_arcs + 1) * sizeof(int32_t));
+    int32_t *level = malloc((size_t)n * sizeof(int32_t)), *queue = malloc((size_t)n * sizeof(int32_t));
+    int32_t *place = malloc((size_t)n * sizeof(int32_t)), *path = malloc((size_t)(n + 1) * sizeof(int32_t));
+    int64_t *left = malloc((size_t)(2 * num_arcs + 1) * sizeof(int64_t));
+    int64_t flow = -1;
+    if (start && arc && level && queue && place && path && left) {
+        flow = 0;
+        /* arc 2i is arc i of the input, 2i + 1 its reverse */
+        for (int i = 0; i < num_arcs; i++) {
+            start[tails[i] + 1]++, start[heads[i] + 1]++;
+            left[2 * i] = capacities[i], left[2 * i + 1] = 0;
+        }
+        for (int v = 0; v < n; v++) start[v + 1] += start[v];
+        memcpy(place, start, (size_t)n * sizeof(int32_t));
+        for (int i = 0; i < num_arcs; i++) {
+            arc[place[tails[i]]++] = 2 * i;
+            arc[place[heads[i]]++] = 2 * i + 1;
+        }
+        for (;;) {
+            for (int v = 0; v < n; v++) level[v] = -1;
+            int head = 0, tail = 0;
+            queue[tail++] = 0, level[0] = 0;
+            while (head < tail) {
+                const int v = queue[head++];
+                for (int j = start[v]; j < start[v + 1]; j++) {
+                    const int to = arc[j] & 1 ? tails[arc[j] >> 1] : heads[arc[j] >> 1];
+                    if (left[arc[j]] > 0 && level[to] < 0) level[to] = level[v] + 1, queue[tail++] = to;
+                }
+            }
+            if (level[1] < 0) break;
+            memcpy(place, start, (size_t)n * sizeof(int32_t));
+            int depth = 0, v = 0;
+            for (;;) {
+                if (v == 1) {
+                    int64_t most = INT64_MAX;
+                    int tight = 0;
+                    for (int j = depth - 1; j >= 0; j--)
+                        if (left[path[j]] <= most) most = left[path[j]], tight = j;
+                    for (int j = 0; j < depth; j++) left[path[j]] -= most, left[path[j] ^ 1] += most;
+                    flow += most;
+                    depth = tight;
+                    v = path[tight] & 1 ? heads[path[tight] >> 1] : tails[path[tight] >> 1];
+                    continue;
+                }
+                int went = 0;
+                for (; place[v] < start[v + 1]; place[v]++) {
+                    const int a = arc[place[v]];
+                    const int to = a & 1 ? tails[a >> 1] : heads[a >> 1];
+                    if (left[a] > 0 && level[to] == level[v] + 1) {
+                        path[depth++] = a, v = to, went = 1;
+                        break;
+                    }
+                }
+                if (went) continue;
+                if (v == 0) break;
+                level[v] = -1; /* leads nowhere */
+                depth--;
+                v = path[depth] & 1 ? heads[path[depth] >> 1] : tails[path[depth] >> 1];
+                place[v]++;
+            }
+        }
+        for (int v = 0; v < n; v++) reached[v] = level[v] >= 0;
+    }
+    free(start), free(arc), free(level), free(queue), free(place), free(path), free(left);
+    return flow;
+}

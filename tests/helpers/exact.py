@@ -1,0 +1,194 @@
+"""The true optimum of small steps and graphs, by looking at every schedule; and small random ones.
+
+Independent of the planners: a state is what has run and which values are still there, and every run and
+every free of a block leads to another. The cheapest way through is Dijkstra's.
+"""
+
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from random import Random
+
+from strategies import StepBuilder
+
+from lowtide.facts import Kind, Region, Step
+from lowtide.planning.abstract import AbstractGraph
+from lowtide.planning.simulate import plain_runs, recompute_slots, simulate, tuple_of
+
+
+class Schedules:
+    """All schedules of a step as a graph of states (next rank, values that are there).
+
+    A value is (rank, whether from the first run, its blocks); a block is (storage, generation).
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.slots = recompute_slots(step)
+        self.static_bytes = step.static_bytes
+        self.size = len(step.nodes)
+        nodes = step.nodes
+        self.last_read = [max([-1, *(n.rank for n in nodes if r in n.reads)]) for r in range(self.size)]
+        self.recipe_reads = {read for n in nodes for r in n.recipes for read in r.reads}
+        self.is_part = {(n.rank, r.method): tuple_of(step, r) for n in nodes for r in n.recipes}
+        pinned = 0
+        self.pinned_bytes = []
+        for node in nodes:
+            self.pinned_bytes.append(pinned)
+            pinned += sum(step.storages[s].nbytes for s in node.makes if self._is_pinned(s))
+
+    def _is_pinned(self, storage):
+        found = self.step.storages[storage]
+        return found.pinned and not found.static
+
+    def _run(self, values, rank, source, *, first):
+        """(values after the run, bytes of blocks during it) or None when something it reads is gone."""
+        storages = self.step.storages
+        there = {value[0]: value for value in values}
+        if any(read not in there for read in source.reads):
+            return None
+        used = {block for value in values for block in value[2]}
+        blocks = []
+        for storage in sorted(set(source.holds)):
+            if storages[storage].static:
+                continue
+            if storage in source.makes:
+                generation = 0 if first else next(g for g in count(1) if (storage, g) not in used)
+                blocks.append((storage, generation))
+            else:
+                block = next(b for r in source.reads for b in there[r][2] if b[0] == storage)
+                blocks.append(block)
+        value = (rank, first, tuple(blocks))
+        after = frozenset(v for v in values if v[0] != rank) | {value}
+        during = used | set(blocks)
+        nbytes = sum(storages[s].nbytes for s, g in during if not (storages[s].pinned and g == 0))
+        return after, nbytes
+
+    def runs(self, state):
+        """(next state, bytes held on the way, seconds added) for all that can run in `state`."""
+        position, values = state
+        step = self.step
+        node = step.nodes[position]
+        base = self.static_bytes + self.pinned_bytes[position]
+        if node.on_demand:
+            yield (position + 1, values), 0, 0.0
+        done = self._run(values, position, node, first=True)
+        if done is not None:
+            after, nbytes = done
+            pinned = sum(step.storages[s].nbytes for s in node.makes if self._is_pinned(s))
+            seconds = node.seconds if node.on_demand else 0.0
+            state_after = (position + 1, self._still_useful(position + 1, after))
+            yield state_after, base + pinned + nbytes + node.workspace_bytes, seconds
+        there = {v[0]: v for v in values}
+        for other in step.nodes[:position]:
+            if other.region is not Region.FORWARD or other.segment != self.slots[position]:
+                continue
+            if other.rank in there:
+                continue
+            for recipe in other.recipes:
+                whole = self.is_part[other.rank, recipe.method]
+                if whole is not None and (whole not in there or there[whole][1]):
+                    continue  # taking a part of a tuple's first value again is never having dropped it
+                done = self._run(values, other.rank, recipe, first=False)
+                if done is not None:
+                    after, nbytes = done
+                    yield (position, after), base + nbytes + recipe.workspace_bytes, recipe.seconds
+
+    def _still_useful(self, position, values):
+        """Without the values that no first run reads any more, nor any recipe."""
+        return frozenset(v for v in values if v[0] in self.recipe_reads or self.last_read[v[0]] >= position)
+
+    def following(self, state, budget_bytes):
+        """What can run within the budget and, where something does not fit, every free of one block."""
+        position, values = state
+        does_not_fit = False
+        for there, nbytes, seconds in self.runs(state):
+            if nbytes <= budget_bytes:
+                yield there, seconds
+            else:
+                does_not_fit = True
+        if does_not_fit:
+            for block in {b for v in values for b in v[2]}:
+                yield (position, frozenset(v for v in values if block not in v[2])), 0.0
+
+
+def least_seconds(step: Step, budget_bytes: int) -> float:
+    """What the cheapest schedule within a budget adds; infinite where there is none."""
+    graph = Schedules(step)
+    start = (0, frozenset())
+    known = {start: 0.0}
+    heap = [(0.0, 0, 0, start)]
+    number = 0
+    while heap:
+        seconds, _, _, state = heappop(heap)
+        if seconds > known[state]:
+            continue
+        if state[0] == graph.size:
+            return seconds
+        for there, more in graph.following(state, budget_bytes):
+            if seconds + more < known.get(there, inf):
+                known[there] = seconds + more
+                number += 1
+                heappush(heap, (seconds + more, -there[0], -number, there))
+    return inf
+
+
+def least_peak(step: Step) -> int:
+    """The lowest peak of any schedule."""
+    low, high = 0, simulate(step, plain_runs(step)).peak_bytes
+    while low < high:
+        middle = (low + high) // 2
+        if least_seconds(step, middle) < inf:
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def random_step(random: Random, *, most: int = 5) -> Step:
+    """A step of up to twice `most` ops, with every kind of op that steps have."""
+    build = StepBuilder()
+    values = [build.given(random.randint(1, 9), Kind.INPUT)]
+    mine: list[int] = []
+    for _ in range(random.randint(2, most)):
+        source = values[-1] if random.random() < 0.7 else random.choice(values)
+        reads = (source, random.choice(values)) if random.random() < 0.3 else (source,)
+        kind = random.choice(["op", "op", "op", "op", "view", "several", "dropout", "packed", "fixed", "out"])
+        size, seconds = random.randint(1, 30), random.randint(1, 20)
+        if kind == "view":
+            new = [build.view(source)]
+        elif kind == "several":
+            new = list(build.several("norm", reads, [size, random.randint(1, 9)], seconds))
+        elif kind == "dropout":
+            new = list(build.dropout(source, max(4, size), seconds))
+        elif kind == "packed":
+            new = [build.packed(source, size, seconds)]
+        elif kind == "fixed":
+            new = [build.fixed("write", reads, size, seconds)]
+        else:
+            room = random.choice([0, 0, random.randint(1, 9)])
+            new = [build.op("op", reads, size, seconds, workspace=room, pinned=kind == "out")]
+        mine += new
+        values += new[:1]
+    gradient = build.backward()
+    for rank in reversed(mine[-most:]):
+        if random.random() < 0.85:
+            others = [random.choice(mine)] if random.random() < 0.3 else []
+            pinned = random.random() < 0.25
+            made = build.grad((gradient, rank, *others), random.randint(1, 15), 1, pinned=pinned)
+            gradient = gradient if pinned else made
+    return build.step()
+
+
+def random_graph(random: Random, *, most: int = 8) -> AbstractGraph:
+    """A graph of up to `most` nodes."""
+    size = random.randint(3, most)
+    return AbstractGraph(
+        name="random",
+        nbytes=tuple(random.randint(1, 20) for _ in range(size)),
+        costs=tuple(random.randint(1, 20) for _ in range(size)),
+        parents=tuple(
+            tuple(sorted(random.sample(range(node), min(node, random.choice([1, 1, 2, 3])))))
+            for node in range(size)
+        ),
+    )

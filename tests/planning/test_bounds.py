@@ -1,0 +1,148 @@
+"""No plan adds less than a bound says, nor holds less: checked against every schedule of small steps."""
+
+from math import inf
+from random import Random
+
+import pytest
+from exact import least_peak, least_seconds, random_step
+from hypothesis import given, settings
+from strategies import StepBuilder, steps
+from synthetic import chain, transformer, unet
+
+from lowtide.errors import BudgetTooSmall
+from lowtide.planning.bounds.curve import Bounds
+from lowtide.planning.planner import Desk
+from lowtide.planning.search.table import make_table
+
+
+def budgets(low, high):
+    return sorted({low, *(low + (high - low) * i // 3 for i in (1, 2)), max(low, high - 1)})
+
+
+def check_instances(seeds, *, most=5):
+    """How many plans there were, how many of them optimal; and how many floors, how many of them found."""
+    plans = optimal = found = 0
+    for seed in seeds:
+        step = random_step(Random(seed), most=most)
+        desk = Desk(step)
+        low = least_peak(step)
+        assert desk.bounds.floor_bytes <= low <= desk.floor().floor_bytes, seed
+        assert desk.bounds.seconds(desk.bounds.floor_bytes - 1) == inf
+        found += low == desk.floor().floor_bytes
+        for budget in budgets(low, desk.plain.peak_bytes):
+            best = least_seconds(step, budget)
+            assert desk.bounds.seconds(budget) <= best + 1e-9, (seed, budget)
+            try:
+                solution = desk.solve(budget_bytes=budget)
+            except BudgetTooSmall:
+                continue
+            plans += 1
+            assert best - 1e-9 <= solution.recompute_seconds, (seed, budget)
+            assert solution.lower_bound_seconds <= best + 1e-9
+            optimal += solution.recompute_seconds <= best + 1e-9
+    return plans, optimal, len(seeds), found
+
+
+def test_bounds_hold_and_plans_of_small_steps_are_optimal():
+    plans, optimal, floors, found = check_instances(range(30), most=4)
+    assert optimal >= 0.99 * plans
+    assert found == floors
+
+
+@pytest.mark.long
+def test_bounds_hold_for_a_thousand_instances():
+    plans, optimal, floors, found = check_instances(range(40, 420))
+    assert plans >= 1000
+    assert optimal >= 0.99 * plans
+    assert found >= 0.99 * floors
+
+
+def kept_mask_step():
+    """A dropout whose result comes back from its input and its mask, which a plan has to keep for it."""
+    build = StepBuilder()
+    source = build.given(8)
+    first = build.op("a", (source,), 40, 10)
+    out, mask = build.dropout(first, 40, 8)
+    wide = build.op("b", (out,), 60, 10)
+    start = build.backward()
+    one = build.grad((start, wide), 10, 1)
+    two = build.grad((one, out), 10, 1)
+    build.grad((two, mask, first), 10, 1)
+    return build.step()
+
+
+def test_a_bound_holds_for_every_method_of_bringing_a_value_back():
+    step = kept_mask_step()
+    bounds = Bounds(make_table(step))
+    low = least_peak(step)
+    assert bounds.floor_bytes <= low
+    for budget in range(low, Desk(step).plain.peak_bytes):
+        assert bounds.seconds(budget) <= least_seconds(step, budget) + 1e-9, budget
+
+
+def test_a_kept_form_bounds_what_holding_its_value_costs():
+    """Of a value that can be kept as a quarter of its bytes, only that quarter must be held."""
+    build = StepBuilder()
+    source = build.given(8)
+    big = build.packed(source, 400, 100)
+    late = build.op("late", (big,), 10, 1)
+    wide = build.op("wide", (late,), 300, 1)
+    start = build.backward()
+    one = build.grad((start, wide), 10, 1)
+    build.grad((one, big), 10, 1)
+    step = build.step()
+    desk = Desk(step)
+    budget = least_peak(step) + 20
+    assert 0 < desk.bounds.seconds(budget) <= least_seconds(step, budget) + 1e-9
+    solution = desk.solve(budget_bytes=budget)
+    assert solution.recompute_seconds == least_seconds(step, budget)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        unet(depth=3, side=32),
+        transformer(layers=3, width=64, heads=2, batch=2, length=32),
+        chain(length=40),
+    ],
+    ids=["unet", "transformer", "chain"],
+)
+def test_plans_of_models_are_near_their_bounds(step):
+    desk = Desk(step)
+    high, low = desk.plain.peak_bytes, desk.bounds.floor_bytes
+    last = -1.0
+    for part in (1, 2, 3):
+        solution = desk.solve(budget_bytes=high - (high - low) * part // 8)
+        assert last <= solution.lower_bound_seconds <= solution.recompute_seconds
+        assert solution.recompute_seconds <= 1.35 * solution.lower_bound_seconds
+        last = solution.lower_bound_seconds
+
+
+def test_without_recompute_a_plan_is_optimal():
+    solution = Desk(chain(length=8)).solve(budget_bytes=10**9)
+    assert (solution.lower_bound_seconds, solution.gap) == (0.0, 0.0)
+
+
+def test_a_floor_is_proven_where_plan_and_bound_meet():
+    build = StepBuilder()
+    source = build.given(8)
+    first = build.op("a", (source,), 40, 1)
+    second = build.op("b", (first,), 40, 1)
+    start = build.backward()
+    one = build.grad((start, second), 10, 1)
+    build.grad((one, first), 10, 1)
+    solution = Desk(build.step()).solve(budget_bytes=10**6)
+    assert solution.floor_bytes == solution.floor_bound_bytes and solution.is_floor_proven
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps(max_forward=6))
+def test_no_sequence_of_any_step_is_below_its_bound(step):
+    desk = Desk(step)
+    low, high = desk.bounds.floor_bytes, desk.plain.peak_bytes
+    for part in range(4):
+        figures, _ = desk.problem.problem.anneal(
+            desk.problem.sequence(()), budget_bytes=low + (high - low) * part // 4, moves=1000, warmth=1.0
+        )
+        assert figures.peak_bytes >= low
+        assert desk.bounds.seconds(figures.peak_bytes) <= figures.seconds + 1e-9

@@ -1,0 +1,85 @@
+"""The compiled search counts as the simulator does, and its cuts are minimal."""
+
+from itertools import product
+from random import Random
+
+import numpy as np
+import pytest
+from exact import random_step
+from hypothesis import given, settings
+from strategies import steps
+
+from lowtide.errors import LowtideError
+from lowtide.planning.native import library
+from lowtide.planning.native.build import SOURCE, library_name
+from lowtide.planning.planner import Desk
+from lowtide.planning.schedules import without_needless_runs
+from lowtide.planning.simulate import simulate
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(max_forward=10))
+def test_a_sequence_holds_and_adds_what_the_simulator_says(step):
+    desk = Desk(step)
+    problem = desk.problem.problem
+    plain = desk.problem.sequence(())
+    assert problem.evaluate(plain, 0).peak_bytes == desk.plain.peak_bytes
+    budget = desk.bounds.floor_bytes + (desk.plain.peak_bytes - desk.bounds.floor_bytes) // 2
+    figures, order = problem.anneal(plain, budget_bytes=budget, moves=300, warmth=1.0)
+    timeline = simulate(step, without_needless_runs(step, desk.problem.runs(order)))
+    assert timeline.peak_bytes == figures.peak_bytes
+    assert timeline.added_seconds == desk.problem.added_seconds(order)
+    assert timeline.added_seconds == pytest.approx(figures.seconds)
+    again = problem.evaluate(order, budget)
+    assert (again.excess_bytes, again.peak_bytes) == (figures.excess_bytes, figures.peak_bytes)
+    assert (figures.excess_bytes == 0) == (figures.peak_bytes <= budget)
+
+
+def test_the_same_seed_gives_the_same_sequence():
+    desk = Desk(random_step(Random(7)))
+    found = [
+        desk.problem.problem.anneal(
+            desk.problem.sequence(()), budget_bytes=desk.bounds.floor_bytes, moves=500, warmth=1.0, seed=3
+        )[1].tolist()
+        for _ in range(2)
+    ]
+    assert found[0] == found[1]
+
+
+def brute_force(size, tails, heads, capacities):
+    """The cheapest set of vertices with the source and without the sink."""
+    best = None
+    for rest in product((False, True), repeat=size - 2):
+        side = (True, False, *rest)
+        value = sum(c for t, h, c in zip(tails, heads, capacities, strict=True) if side[t] and not side[h])
+        best = value if best is None else min(best, value)
+    return best
+
+
+def test_cuts_are_minimal():
+    random = Random(0)
+    for _ in range(60):
+        size, count = random.randint(2, 7), random.randint(1, 14)
+        pairs = [(random.randrange(size), random.randrange(size)) for _ in range(count)]
+        tails, heads = (np.array(side, dtype=np.int32) for side in zip(*pairs, strict=True))
+        capacities = np.array([random.randint(0, 9) for _ in pairs], dtype=np.int64)
+        flow, reached = library.min_cut(size, tails, heads, capacities)
+        assert flow == brute_force(size, tails, heads, capacities)
+        assert reached[0] and not reached[1]
+        assert flow == sum(
+            c for t, h, c in zip(tails, heads, capacities, strict=True) if reached[t] and not reached[h]
+        )
+
+
+def test_without_a_compiler_planning_is_refused_in_one_line(monkeypatch, tmp_path):
+    source = tmp_path / "native.c"
+    source.write_bytes(SOURCE.read_bytes())
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(
+        LowtideError, match=r"cannot be built .*no-such-compiler.*: install a C compiler"
+    ) as caught:
+        library.find_or_build(source)
+    assert "\n" not in str(caught.value)
+    monkeypatch.delenv("CC")
+    assert library.find_or_build(source) == tmp_path / library_name()
