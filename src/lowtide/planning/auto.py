@@ -29,6 +29,7 @@ NUM_RUNGS = 6
 MOVES_PER_OP = 120
 """Moves of annealing for each op of a step, at each level."""
 MIN_MOVES = 4000
+"""Moves that large steps get at least."""
 MAX_WORK = 6_000_000_000
 """Moves at each level times the square of ops: large steps get fewer moves, each of which takes longer."""
 WARMTHS = (0.05, 0.5)
@@ -179,7 +180,7 @@ class Auto:
         return Entry(figures.peak_bytes, self._steps.added_seconds(better), better)
 
     def _moves(self) -> int:
-        return max(MIN_MOVES, min(MOVES_PER_OP * self._size(), MAX_WORK // self._size() ** 2))
+        return min(MOVES_PER_OP * self._size(), max(MIN_MOVES, MAX_WORK // self._size() ** 2))
 
     def _size(self) -> int:
         return len(self._steps.problem.seconds)
