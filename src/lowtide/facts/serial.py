@@ -28,9 +28,6 @@ from lowtide.facts.files import write_atomic
 STEP_FORMAT = "lowtide-step/2"
 SOLUTION_FORMAT = "lowtide-plan/2"
 
-LATER = ("step_in_backward", "holds_outputs", "optimizer_in_pieces")
-"""Fields of a solution that older files do not have."""
-
 
 def step_to_dict(step: Step) -> dict[str, Any]:
     """Tables with one list of columns each, since names repeated 4,000 times are most of the bytes."""
@@ -67,7 +64,7 @@ def _step(data: dict[str, Any]) -> Step:
         graphs=_graphs(data["graphs"]),
         identity=_pairs(data["identity"]),
         methods=_pairs(data["methods"]),
-        holds_outputs=bool(data.get("holds_outputs", True)),
+        holds_outputs=data["holds_outputs"],
     )
 
 
@@ -93,8 +90,7 @@ def solution_from_dict(data: dict[str, Any]) -> Solution:
 
 
 def _solution(data: dict[str, Any]) -> Solution:
-    values = {spec.name: data[spec.name] for spec in fields(Solution) if spec.name not in LATER}
-    values |= {name: data[name] for name in LATER if name in data}
+    values = {spec.name: data[spec.name] for spec in fields(Solution)}
     values["decisions"] = tuple(
         Decision(**{**row, "action": Action(row["action"])}) for row in _rows(data["decisions"])
     )
