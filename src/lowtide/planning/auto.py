@@ -177,7 +177,8 @@ class Auto:
         figures, better = min(found, key=lambda item: (item[0].excess_bytes, item[0].seconds))
         if figures.excess_bytes:
             return None
-        return Entry(figures.peak_bytes, self._steps.added_seconds(better), better)
+        entry = self._entry(better)
+        return entry if entry.peak_bytes <= level else None
 
     def _moves(self) -> int:
         return min(MOVES_PER_OP * self._size(), max(MIN_MOVES, MAX_WORK // self._size() ** 2))
@@ -186,5 +187,7 @@ class Auto:
         return len(self._steps.problem.seconds)
 
     def _record(self, order: Ints) -> None:
-        figures = self._steps.problem.evaluate(order, 0)
-        self.archive.add(Entry(figures.peak_bytes, self._steps.added_seconds(order), order))
+        self.archive.add(self._entry(order))
+
+    def _entry(self, order: Ints) -> Entry:
+        return Entry(self._steps.peak_bytes(order), self._steps.added_seconds(order), order)

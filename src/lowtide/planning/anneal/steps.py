@@ -8,17 +8,18 @@ import numpy as np
 
 from lowtide.facts import Region, Run
 from lowtide.planning.anneal.problem import Ints, OpRow, Problem, View, flatten
+from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.runs import Rerun, demanded
 from lowtide.planning.search.table import Table
-from lowtide.planning.simulate import Timeline
+from lowtide.planning.simulate import Timeline, simulate
 from lowtide.planning.values import Values
 
 
 class StepProblem:
     """The problem of one step, with what leads back to its runs.
 
-    First runs that make nothing are left out, since they hold nothing that is not held before and after
-    them. The optimizer's are one op: no plan changes what it holds.
+    First runs that make nothing are left out where something later reads all that they read: they hold
+    nothing that is not held before and after them. The optimizer's are one op: no plan changes what it holds.
     """
 
     def __init__(self, table: Table, plain: Timeline) -> None:
@@ -51,12 +52,13 @@ class StepProblem:
         rows: list[OpRow] = []
         ranks: list[int] = []
         later: set[int] = set()
+        last_reader = self._last_readers()
         for node, op in zip(table.step.nodes, table.plain, strict=True):
             if node.region is Region.OPTIMIZER:
                 later.update(s for read in op.reads for s in values.required[read])
                 continue
             made = tuple(s for s, _, _ in op.fresh)
-            if not made and not op.workspace_bytes:
+            if not made and not op.workspace_bytes and node.rank not in last_reader:
                 continue
             is_forward = node.rank < table.first_backward
             held = table.step.nodes if is_forward else None
@@ -77,6 +79,20 @@ class StepProblem:
         rows.append(OpRow(reads=tuple(sorted(later & made_before)), makes=()))
         ranks.append(table.size)
         return rows, ranks
+
+    def _last_readers(self) -> set[int]:
+        """Ranks after whose first run nothing reads some storage any more."""
+        nodes, values = self.table.step.nodes, self._values
+        last: dict[int, int] = {}
+        for op in self.table.plain:
+            for read in op.reads:
+                last.update((s, op.rank) for s in nodes[read].holds if values.is_dynamic[s])
+        return set(last.values())
+
+    def peak_bytes(self, sequence: Ints) -> int:
+        """What a sequence holds at most, by the simulator."""
+        step = self.table.step
+        return simulate(step, without_needless_runs(step, self.runs(sequence))).peak_bytes
 
     def _recipes(self) -> tuple[list[OpRow], list[int]]:
         """What serves all readers of some storage; what it makes besides is held while it runs."""

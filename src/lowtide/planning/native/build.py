@@ -12,7 +12,7 @@ FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC")
 
 def library_name(source: Path = SOURCE) -> str:
     """The file name of the library: another one for every other source."""
-    return f"native-{hashlib.sha256(source.read_bytes()).hexdigest()[:12]}.so"
+    return f"native-{hashlib.sha256(source.read_bytes()).hexdigest()[:12]}.lib"
 
 
 def build(folder: Path, source: Path = SOURCE) -> Path:
@@ -20,7 +20,7 @@ def build(folder: Path, source: Path = SOURCE) -> Path:
     compiler = os.environ.get("CC") or "cc"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "native.so"
+        made = Path(scratch) / "native.lib"
         command = [*compiler.split(), *FLAGS, "-o", str(made), str(source), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
