@@ -13,6 +13,7 @@ from synthetic import chain, resnet
 from lowtide.errors import LowtideError
 from lowtide.facts import Graph, Reserve, Run, Solution, Step
 from lowtide.facts.serial import (
+    LATER,
     load_step,
     save_step,
     solution_from_dict,
@@ -143,7 +144,8 @@ def _damages(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_damaged_profiles() -> None:
     data = step_to_dict(chain(length=4))
-    for damaged in _damages(data):
+    assert step_from_dict({name: data[name] for name in data if name != "holds_outputs"}), "an older file"
+    for damaged in _damages({name: data[name] for name in data if name != "holds_outputs"}):
         with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-step/2'.*make the file"):
             step_from_dict(damaged)
     columns = data["nodes"]["columns"]
@@ -160,12 +162,9 @@ def test_damaged_profiles() -> None:
             step_from_dict(damaged)
 
 
-BOUNDS = ("lower_bound_seconds", "floor_bound_bytes")
-
-
 def test_damaged_plans() -> None:
     data = solution_to_dict(planned(chain(length=4)))
-    needed = {name: value for name, value in data.items() if name not in BOUNDS}
+    needed = {name: value for name, value in data.items() if name not in LATER}
     for damaged in _damages(needed):
         with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-plan/2'.*make the file"):
             solution_from_dict(damaged)
@@ -173,7 +172,7 @@ def test_damaged_plans() -> None:
 
 def test_plans_from_before_bounds_were_known_are_read() -> None:
     data = solution_to_dict(planned(chain(length=4)))
-    found = solution_from_dict({name: value for name, value in data.items() if name not in BOUNDS})
+    found = solution_from_dict({name: value for name, value in data.items() if name not in LATER})
     assert (found.lower_bound_seconds, found.floor_bound_bytes) == (None, None)
     assert solution_from_dict(data).lower_bound_seconds is not None
 

@@ -100,3 +100,26 @@ def test_torch_compile_of_the_users_own_is_answered_as_ever() -> None:
     lowtide.checkpoint(Notes(), torch.randn(4, WIDTH), budget="1GB")(torch.randn(4, WIDTH))
     compiled = torch.compile(lambda x: x + 1 if torch.compiler.is_compiling() else x, backend="eager")
     assert compiled(torch.zeros(1)) == 1
+
+
+class Hints(nn.Module):
+    """Tells torch about a tensor as libraries do in eager, for a compilation that may come later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(state)
+        return (self.layer(x).tanh() + state).sum()
+
+
+def test_hints_for_the_compiler_are_no_hindrance() -> None:
+    plain = Target("hints", Hints(), torch.randn(8, WIDTH))
+    planned = twin(plain)
+    profile = lowtide.profile(planned.model, planned.batch)
+    assert sum(graph.in_model for graph in profile.step.graphs) == 1
+    profile.plan(between(profile, 0.5)).apply(planned.model)
+    assert differences(train(plain), train(planned)) == []

@@ -33,7 +33,11 @@ def arguments(target: object, shape: tuple[int, ...], dtype: torch.dtype) -> tup
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("target", [target for target in WITH_OUT if target is not loss_gradient], ids=str)
+@pytest.mark.parametrize(
+    "target",
+    [target for target in WITH_OUT if target is not loss_gradient],
+    ids=lambda op: getattr(op, "__name__", str(op)),
+)
 def test_every_op_gives_the_same_bits_over_its_argument(target, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         args = arguments(target, shape, dtype)

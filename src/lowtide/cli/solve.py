@@ -48,8 +48,8 @@ def solve(
 ) -> None:
     """Find the cheapest order of runs of an abstract graph that fits into a budget. Needs no torch.
 
-    An order may run a node again; every run reads the latest earlier run of each parent. Takes up to
-    half a minute. Exits with 3 when no order is found that fits.
+    An order may run a node again; every run reads the latest earlier run of each parent. Takes
+    seconds up to a few hundred nodes, a minute for thousands. Exits with 3 when no order is found that fits.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.facts.serial import save_json

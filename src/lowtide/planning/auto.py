@@ -9,12 +9,13 @@ same archive.
    the plan of the level before, the plans of others, and the cuts that prove the level's bound: those say
    what to keep at one moment, which is nearly all that matters at most levels.
 2. Below the last level that was reached, the steps shrink until they fail.
-3. Between two plans of the archive, a few rungs are worked out when a budget first asks for them. Their
+3. Back up the levels, each from the plan below it.
+4. Between two plans of the archive, a few rungs are worked out when a budget first asks for them. Their
    seconds stay between those of the two, and each rung starts from the one below: so a larger budget is
    never slower, whichever budgets are asked for and in whatever order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lowtide.planning.anneal.problem import Ints
 from lowtide.planning.anneal.steps import StepProblem
@@ -23,13 +24,14 @@ from lowtide.planning.search.archive import Archive, Entry
 from lowtide.planning.search.lazy import lazy_plan
 from lowtide.planning.search.runs import Rerun
 
-NUM_LEVELS = 24
-NUM_RUNGS = 4
+NUM_LEVELS = 16
+NUM_RUNGS = 6
 MOVES_PER_OP = 120
 """Moves of annealing for each op of a step, at each level."""
-MIN_MOVES = 2000
-MAX_WORK = 3_500_000
-"""Moves at each level times ops: large steps get fewer moves."""
+MIN_MOVES = 4000
+"""Moves that large steps get at least."""
+MAX_WORK = 6_000_000_000
+"""Moves at each level times the square of ops: large steps get fewer moves, each of which takes longer."""
 WARMTHS = (0.05, 0.5)
 """How warm annealing starts: coldly it keeps what is good in its start, warmly it leaves it."""
 SHORT = 8
@@ -47,17 +49,25 @@ NUM_FAILURES = 4
 class Auto:
     """The plans of one step for all budgets."""
 
-    def __init__(self, steps: StepProblem, bounds: Bounds, others: Iterable[frozenset[Rerun]]) -> None:
-        self._steps, self._bounds = steps, bounds
+    def __init__(
+        self,
+        steps: StepProblem,
+        bounds: Bounds,
+        others: Iterable[frozenset[Rerun]],
+        suggest: Callable[[int], frozenset[Rerun] | None],
+    ) -> None:
+        """`others` are plans that must not be better; `suggest` gives one for a level, if there is any."""
+        self._steps, self._bounds, self._suggest = steps, bounds, suggest
         self._uses = frozenset(steps.table.uses)
         self.archive = Archive()
         self._rungs: dict[int, list[Entry]] = {}
-        self._others = [steps.sequence(plan) for plan in others]
-        for order in (steps.sequence(()), *self._others):
-            self._record(order)
+        for plan in (frozenset(), *others):
+            self._record(steps.sequence(plan))
         if steps.recipes:
-            self._walk_down()
+            levels = self._levels()
+            self._walk_down(levels)
             self._look_for_the_floor()
+            self._walk_up(levels)
 
     def best(self, budget_bytes: int) -> Entry | None:
         """The cheapest plan whose peak is at most `budget_bytes`."""
@@ -77,16 +87,27 @@ class Auto:
             rungs.append(found if found is not None and is_better else last)
         return [rung for rung, level in zip(rungs, levels, strict=False) if level <= budget_bytes][-1]
 
-    def _walk_down(self) -> None:
-        plain = self.archive.entries[-1]
-        low, high = self._bounds.floor_bytes, plain.peak_bytes
-        levels = [high - (high - low) * i // NUM_LEVELS for i in range(1, NUM_LEVELS + 1)]
-        order = plain.order
-        for level in sorted(set(levels), reverse=True):
+    def _levels(self) -> list[int]:
+        """Budgets below the plain peak, from high to low."""
+        low, high = self._bounds.floor_bytes, self.archive.entries[-1].peak_bytes
+        levels = {high - (high - low) * i // NUM_LEVELS for i in range(1, NUM_LEVELS + 1)}
+        return sorted(levels, reverse=True)
+
+    def _walk_down(self, levels: list[int]) -> None:
+        order = self.archive.entries[-1].order
+        for level in levels:
             found = self._anneal(self._best_start(order, level), level)
             if found is not None:
                 self.archive.add(found)
                 order = found.order
+
+    def _walk_up(self, levels: list[int]) -> None:
+        """Give what lower plans save, level by level: they may lead where no higher one does."""
+        for level in reversed(levels):
+            below = self.archive.best(level)
+            found = None if below is None else self._anneal(below.order, level, warmths=WARMTHS[:1])
+            if found is not None:
+                self.archive.add(found)
 
     def _look_for_the_floor(self) -> None:
         """Lower and lower levels, by steps that shrink where they fail."""
@@ -107,6 +128,9 @@ class Auto:
     def _best_start(self, order: Ints, level: int) -> Ints:
         """The order from which a short search gets furthest."""
         starts = [order, *self._cut_orders(level)]
+        suggested = self._suggest(level)
+        if suggested is not None:
+            starts.append(self._steps.sequence(suggested))
         known = self.archive.best(level)
         if known is not None:
             starts.append(known.order)
@@ -143,7 +167,7 @@ class Auto:
             self._steps.problem.anneal(
                 order,
                 budget_bytes=level,
-                moves=max(self._moves(), min(least_moves, MAX_WORK // self._size())),
+                moves=max(self._moves(), min(least_moves, MAX_WORK // self._size() ** 2)),
                 warmth=warmth,
                 seed=seed,
                 least_seconds=least_seconds,
@@ -156,7 +180,7 @@ class Auto:
         return Entry(figures.peak_bytes, self._steps.added_seconds(better), better)
 
     def _moves(self) -> int:
-        return max(MIN_MOVES, min(MOVES_PER_OP * self._size(), MAX_WORK // self._size()))
+        return min(MOVES_PER_OP * self._size(), max(MIN_MOVES, MAX_WORK // self._size() ** 2))
 
     def _size(self) -> int:
         return len(self._steps.problem.seconds)

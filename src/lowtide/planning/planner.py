@@ -87,7 +87,12 @@ class Desk:
         table = self.table
         lowest = min(range(len(self.prefixes)), key=lambda last: self.prefixes[last].peak_bytes)
         others = [BASELINES[name](table) for name in BASELINES if name != "none"]
-        return Auto(self.problem, self.bounds, [*others, mu_two.plan_of(table, self.prefixes, lowest)])
+        return Auto(
+            self.problem,
+            self.bounds,
+            [*others, mu_two.plan_of(table, self.prefixes, lowest)],
+            lambda level: _first_prefix(self, level),
+        )
 
     @cached_property
     def prefixes(self) -> list[mu_two.Prefix]:

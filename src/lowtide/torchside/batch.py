@@ -65,7 +65,10 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, tuple | list | set | deque):
         return list(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in fields(value)]
+        # what is computed when it is read, and may raise, is no part
+        own = getattr(value, "__dict__", None)
+        names = [field.name for field in fields(value)]
+        return [getattr(value, name) for name in names] if own is None else [own.get(name) for name in names]
     is_code = isinstance(value, type | nn.Module | ModuleType | FunctionType | MethodType)
     return [] if is_code else list(getattr(value, "__dict__", {}).values())
 

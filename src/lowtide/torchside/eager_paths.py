@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch._dynamo import external_utils, trace_rules
 from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.variables.base import VariableTracker
@@ -26,6 +27,8 @@ COMPILING = (
     torch._utils.is_compiling,
     external_utils.is_compiling,
 )
+HINTS = (torch._dynamo.mark_static_address,)
+"""What libraries tell torch in eager for a later compilation; torch refuses to trace it."""
 CAPTURING = (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing)
 TORCH = str(Path(torch.__file__).parent)
 ASKERS = 3
@@ -37,13 +40,16 @@ def eager_answers() -> Iterator[None]:
     """Answer code that is not torch's own as it is answered in eager."""
     handlers: dict[Any, Handler] = TorchInGraphFunctionVariable._get_handlers()
     answers: dict[Any, Handler] = {ask: _not_compiling(handlers[ask]) for ask in COMPILING}
-    answers |= dict.fromkeys(CAPTURING, _asked_now)
-    followed = dict.fromkeys(CAPTURING, TorchInGraphFunctionVariable)
-    with (
-        unittest.mock.patch.dict(handlers, answers),
-        unittest.mock.patch.dict(trace_rules.get_torch_obj_rule_map(), followed),
-    ):
-        yield
+    answers |= dict.fromkeys(CAPTURING, _asked_now) | dict.fromkeys(HINTS, _nothing_done)
+    followed = dict.fromkeys((*CAPTURING, *HINTS), TorchInGraphFunctionVariable)
+    with contextlib.ExitStack() as allowed:
+        for hint in HINTS:
+            allowed.enter_context(unittest.mock.patch.object(hint, "_dynamo_forbidden", False))
+        with (
+            unittest.mock.patch.dict(handlers, answers),
+            unittest.mock.patch.dict(trace_rules.get_torch_obj_rule_map(), followed),
+        ):
+            yield
 
 
 def _not_compiling(torchs: Handler) -> Handler:
@@ -65,6 +71,10 @@ def _has_context_variable(tx: Any) -> bool:
             return True
         tx = tx.parent
     return False
+
+
+def _nothing_done(_hint: Any, tx: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return VariableTracker.build(tx, None)
 
 
 def _asked_now(asked: Any, tx: Any) -> Any:
