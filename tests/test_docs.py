@@ -1,15 +1,17 @@
 """The documentation is true: its code runs, its links lead somewhere, and every message is explained.
 
-A block of Python runs in its page's order, with the names of the blocks before it. One that cannot run here has
-the comment `<!-- not run: why -->` before it, and is compiled only.
+A block of Python runs in its page's order, with the names of the blocks before it. One that cannot run here
+has the comment `<!-- not run: why -->` before it, and is compiled only.
 """
 
 import ast
 import re
+import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -24,7 +26,10 @@ SOURCE = ROOT / "src" / "lowtide"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *DOCS]
-LINKED = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md"))]
+LINKED = [
+    *PAGES,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")),
+]
 BLOCK = re.compile(r"(?P<comment><!-- not run: [^>]+ -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 
@@ -54,17 +59,22 @@ def run(page: Path, block: Block, names: dict[str, typing.Any]) -> None:
 @pytest.mark.parametrize("page", [page for page in DOCS if blocks(page)], ids=lambda page: page.stem)
 def test_the_code_of_a_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, typing.Any] = {"__name__": "page"}
+    module = ModuleType(f"page_{page.stem}".replace("-", "_"))  # torch looks up what a page defines
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(page):
-        run(page, block, names)
+        run(page, block, vars(module))
 
 
 @pytest.mark.slow
-def test_the_code_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_readme() -> None:
     """Every block by itself, with what its reader has."""
     for block in blocks(README):
         model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
-        given = {"model": model, "batch": torch.randn(32, 16), "optimizer": torch.optim.Adam(model.parameters())}
+        given = {
+            "model": model,
+            "batch": torch.randn(32, 16),
+            "optimizer": torch.optim.Adam(model.parameters()),
+        }
         run(README, block, {"__name__": "page", "lowtide": lowtide} | given)
 
 
