@@ -22,6 +22,8 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_title = f"lowtide {release}"
 html_show_sourcelink = False
 html_show_copyright = False
