@@ -149,6 +149,19 @@ def test_every_message_is_explained() -> None:
     assert not missing, "not in docs/troubleshooting.md:\n" + "\n".join(missing)
 
 
+def test_what_is_explained_is_said() -> None:
+    """No row is left over from a text that was changed."""
+    trees = (ast.parse(path.read_text()) for path in SOURCE.rglob("*.py"))
+    said = [words(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
+    source = "\n".join(re.sub(r"{\w+}", "…", text) for text in said if text)
+    rows = re.findall(r"^\| (.+?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    texts = [text for row in rows for text in re.findall(r"`([^`]+ [^`]+)`", row)]
+    assert len(texts) > 100
+    pieces = [piece.strip() for text in texts for piece in text.split("…")]
+    unsaid = [piece for piece in pieces if piece not in source]
+    assert not unsaid, "said nowhere in the source:\n" + "\n".join(unsaid)
+
+
 def test_messages_are_found() -> None:
     found = [text for _, text in messages() if text]
     assert len(found) > 100
