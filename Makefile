@@ -23,7 +23,7 @@ OTHER := .venv-torch-$(VERSION)
 TORCH_TESTS := tests/capture tests/checking tests/end_to_end tests/experiments/test_experiments.py tests/methods \
 	tests/profiling tests/running tests/torchside
 
-.PHONY: install demo test quick test-kernels test-torch check format bench clean
+.PHONY: install demo test quick test-kernels test-torch check format docs bench clean
 
 install: $(STAMP)
 
@@ -74,6 +74,10 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The pages into docs/_build/html; any warning, such as a link that leads nowhere, is an error.
+docs: install
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 # Hours; it goes on where it was stopped. `make bench ONLY=bert-base` runs the pieces that begin so.
 bench: install
 	$(BIN)/python bench/results.py --only "$(ONLY)"
@@ -81,5 +85,5 @@ bench: install
 	$(BIN)/python bench/profile_modes.py transformer:8 bert-base:4 resnet152:4 -o bench/out/modes.csv
 
 clean:
-	rm -rf .venv .venv-* build dist lowtide-out .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-* build dist docs/_build lowtide-out .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find bench src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,175 @@
+"""The documentation is true: its code runs, its links lead somewhere, and every message is explained.
+
+A block of Python runs in its page's order, with the names of the blocks before it. One that cannot run here
+has the comment `<!-- not run: why -->` before it, and is compiled only.
+"""
+
+import ast
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.cli import exits
+from lowtide.experiments import contenders, machine
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "lowtide"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+README = ROOT / "README.md"
+PAGES = [README, *DOCS]
+LINKED = [
+    *PAGES,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")),
+]
+BLOCK = re.compile(r"(?P<comment><!-- not run: [^>]+ -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    code: str
+    runs: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(text.count("\n", 0, found.start("code")), found["code"], not found["comment"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def run(page: Path, block: Block, names: dict[str, typing.Any]) -> None:
+    code = compile("\n" * block.line + block.code, str(page), "exec")  # a failure names the page and its line
+    if block.runs:
+        exec(code, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in DOCS if blocks(page)], ids=lambda page: page.stem)
+def test_the_code_of_a_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType(f"page_{page.stem}".replace("-", "_"))  # torch looks up what a page defines
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for block in blocks(page):
+        run(page, block, vars(module))
+
+
+@pytest.mark.slow
+def test_the_code_of_the_readme() -> None:
+    """Every block by itself, with what its reader has."""
+    for block in blocks(README):
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+        given = {
+            "model": model,
+            "batch": torch.randn(32, 16),
+            "optimizer": torch.optim.Adam(model.parameters()),
+        }
+        run(README, block, {"__name__": "page", "lowtide": lowtide} | given)
+
+
+def test_blocks_are_found() -> None:
+    for page in PAGES:
+        assert len(blocks(page)) == page.read_text().count("\n```python"), page
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and Sphinx name the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in LINK.findall(re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)):
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{path} in {page.name}"
+        assert not anchor or anchor in anchors(linked), f"#{anchor} of {path} in {page.name}"
+
+
+def test_every_page_is_listed() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = {line for tree in re.findall(r"```{toctree}\n(.*?)```", index, re.S) for line in tree.split()}
+    assert {page.stem for page in DOCS} - {"index"} <= listed
+
+
+ERRORS = {
+    error.__name__
+    for module in (lowtide.errors, exits, contenders, machine)
+    for error in vars(module).values()
+    if isinstance(error, type) and issubclass(error, lowtide.LowtideError)
+} | {"BadParameter"}
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """What the source raises and warns of, with where; gaps are filled in when it is said."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            if not isinstance(call, ast.Call):
+                continue
+            name = ast.unparse(call.func).rpartition(".")[2]
+            if (isinstance(node, ast.Raise) and name in ERRORS) or name == "warning":
+                for argument in call.args:
+                    yield f"{path.relative_to(SOURCE)}:{call.lineno}", words(argument)
+
+
+def words(node: ast.expr) -> str:
+    """The text of an expression, with `…` for its gaps; empty for what is no text."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.sub(r"%[sd]|%\.\df%%", "…", text)
+        case ast.JoinedStr(values=values):
+            return "".join(words(value) or "…" for value in values)
+        case ast.BinOp(left=left, right=right):
+            return words(left) + (words(right) or "…")
+    return ""
+
+
+def key(message: str) -> str:
+    """What to look for: the longest piece without a gap of its first part that has one."""
+    parts = re.split(r"(?<=[\w)'…])[:.;] ", message)
+    pieces = [max(text.split("…"), key=len).strip(" '\"(,:") for text in (*parts, message)]
+    return next((piece for piece in pieces if len(piece) >= 8), pieces[-1])
+
+
+def test_every_message_is_explained() -> None:
+    page = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().split())
+    missing = [f"{where}: {text}" for where, text in messages() if text and key(text) not in page]
+    assert not missing, "not in docs/troubleshooting.md:\n" + "\n".join(missing)
+
+
+def test_what_is_explained_is_said() -> None:
+    """No row is left over from a text that was changed."""
+    trees = (ast.parse(path.read_text()) for path in SOURCE.rglob("*.py"))
+    said = [words(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
+    source = "\n".join(re.sub(r"{\w+}", "…", text) for text in said if text)
+    rows = re.findall(r"^\| (.+?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    texts = [text for row in rows for text in re.findall(r"`([^`]+ [^`]+)`", row)]
+    assert len(texts) > 100
+    pieces = [piece.strip() for text in texts for piece in text.split("…")]
+    unsaid = [piece for piece in pieces if piece not in source]
+    assert not unsaid, "said nowhere in the source:\n" + "\n".join(unsaid)
+
+
+def test_messages_are_found() -> None:
+    found = [text for _, text in messages() if text]
+    assert len(found) > 100
+    assert "the model is in eval mode: call model.train() before capturing a training step" in found
+
+
+@pytest.mark.slow
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    build = pytest.importorskip("sphinx.cmd.build")
+    assert build.main(["-W", "-q", "-b", "html", str(ROOT / "docs"), str(tmp_path)]) == 0
+    assert 'id="lowtide-tradeoff"' in (tmp_path / "commands.html").read_text()
