@@ -311,8 +311,9 @@ def test_scaled_cost_takes_the_nearest_of_the_same_op():
     cost = known.cost_of(mm(512), signature(mm(512)), (512 * 64 * 4,))
     assert cost.estimated
     assert cost.seconds == 32.0
-    assert 2000 <= cost.workspace_bytes < 2200
-    assert cost.hidden_bytes == (0, pytest.approx(2 * cost.workspace_bytes, abs=1))
+    assert cost.workspace_bytes == 4000, "a smaller call may need as much"
+    assert cost.hidden_bytes == (0, pytest.approx(4121, abs=1))
+    assert known.cost_of(mm(2048), signature(mm(2048)), (2048 * 64 * 4,)).workspace_bytes > 7500
     assert known.cost_of(mm(8), signature(mm(8)), ()) == OpCost(1.0, 100, False)
     sine = Call(aten.sin.default, (fake(8),))
     assert known.cost_of(sine, signature(sine), (32,)).estimated

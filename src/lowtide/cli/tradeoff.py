@@ -130,7 +130,8 @@ def _data(profile: "Profile", curve: "Curve", *, name: str) -> dict[str, Any]:
 
 
 def _tables(data: dict[str, Any]) -> list[RenderableType]:
-    """Some twenty rows of the curve, with every measured one among them."""
+    """Some twenty rows of the curve, with every measured one among them; what was measured takes the place
+    of a column."""
     points, plain = data["points"], data["baseline_peak_bytes"]
     stride = max(1, -(-len(points) // MAX_ROWS))
     shown = [
@@ -143,7 +144,7 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
         (
             size(point["peak_bytes"]),
             percent(point["peak_bytes"] / plain - 1),
-            duration(point["recompute_seconds"]),
+            *(() if measured else (duration(point["recompute_seconds"]),)),
             percent(point["overhead"]),
             _at_least(point, data["step_seconds"]),
             len(point["recomputed"]),
@@ -154,7 +155,7 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
     columns = (
         "peak>",
         "memory>",
-        "recompute>",
+        *(() if measured else ("recompute>",)),
         "time>",
         "at least>",
         "tensors>",

@@ -30,7 +30,7 @@ MOVES_PER_OP = 120
 """Moves of annealing for each op of a step, at each level."""
 MIN_MOVES = 4000
 """Moves that large steps get at least."""
-MAX_WORK = 6_000_000_000
+MAX_WORK = 1_000_000_000
 """Moves at each level times the square of ops: large steps get fewer moves, each of which takes longer."""
 WARMTHS = (0.05, 0.5)
 """How warm annealing starts: coldly it keeps what is good in its start, warmly it leaves it."""

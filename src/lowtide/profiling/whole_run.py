@@ -53,7 +53,8 @@ def run_costs(
             nodes[rank] = replace(
                 nodes[rank],
                 seconds=seen.seconds,
-                workspace_bytes=seen.workspace_bytes,
+                # less than none, where the plan's graphs write over what these do not
+                workspace_bytes=seen.workspace_bytes + captured.step.nodes[rank].workspace_bytes,
                 recipes=tuple(recipes),
                 estimated=False,
             )
