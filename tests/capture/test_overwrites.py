@@ -176,3 +176,14 @@ def test_outputs_without_a_gradient_leave_the_sums_exact(used: int) -> None:
     assert torch.equal(given, before)
     pairs = zip(model.parameters(), planned.parameters(), strict=True)
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def test_a_loss_outside_of_the_model_is_counted_as_eager_runs_it() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS, WIDTH)
+    labels = torch.randint(0, CLASSES, (ROWS,))
+    target = Target("model", model, x, None, lambda logits: F.cross_entropy(logits, labels))
+    found = lowtide.profile(model, x, loss=target.loss)
+    plan = found.plan(found.floor_bytes)
+    plan.apply(model)
+    assert measured_peak(target) <= plan.budget_bytes

@@ -138,8 +138,8 @@ def test_statistics_counted_twice_are_found(
 def test_swapped_gradients_are_found(planned: tuple[Target, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = backend.rewrite
 
-    def swapped(segment: Any, schedule: Any) -> Any:
-        graphs = plain(segment, schedule)
+    def swapped(segment: Any, schedule: Any, **options: Any) -> Any:
+        graphs = plain(segment, schedule, **options)
         if tuple(schedule) == rewrite.plain_schedule(segment):
             return graphs  # the graph without recompute that a plan is compared with
         output = graphs.backward.graph.output_node()

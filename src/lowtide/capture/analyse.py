@@ -57,7 +57,10 @@ def analyse(trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int
         refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
     analysis = Analysis(missing=missing, segments=[execution.segment for execution in executions])
-    states = [GraphState(index, execution.segment) for index, execution in enumerate(executions)]
+    states = [
+        GraphState(index, execution.segment, in_model=index < trace.num_in_model)
+        for index, execution in enumerate(executions)
+    ]
     earlier = add_earlier_gradients(analysis) if accumulate else None
     repeated = _repeated(trace)
     for state, execution in zip(states, executions, strict=True):
@@ -65,7 +68,7 @@ def analyse(trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int
         _forward(analysis, state, execution, states, fixed=fixed)
     for state in reversed(states):
         _backward(analysis, state, executions, states, updates=updates or {})
-        hold_within_formulas(analysis, state, only_eager=state.index < trace.num_in_model)
+        hold_within_formulas(analysis, state, only_eager=state.in_model)
     add_outside(analysis, states, trace)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
@@ -124,7 +127,7 @@ def _backward(
     for node, output in state.tangents.items():
         if output not in missing:
             add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
-    written_over = overwrites(state.segment)
+    written_over = overwrites(state.segment) if state.in_model else {}
     ops = split(state.segment)[1]
     grads = updated(state.segment, updates)
     places = update_places(state.segment, [(node, node.all_input_nodes) for node in ops], grads)
@@ -222,6 +225,7 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
     for same in stands_for(node):
         state.storage_of[storage_key(same)] = holds[0]
     state.holds[node] = tuple(holds)
+    in_slices = extra_loss_bytes(node) + extra_score_bytes(node)
     state.rank[node] = rank = analysis.add_node(
         name=name,
         op=target_name(node.target),
@@ -233,7 +237,8 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
         reads=tuple(state.rank[source] for source in node.all_input_nodes),
         holds=tuple(holds),
         makes=tuple(makes),
-        extra_eager_bytes=extra_inside_bytes(node) + extra_loss_bytes(node) + extra_score_bytes(node),
+        workspace_bytes=0 if state.in_model else in_slices,
+        extra_eager_bytes=extra_inside_bytes(node) + (in_slices if state.in_model else 0),
     )
     analysis.places[rank] = Place(state.index, node)
 

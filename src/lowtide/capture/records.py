@@ -52,11 +52,13 @@ class Analysis:
 class GraphState:
     """What is known of one execution of a graph while it is analysed: ranks of nodes, storages of values.
 
-    `methods` are those that fit a node, each with the ranks that make what it keeps.
+    `methods` are those that fit a node, each with the ranks that make what it keeps. A graph that is not
+    `in_model` is the loss's, which runs eagerly.
     """
 
-    def __init__(self, index: int, segment: Segment) -> None:
+    def __init__(self, index: int, segment: Segment, *, in_model: bool) -> None:
         self.index = index
+        self.in_model = in_model
         self.segment = segment
         self.graph = segment.joint.graph
         self.rank: dict[fx.Node, int] = {}

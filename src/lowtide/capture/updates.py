@@ -33,9 +33,11 @@ def updated(segment: Segment, parameters: Collection[int]) -> dict[int, fx.Node]
 
 def update_places(segment: Segment, order: Order, grads: dict[int, fx.Node]) -> dict[int, list[int]]:
     """After which place of `order` each input can be updated: nothing reads it, or its gradient, any more."""
+    if not grads:
+        return {}
     inputs = segment.joint.graph.find_nodes(op="placeholder")
     keys = {index: {_key(inputs[index]), _key(grad)} for index, grad in grads.items()}
-    wanted = set().union(*keys.values()) if keys else set()
+    wanted = set[int]().union(*keys.values())
     last: dict[int, int] = {}
     for place, (made, reads) in enumerate(order):
         for node in (made, *reads):
