@@ -190,8 +190,8 @@ def fit_tables(found: "Fit", *, name: str) -> list[RenderableType]:
 
 def _nothing_fits(found: "Fit") -> str:
     return (
-        f"no {found.vary} fits into {size(found.budget_bytes)}: at {found.multiple_of} the lowest "
-        f"reachable peak is {size(found.floor_bytes)}"
+        f"no {found.vary} fits into {size(found.budget_bytes)}: at {found.multiple_of} no plan "
+        f"needs less than {size(found.lowest_bytes)}. Raise --budget, or see `lowtide profile`"
     )
 
 
@@ -201,9 +201,7 @@ def _largest(found: "Fit", largest: int) -> str:
 
 
 def _overhead(row: "FitRow") -> float | None:
-    if row.recompute_seconds is None or not row.step_seconds:
-        return None
-    return row.recompute_seconds / row.step_seconds
+    return row.recompute_seconds / row.step_seconds if row.step_seconds else None
 
 
 def _rate(per_second: float | None) -> str:

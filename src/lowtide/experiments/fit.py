@@ -8,6 +8,7 @@ next does not. What was found can then be measured.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -63,16 +64,16 @@ class Vary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitRow:
-    """One size, all of it predicted. `peak_bytes` and `recompute_seconds` are with the cheapest plan that
-    meets the budget, or without any where none is needed; None where none does. Of sizes that were not
-    `profiled` themselves, all figures are from those around them.
+    """One size that fits, all of it predicted. `peak_bytes` and `recompute_seconds` are with a plan that
+    meets the budget, or without any where none is needed. Of sizes that were not `profiled` themselves,
+    all figures are from those around them, and the peak is at most `peak_bytes`.
     """
 
     size: int
     plain_peak_bytes: int
-    peak_bytes: int | None
+    peak_bytes: int
     step_seconds: float
-    recompute_seconds: float | None
+    recompute_seconds: float
     per_second: float | None
     profiled: bool
 
@@ -97,7 +98,8 @@ class Fit:
     """What fits into a budget; made by `lowtide.fit`.
 
     `largest_plain` and `largest` fit without and with a plan, and the next size does not, by prediction; 0
-    where no size fits. Nothing above `most` was looked at. `rows` are by size, `checks` were measured.
+    where no size fits. No plan of the smallest size that was looked at needs less than `lowest_bytes`.
+    Nothing above `most` was looked at. `rows` are by size, `checks` were measured.
     """
 
     budget_bytes: int
@@ -107,7 +109,7 @@ class Fit:
     most: int
     largest_plain: int
     largest: int
-    floor_bytes: int
+    lowest_bytes: int
     rows: tuple[FitRow, ...] = field(repr=False)
     checks: tuple[Check, ...] = field(default=(), repr=False)
 
@@ -171,7 +173,7 @@ def find_fit(
     for size in FIRST:
         search.probe(min(size * vary.multiple_of, search.most))
     largest_plain = search.largest(lambda probe: probe.fits_plain, search.plain_bytes)
-    largest = search.largest(lambda probe: probe.fits, search.lowest_bytes)
+    largest = search.largest(lambda probe: probe.fits, search.lowest_bytes, low=largest_plain)
     rows = search.rows(largest_plain, largest)
     return Fit(
         budget_bytes=search.budget_bytes,
@@ -181,7 +183,7 @@ def find_fit(
         most=search.most,
         largest_plain=largest_plain,
         largest=largest,
-        floor_bytes=search.probes[min(search.probes)].floor_bytes,
+        lowest_bytes=search.probes[min(search.probes)].bounds.floor_bytes,
         rows=tuple(rows),
         checks=tuple(search.checks(largest_plain, largest)) if check else (),
     )
@@ -196,21 +198,47 @@ def budget_bytes_of(budget: str | int) -> int:
     return parse_size(budget)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Probe:
-    """A size that was captured and profiled. It has a `plan` where it needs and finds one; `floor_bytes` is
-    the lowest peak that it reaches, or its plain peak where that fits."""
+    """A size that was captured and profiled. It is planned when somebody asks for its `plan`."""
 
-    step: Step
-    step_seconds: float
-    plain_peak_bytes: int
-    fits_plain: bool
-    plan: Plan | None
-    floor_bytes: int
+    profile: Profile
+    budget_bytes: int
+
+    @property
+    def fits_plain(self) -> bool:
+        return self.profile.peak_bytes <= self.budget_bytes
 
     @property
     def fits(self) -> bool:
         return self.fits_plain or self.plan is not None
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        return _bounds(self.profile.step)
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The cheapest plan within the budget; None, often without a search, where there is none."""
+        if self.bounds.floor_bytes > self.budget_bytes:
+            return None
+        try:
+            return self.profile.plan(self.budget_bytes)
+        except BudgetTooSmall:
+            return None
+
+    @property
+    def floor_ratio(self) -> float:
+        """How many times the bytes that it is proven to need its lowest plan holds; 1 if never searched."""
+        is_searched = "plan" in vars(self) and self.bounds.floor_bytes <= self.budget_bytes
+        return self.profile.floor_bytes / self.bounds.floor_bytes if is_searched else 1.0
+
+    @property
+    def bound_ratio(self) -> float:
+        """How many times the proven time to recompute, at least, its plan takes."""
+        if self.plan is None or not self.plan.lower_bound_seconds:
+            return 1.0
+        return self.plan.recompute_seconds / self.plan.lower_bound_seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,45 +255,31 @@ class _Search:
         return self.vary.most // self.vary.multiple_of * self.vary.multiple_of
 
     def probe(self, size: int) -> None:
-        """Capture and profile one size, and plan it where it does not fit as it is."""
-        if size in self.probes:
-            return
-        with self.working(f"{self.vary.name} {size}"):
-            found = self.profile(self.source(size))
-            peak_bytes = found.peak_bytes
-            fits_plain = peak_bytes <= self.budget_bytes
-            plan, floor_bytes = None, peak_bytes
-            if not fits_plain:
-                try:
-                    # without the model behind it, of which there would be one for each size
-                    plan = Plan(found.plan(self.budget_bytes).solution)
-                    floor_bytes = plan.solution.floor_bytes or plan.peak_bytes
-                except BudgetTooSmall as error:
-                    floor_bytes = error.floor_bytes
-        self.probes[size] = _Probe(
-            step=found.step,
-            step_seconds=found.step_seconds,
-            plain_peak_bytes=peak_bytes,
-            fits_plain=fits_plain,
-            plan=plan,
-            floor_bytes=floor_bytes,
-        )
+        """Capture and profile one size."""
+        if size not in self.probes:
+            with self.working(f"{self.vary.name} {size}"):
+                found = self.profile(self.source(size))
+            # without the model behind it, of which there would be one for each size
+            self.probes[size] = _Probe(profile=Profile(found.step), budget_bytes=self.budget_bytes)
 
-    def largest(self, fits: Callable[[_Probe], bool], needed: Callable[[int], float | None]) -> int:
-        """The largest size that `fits`, while the next does not; 0 where none does.
+    def largest(
+        self, fits: Callable[[_Probe], bool], needed: Callable[[int], float | None], *, low: int = 0
+    ) -> int:
+        """The largest size that `fits`, while the next does not; `low`, which is known to fit, or larger.
 
-        `needed`: about how many bytes a size needs, None where nobody can tell. Every third size is chosen
-        without it, so that wrong guesses cost no more than three times the captures of halving.
+        `needed`: about how many bytes a size needs, None where nobody can tell. Every fourth size is chosen
+        without it, so that wrong guesses cost a few times the captures of halving at most.
         """
         unit, most = self.vary.multiple_of, self.most
+        high = most + unit
         for turn in count():
-            low = max((size for size, probe in self.probes.items() if fits(probe)), default=0)
-            high = min((size for size in self.probes if size > low), default=most + unit)
             if high - low == unit:
                 return low
             middle = min(2 * low, most) if high > most else (low + high) // 2 // unit * unit
-            guess = self._guess(low, high, needed) if turn % 3 < 2 else None
-            self.probe(max(low + unit, middle if guess is None else guess))
+            guess = self._guess(low, high, needed) if turn % 4 < 3 else None
+            size = max(low + unit, middle if guess is None else guess)
+            self.probe(size)
+            low, high = (size, high) if fits(self.probes[size]) else (low, size)
         raise AssertionError
 
     def _guess(self, low: int, high: int, needed: Callable[[int], float | None]) -> int | None:
@@ -295,59 +309,55 @@ class _Search:
         return None if step is None else Profile(step).peak_bytes
 
     def lowest_bytes(self, size: int) -> float | None:
-        """The bytes below which no plan is, times what the next planned size needs more than those."""
+        """What no plan can be below, as many times as for the next size that was planned."""
         step = self._on_paper(size)
         if step is None:
             return None
-        planned = [other for other, probe in self.probes.items() if not probe.fits_plain]
-        near = min(planned, key=lambda other: (abs(other - size), other), default=None)
-        if near is None:
-            return _bound_bytes(step)
-        probe = self.probes[near]
-        return _bound_bytes(step) * (probe.floor_bytes / _bound_bytes(probe.step))
+        ratios = {other: probe.floor_ratio for other, probe in self.probes.items() if probe.floor_ratio > 1}
+        near = min(ratios, key=lambda other: (abs(other - size), other), default=None)
+        return _bounds(step).floor_bytes * (1.0 if near is None else ratios[near])
 
     def rows(self, largest_plain: int, largest: int) -> list[FitRow]:
-        """All sizes that were profiled and fit, and some in between."""
+        """All profiled sizes that fit without a plan, the largest with one, and some in between."""
         unit = self.vary.multiple_of
-        found = [self._row(size, probe) for size, probe in self.probes.items() if probe.fits]
+        found = [
+            self._row(size, probe)
+            for size, probe in self.probes.items()
+            if probe.fits_plain or size == largest  # the others would need a search each
+        ]
         gap = (largest - largest_plain) // unit
         between = {largest_plain + gap * i // (NUM_BETWEEN + 1) * unit for i in range(1, NUM_BETWEEN + 1)}
-        for size in sorted(between - self.probes.keys() - {0}):
+        for size in between - self.probes.keys() - {0}:
             step = self._on_paper(size)
             if step is not None:
-                with self.working(f"{self.vary.name} {size}, on paper"):
-                    found.append(self._row_on_paper(size, Profile(step)))
+                found.append(self._row_on_paper(size, step, self.probes[largest]))
         return sorted(found, key=lambda row: row.size)
 
     def _row(self, size: int, probe: _Probe) -> FitRow:
-        recompute = 0.0 if probe.plan is None else probe.plan.recompute_seconds
+        needs_plan = None if probe.fits_plain else probe.plan
+        seconds, peak_bytes = probe.profile.step_seconds, probe.profile.peak_bytes
+        recompute = 0.0 if needs_plan is None else needs_plan.recompute_seconds
         return FitRow(
             size=size,
-            plain_peak_bytes=probe.plain_peak_bytes,
-            peak_bytes=probe.plain_peak_bytes if probe.plan is None else probe.plan.peak_bytes,
-            step_seconds=probe.step_seconds,
+            plain_peak_bytes=peak_bytes,
+            peak_bytes=peak_bytes if needs_plan is None else needs_plan.peak_bytes,
+            step_seconds=seconds,
             recompute_seconds=recompute,
-            per_second=self._per_second(size, probe.step_seconds + recompute),
+            per_second=self._per_second(size, seconds + recompute),
             profiled=True,
         )
 
-    def _row_on_paper(self, size: int, profile: Profile) -> FitRow:
-        peak_bytes: int | None = profile.peak_bytes
-        recompute: float | None = 0.0
-        seconds = profile.step_seconds
-        if profile.peak_bytes > self.budget_bytes:
-            try:
-                plan = profile.plan(self.budget_bytes)
-                peak_bytes, recompute = plan.peak_bytes, plan.recompute_seconds
-            except BudgetTooSmall:
-                peak_bytes = recompute = None
+    def _row_on_paper(self, size: int, step: Step, largest: _Probe) -> FitRow:
+        """A size whose time to recompute is as far above the proven one as that of the `largest` size is."""
+        profile = Profile(step)
+        recompute = _bounds(step).seconds(self.budget_bytes) * largest.bound_ratio
         return FitRow(
             size=size,
             plain_peak_bytes=profile.peak_bytes,
-            peak_bytes=peak_bytes,
-            step_seconds=seconds,
+            peak_bytes=min(profile.peak_bytes, self.budget_bytes),
+            step_seconds=profile.step_seconds,
             recompute_seconds=recompute,
-            per_second=None if recompute is None else self._per_second(size, seconds + recompute),
+            per_second=self._per_second(size, profile.step_seconds + recompute),
             profiled=False,
         )
 
@@ -355,7 +365,7 @@ class _Search:
         return self.vary.amount(size) / seconds if seconds else None
 
     def _on_paper(self, size: int) -> Step | None:
-        steps = {other: probe.step for other, probe in self.probes.items()}
+        steps = {other: probe.profile.step for other, probe in self.probes.items()}
         return step_at(size, steps, degree=self.vary.degree)
 
     def checks(self, largest_plain: int, largest: int) -> Sequence[Check]:
@@ -365,15 +375,15 @@ class _Search:
         if above in self.probes:
             with self.working(f"measuring {self.vary.name} {above} without a plan"):
                 found.append(self._check_plain(above))
-        if self.probes.get(largest) is not None and self.probes[largest].plan is not None:
+        if largest > largest_plain:
             with self.working(f"measuring {self.vary.name} {largest} with its plan"):
                 found.append(self._check_plan(largest))
         return found
 
     def _check_plain(self, size: int) -> Check:
         probe = self.probes[size]
-        peak_bytes = probe.plain_peak_bytes
-        reason = why_not(probe.step, peak_bytes=peak_bytes)
+        peak_bytes = probe.profile.peak_bytes
+        reason = why_not(probe.profile.step, peak_bytes=peak_bytes)
         if reason:
             return Check(size=size, planned=False, predicted_peak_bytes=peak_bytes, reason=reason)
         measured = run_plain(self.source(size), predicted=peak_bytes, timed_runs=0).measured_peak_bytes
@@ -394,8 +404,8 @@ class _Search:
         )
 
 
-def _bound_bytes(step: Step) -> int:
-    return Bounds(make_table(step)).floor_bytes
+def _bounds(step: Step) -> Bounds:
+    return Bounds(make_table(step))
 
 
 def _profile(source: Source) -> Profile:
