@@ -118,8 +118,12 @@ def fit(
             terminal.note(f"looking at {_words(vary)} {getattr(one, vary.replace('-', '_'))}")
             return profile_target(one, terminal, memory_limit=memory_limit, cache=not no_cache)
 
+        def at(number: int) -> TargetSpec:
+            changes: dict[str, Any] = {vary.replace("-", "_"): number}
+            return replace(spec, **changes)
+
         found = find_fit(
-            lambda number: replace(spec, **{vary.replace("-", "_"): number}),
+            at,
             budget=budget,
             vary=_vary(vary, spec.batch_size, multiple_of=multiple_of, most=most),
             check=not no_check,
