@@ -24,8 +24,8 @@ LIBRARIES = ("lowtide", "torch", "transformers", "numpy")
 def doctor(*, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """Check capture, timing, peak and exactness with a small model on this machine, in two minutes.
 
-    Prints a block to paste into an issue. Uses the CPU, and a CUDA device where there is one. Exits with 4 when
-    results differ, with 3 when a peak is above the budget or not as predicted, with 1 when a check fails.
+    Prints a block to paste into an issue. Uses the CPU, and a CUDA device where there is one. Exits with 4
+    when results differ, with 3 when a peak is not as promised, with 1 when a check fails.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         terminal.note("about two minutes; close what else keeps the machine busy")

@@ -171,11 +171,10 @@ def fit_tables(found: "Fit", *, name: str) -> list[RenderableType]:
             duration(row.step_seconds),
             percent(_overhead(row)),
             _rate(row.per_second),
-            _remark(found, row),
         )
         for row in found.rows
     ]
-    columns = ("size>", "without>", "with>", "step>", "recompute>", f"{found.unit}/s>", "")
+    columns = ("size>", "without>", "with>", "step>", "recompute>", f"{found.unit}/s>")
     title = f"{name}: {found.vary} in {size(found.budget_bytes)}, predicted"
     lines = [
         f"largest {found.vary} without a plan: {_largest(found, found.largest_plain)}",
@@ -212,15 +211,6 @@ def _rate(per_second: float | None) -> str:
     if per_second is None:
         return UNKNOWN
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
-
-
-def _remark(found: "Fit", row: "FitRow") -> str:
-    remarks = {
-        "largest": row.size == found.largest,
-        "largest plain": row.size == found.largest_plain != found.largest,
-        "fastest": row == found.fastest,
-    }
-    return ", ".join(text for text, holds in remarks.items() if holds)
 
 
 def _check(found: "Fit", check: "Check") -> str:
