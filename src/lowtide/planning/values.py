@@ -100,8 +100,11 @@ class Values:
         return any(made == storage for made, _, _ in self.table.recipes[recipe].fresh)
 
     def views(self, rank: int) -> list[int]:
-        """The views among a rank and those that it is taken from."""
-        return sorted(r for source in self.sources(rank) for r in self.way_back(source) if self.is_view(r))
+        """Those among a rank and what it is taken from that can be taken again without making anything."""
+        back = (r for source in self.sources(rank) for r in self.way_back(source))
+        return sorted(r for r in back if self.view_recipe[r] is not None)
 
     def view_seconds(self, rank: int) -> float:
-        return min(self.table.recipes[n].seconds for n in self.table.again[rank])
+        recipe = self.view_recipe[rank]
+        assert recipe is not None
+        return self.table.recipes[recipe].seconds

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 from math import log
 from typing import Any
 
+from torch import Tensor
+
 from lowtide.profiling.ops import cost_by_bytes
 from lowtide.profiling.work import Work, work_making
-from lowtide.torchside.calls import Call, OpCost, signature
+from lowtide.torchside.calls import Call, OpCost, map_leaves, signature
 
 Made = tuple[int, ...]
 """Bytes of each block that a call makes."""
@@ -22,7 +24,7 @@ class Known:
     def __init__(self, measured: Iterable[tuple[Call, OpCost, Made]]) -> None:
         self._costs: dict[str, OpCost] = {}
         self._calls: dict[Any, list[tuple[Call, OpCost, Made]]] = {}
-        self._works: dict[Any, list[tuple[Work, OpCost]]] = {}
+        self._works: dict[Any, list[tuple[str, Work, OpCost]]] = {}
         for call, cost, made in measured:
             name = signature(call)
             if name not in self._costs:
@@ -41,21 +43,28 @@ class Known:
             return OpCost(0.0, 0, estimated=False)
         if call.target not in self._calls:
             return cost_by_bytes(call)
-        work = work_making(call, made)
-        near, cost = min(
-            self._works_of(call.target), key=lambda each: abs(log((each[0].nbytes + 1) / (work.nbytes + 1)))
-        )
+        work, constants = work_making(call, made), _constants(call)
+        works = self._works_of(call.target)
+        # which gradients a convolution gives, say, changes what it holds more than its size does
+        alike = [each for each in works if each[0] == constants] or works
+        _, near, cost = min(alike, key=lambda each: abs(log((each[1].nbytes + 1) / (work.nbytes + 1))))
         ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
         return OpCost(
             cost.seconds * work.ratio_to(near),
-            round(cost.workspace_bytes * ratio),
+            # of a smaller call it may be as large: some kernels need as much whatever the batch
+            round(cost.workspace_bytes * max(1.0, ratio)),
             estimated=True,
             hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
         )
 
-    def _works_of(self, target: Any) -> list[tuple[Work, OpCost]]:
+    def _works_of(self, target: Any) -> list[tuple[str, Work, OpCost]]:
         if target not in self._works:
             self._works[target] = [
-                (work_making(call, made), cost) for call, cost, made in self._calls[target]
+                (_constants(call), work_making(call, made), cost) for call, cost, made in self._calls[target]
             ]
         return self._works[target]
+
+
+def _constants(call: Call) -> str:
+    """What a call is given besides tensors."""
+    return str(map_leaves(lambda leaf: None if isinstance(leaf, Tensor) else leaf, (call.args, call.kwargs)))

@@ -180,21 +180,27 @@ class StepProblem:
             due = max(due, self.ranks[op] + 1)
         return tuple(found)
 
+    def _is_view_of(self, view: int, rank: int) -> bool:
+        """Whether a view has to be taken again when a rank came back: not where it came back itself."""
+        return view != rank and rank in self._values.way_back(view)
+
     def _views_after(self, ops: Sequence[int]) -> dict[int, list[int]]:
         """By position of an op that brings storages back, the recipes of the views of them that are read
         before they come back once more, in an order in which they can run."""
         table, num_first = self.table, self.problem.num_first
         take_again = self._values.view_recipe
         latest: dict[int, int] = {}
+        made_by: dict[int, int] = {}
         wanted: dict[int, set[int]] = {}
         for position, op in enumerate(ops):
             first = op < num_first
             for view, storages in self._read_views[op]:
                 brought = [latest[s] for s in storages if s in latest]
-                if brought:
+                if brought and self._is_view_of(view, made_by[max(brought)]):
                     wanted.setdefault(max(brought), set()).add(view)
             if not first:
                 recipe = table.recipes[self.recipes[op - num_first]]
+                made_by[position] = recipe.rank
                 latest.update((s, position) for s, _, _ in recipe.fresh)
         return {
             position: sorted(

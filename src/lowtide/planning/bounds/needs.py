@@ -155,7 +155,7 @@ def _views(values: Values) -> dict[int, tuple[tuple[int, int, float], ...]]:
     last: dict[int, int] = {}
     for op in table.plain[table.first_backward :]:
         for read in op.reads:
-            for view in values.views(read):
+            for view in filter(values.is_view, values.views(read)):
                 last[view] = op.rank
     found: dict[int, list[tuple[int, int, float]]] = {}
     for view, reader in sorted(last.items()):
