@@ -21,18 +21,17 @@ def step_at(size: int, captured: Mapping[int, Step], *, degree: int) -> Step | N
 
     Seconds are on the line through the next two, whatever the degree, since they are noisy.
     """
-    near = sorted(captured, key=lambda other: (abs(other - size), other))
-    if not near:
-        return None
-    if near[0] == size:
+    if size in captured:
         return captured[size]
-    form = _form(captured[near[0]])
-    chosen: list[int] = []
-    for other in near:
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for other in sorted(captured, key=lambda other: (abs(other - size), other)):
+        chosen = alike.setdefault(_form(captured[other]), [])
         apart = all(abs(other - one) >= APART * max(other, one) for one in chosen)
-        if apart and len(chosen) <= degree and _form(captured[other]) == form:
+        if apart and len(chosen) <= degree:
             chosen.append(other)
-    if len(chosen) < 2:
+    # those with the ops of the nearest size, if they are enough
+    chosen = next((sizes for sizes in alike.values() if len(sizes) > 1), [])
+    if not chosen:
         return None
     return _blend(
         [captured[other] for other in chosen], bytes_by=_weights(size, chosen), seconds_by=_line(size, chosen)
