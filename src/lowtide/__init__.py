@@ -23,6 +23,7 @@ from lowtide.errors import (
 if TYPE_CHECKING:
     from lowtide.api import checkpoint, profile, verify
     from lowtide.checking.verification import Verification
+    from lowtide.experiments.fit import Fit, fit
     from lowtide.plans import Plan, load_plan
     from lowtide.profiles import Profile, load_profile
     from lowtide.running.runner import remove
@@ -33,6 +34,7 @@ __all__ = [
     "BudgetTooSmall",
     "CannotMoveToFreshProcess",
     "CaptureError",
+    "Fit",
     "FreshProcessError",
     "LowtideError",
     "Plan",
@@ -44,6 +46,7 @@ __all__ = [
     "Verification",
     "__version__",
     "checkpoint",
+    "fit",
     "load_plan",
     "load_profile",
     "profile",
@@ -52,10 +55,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Fit": "experiments.fit",
     "Plan": "plans",
     "Profile": "profiles",
     "Verification": "checking.verification",
     "checkpoint": "api",
+    "fit": "experiments.fit",
     "load_plan": "plans",
     "load_profile": "profiles",
     "profile": "api",

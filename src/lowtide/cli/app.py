@@ -7,7 +7,9 @@ import typer
 
 from lowtide import __version__
 from lowtide.cli.compare import compare
+from lowtide.cli.doctor import doctor
 from lowtide.cli.exits import Exit
+from lowtide.cli.fit import fit
 from lowtide.cli.models import models
 from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
@@ -24,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (run, profile, plan, verify, tradeoff, sweep, compare, solve, models):
+for command in (run, profile, plan, verify, fit, tradeoff, sweep, compare, solve, models, doctor):
     app.command()(command)
 
 

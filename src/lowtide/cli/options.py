@@ -19,6 +19,15 @@ def _budget(text: str) -> str:
     return _read(text, lambda: parse_budget(text, whole=1 << 60))
 
 
+def bytes_budget(text: str) -> str:
+    """Refuse a share as well, where sizes differ and each has a peak of its own."""
+    if text.strip().endswith("%"):
+        raise typer.BadParameter(
+            f"'{text}' is a share of one size's own peak, and here sizes differ: write bytes, such as 8GiB"
+        )
+    return _budget(text)
+
+
 def _size(text: str) -> str:
     return _read(text, lambda: parse_size(text))
 

@@ -9,7 +9,7 @@ from lowtide.checking.verification import Verification
 from lowtide.experiments.machine import why_not
 from lowtide.plans import Plan
 from lowtide.report.records import Measurement, StepMeasurement
-from lowtide.zoo.targets import TargetSpec
+from lowtide.zoo.targets import Target, TargetSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Outcome:
     reason: str = ""
 
 
-def run_plan(spec: TargetSpec, plan: Plan, *, timed_runs: int) -> Outcome:
+def run_plan(spec: TargetSpec | Target, plan: Plan, *, timed_runs: int) -> Outcome:
     """Verify a plan against eager, measure it alone, or do neither, by what fits into this machine."""
     reason = why_not(plan.solution, peak_bytes=plan.baseline_peak_bytes)
     if not reason:
@@ -43,7 +43,7 @@ def run_plan(spec: TargetSpec, plan: Plan, *, timed_runs: int) -> Outcome:
     )
 
 
-def run_plain(spec: TargetSpec, *, predicted: int, timed_runs: int) -> StepMeasurement:
+def run_plain(spec: TargetSpec | Target, *, predicted: int, timed_runs: int) -> StepMeasurement:
     """The step without any plan, in fresh processes."""
     found = measure_step(spec, timed_runs=timed_runs)
     return step_measurement(predicted=predicted, measured=found.peak_bytes, timing=found.timing)

@@ -80,7 +80,7 @@ def load_target(
             )
         with _importable(where):
             factory = _find_factory(where, factory_name)
-            target = _call_factory(factory, text, batch_size=batch_size, seed=seed)
+            target = call_factory(factory, text, batch_size=batch_size, seed=seed)
         return _with_optimizer(target, optimizer)
     check_target(text)
     from lowtide.zoo.build import build
@@ -161,7 +161,7 @@ def _import_module(name: str) -> ModuleType:
         raise TargetError(f"cannot import {name}: {_one_line(error)}") from error
 
 
-def _call_factory(factory: Callable[[int], Any], text: str, *, batch_size: int, seed: int) -> Target:
+def call_factory(factory: Callable[[int], Any], text: str, *, batch_size: int, seed: int) -> Target:
     import torch
 
     try:

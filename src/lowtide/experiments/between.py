@@ -1,0 +1,105 @@
+"""A step at a size that nobody captured, on paper: from captured ones that have the same ops.
+
+Bytes are polynomials of a size where nothing is rounded: of degree 1 in the batch size, of degree 2 in the
+length of sequences (attention) and in the height of images. Where something is, this is a guess.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+
+from lowtide.facts import Node, Recipe, Step, Storage
+
+APART = Fraction(1, 10)
+"""Captured sizes nearer to each other than this share are not drawn a line through: it would magnify what
+is rounded."""
+
+
+def step_at(size: int, captured: Mapping[int, Step], *, degree: int) -> Step | None:
+    """The step at `size`, from the `captured` ones next to it; None where too few have the same ops.
+
+    Seconds are on the line through the next two, whatever the degree, since they are noisy.
+    """
+    if size in captured:
+        return captured[size]
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for other in sorted(captured, key=lambda other: (abs(other - size), other)):
+        chosen = alike.setdefault(_form(captured[other]), [])
+        apart = all(abs(other - one) >= APART * max(other, one) for one in chosen)
+        if apart and len(chosen) <= degree:
+            chosen.append(other)
+    # those with the ops of the nearest size, if they are enough
+    chosen = next((sizes for sizes in alike.values() if len(sizes) > 1), [])
+    if not chosen:
+        return None
+    return _blend(
+        [captured[other] for other in chosen], bytes_by=_weights(size, chosen), seconds_by=_line(size, chosen)
+    )
+
+
+def _form(step: Step) -> tuple[object, ...]:
+    """What two steps must have in common for a third between them to be made of both."""
+    return (
+        len(step.storages),
+        *(
+            (node.op, node.reads, node.holds, node.makes, tuple(recipe.method for recipe in node.recipes))
+            for node in step.nodes
+        ),
+    )
+
+
+def _weights(size: int, sizes: Sequence[int]) -> list[Fraction]:
+    """Shares of the values at `sizes` in the value at `size` of the polynomial through them (Lagrange)."""
+    weights = []
+    for one in sizes:
+        weight = Fraction(1)
+        for other in sizes:
+            if other != one:
+                weight *= Fraction(size - other, one - other)
+        weights.append(weight)
+    return weights
+
+
+def _line(size: int, sizes: Sequence[int]) -> list[float]:
+    return [float(weight) for weight in _weights(size, sizes[:2])]
+
+
+def _blend(steps: Sequence[Step], *, bytes_by: Sequence[Fraction], seconds_by: Sequence[float]) -> Step:
+    def nbytes(values: Sequence[int]) -> int:
+        if len(set(values)) == 1:
+            return values[0]
+        return ceil(sum(weight * value for weight, value in zip(bytes_by, values, strict=True)))
+
+    def seconds(values: Sequence[float]) -> float:
+        return max(0.0, sum(weight * value for weight, value in zip(seconds_by, values, strict=False)))
+
+    def storage(same: Sequence[Storage]) -> Storage:
+        return replace(
+            same[0],
+            nbytes=max(0, nbytes([one.nbytes for one in same])),
+            extra_eager_bytes=nbytes([one.extra_eager_bytes for one in same]),
+        )
+
+    def recipe(same: Sequence[Recipe]) -> Recipe:
+        return replace(
+            same[0],
+            seconds=seconds([one.seconds for one in same]),
+            workspace_bytes=nbytes([one.workspace_bytes for one in same]),
+        )
+
+    def node(same: Sequence[Node]) -> Node:
+        return replace(
+            same[0],
+            seconds=seconds([one.seconds for one in same]),
+            workspace_bytes=nbytes([one.workspace_bytes for one in same]),
+            extra_eager_bytes=nbytes([one.extra_eager_bytes for one in same]),
+            recipes=tuple(map(recipe, zip(*(one.recipes for one in same), strict=True))),
+            estimated=True,
+        )
+
+    return replace(
+        steps[0],
+        nodes=tuple(map(node, zip(*(step.nodes for step in steps), strict=True))),
+        storages=tuple(map(storage, zip(*(step.storages for step in steps), strict=True))),
+    )

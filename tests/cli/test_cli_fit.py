@@ -1,0 +1,164 @@
+"""`lowtide fit` and `lowtide doctor`: tables, data and exit codes; what they find is made up."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lowtide.cli.exits import Exit
+from lowtide.experiments import checkup, fit
+from lowtide.experiments.checkup import Checkup
+from lowtide.experiments.fit import Check, Fit, FitRow
+
+
+def row(size, *, recompute=0.0, profiled=True):
+    return FitRow(
+        size=size,
+        plain_peak_bytes=size << 30,
+        peak_bytes=min(size, 8) << 30,
+        step_seconds=size / 10,
+        recompute_seconds=recompute,
+        per_second=size / (size / 10 + recompute),
+        profiled=profiled,
+    )
+
+
+PLAIN = Check(size=9, planned=False, predicted_peak_bytes=9 << 30, measured_peak_bytes=9 << 30)
+PLANNED = Check(size=20, planned=True, predicted_peak_bytes=8 << 30, measured_peak_bytes=8 << 30, exact=True)
+FOUND = Fit(
+    budget_bytes=8 << 30,
+    vary="batch size",
+    unit="samples",
+    multiple_of=1,
+    most=1 << 20,
+    largest_plain=8,
+    largest=20,
+    lowest_bytes=1 << 30,
+    rows=(row(8), row(14, recompute=0.1, profiled=False), row(20, recompute=0.4)),
+    checks=(PLAIN, PLANNED),
+)
+
+
+@pytest.fixture
+def finds(monkeypatch):
+    """Let `lowtide fit` find something; the options that it asked with are returned."""
+    asked = {}
+
+    def let(found):
+        def find_fit(source, **options):
+            asked.update(options, source=source)
+            return found
+
+        monkeypatch.setattr(fit, "find_fit", find_fit)
+        return asked
+
+    return let
+
+
+def test_the_answer_is_told_in_eighty_columns(run_lowtide, finds):
+    asked = finds(FOUND)
+    code, stdout, stderr = run_lowtide("fit", "bert-base-mlm", "--budget", "8GiB", "-q")
+    assert code == Exit.DONE and stderr == ""
+    table = [line.rstrip() for line in stdout.splitlines() if "GiB" in line and ":" not in line]
+    assert len(table) == 3 and max(map(len, table)) <= 80
+    assert "~14" in table[1] and "+20.0 %" in table[2]
+    assert "largest batch size without a plan: 8\n" in stdout
+    assert "largest batch size with a plan: 20\n" in stdout
+    assert "fastest: 8, 10 samples/s" in stdout
+    assert "batch size 9 without a plan: measured 9.00 GiB" in stdout and "above the budget" in stdout
+    assert "within the budget, results exact" in stdout
+    assert asked["source"](7).batch_size == 7 and asked["check"] is True
+
+
+def test_data_for_programs(run_lowtide, finds):
+    asked = finds(FOUND)
+    code, stdout, _ = run_lowtide("fit", "bert-base", "--budget", "8GiB", "--no-check", "--json")
+    data = json.loads(stdout)
+    assert code == 0 and asked["check"] is False
+    assert (data["largest_plain"], data["largest"], data["fastest"]) == (8, 20, 8) and len(data["rows"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("vary", "amount"), [("sequence-length", 4 * 64), ("image-size", 4 * 64**2), ("batch-size", 64)]
+)
+def test_what_grows(run_lowtide, finds, vary, amount):
+    asked = finds(FOUND)
+    given = () if vary == "batch-size" else ("-b", "4")
+    assert run_lowtide("fit", "bert-base", "--budget", "8GiB", "--vary", vary, *given)[0] == 0
+    assert getattr(asked["source"](64), vary.replace("-", "_")) == 64
+    assert asked["vary"].amount(64) == amount and asked["vary"].name == vary.replace("-", " ")
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (replace(FOUND, checks=()), Exit.DONE),
+        (replace(FOUND, checks=(replace(PLANNED, exact=False, differences=("loss",)),)), Exit.RESULTS_DIFFER),
+        (replace(FOUND, checks=(replace(PLANNED, measured_peak_bytes=9 << 30),)), Exit.DOES_NOT_FIT),
+        (replace(FOUND, checks=(replace(PLANNED, measured_peak_bytes=None, reason="needs 9"),)), Exit.DONE),
+        (replace(FOUND, largest_plain=0, largest=0, rows=(), checks=()), Exit.DOES_NOT_FIT),
+    ],
+)
+def test_how_it_ends(run_lowtide, finds, found, code):
+    finds(found)
+    ended, stdout, _ = run_lowtide("fit", "bert-base", "--budget", "8GiB")
+    assert ended == code and stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--budget", "60%"), "8GiB"),
+        (("--budget", "8GiB", "-b", "4"), "--batch-size 4 is what grows"),
+        (("--budget", "8GiB", "--vary", "image-size"), "Say --batch-size N"),
+        (("--budget", "8GiB", "--vary", "colour"), "colour"),
+    ],
+)
+def test_what_makes_no_sense(run_lowtide, finds, arguments, words):
+    finds(FOUND)
+    code, stdout, stderr = run_lowtide("fit", "bert-base", *arguments)
+    assert code == Exit.USAGE and stdout == "" and words in stderr and stderr.count("\n") == 1
+
+
+# doctor
+
+FINE = Checkup(
+    device="cpu",
+    identity="a processor",
+    num_ops=100,
+    timing_noise=0.07,
+    budget_bytes=150,
+    predicted_peak_bytes=(200, 150),
+    measured_peak_bytes=(200, 150),
+    exact=True,
+    differences=(),
+    predicted_overhead=0.1,
+    measured_overhead=0.12,
+    fresh_process=True,
+    notes=(),
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "words"),
+    [
+        (FINE, Exit.DONE, "all is well"),
+        (replace(FINE, exact=False, differences=("loss, step 1",)), Exit.RESULTS_DIFFER, "DIFFERENT: loss"),
+        (replace(FINE, measured_peak_bytes=(200, 151)), Exit.DOES_NOT_FIT, "NOT as promised"),
+        (replace(FINE, measured_peak_bytes=(190, 150)), Exit.DOES_NOT_FIT, "NOT as promised"),
+        (RuntimeError("no compiler"), Exit.ERROR, "cpu: FAILED: RuntimeError: no compiler"),
+    ],
+)
+def test_doctor(run_lowtide, monkeypatch, found, code, words):
+    def check_device(name):
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(checkup, "check_device", check_device)
+    monkeypatch.setattr(checkup.cuda, "is_available", lambda: False)
+    ended, stdout, _ = run_lowtide("doctor")
+    assert ended == code and words in stdout and "torch: " in stdout
+    assert "cuda: not run: torch sees no CUDA device here" in stdout
+    ended, stdout, _ = run_lowtide("doctor", "--json")
+    assert ended == code and set(json.loads(stdout)["devices"]) == {"cpu", "cuda"}

@@ -1,0 +1,144 @@
+"""`lowtide.fit`: the largest sizes are exact by prediction, and true when they are run."""
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.experiments import fit as fits
+from lowtide.experiments.between import step_at
+from lowtide.experiments.fit import Vary, find_fit
+from lowtide.zoo.targets import Target
+
+pytestmark = pytest.mark.slow
+
+WIDTH = 32
+
+
+def make(batch_size):
+    layers = [
+        nn.Linear(WIDTH, WIDTH),
+        nn.GELU(),
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.GELU(),
+        nn.Linear(4 * WIDTH, 1),
+    ]
+    model = nn.Sequential(*layers)
+    return model, torch.randn(batch_size, WIDTH), torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def profile(size):
+    model, batch, optimizer = make(size)
+    return lowtide.profile(model, batch, optimizer=optimizer)
+
+
+def fits_with_a_plan(size, budget_bytes):
+    try:
+        return profile(size).plan(budget_bytes).peak_bytes <= budget_bytes
+    except lowtide.BudgetTooSmall:
+        return False
+
+
+@pytest.fixture(scope="module")
+def budget_bytes():
+    return profile(37).peak_bytes + 100
+
+
+@pytest.fixture(scope="module")
+def found(budget_bytes):
+    return lowtide.fit(make, budget=budget_bytes)
+
+
+def test_the_largest_sizes_fit_and_the_next_do_not(found, budget_bytes):
+    assert found.largest_plain == 37 and profile(38).peak_bytes > budget_bytes
+    assert found.largest > 37
+    assert fits_with_a_plan(found.largest, budget_bytes)
+    assert not fits_with_a_plan(found.largest + 1, budget_bytes)
+
+
+def test_what_was_found_is_true(found, budget_bytes):
+    plain, planned = found.checks
+    assert (plain.size, plain.planned) == (38, False) and plain.measured_peak_bytes > budget_bytes
+    assert (planned.size, planned.planned) == (found.largest, True) and planned.exact
+    assert planned.measured_peak_bytes <= budget_bytes
+
+
+def test_rows_tell_the_throughput_of_sizes_in_between(found, budget_bytes):
+    sizes = [row.size for row in found.rows]
+    assert sizes == sorted(set(sizes)) and {37, found.largest} <= set(sizes)
+    assert any(37 < size < found.largest for size in sizes)
+    for row in found.rows:
+        assert row.peak_bytes <= budget_bytes
+        assert row.per_second == row.size / (row.step_seconds + row.recompute_seconds)
+    assert found.fastest.per_second == max(row.per_second for row in found.rows)
+    assert repr(found).startswith("Fit(budget=") and len(repr(found)) < 140
+
+
+def test_a_size_on_paper_is_the_captured_one():
+    steps = {size: profile(size).step for size in (8, 16, 29)}
+    captured = steps.pop(29)
+    on_paper = step_at(29, steps, degree=1)
+    assert [s.nbytes for s in on_paper.storages] == [s.nbytes for s in captured.storages]
+    assert step_at(29, {8: steps[8]}, degree=1) is None
+
+
+def test_nothing_fits():
+    found = lowtide.fit(make, budget=1000, check=False)
+    assert (found.largest_plain, found.largest, found.rows) == (0, 0, ()) and found.fastest is None
+    assert found.lowest_bytes > 1000
+
+
+def test_multiples_and_a_limit(budget_bytes):
+    found = lowtide.fit(make, budget=budget_bytes, multiple_of=8, check=False)
+    assert found.largest_plain == 32 and found.largest % 8 == 0 and found.checks == ()
+    assert all(row.size % 8 == 0 for row in found.rows)
+    found = lowtide.fit(make, budget=budget_bytes, most=20, check=False)
+    assert (found.largest_plain, found.largest, found.most) == (20, 20, 20)
+
+
+def test_what_the_machine_cannot_hold_is_said_and_not_run(budget_bytes, monkeypatch):
+    monkeypatch.setattr("lowtide.experiments.machine.available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(fits, "run_plain", lambda *_, **__: pytest.fail("must not run"))
+    found = lowtide.fit(make, budget=budget_bytes)
+    assert all(check.measured_peak_bytes is None and "are free" in check.reason for check in found.checks)
+
+
+def test_a_step_whose_ops_change_with_the_size_is_found_by_halving(budget_bytes):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            for _ in range(x.shape[0] % 5):
+                x = self.layer(x)
+            return self.layer(x).sum()
+
+    def source(size):
+        return Target("odd", Odd(), torch.randn(size, WIDTH))
+
+    found = find_fit(source, budget=40_000, vary=Vary(), check=False)
+    peaks = [
+        lowtide.profile(Odd(), torch.randn(size, WIDTH)).peak_bytes
+        for size in (found.largest_plain, found.largest_plain + 1)
+    ]
+    assert peaks[0] <= 40_000 < peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budget": "60%"}, "8GiB"),
+        ({"budget": "much"}, "cannot read the size"),
+        ({"budget": "1GiB", "multiple_of": 0}, "say 1 or more"),
+        ({"budget": "1GiB", "multiple_of": 8, "most": 7}, "allow larger sizes"),
+    ],
+)
+def test_bad_input(options, words):
+    with pytest.raises(lowtide.LowtideError, match=words):
+        lowtide.fit(make, **options)
+
+
+def test_a_bad_factory_is_told():
+    with pytest.raises(lowtide.TargetError, match="must return"):
+        lowtide.fit(lambda size: None, budget="1MiB")
