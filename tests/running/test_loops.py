@@ -213,3 +213,14 @@ def test_a_copy_to_evaluate_is_no_news(caplog: pytest.LogCaptureFixture) -> None
     with torch.no_grad():
         copy.deepcopy(model)(torch.ones(4, 8))
     assert told(caplog) == []
+
+
+def test_a_watch_that_began_under_autocast_ends_without_it(batch: dict[str, torch.Tensor]) -> None:
+    batch.pop("targets")
+    planned = lowtide.checkpoint(Classifier(), batch, budget="1GB")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        planned(**batch)
+    assert len(hooks.active_modes()) == 1
+    with torch.no_grad():
+        planned(**batch)
+    assert hooks.active_modes() == []

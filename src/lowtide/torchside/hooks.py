@@ -330,11 +330,14 @@ def active_modes() -> list[Any]:
 
 
 def dispatch_state() -> str:
-    """How torch dispatches ops in this thread, apart from the modes that see them."""
-    python = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-    python = python | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
-    included = torch._C._dispatch_tls_local_include_set() - python
-    return f"{included} {torch._C._dispatch_tls_local_exclude_set()}"
+    """How torch dispatches ops in this thread, apart from the modes that see them, and from autocast, which
+    comes and goes beside them."""
+    keys = torch._C.DispatchKey
+    beside = torch._C.DispatchKeySet(keys.Python) | torch._C.DispatchKeySet(keys.PythonTLSSnapshot)
+    for name in ("AutocastCPU", "AutocastCUDA"):
+        beside = beside | torch._C.DispatchKeySet(getattr(keys, name))
+    included = torch._C._dispatch_tls_local_include_set() - beside
+    return f"{included} {torch._C._dispatch_tls_local_exclude_set() - beside}"
 
 
 def order_of(node: Any) -> int:
