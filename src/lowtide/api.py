@@ -53,9 +53,13 @@ class _Training:
     optimizer: Optimizers | None
     loss: Loss | None
     accumulate: bool
-    reserve_bytes: int
+    reserve: str | int
     step_in_backward: bool
     holds_outputs: bool
+
+    @property
+    def reserve_bytes(self) -> int:
+        return parse_size(self.reserve) if self.reserve else 0
 
     @property
     def loop(self) -> Loop:
@@ -146,21 +150,21 @@ def profile(
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
-    if mode == "run" and (ranks is not None or units_of(model)):
-        raise LowtideError(
-            "mode 'run' runs whole graphs in one process: profile a sharded model with mode 'ops'"
-        )
     training = _Training(
         optimizer=optimizer,
         loss=loss,
         accumulate=accumulate,
-        reserve_bytes=parse_size(reserve) if reserve else 0,
+        reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
     )
     limit_bytes = parse_size(memory_limit)
     group = ranks_of(model, process_group)
     training.check(model, group)
+    if mode == "run" and (ranks is not None or units_of(model)):
+        raise LowtideError(
+            "mode 'run' runs whole graphs in one process: profile a sharded model with mode 'ops'"
+        )
     paper = None if ranks is None else on_paper(model, ranks=ranks, shard=shard)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         captured = training.capture(model, batch, paper=paper)
@@ -205,7 +209,7 @@ def checkpoint(
         optimizer=optimizer,
         loss=loss,
         accumulate=accumulate,
-        reserve_bytes=parse_size(reserve) if reserve else 0,
+        reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
     )
