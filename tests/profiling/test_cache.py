@@ -1,10 +1,11 @@
 """Costs on disk survive broken files, other machines and other writers."""
 
-import json
 import logging
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,51 @@ def test_a_slice_is_measured_again_when_more_memory_is_allowed(tmp_path):
     assert cache.get("mm", memory_limit_bytes=200) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"costs": {"mm": 3}}', '{"costs": []}'])
-def test_a_broken_file_is_reported_and_written_anew(tmp_path, caplog, text):
+def _not_sqlite(path: Path) -> None:
+    path.write_text("{}")
+
+
+def _cut_short(path: Path) -> None:
+    _filled(path.parent)
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def _overwritten(path: Path) -> None:
+    _filled(path.parent)
+    data = bytearray(path.read_bytes())
+    data[4096:] = bytes(len(data) - 4096)
+    path.write_bytes(data)
+
+
+def _other_columns(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("create table costs (signature text)")
+        database.execute("insert into costs values ('mm')")
+
+
+def _other_values(path: Path) -> None:
+    _filled(path.parent)
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("update costs set hidden_bytes = 'much'")
+
+
+def _filled(folder: Path) -> None:
+    cache = CostCache(CPU, directory=folder)
+    for number in range(200):
+        cache.put(f"op {number}", COST, memory_limit_bytes=LIMIT)
+    cache.save()
+
+
+@pytest.mark.parametrize("damage", [_not_sqlite, _cut_short, _overwritten, _other_columns, _other_values])
+def test_a_broken_file_is_reported_and_written_anew(tmp_path, caplog, damage):
     path = CostCache(CPU, directory=tmp_path).path
-    path.write_text(text)
+    damage(path)
     with caplog.at_level(logging.WARNING):
         cache = CostCache(CPU, directory=tmp_path)
     assert str(path) in caplog.text
     cache.put("mm", COST, memory_limit_bytes=LIMIT)
     cache.save()
-    assert json.loads(path.read_text())["costs"]["mm"] == [0.25, 64, False, [0, 96], LIMIT]
+    assert CostCache(CPU, directory=tmp_path).get("mm", memory_limit_bytes=LIMIT) == COST
 
 
 def test_another_thread_count_has_another_file(tmp_path):
@@ -56,7 +92,17 @@ def test_another_thread_count_has_another_file(tmp_path):
         torch.set_num_threads(threads)
 
 
-def test_writers_at_the_same_time_leave_a_whole_file(tmp_path):
+def test_what_cannot_be_written_is_told_and_not_lost(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    cache = CostCache(CPU, directory=tmp_path / "file")
+    cache.put("mm", COST, memory_limit_bytes=LIMIT)
+    with caplog.at_level(logging.WARNING):
+        cache.save()
+    assert "costs are not remembered" in caplog.text
+    assert cache.get("mm", memory_limit_bytes=LIMIT) == COST
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path):
     def write(number):
         cache = CostCache(CPU, directory=tmp_path)
         for step in range(20):
@@ -68,9 +114,10 @@ def test_writers_at_the_same_time_leave_a_whole_file(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    costs = json.loads(CostCache(CPU, directory=tmp_path).path.read_text())["costs"]
-    assert len(costs) >= 20
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    cache = CostCache(CPU, directory=tmp_path)
+    names = [f"op {number} {step}" for number in range(4) for step in range(20)]
+    assert all(cache.get(name, memory_limit_bytes=LIMIT) == COST for name in names)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".sqlite"]
 
 
 def test_directory_follows_the_environment(monkeypatch, tmp_path):

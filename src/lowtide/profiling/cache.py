@@ -1,15 +1,15 @@
-"""Costs measured before, on disk: one JSON file for each torch version, machine and device."""
+"""Costs measured before, on disk: one SQLite file for each torch version, machine and device."""
 
 import hashlib
 import json
 import logging
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
-from lowtide.errors import LowtideError
-from lowtide.facts.files import write_atomic
 from lowtide.profiling.device import Device
 from lowtide.torchside.calls import OpCost
 
@@ -17,6 +17,16 @@ _log = logging.getLogger(__name__)
 
 # Raised when costs are measured in another way, so that old files are left alone.
 _METHOD = 6
+
+_TABLES = """
+create table if not exists costs (
+    signature text primary key, seconds real, workspace_bytes integer, estimated integer, hidden_bytes text,
+    limit_bytes integer
+) without rowid;
+create table if not exists orders (signature text primary key, orders text) without rowid;
+"""
+_PATIENCE_SECONDS = 30.0
+"""How long to wait while another process writes."""
 
 Order = list[int] | None
 """Dimensions of a result as they lie in memory, from the outermost; None where it has gaps."""
@@ -34,14 +44,16 @@ def cache_directory() -> Path:
 class CostCache:
     """Costs by signature, for one device of this machine.
 
-    A file that cannot be read is reported to the log and written anew. Writers replace the whole
-    file at once after merging in what others wrote, so two at a time never leave a broken one.
+    A file that cannot be read is reported to the log and made anew. Several processes may read and write
+    it at the same time; what was saved, nobody takes away.
     """
 
     def __init__(self, device: Device, *, directory: Path | None = None) -> None:
-        self.key = f"method {_METHOD}; torch {torch.__version__}; {device.torch_device}; {device.identity}"
-        digest = hashlib.sha256(self.key.encode()).hexdigest()[:16]
-        self.path = (directory or cache_directory()) / f"costs-{digest}.json"
+        key = f"method {_METHOD}; torch {torch.__version__}; {device.torch_device}; {device.identity}"
+        digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+        self.path = (directory or cache_directory()) / f"costs-{digest}.sqlite"
+        self._new_costs: dict[str, tuple[OpCost, int]] = {}
+        self._new_orders: dict[str, list[Order]] = {}
         self._costs, self._orders = self._read()
 
     def get(self, signature: str, *, memory_limit_bytes: int) -> OpCost | None:
@@ -52,56 +64,80 @@ class CostCache:
         return cost
 
     def put(self, signature: str, cost: OpCost, *, memory_limit_bytes: int) -> None:
-        self._costs[signature] = (cost, memory_limit_bytes)
+        self._costs[signature] = self._new_costs[signature] = (cost, memory_limit_bytes)
 
     def orders(self, signature: str) -> list[Order] | None:
         """How the results of a call really lie in memory, if that was ever asked."""
         return self._orders.get(signature)
 
     def put_orders(self, signature: str, orders: list[Order]) -> None:
-        self._orders[signature] = orders
+        self._orders[signature] = self._new_orders[signature] = orders
 
     def save(self) -> None:
-        """Write all costs and orders, together with those that other processes saved meanwhile.
+        """Write the costs and orders that are new since the last time.
 
         Where that cannot be, a warning says so: what was measured is not lost for it.
         """
-        costs, orders = self._read()
-        self._costs, self._orders = costs | self._costs, orders | self._orders
-        document = {
-            "key": self.key,
-            "costs": {
-                signature: [
-                    cost.seconds,
-                    cost.workspace_bytes,
-                    cost.estimated,
-                    cost.hidden_bytes,
-                    limit_bytes,
-                ]
-                for signature, (cost, limit_bytes) in sorted(self._costs.items())
-            },
-            "orders": dict(sorted(self._orders.items())),
-        }
+        if not self._new_costs and not self._new_orders:
+            return
         try:
-            write_atomic(self.path, json.dumps(document, indent=0))
-        except LowtideError as error:
-            _log.warning("costs are not remembered: %s", error)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write()
+        except (OSError, sqlite3.Error) as error:
+            _log.warning("costs are not remembered: cannot write %s: %s", self.path, error)
+        self._new_costs.clear()
+        self._new_orders.clear()
+
+    def _write(self) -> None:
+        costs = [
+            (
+                signature,
+                cost.seconds,
+                cost.workspace_bytes,
+                cost.estimated,
+                json.dumps(cost.hidden_bytes),
+                limit,
+            )
+            for signature, (cost, limit) in self._new_costs.items()
+        ]
+        orders = [(signature, json.dumps(found)) for signature, found in self._new_orders.items()]
+        with closing(self._open()) as database, database:
+            database.executemany("insert or replace into costs values (?, ?, ?, ?, ?, ?)", costs)
+            database.executemany("insert or replace into orders values (?, ?)", orders)
+
+    def _open(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self.path, timeout=_PATIENCE_SECONDS)
+        database.executescript(_TABLES)
+        return database
 
     def _read(self) -> tuple[dict[str, tuple[OpCost, int]], dict[str, list[Order]]]:
         if not self.path.exists():
             return {}, {}
         try:
-            document = json.loads(self.path.read_text())
-            costs = {
-                str(signature): (
-                    OpCost(float(seconds), int(workspace), bool(estimated), tuple(map(int, hidden))),
-                    int(limit_bytes),
-                )
-                for signature, (seconds, workspace, estimated, hidden, limit_bytes) in document[
-                    "costs"
-                ].items()
-            }
-            return costs, dict(document["orders"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            with closing(self._open()) as database:
+                costs = {
+                    str(signature): (
+                        OpCost(float(seconds), int(workspace), bool(estimated), tuple(json.loads(hidden))),
+                        int(limit_bytes),
+                    )
+                    for signature, seconds, workspace, estimated, hidden, limit_bytes in database.execute(
+                        "select * from costs"
+                    )
+                }
+                orders = {
+                    str(signature): json.loads(found)
+                    for signature, found in database.execute("select * from orders")
+                }
+                return costs, orders
+        except sqlite3.OperationalError as error:  # of the machine, not of what is in the file
+            _log.warning("the cost cache %s cannot be read: %s", self.path, error)
+        except (ValueError, TypeError, sqlite3.Error) as error:
             _log.warning("the cost cache %s cannot be read and will be written anew: %s", self.path, error)
-            return {}, {}
+            self._remove()
+        return {}, {}
+
+    def _remove(self) -> None:
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("costs are not remembered: cannot write %s: %s", self.path, error)
