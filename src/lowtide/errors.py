@@ -10,6 +10,7 @@ LowtideError
 ├── NotEnoughMemory     a step needs more memory than the machine has free
 ├── PlanMismatch        a plan made for another model, shape or torch version
 ├── RankError           another process of the group failed, or did not come
+├── StoreError          where swapped values go is full, broken or not there
 ├── TargetError         the command line's TARGET cannot be loaded
 ├── Unsupported         asked at run time for what an exact result cannot be given for
 ├── UnsupportedTorch    torch is too old; an ImportError, too
@@ -49,6 +50,10 @@ class RankError(LowtideError):
     def __init__(self, rank: int, message: str) -> None:
         self.rank = rank
         super().__init__(message)
+
+
+class StoreError(LowtideError):
+    pass
 
 
 class TargetError(LowtideError):

@@ -1,0 +1,195 @@
+"""A file without a name in a folder of the user's choice.
+
+The file is unlinked when it is opened, so that nothing stays of it, whatever happens to the process. Bytes
+are written through to the disk and dropped from the page cache: memory that a value leaves is free, and a
+transfer takes as long on a machine without a byte to spare as on one with plenty.
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import StoreError
+from lowtide.facts.units import size_and_bytes
+from lowtide.stores.slots import Slots, whole_pages
+from lowtide.stores.store import Arrival, Layout, Parcel, Store, bytes_of
+
+
+class DiskStore(Store):
+    """Values of this process in `folder`; another process, or a fork of this one, has a file of its own."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.text = f"disk:{folder}"
+        self._reserved_bytes = 0
+        self._opening = threading.Lock()
+        self._file = _File(self)
+
+    def reserve(self, nbytes: int) -> None:
+        self._own_file().grow_to(whole_pages(nbytes))
+        self._reserved_bytes = max(self._reserved_bytes, whole_pages(nbytes))
+
+    @property
+    def file_bytes(self) -> int:
+        """What its file takes on the disk."""
+        return os.fstat(self._file.file.fileno()).st_blocks * 512
+
+    def send(self, value: Tensor) -> Parcel:
+        return _DiskParcel(self._own_file(), value)
+
+    def _own_file(self) -> "_File":
+        with self._opening:
+            if self._file.process != os.getpid():
+                self._file = _File(self)
+                self._file.grow_to(self._reserved_bytes)
+            return self._file
+
+
+class _File:
+    """An open file, who has which part of it, and one thread for each direction."""
+
+    def __init__(self, store: DiskStore) -> None:
+        self.folder, self.text = store.folder, store.text
+        self.process = os.getpid()
+        self.file = _opened(store.folder)
+        self.nbytes = 0
+        self.slots = Slots()
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="lowtide-write")
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-read")
+        self._taking = threading.Lock()
+
+    def take(self, nbytes: int) -> int:
+        with self._taking:
+            start = self.slots.take(nbytes)
+            try:
+                self.grow_to(self.slots.end)
+            except StoreError:
+                self.slots.give_back(start, nbytes)
+                raise
+            return start
+
+    def grow_to(self, nbytes: int) -> None:
+        """Have so many bytes on the disk, before anybody counts on them."""
+        if nbytes <= self.nbytes:
+            return
+        more_bytes, free_bytes = nbytes - self.nbytes, shutil.disk_usage(self.folder).free
+        try:
+            if more_bytes > free_bytes:  # or all that is left would be taken before it fails
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(self.file.fileno(), self.nbytes, more_bytes)
+        except OSError as error:
+            raise StoreError(
+                f"swapping to '{self.text}' needs {size_and_bytes(more_bytes)} there, and "
+                f"{size_and_bytes(free_bytes)} are free ({error.strerror}): make room, or choose another "
+                "folder with swap='disk:FOLDER'"
+            ) from error
+        self.nbytes = nbytes
+
+    def write(self, box: list[memoryview], start: int) -> None:
+        """Runs in the writer's thread, which holds nothing of the value when this returns."""
+        source = box.pop()
+        try:
+            done, number = 0, self.file.fileno()
+            while done < len(source):
+                done += os.pwrite(number, source[done:], start + done)
+            os.fdatasync(number)
+            os.posix_fadvise(number, start, whole_pages(len(source)), os.POSIX_FADV_DONTNEED)
+        finally:
+            del source
+
+    def read(self, box: list[memoryview], start: int) -> None:
+        """Runs in the reader's thread."""
+        target = box.pop()
+        try:
+            done, number = 0, self.file.fileno()
+            while done < len(target):
+                count = os.preadv(number, [target[done:]], start + done)
+                if not count:
+                    raise OSError(errno.EIO, "the file is shorter than what was written")
+                done += count
+            os.posix_fadvise(number, start, whole_pages(len(target)), os.POSIX_FADV_DONTNEED)
+        finally:
+            del target
+
+    def failed(self, what: str, error: OSError) -> StoreError:
+        return StoreError(
+            f"the store '{self.text}' could not {what} ({error.strerror or error}), so that this step is "
+            "lost: look after the disk, or choose another folder with swap='disk:FOLDER'. The next step "
+            "begins anew"
+        )
+
+
+class _DiskParcel(Parcel):
+    start = -1
+    """where it lies in the file, once it has a place there"""
+
+    def __init__(self, file: _File, value: Tensor) -> None:
+        self.layout = Layout.of(value)
+        self._file = file
+        self.start = file.take(self.layout.nbytes)
+        self._value: Tensor | None = value
+        self._writing: Future[None] = file.writer.submit(file.write, [_view(bytes_of(value))], self.start)
+
+    def let_go(self) -> None:
+        self.finish(self._writing, "write")
+        self._value = None
+
+    def fetch(self) -> Arrival:
+        if self._file.process != os.getpid():
+            raise StoreError(
+                f"a value on '{self._file.text}' was written before this process was forked from another: "
+                "run the backward pass where the forward pass ran"
+            )
+        return _DiskArrival(self)
+
+    def read(self, block: Tensor) -> "Future[None]":
+        return self._file.reader.submit(self._file.read, [_view(block)], self.start)
+
+    def finish(self, copy: "Future[None]", what: str) -> None:
+        """Wait for a copy."""
+        try:
+            copy.result()
+        except OSError as error:
+            raise self._file.failed(f"{what} {size_and_bytes(self.layout.nbytes)}", error) from error
+
+    def __del__(self) -> None:
+        # what is still being written stands before whatever the writer puts there next
+        if self.start >= 0:
+            self._file.slots.give_back(self.start, self.layout.nbytes)
+
+
+class _DiskArrival(Arrival):
+    def __init__(self, parcel: _DiskParcel) -> None:
+        self._parcel: _DiskParcel | None = parcel
+        self._block = torch.empty(parcel.layout.nbytes, dtype=torch.uint8, device="cpu")
+        self._reading = parcel.read(self._block)
+
+    def value(self) -> Tensor:
+        parcel = self._parcel
+        assert parcel is not None
+        parcel.finish(self._reading, "read")
+        self._parcel = None
+        return parcel.layout.over(self._block)
+
+
+def _view(block: Tensor) -> memoryview:
+    return block.numpy().data
+
+
+def _opened(folder: str) -> IO[Any]:
+    if not hasattr(os, "posix_fallocate") or not hasattr(os, "posix_fadvise"):
+        raise StoreError("swapping to a disk needs Linux: leave swap out")
+    try:
+        return tempfile.TemporaryFile(dir=folder, buffering=0)
+    except OSError as error:
+        raise StoreError(
+            f"cannot open a file in the folder '{folder}' to swap to ({error.strerror}): make the folder, or "
+            "choose another with swap='disk:FOLDER'"
+        ) from error
