@@ -28,11 +28,24 @@ typedef struct {
     int64_t static_bytes;
 } Problem;
 
-/* One run of a sequence. Events are a list in the order they run; labels rise along it. */
+#define LARGEST (INT64_MAX / 4)
+
+enum { HEAD = 0, TAIL = 1, CHUNK = 64, MAX_GATHERED = 48 };
+
+/* One run of a sequence, by where it stands. HEAD and TAIL stand before and after all runs. */
 typedef struct {
-    int32_t op, prev, next, place; /* place: among the events that can be drawn */
-    int64_t label, held;           /* held: bytes during this run */
+    int32_t op, place; /* place: among the events that can be drawn */
+    int32_t chunk, index;
 } Event;
+
+/* Some events in the order they run, in a list of chunks whose `order` rises along it. An event holds its
+   own `held` bytes and `all`; `least` and `most` are bounds of the former, not always tight. */
+typedef struct {
+    int32_t prev, next, count, order;
+    int64_t all, least, most;
+    int64_t held[CHUNK];
+    int32_t events[CHUNK];
+} Chunk;
 
 /* Where an event reads or makes a storage. */
 typedef struct {
@@ -52,18 +65,17 @@ typedef struct {
     const Problem *p;
     uint64_t random;
     Event *events;
+    Chunk *chunks;
     Touches *touches;         /* by storage */
-    int32_t *spare, *again, *first_event, *maker, *candidates, *gathered;
+    int32_t *spare, *spare_chunks, *again, *first_event, *maker, *candidates, *gathered;
     int64_t *own;             /* by op: bytes that it makes, and its workspace */
     double *weights;          /* running sums of the bytes of `candidates` */
     uint32_t *mark, *view_mark, stamp, view_stamp;
     Change *journal;
-    int num_events, num_spare, num_again, num_candidates, num_changes, num_gathered, room, failed;
-    int64_t budget, excess;
+    int num_events, num_spare, num_chunks, num_spare_chunks, num_again, num_candidates, num_changes, num_gathered, room, failed;
+    int64_t budget, excess, tail_held; /* tail_held: bytes after the last run */
     double seconds;
 } State;
-
-enum { HEAD = 0, TAIL = 1, LABEL_STEP = 1 << 20, MAX_GATHERED = 48 };
 
 static double draw(State *state) {
     uint64_t x = state->random;
@@ -81,27 +93,167 @@ static int pick(State *state, int count) {
 
 static int64_t over(const State *state, int64_t held) { return held > state->budget ? held - state->budget : 0; }
 
-/* Add `nbytes` to all events after `first` up to `last`. */
-static void add_between(State *state, int first, int last, int64_t nbytes) {
-    Event *events = state->events;
-    const int64_t budget = state->budget;
-    int64_t excess = 0;
-    for (int e = events[first].next;; e = events[e].next) {
-        const int64_t before = events[e].held, after = before + nbytes;
-        events[e].held = after;
-        if (e != TAIL) excess += (after > budget ? after - budget : 0) - (before > budget ? before - budget : 0);
-        if (e == last) break;
-    }
-    state->excess += excess;
+static int64_t held_at(const State *state, int e) {
+    const Chunk *chunk = &state->chunks[state->events[e].chunk];
+    return chunk->held[state->events[e].index] + chunk->all;
 }
 
-/* The place of the first touch of a storage at or after a label. */
-static int touch_at(const State *state, int storage, int64_t label) {
+static int next_of(const State *state, int e) {
+    const Chunk *chunk = &state->chunks[state->events[e].chunk];
+    const int index = state->events[e].index + 1;
+    return index < chunk->count ? chunk->events[index] : state->chunks[chunk->next].events[0];
+}
+
+static int prev_of(const State *state, int e) {
+    const Chunk *chunk = &state->chunks[state->events[e].chunk];
+    const int index = state->events[e].index - 1;
+    if (index >= 0) return chunk->events[index];
+    const Chunk *before = &state->chunks[chunk->prev];
+    return before->events[before->count - 1];
+}
+
+/* Whether one event runs before another. */
+static int is_before(const State *state, int e, int other) {
+    const Event *one = &state->events[e], *two = &state->events[other];
+    if (one->chunk == two->chunk) return one->index < two->index;
+    return state->chunks[one->chunk].order < state->chunks[two->chunk].order;
+}
+
+/* Add `nbytes` to the events of a chunk from index `from` to before `to`; what that adds to the excess. */
+static int64_t add_within(const State *state, Chunk *chunk, int from, int to, int64_t nbytes) {
+    const int64_t budget = state->budget - chunk->all;
+    int64_t excess = 0;
+    for (int i = from; i < to; i++) {
+        const int64_t before = chunk->held[i], after = before + nbytes;
+        chunk->held[i] = after;
+        excess += (after > budget ? after - budget : 0) - (before > budget ? before - budget : 0);
+    }
+    if (nbytes > 0) chunk->most += nbytes;
+    else chunk->least += nbytes;
+    return excess;
+}
+
+/* The same for all events of a chunk: at once where all of them are below the budget, or all above. */
+static int64_t add_to_all(const State *state, Chunk *chunk, int64_t nbytes) {
+    const int64_t budget = state->budget - chunk->all;
+    if (chunk->most <= budget && chunk->most + nbytes <= budget) {
+        chunk->all += nbytes;
+        return 0;
+    }
+    if (chunk->least >= budget && chunk->least + nbytes >= budget) {
+        chunk->all += nbytes;
+        return nbytes * chunk->count;
+    }
+    const int64_t excess = add_within(state, chunk, 0, chunk->count, nbytes);
+    chunk->least = LARGEST, chunk->most = -LARGEST;
+    for (int i = 0; i < chunk->count; i++) {
+        if (chunk->held[i] < chunk->least) chunk->least = chunk->held[i];
+        if (chunk->held[i] > chunk->most) chunk->most = chunk->held[i];
+    }
+    return excess;
+}
+
+/* Add `nbytes` to all events after `first` up to `last`. */
+static void add_between(State *state, int first, int last, int64_t nbytes) {
+    Chunk *chunks = state->chunks;
+    if (last == TAIL) {
+        state->tail_held += nbytes;
+        last = prev_of(state, TAIL);
+    }
+    int chunk = state->events[first].chunk;
+    const int end = state->events[last].chunk;
+    int from = state->events[first].index + 1;
+    for (; chunk != end; chunk = chunks[chunk].next) {
+        if (from) state->excess += add_within(state, &chunks[chunk], from, chunks[chunk].count, nbytes);
+        else state->excess += add_to_all(state, &chunks[chunk], nbytes);
+        from = 0;
+    }
+    state->excess += add_within(state, &chunks[end], from, state->events[last].index + 1, nbytes);
+}
+
+/* A chunk without events, behind another one. */
+static int new_chunk(State *state, int behind) {
+    Chunk *chunks = state->chunks;
+    const int made = state->num_spare_chunks ? state->spare_chunks[--state->num_spare_chunks] : state->num_chunks++;
+    const int next = chunks[behind].next;
+    chunks[made].prev = behind, chunks[made].next = next;
+    chunks[behind].next = chunks[next].prev = made;
+    chunks[made].count = 0;
+    for (int chunk = state->events[HEAD].chunk, order = 0;; chunk = chunks[chunk].next) {
+        chunks[chunk].order = order++;
+        if (chunk == state->events[TAIL].chunk) break;
+    }
+    return made;
+}
+
+/* Move the last events of a chunk, from index `from` on, to the end of another one. */
+static void shift(State *state, int chunk, int from, int to) {
+    Chunk *source = &state->chunks[chunk], *target = &state->chunks[to];
+    if (!target->count) target->all = source->all, target->least = LARGEST, target->most = -LARGEST;
+    for (int i = from; i < source->count; i++) {
+        const int e = source->events[i], index = target->count++;
+        const int64_t held = source->held[i] + source->all - target->all;
+        target->events[index] = e, target->held[index] = held;
+        state->events[e].chunk = to, state->events[e].index = index;
+        if (held < target->least) target->least = held;
+        if (held > target->most) target->most = held;
+    }
+    source->count = from;
+}
+
+/* Let event `e` stand right behind another one, with its bytes. */
+static void link(State *state, int e, int behind, int64_t held) {
+    int chunk = state->events[behind].chunk, index = state->events[behind].index + 1;
+    if (state->chunks[chunk].count == CHUNK) {
+        const int made = new_chunk(state, chunk);
+        shift(state, chunk, CHUNK / 2, made);
+        chunk = state->events[behind].chunk, index = state->events[behind].index + 1;
+    }
+    Chunk *mine = &state->chunks[chunk];
+    for (int i = mine->count++; i > index; i--) {
+        mine->events[i] = mine->events[i - 1], mine->held[i] = mine->held[i - 1];
+        state->events[mine->events[i]].index = i;
+    }
+    held -= mine->all;
+    mine->events[index] = e, mine->held[index] = held;
+    state->events[e].chunk = chunk, state->events[e].index = index;
+    if (held < mine->least) mine->least = held;
+    if (held > mine->most) mine->most = held;
+}
+
+static int may_join(const State *state, int chunk, int next) {
+    const int count = state->chunks[next].count;
+    return !count || state->chunks[chunk].count + count <= CHUNK / 2;
+}
+
+/* Let a chunk have the events of the next one, too. */
+static void join(State *state, int chunk, int next) {
+    shift(state, next, 0, chunk);
+    state->chunks[chunk].next = state->chunks[next].next;
+    state->chunks[state->chunks[next].next].prev = chunk;
+    state->spare_chunks[state->num_spare_chunks++] = next;
+}
+
+static void unlink_event(State *state, int e) {
+    Chunk *chunks = state->chunks;
+    const int chunk = state->events[e].chunk;
+    Chunk *mine = &chunks[chunk];
+    mine->count--;
+    for (int i = state->events[e].index; i < mine->count; i++) {
+        mine->events[i] = mine->events[i + 1], mine->held[i] = mine->held[i + 1];
+        state->events[mine->events[i]].index = i;
+    }
+    if (chunk != state->events[HEAD].chunk && may_join(state, mine->prev, chunk)) join(state, mine->prev, chunk);
+    else if (mine->next != state->events[TAIL].chunk && may_join(state, chunk, mine->next)) join(state, chunk, mine->next);
+}
+
+/* The place of the first touch of a storage at or after an event. */
+static int touch_at(const State *state, int storage, int event) {
     const Touches *mine = &state->touches[storage];
     int low = 0, high = mine->count;
     while (low < high) {
         const int middle = (low + high) / 2;
-        if (state->events[mine->items[middle].event].label < label) low = middle + 1;
+        if (is_before(state, mine->items[middle].event, event)) low = middle + 1;
         else high = middle;
     }
     return low;
@@ -152,34 +304,20 @@ static void drop_touch(State *state, int storage, int i) {
     mine->count--;
 }
 
-static void label_anew(State *state) {
-    int64_t label = 0;
-    for (int e = HEAD;; e = state->events[e].next) {
-        state->events[e].label = label;
-        label += LABEL_STEP;
-        if (e == TAIL) break;
-    }
-}
-
 /* Let `op` run right before event `before`; the new event. */
 static int insert(State *state, int op, int before) {
     const Problem *p = state->p;
     Event *events = state->events;
-    const int prev = events[before].prev;
-    if (events[before].label - events[prev].label < 2) label_anew(state);
     const int e = state->num_spare ? state->spare[--state->num_spare] : state->num_events++;
+    const int64_t passing =
+        before == TAIL ? state->tail_held : held_at(state, before) - state->own[events[before].op];
     events[e].op = op;
-    events[e].prev = prev, events[e].next = before;
-    events[prev].next = events[before].prev = e;
-    const int64_t gap = (events[before].label - events[prev].label) / 2;
-    events[e].label = events[prev].label + (gap < LABEL_STEP ? gap : LABEL_STEP);
-    const int64_t passing = events[before].held - (before == TAIL ? 0 : state->own[events[before].op]);
-    events[e].held = passing + state->own[op];
-    state->excess += over(state, events[e].held);
+    link(state, e, prev_of(state, before), passing + state->own[op]);
+    state->excess += over(state, passing + state->own[op]);
     state->seconds += p->seconds[op];
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
         const int s = p->makes[j];
-        const int i = touch_at(state, s, events[e].label);
+        const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i - 1);
         if (is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, -p->nbytes[s]);
         put_touch(state, s, i, e, 0);
@@ -187,7 +325,7 @@ static int insert(State *state, int op, int before) {
     }
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int s = p->reads[j];
-        const int i = touch_at(state, s, events[e].label);
+        const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i - 1);
         if (!is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, p->nbytes[s]);
         put_touch(state, s, i, e, 1);
@@ -208,7 +346,7 @@ static void take_out(State *state, int e) {
     const int op = events[e].op;
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int s = p->reads[j];
-        const int i = touch_at(state, s, events[e].label);
+        const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i);
         drop_touch(state, s, i);
         state->seconds += views_around(state, s, i - 1);
@@ -216,16 +354,15 @@ static void take_out(State *state, int e) {
     }
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
         const int s = p->makes[j];
-        const int i = touch_at(state, s, events[e].label);
+        const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i - 1) + views_around(state, s, i);
         drop_touch(state, s, i);
         state->seconds += views_around(state, s, i - 1);
         if (is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, p->nbytes[s]);
     }
-    state->excess -= over(state, events[e].held);
+    state->excess -= over(state, held_at(state, e));
     state->seconds -= p->seconds[op];
-    events[events[e].prev].next = events[e].next;
-    events[events[e].next].prev = events[e].prev;
+    unlink_event(state, e);
     if (op < p->num_first) {
         state->first_event[op] = -1;
     } else {
@@ -267,7 +404,7 @@ static int is_needless(const State *state, int e) {
     if (!p->optional[op]) return 0;
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
         const Touches *mine = &state->touches[p->makes[j]];
-        if (is_read_at(mine, touch_at(state, p->makes[j], state->events[e].label) + 1)) return 0;
+        if (is_read_at(mine, touch_at(state, p->makes[j], e) + 1)) return 0;
     }
     return 1;
 }
@@ -276,12 +413,12 @@ static int is_needless(const State *state, int e) {
 static void discard(State *state, int e) {
     const Problem *p = state->p;
     const int op = state->events[e].op;
-    const int64_t label = state->events[e].label;
-    note(state, e, op, state->events[e].next, 0);
+    const int next = next_of(state, e);
+    note(state, e, op, next, 0);
     take_out(state, e);
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1] && !full(state); j++) {
         const Touches *mine = &state->touches[p->reads[j]];
-        int i = touch_at(state, p->reads[j], label) - 1;
+        int i = touch_at(state, p->reads[j], next) - 1;
         while (i >= 0 && mine->items[i].is_read) i--;
         if (i >= 0 && is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
     }
@@ -294,7 +431,7 @@ static void discard_behind(State *state, int e) {
     if (op < 0) return; /* discarded in the meantime */
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1] && !full(state); j++) {
         const Touches *mine = &state->touches[p->makes[j]];
-        int i = touch_at(state, p->makes[j], state->events[e].label) - 1;
+        int i = touch_at(state, p->makes[j], e) - 1;
         while (i >= 0 && mine->items[i].is_read) i--;
         if (i >= 0 && is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
     }
@@ -311,7 +448,7 @@ static void undo(State *state) {
 /* Whether `op` may run again right before an event. */
 static int may_stand(const State *state, int before, int op) {
     const Problem *p = state->p;
-    while (before != TAIL && state->events[before].op >= p->num_first) before = state->events[before].next;
+    while (before != TAIL && state->events[before].op >= p->num_first) before = next_of(state, before);
     return before != TAIL && p->slot[state->events[before].op] == p->slot[op];
 }
 
@@ -323,11 +460,10 @@ static int some_way(State *state, int storage) {
 /* Whether a storage is there at event `at`, or made between that and `target`. */
 static int is_there(const State *state, int storage, int at, int target) {
     const Touches *mine = &state->touches[storage];
-    int i = touch_at(state, storage, state->events[at].label);
+    int i = touch_at(state, storage, at);
     if (i < mine->count && mine->items[i].event == at) return 1;
     if (is_read_at(mine, i)) return 1;
-    const int64_t until = state->events[target].label;
-    for (; i < mine->count && state->events[mine->items[i].event].label < until; i++)
+    for (; i < mine->count && is_before(state, mine->items[i].event, target); i++)
         if (!mine->items[i].is_read) return 1;
     return 0;
 }
@@ -368,7 +504,7 @@ static void evict(State *state, int at, double chain) {
             chosen = state->candidates[pick(state, state->num_candidates)];
         }
         const Touches *mine = &state->touches[chosen];
-        const int i = touch_at(state, chosen, state->events[at].label);
+        const int i = touch_at(state, chosen, at);
         if (i == 0 || !is_read_at(mine, i) || mine->items[i].event == at) continue;
         const int target = mine->items[i].event;
         if (target == TAIL) continue;
@@ -392,8 +528,8 @@ static void evict(State *state, int at, double chain) {
 
 /* The event to stand before when moving by some steps from `e`; -1 where it would leave the sequence. */
 static int by_steps(const State *state, int e, int steps) {
-    for (; steps > 0 && e != TAIL; steps--) e = state->events[e].next;
-    for (; steps < 0 && e != HEAD; steps++) e = state->events[e].prev;
+    for (; steps > 0 && e != TAIL; steps--) e = next_of(state, e);
+    for (; steps < 0 && e != HEAD; steps++) e = prev_of(state, e);
     return e == HEAD ? -1 : e;
 }
 
@@ -410,7 +546,7 @@ static int is_made_before(const State *state, int op, int before) {
         const Touches *mine = &state->touches[p->reads[j]];
         int i = 0;
         while (i < mine->count && mine->items[i].is_read) i++;
-        if (i == mine->count || state->events[mine->items[i].event].label >= state->events[before].label) return 0;
+        if (i == mine->count || !is_before(state, mine->items[i].event, before)) return 0;
     }
     return 1;
 }
@@ -423,17 +559,17 @@ static void move_again(State *state, int e) {
     if (draw(state) < 0.5) { /* right before it is first read */
         for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
             const Touches *mine = &state->touches[p->makes[j]];
-            const int i = touch_at(state, p->makes[j], state->events[e].label) + 1;
+            const int i = touch_at(state, p->makes[j], e) + 1;
             if (!is_read_at(mine, i)) continue;
             const int reader = mine->items[i].event;
-            if (target < 0 || state->events[reader].label < state->events[target].label) target = reader;
+            if (target < 0 || is_before(state, reader, target)) target = reader;
         }
     } else {
         target = by_steps(state, e, some_steps(state));
     }
-    if (target < 0 || target == TAIL || target == e || target == state->events[e].next) return;
+    if (target < 0 || target == TAIL || target == e || target == next_of(state, e)) return;
     if (!may_stand(state, target, op) || !is_made_before(state, op, target)) return;
-    note(state, e, op, state->events[e].next, 0);
+    note(state, e, op, next_of(state, e), 0);
     take_out(state, e);
     bring(state, op, target);
     discard_behind(state, state->journal[state->num_changes - 1].event);
@@ -445,7 +581,7 @@ static void move_first(State *state, int e) {
     const int op = state->events[e].op;
     int steps = some_steps(state), target = e;
     while (steps) {
-        const int passed = steps > 0 ? target : state->events[target].prev;
+        const int passed = steps > 0 ? target : prev_of(state, target);
         if (passed == TAIL || passed == HEAD) break;
         if (passed != e) {
             const int other = state->events[passed].op;
@@ -466,11 +602,11 @@ static void move_first(State *state, int e) {
                     blocked = p->makes[j] == p->makes[k];
             if (blocked) break;
         }
-        target = steps > 0 ? state->events[target].next : passed;
+        target = steps > 0 ? next_of(state, target) : passed;
         steps += steps > 0 ? -1 : 1;
     }
-    if (target == e || target == state->events[e].next) return;
-    note(state, e, op, state->events[e].next, 0);
+    if (target == e || target == next_of(state, e)) return;
+    note(state, e, op, next_of(state, e), 0);
     take_out(state, e);
     note(state, insert(state, op, target), op, target, 1);
 }
@@ -484,27 +620,38 @@ static int some_event(State *state) {
 static int some_excess(State *state) {
     for (int tries = 0; tries < 24; tries++) {
         const int e = some_event(state);
-        if (e >= 0 && over(state, state->events[e].held)) return e;
+        if (e >= 0 && over(state, held_at(state, e))) return e;
     }
-    int e = some_event(state);
-    if (e < 0) e = HEAD;
-    for (int i = 0; i <= state->num_events; i++) {
-        if (e != HEAD && e != TAIL && over(state, state->events[e].held)) return e;
-        e = e == TAIL ? HEAD : state->events[e].next;
+    const int start = some_event(state);
+    int chunk = state->events[start < 0 ? HEAD : start].chunk, i = start < 0 ? 0 : state->events[start].index;
+    for (int left = state->num_chunks + 1; left >= 0; left--) {
+        const Chunk *mine = &state->chunks[chunk];
+        if (mine->most + mine->all > state->budget)
+            for (; i < mine->count; i++)
+                if (mine->held[i] + mine->all > state->budget && mine->events[i] > TAIL) return mine->events[i];
+        chunk = mine->next < 0 ? state->events[HEAD].chunk : mine->next;
+        i = 0;
     }
     return -1;
 }
 
 static int64_t peak_of(const State *state) {
     int64_t peak = 0;
-    for (int e = state->events[HEAD].next; e != TAIL; e = state->events[e].next)
-        if (state->events[e].held > peak) peak = state->events[e].held;
+    for (int chunk = state->events[HEAD].chunk; chunk >= 0; chunk = state->chunks[chunk].next) {
+        const Chunk *mine = &state->chunks[chunk];
+        for (int i = 0; i < mine->count; i++)
+            if (mine->events[i] > TAIL && mine->held[i] + mine->all > peak) peak = mine->held[i] + mine->all;
+    }
     return peak;
 }
 
 static int write_order(const State *state, int32_t *order) {
     int length = 0;
-    for (int e = state->events[HEAD].next; e != TAIL; e = state->events[e].next) order[length++] = state->events[e].op;
+    for (int chunk = state->events[HEAD].chunk; chunk >= 0; chunk = state->chunks[chunk].next) {
+        const Chunk *mine = &state->chunks[chunk];
+        for (int i = 0; i < mine->count; i++)
+            if (mine->events[i] > TAIL) order[length++] = state->events[mine->events[i]].op;
+    }
     return length;
 }
 
@@ -515,7 +662,10 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     state->budget = budget;
     state->room = room;
     const size_t ops = (size_t)p->num_ops + 1, storages = (size_t)p->num_storages + 1, events = (size_t)room + 512;
+    const size_t chunks = events / 8 + 8; /* two neighbours have more than CHUNK / 2 events */
     state->events = calloc(events, sizeof(Event));
+    state->chunks = calloc(chunks, sizeof(Chunk));
+    state->spare_chunks = malloc(chunks * sizeof(int32_t));
     state->touches = calloc(storages, sizeof(Touches));
     state->spare = malloc(events * sizeof(int32_t));
     state->again = malloc(events * sizeof(int32_t));
@@ -528,7 +678,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     state->mark = calloc(ops, sizeof(uint32_t));
     state->view_mark = calloc((size_t)p->num_views + 1, sizeof(uint32_t));
     state->journal = malloc(1024 * sizeof(Change));
-    if (!(state->events && state->touches && state->spare && state->again && state->first_event && state->maker &&
+    if (!(state->events && state->chunks && state->spare_chunks && state->touches && state->spare && state->again && state->first_event && state->maker &&
           state->candidates && state->weights && state->gathered && state->own && state->mark && state->view_mark &&
           state->journal))
         return 0;
@@ -551,14 +701,18 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     }
     state->num_events = 2;
     state->events[HEAD].op = state->events[TAIL].op = -1;
-    state->events[HEAD].next = TAIL, state->events[TAIL].prev = HEAD;
-    state->events[HEAD].label = 0;
-    state->events[TAIL].label = (int64_t)LABEL_STEP * 2 * ((int64_t)room + 4);
-    state->events[TAIL].held = p->static_bytes;
+    state->num_chunks = 2;
+    for (int e = HEAD; e <= TAIL; e++) {
+        Chunk *chunk = &state->chunks[e];
+        state->events[e].chunk = chunk->order = e;
+        chunk->prev = e == HEAD ? -1 : HEAD, chunk->next = e == HEAD ? TAIL : -1;
+        chunk->events[0] = e, chunk->count = 1;
+    }
+    state->tail_held = p->static_bytes;
     for (int s = 0; s < p->num_storages; s++) {
         if (!p->pinned[s]) continue;
         put_touch(state, s, 0, TAIL, 1);
-        state->events[TAIL].held += p->nbytes[s];
+        state->tail_held += p->nbytes[s];
     }
     for (int i = 0; i < length && !state->failed; i++) {
         const int op = order[i];
@@ -567,10 +721,9 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
         else insert(state, op, TAIL);
         state->num_changes = 0;
     }
-    label_anew(state);
     /* From the last to the first, so that whatever only a needless run needs is needless, too. */
-    for (int e = state->events[TAIL].prev; e != HEAD;) {
-        const int prev = state->events[e].prev;
+    for (int e = prev_of(state, TAIL); e != HEAD;) {
+        const int prev = prev_of(state, e);
         if (is_needless(state, e)) take_out(state, e);
         e = prev;
     }
@@ -579,7 +732,8 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
 
 static void end(State *state) {
     for (int s = 0; state->touches && s < state->p->num_storages; s++) free(state->touches[s].items);
-    free(state->events), free(state->touches), free(state->spare), free(state->again), free(state->first_event);
+    free(state->events), free(state->chunks), free(state->spare_chunks), free(state->touches), free(state->spare);
+    free(state->again), free(state->first_event);
     free(state->maker), free(state->candidates), free(state->weights), free(state->gathered), free(state->own);
     free(state->mark), free(state->view_mark), free(state->journal);
 }
@@ -593,7 +747,7 @@ int lowtide_evaluate(const Problem *p, int32_t *order, int length, int64_t budge
     if (begin(&state, p, order, length, length + p->num_first + 8, budget, 1)) {
         left = write_order(&state, order);
         *excess = state.excess, *peak = peak_of(&state), *seconds = state.seconds;
-        for (int e = state.events[HEAD].next; e != TAIL; e = state.events[e].next) *held++ = state.events[e].held;
+        for (int e = next_of(&state, HEAD); e != TAIL; e = next_of(&state, e)) *held++ = held_at(&state, e);
     }
     end(&state);
     return left;
