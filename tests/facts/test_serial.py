@@ -11,7 +11,7 @@ from strategies import steps
 from synthetic import chain, resnet
 
 from lowtide.errors import LowtideError
-from lowtide.facts import Graph, Reserve, Run, Solution, Step
+from lowtide.facts import Graph, Link, Offload, Reserve, Run, Solution, Step
 from lowtide.facts.serial import (
     LATER,
     load_step,
@@ -38,6 +38,12 @@ def test_every_step_comes_back_as_it_was(step: Step) -> None:
 
 
 @settings(max_examples=25, deadline=None)
+@given(steps(swap=True))
+def test_every_step_with_swap_comes_back_as_it_was(step: Step) -> None:
+    assert step_from_dict(json.loads(json.dumps(step_to_dict(step)))) == step
+
+
+@settings(max_examples=25, deadline=None)
 @given(steps())
 def test_every_plan_comes_back_as_it_was(step: Step) -> None:
     solution = planned(step)
@@ -53,7 +59,9 @@ def test_all_fields_travel() -> None:
         schedule=(Run(3), Run(1, "again"), Run(4)),
         tangent_bytes=8,
         inputs=("x float32[2x3]",),
+        releases=((1, 2),),
     )
+    link = Link(store="disk:/x", write_bytes_per_second=1e9, read_bytes_per_second=2e9, latency_seconds=1e-3)
     identity = (("torch", "2"), ("batch", "x float32[2x3]"))
     step = Step(
         **{name: getattr(chain(length=4), name) for name in ("nodes", "storages")},
@@ -64,6 +72,7 @@ def test_all_fields_travel() -> None:
         graphs=(graph, graph),
         identity=identity,
         methods=(("again", "run again"),),
+        link=link,
     )
     assert step_from_dict(step_to_dict(step)) == step
     solution = Solution(
@@ -72,10 +81,18 @@ def test_all_fields_travel() -> None:
             "graphs": (graph,),
             "identity": identity,
             "notes": ("a note",),
+            "offload": Offload(link=link, store_bytes=7, transfer_seconds=0.5, stall_seconds=0.25),
             "reserve": Reserve(optimizer_state_bytes=1, loss_bytes=3, loss_kept_bytes=4, batch_bytes=5),
         }
     )
     assert solution_from_dict(solution_to_dict(solution)) == solution
+
+
+def test_nothing_is_written_of_swap_where_there_is_none() -> None:
+    step = chain(length=4)
+    written = json.dumps([step_to_dict(step), solution_to_dict(planned(step))])
+    for word in ("link", "movable", "releases", "released_after", "fetched_before", "offload"):
+        assert f'"{word}"' not in written
 
 
 def test_the_same_profile_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from lowtide.facts import Action, Kind, Node, Recipe, Region, Run, Step, Storage
+from lowtide.facts import Action, Kind, Link, Node, Recipe, Region, Run, Step, Storage
+from lowtide.planning.releases import with_releases
 from lowtide.planning.schedules import demanded
 from lowtide.planning.simulate import recompute_slots
 
@@ -18,6 +19,7 @@ class StepBuilder:
     region: Region = Region.FORWARD
     segment: int = 0
     module: str = ""
+    link: Link | None = None
 
     def storage(self, nbytes, kind=Kind.ACTIVATION, *, static=False, pinned=False) -> int:
         number = len(self.storages)
@@ -111,6 +113,17 @@ class StepBuilder:
         self.nodes[rank] = replace(node, recipes=(*node.recipes, unpack))
         return rank
 
+    def swappable(self, rank) -> int:
+        """Let the value of `rank`, the newest node, be offloaded as well; its own rank again."""
+        node = self.nodes[rank]
+        handle = self.storage(1)
+        leave = self.node("leave", (rank,), makes=(handle,), on_demand=True, movable=True, fixed="kept")
+        swap = Recipe(
+            method="swap", action=Action.OFFLOAD, reads=(leave,), holds=node.holds, makes=node.holds
+        )
+        self.nodes[rank] = replace(node, recipes=(*node.recipes, swap))
+        return rank
+
     def backward(self, *, segment=0) -> int:
         """Begin the backward part of `segment` with its input."""
         self.region, self.segment = Region.BACKWARD, segment
@@ -128,6 +141,7 @@ class StepBuilder:
             storages=tuple(self.storages),
             fingerprint="test",
             copy_bytes_per_second=1e9,
+            link=self.link,
         )
 
     def _with_recipe(self, rank, *, how="again", makes=None) -> int:
@@ -151,15 +165,43 @@ class StepBuilder:
         return rank
 
 
+@st.composite
+def links(draw):
+    write, read, latency = (draw(st.integers(1, 20)) for _ in range(3))
+    return Link(
+        store="disk:/x", write_bytes_per_second=write, read_bytes_per_second=read, latency_seconds=latency
+    )
+
+
 KINDS_OF_OPS = ["op", "op", "op", "op", "view", "several", "dropout", "packed", "fixed", "out"]
 
 
+def grow(draw, build, what, reads) -> list[int]:
+    """One more forward op of a kind: the ranks of what it gives."""
+    sizes = st.integers(1, 60)
+    cost = st.integers(1, 20)
+    if what == "view":
+        return [build.view(reads[0])]
+    if what == "several":
+        return list(build.several("norm", reads, [draw(sizes), draw(sizes), 1], draw(cost), again=2))
+    if what == "dropout":
+        return list(build.dropout(reads[0], draw(sizes), draw(cost)))
+    if what == "packed":
+        return [build.packed(reads[0], draw(sizes), draw(cost))]
+    if what == "fixed":
+        return [build.fixed("write", reads, draw(sizes), draw(cost))]
+    room = draw(st.integers(0, 20))
+    return [build.op("op", reads, draw(sizes), draw(cost), workspace=room, pinned=what == "out")]
+
+
 @st.composite
-def steps(draw, max_forward=14, max_segments=2):
-    """A small training step with views, tuples, dropout, fixed ops, pinned outputs and segments."""
+def steps(draw, max_forward=14, max_segments=2, swap=False):
+    """A small training step with views, tuples, dropout, fixed ops, pinned outputs and segments; with `swap`,
+    some of its values may be offloaded."""
     build = StepBuilder()
     sizes = st.integers(1, 60)
     cost = st.integers(1, 20)
+    build.link = draw(links()) if swap else None
     values = [build.given(draw(sizes)), build.given(draw(sizes), Kind.INPUT)]
     forward_of: list[list[int]] = []
     for segment in range(draw(st.integers(1, max_segments))):
@@ -167,25 +209,11 @@ def steps(draw, max_forward=14, max_segments=2):
         mine = []
         for _ in range(draw(st.integers(1, max_forward))):
             reads = [values[-1], values[draw(st.integers(0, len(values) - 1))]]
-            what = draw(
-                st.sampled_from(
-                    ["op", "op", "op", "op", "view", "several", "dropout", "packed", "fixed", "out"]
-                )
-            )
+            what = draw(st.sampled_from(KINDS_OF_OPS))
             build.module = f"layers.{draw(st.integers(0, 3))}"
-            if what == "view":
-                new = [build.view(reads[0])]
-            elif what == "several":
-                new = list(build.several("norm", reads, [draw(sizes), draw(sizes), 1], draw(cost), again=2))
-            elif what == "dropout":
-                new = list(build.dropout(reads[0], draw(sizes), draw(cost)))
-            elif what == "packed":
-                new = [build.packed(reads[0], draw(sizes), draw(cost))]
-            elif what == "fixed":
-                new = [build.fixed("write", reads, draw(sizes), draw(cost))]
-            else:
-                room = draw(st.integers(0, 20))
-                new = [build.op("op", reads, draw(sizes), draw(cost), workspace=room, pinned=what == "out")]
+            new = grow(draw, build, what, reads)
+            if swap and what in ("op", "fixed", "several", "dropout") and draw(st.booleans()):
+                build.swappable(new[0])
             mine += new
             values += new[:1]
         forward_of.append(mine)
@@ -207,7 +235,7 @@ def steps(draw, max_forward=14, max_segments=2):
 
 @st.composite
 def orders(draw, step):
-    """Any valid schedule of `step`: the plain one with values brought back at random."""
+    """Any valid schedule of `step`: the plain one with values brought back and let go of at random."""
     slots = recompute_slots(step)
     order: list[Run] = []
     for node in step.nodes:
@@ -216,7 +244,19 @@ def orders(draw, step):
             order += draw(st.lists(st.sampled_from(mine), max_size=4))
         order.append(Run(node.rank))
     wanted = demanded(step, order)
-    return tuple(run for run in order if not step.nodes[run.node].on_demand or run.node in wanted)
+    kept = tuple(run for run in order if not step.nodes[run.node].on_demand or run.node in wanted)
+    return with_releases(step, kept, {rank: draw(release_places(step, rank)) for rank in movable_ranks(step)})
+
+
+def movable_ranks(step) -> list[int]:
+    return [node.rank for node in step.nodes if node.movable]
+
+
+def release_places(step, leave):
+    """Ranks after which a movable node may run."""
+    always = [n for n in step.nodes[: step.first_backward_rank] if not n.on_demand]
+    mine = [n.rank for n in always if n.segment == step.nodes[leave].segment]
+    return st.sampled_from([max(r for r in mine if r < leave), *(r for r in mine if r > leave)])
 
 
 def runs(*items) -> tuple[Run, ...]:

@@ -8,13 +8,14 @@
 - `files`: files that are never half written
 """
 
-from lowtide.facts.plan import Decision, Reserve, Schedule, Solution
+from lowtide.facts.plan import Decision, Offload, Reserve, Schedule, Solution
 from lowtide.facts.step import (
     UPDATE,
     Action,
     Activation,
     Graph,
     Kind,
+    Link,
     Node,
     Recipe,
     Region,
@@ -30,7 +31,9 @@ __all__ = [
     "Decision",
     "Graph",
     "Kind",
+    "Link",
     "Node",
+    "Offload",
     "Recipe",
     "Region",
     "Reserve",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lowtide.facts.step import Action, Graph, Run
+from lowtide.facts.step import Action, Graph, Link, Run
 
 PLANNERS = ("auto", "mu-two", "none", "all", "every-block", "sqrt")
 """Names of the planners; `none` recomputes nothing, `all` whatever can be."""
@@ -15,7 +15,8 @@ class Decision:
     Of its `nbytes`, `held_bytes` stay in memory between its last use in the forward pass and its first in
     the backward pass. `seconds` is what bringing it back adds to the step (0 when it is simply held),
     `method` how that is done, `times` how often. `recompute_seconds`: what computing it again takes, in
-    this plan where it does so, else alone.
+    this plan where it does so, else alone. Of one that is offloaded, `released_after` and `fetched_before`
+    are the names of the nodes between which it is only on the store.
     """
 
     name: str
@@ -32,6 +33,8 @@ class Decision:
     last_backward_use: int
     recompute_seconds: float
     reason: str
+    released_after: str = ""
+    fetched_before: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,17 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What a plan moves to a store and back: `store_bytes` at most, in `transfer_seconds`, for which the step
+    waits `stall_seconds`; the rest is hidden behind its compute."""
+
+    link: Link
+    store_bytes: int
+    transfer_seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """A planner's answer for one step and one budget; all bytes are simulated.
 
@@ -83,7 +97,8 @@ class Solution:
     `eager`: nothing needs as little as eager PyTorch itself, so that the plan is to leave the model to it.
     `step_in_backward`: the optimizer updates every parameter as soon as its gradient is final.
     `holds_outputs` is that of the step. `optimizer_in_pieces`: the optimizer's step takes a few parameters at
-    a time, since all at once do not fit.
+    a time, since all at once do not fit. `offload` is there where values leave for a store; waiting for them
+    is among `recompute_seconds`.
     """
 
     planner: str
@@ -109,6 +124,7 @@ class Solution:
     optimizer_in_pieces: bool = False
     lower_bound_seconds: float | None = None
     floor_bound_bytes: int | None = None
+    offload: Offload | None = None
 
     @property
     def gap(self) -> float | None:

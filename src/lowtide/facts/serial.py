@@ -13,7 +13,9 @@ from lowtide.facts import (
     Decision,
     Graph,
     Kind,
+    Link,
     Node,
+    Offload,
     Recipe,
     Region,
     Reserve,
@@ -34,8 +36,12 @@ LATER = (
     "optimizer_in_pieces",
     "lower_bound_seconds",
     "floor_bound_bytes",
+    "offload",
 )
 """Fields of a solution that older files do not have."""
+
+OFFLOADING = ("releases", "released_after", "fetched_before")
+"""Columns that are written only where something is offloaded."""
 
 
 def step_to_dict(step: Step) -> dict[str, Any]:
@@ -50,6 +56,7 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "identity": [list(pair) for pair in step.identity],
         "methods": [list(pair) for pair in step.methods],
         "holds_outputs": step.holds_outputs,
+        **({} if step.link is None else {"link": asdict(step.link)}),
         "nodes": _table(step.nodes, Node),
         "storages": _table(step.storages, Storage),
     }
@@ -74,6 +81,7 @@ def _step(data: dict[str, Any]) -> Step:
         identity=_pairs(data["identity"]),
         methods=_pairs(data["methods"]),
         holds_outputs=bool(data.get("holds_outputs", True)),
+        link=Link(**data["link"]) if "link" in data else None,
     )
 
 
@@ -81,13 +89,15 @@ def solution_to_dict(solution: Solution) -> dict[str, Any]:
     result: dict[str, Any] = {"format": SOLUTION_FORMAT}
     for spec in fields(Solution):
         value = getattr(solution, spec.name)
+        if spec.name == "offload" and value is None:
+            continue
         if spec.name == "decisions":
             value = _table(value, Decision)
         elif spec.name == "schedule":
             value = _runs(value.runs)
         elif spec.name == "graphs":
             value = _table(value, Graph)
-        elif spec.name == "reserve":
+        elif spec.name in ("reserve", "offload"):
             value = asdict(value)
         result[spec.name] = value
     return result
@@ -109,6 +119,8 @@ def _solution(data: dict[str, Any]) -> Solution:
     values["graphs"] = _graphs(data["graphs"])
     values["identity"] = _pairs(data["identity"])
     values["reserve"] = Reserve(**data["reserve"])
+    if "offload" in data:
+        values["offload"] = Offload(**{**data["offload"], "link": Link(**data["offload"]["link"])})
     return Solution(**values)
 
 
@@ -183,7 +195,8 @@ def _table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
     columns = [
         spec.name
         for spec in fields(kind)
-        if spec.default is not False or any(getattr(record, spec.name) for record in records)
+        if not (spec.default is False or spec.name in OFFLOADING)
+        or any(getattr(record, spec.name) for record in records)
     ]
     return {"columns": columns, "rows": [[_plain(getattr(r, c)) for c in columns] for r in records]}
 
@@ -216,6 +229,7 @@ def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
             later_bytes=row.get("later_bytes", 0),
             num_outputs=row.get("num_outputs", 0),
             num_mutated=row.get("num_mutated", 0),
+            releases=tuple((op, after) for op, after in row.get("releases", ())),
         )
         for row in _rows(table)
     )

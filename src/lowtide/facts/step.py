@@ -31,10 +31,14 @@ class Kind(StrEnum):
 
 
 class Action(StrEnum):
-    """What becomes of an activation between its last use in the forward pass and its first in backward."""
+    """What becomes of an activation between its last use in the forward pass and its first in backward.
+
+    One that is offloaded leaves for a store outside of the device's memory and is read back.
+    """
 
     RETAINED = "RETAINED"
     RECOMPUTE = "RECOMPUTE"
+    OFFLOAD = "OFFLOAD"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,9 @@ class Node:
     the op only; less than none where it writes its result over what it reads last. `recipes` are the
     ways to bring its value back, the one to prefer first; where there is
     none, `fixed` says why. `on_demand`: it makes what a recipe keeps from the forward pass, and runs only
-    in schedules where such a recipe reads it.
+    in schedules where such a recipe reads it. `movable`, of those: it lets go of a value whose copy to the
+    store began when the value was made, waits for that copy, and may run at any place from its rank to the
+    end of its segment's forward part.
     `estimated` marks times that were scaled from a smaller or similar op instead of measured.
     `extra_eager_bytes`: how much more eager PyTorch's own version holds inside; negative for less.
     `eager_reads` are ranks whose values eager holds until here as well, as a formula of autograd does with
@@ -108,6 +114,7 @@ class Node:
     recipes: tuple[Recipe, ...] = ()
     fixed: str = ""
     on_demand: bool = False
+    movable: bool = False
     estimated: bool = False
     extra_eager_bytes: int = 0
     eager_reads: tuple[int, ...] = ()
@@ -120,6 +127,26 @@ class Node:
     def recompute(self) -> Recipe | None:
         """Its preferred recipe that computes the value again, if any does."""
         return next((recipe for recipe in self.recipes if recipe.action is Action.RECOMPUTE), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The way to the store of offloaded values: one transfer at a time in each direction.
+
+    A transfer takes `latency_seconds` and its bytes over the direction's bandwidth. `store` names it as
+    the user did: `disk:/scratch`.
+    """
+
+    store: str
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def write_seconds(self, nbytes: int) -> float:
+        return self.latency_seconds + nbytes / self.write_bytes_per_second
+
+    def read_seconds(self, nbytes: int) -> float:
+        return self.latency_seconds + nbytes / self.read_bytes_per_second
 
 
 class Run(NamedTuple):
@@ -147,7 +174,8 @@ class Graph:
     `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: what the graph's
     backward pass runs, in order; positions count its forward ops and then its backward ops.
     `structure` is the same for the same ops with other shapes; `later_bytes` is the most that the model's
-    graphs after it hold at once of what they make.
+    graphs after it hold at once of what they make. `releases` are (op, after) for the values that are
+    offloaded: that of forward op `op` is let go right after forward op `after` has run.
     """
 
     fingerprint: str
@@ -161,6 +189,7 @@ class Graph:
     later_bytes: int = 0
     num_outputs: int = 0
     num_mutated: int = 0
+    releases: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +201,8 @@ class Step:
     forward node can only be run again inside the backward part of its own segment.
     `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
     `methods` are (name, words) of the methods that its recipes name. `holds_outputs`: the loop holds what the
-    model returned, besides the loss, until the backward pass is over.
+    model returned, besides the loss, until the backward pass is over. `link` is there where values may be
+    offloaded.
     """
 
     nodes: tuple[Node, ...]
@@ -185,6 +215,7 @@ class Step:
     identity: tuple[tuple[str, str], ...] = ()
     methods: tuple[tuple[str, str], ...] = ()
     holds_outputs: bool = True
+    link: Link | None = None
 
     @property
     def seconds(self) -> float:

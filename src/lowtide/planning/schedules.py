@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lowtide.facts import UPDATE, Graph, Kind, Node, Region, Reserve, Run, Step, Storage
+from lowtide.planning.link import value_of
+from lowtide.planning.releases import last_forward_reads, released_after, with_releases
 from lowtide.planning.simulate import Timeline, plain_runs, simulate, source_of
 
 ENDS = ("placeholder", "output", UPDATE)
@@ -61,15 +63,28 @@ def graph_schedules(step: Step, runs: Sequence[Run]) -> tuple[Graph, ...]:
         node = step.nodes[run.node]
         if run.node in position and (node.region is Region.BACKWARD or not run.is_first):
             schedules[node.segment].append(Run(position[run.node], run.method))
+    releases: list[list[tuple[int, int]]] = [[] for _ in step.graphs]
+    for leave, after in sorted(released_after(step, runs).items()):
+        place = (position[value_of(step, leave)], position[after])
+        releases[step.nodes[leave].segment].append(place)
     return tuple(
-        replace(graph, schedule=tuple(schedule), later_bytes=later_bytes)
-        for graph, schedule, later_bytes in zip(step.graphs, schedules, _later_bytes(step, runs), strict=True)
+        replace(graph, schedule=tuple(schedule), releases=tuple(released), later_bytes=later_bytes)
+        for graph, schedule, released, later_bytes in zip(
+            step.graphs, schedules, releases, _later_bytes(step, runs), strict=True
+        )
     )
 
 
-def runs_of_schedules(step: Step, schedules: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
+Releases = Sequence[tuple[int, int]]
+"""Those of one graph (`facts.Graph`)."""
+
+
+def runs_of_schedules(
+    step: Step, schedules: Sequence[Sequence[Run]], releases: Sequence[Releases] = ()
+) -> tuple[Run, ...]:
     """How a step runs by one schedule for each of its graphs; those may be of another batch shape.
 
+    Offloaded values that `releases` do not mention are let go after their last use in the forward pass.
     ValueError when a graph has no such ops; `simulate` checks the rest.
     """
     scheduled: list[list[Run]] = []
@@ -80,7 +95,7 @@ def runs_of_schedules(step: Step, schedules: Sequence[Sequence[Run]]) -> tuple[R
         scheduled.append([Run(ranks[run.node], run.method) for run in schedule])
     wanted = demanded(step, itertools.chain.from_iterable(scheduled))
     forward = [n for n in step.nodes[: step.first_backward_rank] if not n.on_demand or n.rank in wanted]
-    runs = _first_runs(forward)
+    runs = list(with_releases(step, _first_runs(forward), _places(step, releases)))
     rest = step.nodes[step.first_backward_rank :]
     for (region, segment), group in itertools.groupby(rest, key=lambda n: (n.region, n.segment)):
         nodes = list(group)
@@ -91,6 +106,19 @@ def runs_of_schedules(step: Step, schedules: Sequence[Sequence[Run]]) -> tuple[R
         else:
             runs += _first_runs(nodes)
     return tuple(runs)
+
+
+def _places(step: Step, releases: Sequence[Releases]) -> dict[int, int]:
+    """By movable node, the rank after which it runs."""
+    places = last_forward_reads(step)
+    leave_of = {value_of(step, leave): leave for leave in places}
+    for segment, some in enumerate(releases):
+        ranks = _scheduled_ranks(step, segment)
+        for op, after in some:
+            if not (op < len(ranks) and after < len(ranks) and ranks[op] in leave_of):
+                raise ValueError("the releases are for a graph with other ops")
+            places[leave_of[ranks[op]]] = ranks[after]
+    return places
 
 
 def _later_bytes(step: Step, runs: Sequence[Run]) -> list[int]:

@@ -5,6 +5,8 @@ every value whose last read it was. A block is freed when no live value holds it
 always there; a pinned one stays from the run that first makes it to the end of the step. A run
 reads the latest earlier run of each node it needs; one that brings a value back goes by the recipe of
 its method. What a recipe keeps from the forward pass is made only where such a recipe is used.
+Transfers to a store and back change no bytes here: a value is held until the run that lets go of it, and
+again from the run that reads it back. They only take time (`planning/link.py`).
 A part taken again from a tuple that stands since the forward pass is the part's first value: it
 holds that part and not the rest of the tuple.
 """
@@ -17,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Kind, Node, Recipe, Region, Run, Step
+from lowtide.planning.link import Traffic, walk
 
 Bytes = NDArray[np.int64]
 
@@ -27,7 +30,8 @@ class Timeline:
 
     `bytes_by_kind` adds up to `bytes_held`; workspace inside ops counts as `Kind.OTHER`.
     `last_read[i]` is the position of the last run that reads the value made at `i` (`i` if none).
-    `added_seconds` are those of `seconds` that the plain step does not take.
+    `added_seconds` are those of `seconds` that the plain step does not take; stalls of the `traffic` with a
+    store are among them.
     """
 
     runs: tuple[Run, ...]
@@ -40,6 +44,12 @@ class Timeline:
     peak_node: str
     seconds: float
     added_seconds: float
+    traffic: Traffic | None = None
+
+    @property
+    def stall_seconds(self) -> float:
+        """Waiting for transfers."""
+        return 0.0 if self.traffic is None else self.traffic.stall_seconds
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -96,18 +106,23 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
     seen: set[int] = set()
     waiting: list[Node] = []
     due = 0
+    before: Node | None = None
     for position, run in enumerate(runs):
         try:
             _check_run(step, run, seen)
             if not run.is_first:
                 waiting.append(nodes[run.node])
                 continue
-            _check_first(nodes, run.node, due)
+            if nodes[run.node].movable:
+                _check_movable(nodes, run.node, due, before, seen)
+            else:
+                _check_first(nodes, run.node, due)
             _check_slot(waiting, nodes[run.node], slots[run.node])
         except ValueError as error:
             raise ValueError(f"position {position}: {error}") from None
         seen.add(run.node)
-        due = run.node + 1
+        if not nodes[run.node].movable:
+            due, before = run.node + 1, nodes[run.node]
         waiting.clear()
     if waiting:
         raise ValueError(f"'{waiting[0].name}' is brought back after the last node of the step")
@@ -135,6 +150,21 @@ def _check_first(nodes: Sequence[Node], rank: int, due: int) -> None:
     if rank < due or left_out:
         wanted = left_out[0] if left_out else due
         raise ValueError(f"first run of rank {rank}, where that of {wanted} is due")
+
+
+def _check_movable(
+    nodes: Sequence[Node], rank: int, due: int, before: Node | None, seen: Container[int]
+) -> None:
+    """It runs once, not before its rank, and where its segment's forward part runs."""
+    node = nodes[rank]
+    if rank in seen:
+        raise ValueError(f"'{node.name}' runs twice")
+    if any(not other.on_demand for other in nodes[due:rank]):
+        raise ValueError(f"'{node.name}' runs before its rank {rank}")
+    if before is None or (before.segment, before.region) != (node.segment, node.region):
+        raise ValueError(f"'{node.name}' runs outside the forward part of its segment {node.segment}")
+    if before.op == "output":
+        raise ValueError(f"'{node.name}' runs after the forward part of its segment {node.segment}")
 
 
 def _check_slot(waiting: Sequence[Node], before: Node, slot: int) -> None:
@@ -198,6 +228,8 @@ def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
         if pinned:
             block_end[block] = num_runs - 1
 
+    traffic = None if step.link is None else walk(step, runs, step.link)
+    stalls = [] if traffic is None else [transfer.stall_seconds for transfer in traffic.transfers]
     bytes_by_kind = _count(step, block_storage, block_start, block_end, num_runs)
     bytes_by_kind[Kind.OTHER] = bytes_by_kind[Kind.OTHER] + workspace
     bytes_held = sum(bytes_by_kind.values(), start=np.zeros(num_runs, dtype=np.int64))
@@ -212,8 +244,9 @@ def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
         peak_rank=runs[peak].node if num_runs else 0,
         peak_node=nodes[runs[peak].node].name if num_runs else "",
         # fsum: the same runs cost the same in whatever order they stand.
-        seconds=fsum(seconds),
-        added_seconds=fsum(added_seconds),
+        seconds=fsum([*seconds, *stalls]),
+        added_seconds=fsum([*added_seconds, *stalls]),
+        traffic=traffic,
     )
 
 

@@ -1,0 +1,159 @@
+"""The traffic of a schedule with the store of offloaded values, on one clock with the compute.
+
+A write begins when the value has been made, a read where the schedule brings the value back. Each direction
+takes one transfer at a time, in the order in which they are asked for. Who needs a transfer's end waits for
+it: the run that lets go of a value for its write, the first run that reads a value for its read. Those
+stalls are all that a transfer adds to the step; the rest is hidden behind the compute.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from lowtide.facts import Action, Link, Node, Recipe, Run, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One value on its way to the store or back; seconds count from the start of the step.
+
+    `node` is the rank of the value. It is asked for at `asked_at` (a position of the schedule), and the run
+    at `awaited_at` waits `stall_seconds` for its end; -1 where nobody does.
+    """
+
+    node: int
+    is_write: bool
+    nbytes: int
+    asked_at: int
+    awaited_at: int
+    begin_seconds: float
+    end_seconds: float
+    stall_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.begin_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """All transfers of a schedule in the order they begin, and when each run begins, stalls counted."""
+
+    transfers: tuple[Transfer, ...]
+    run_seconds: tuple[float, ...]
+
+    @property
+    def stall_seconds(self) -> float:
+        return fsum(transfer.stall_seconds for transfer in self.transfers)
+
+    @property
+    def transfer_seconds(self) -> float:
+        return fsum(transfer.seconds for transfer in self.transfers)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """What the transfers take while the step computes."""
+        return max(0.0, self.transfer_seconds - self.stall_seconds)
+
+    @property
+    def store_bytes(self) -> int:
+        """What the store holds at most: all that is written in a step."""
+        return sum(transfer.nbytes for transfer in self.transfers if transfer.is_write)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A transfer that was asked for and not yet waited for."""
+
+    node: int
+    is_write: bool
+    nbytes: int
+    asked_at: int
+    begin_seconds: float
+    end_seconds: float
+
+
+def is_fetch(step: Step, run: Run) -> bool:
+    """Whether a run reads a value back from the store."""
+    if run.is_first:
+        return False
+    recipe = step.nodes[run.node].recipe(run.method)
+    return recipe is not None and recipe.action is Action.OFFLOAD
+
+
+def swap_recipe(node: Node) -> Recipe | None:
+    """The recipe that reads a node's value back from the store."""
+    return next((recipe for recipe in node.recipes if recipe.action is Action.OFFLOAD), None)
+
+
+def swapped_bytes(step: Step, rank: int) -> int:
+    """What a transfer of the value of `rank` moves."""
+    recipe = swap_recipe(step.nodes[rank])
+    assert recipe is not None
+    return sum(step.storages[storage].nbytes for storage in recipe.makes)
+
+
+def value_of(step: Step, leave: int) -> int:
+    """The rank of the value that a movable node lets go of."""
+    return step.nodes[leave].reads[0]
+
+
+def walk(step: Step, runs: Sequence[Run], link: Link) -> Traffic:
+    """Run a schedule of `step` on the clock."""
+    written = {value_of(step, run.node) for run in runs if run.is_first and step.nodes[run.node].movable}
+    clock = 0.0
+    free = {True: 0.0, False: 0.0}
+    writes: dict[int, _Open] = {}
+    reads: dict[int, _Open] = {}
+    done: list[Transfer] = []
+    run_seconds: list[float] = []
+
+    def ask(node: int, position: int, *, is_write: bool) -> _Open:
+        nbytes = swapped_bytes(step, node)
+        takes = link.write_seconds(nbytes) if is_write else link.read_seconds(nbytes)
+        begin = max(clock, free[is_write])
+        free[is_write] = begin + takes
+        return _Open(node, is_write, nbytes, position, begin, begin + takes)
+
+    def wait(transfer: _Open, position: int) -> None:
+        nonlocal clock
+        stall = max(0.0, transfer.end_seconds - clock)
+        clock += stall
+        done.append(_closed(transfer, position, stall))
+
+    for position, run in enumerate(runs):
+        node = step.nodes[run.node]
+        source = node if run.is_first else node.recipe(run.method)
+        assert source is not None
+        if run.is_first and node.movable:
+            wait(writes.pop(value_of(step, run.node)), position)
+        else:
+            for read in source.reads:
+                if read in reads:
+                    wait(reads.pop(read), position)
+        run_seconds.append(clock)
+        if isinstance(source, Recipe) and source.action is Action.OFFLOAD:
+            if run.node in reads:
+                done.append(_closed(reads.pop(run.node), -1, 0.0))
+            reads[run.node] = ask(run.node, position, is_write=False)
+        clock += source.seconds
+        if run.is_first and run.node in written:
+            writes[run.node] = ask(run.node, position, is_write=True)
+    done += [_closed(transfer, -1, 0.0) for transfer in (*writes.values(), *reads.values())]
+    return Traffic(
+        transfers=tuple(sorted(done, key=lambda t: (t.begin_seconds, t.asked_at, t.is_write))),
+        run_seconds=tuple(run_seconds),
+    )
+
+
+def _closed(transfer: _Open, position: int, stall: float) -> Transfer:
+    return Transfer(
+        node=transfer.node,
+        is_write=transfer.is_write,
+        nbytes=transfer.nbytes,
+        asked_at=transfer.asked_at,
+        awaited_at=position,
+        begin_seconds=transfer.begin_seconds,
+        end_seconds=transfer.end_seconds,
+        stall_seconds=stall,
+    )
