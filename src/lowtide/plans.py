@@ -92,6 +92,7 @@ class Plan:
         """
         from lowtide.capture.identity import identify_model
         from lowtide.distributed.agreement import check_together
+        from lowtide.distributed.lost import guard_ranks
         from lowtide.distributed.ranks import ranks_of
         from lowtide.running.replan import apply_plan
         from lowtide.torchside.ddp import unwrapped
@@ -101,6 +102,7 @@ class Plan:
         if ranks is not None:
             check_together(ranks, self, lambda: check_identity(self, identify_model(inner)))
         apply_plan(self, inner, optimizer=as_one(optimizer))
+        guard_ranks(model, process_group)
         return model
 
     def to_csv(self, folder: str | Path) -> list[Path]:

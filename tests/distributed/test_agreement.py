@@ -18,6 +18,15 @@ TROUBLES = (
     "no model",
 )
 SECONDS = 4
+GOES = {
+    "killed in forward": 2,
+    "killed in backward": 3,
+    "killed outside": 2,
+    "raises in forward": 3,
+    "raises in backward": 2,
+    "raises outside": 2,
+}
+"""How rank 1 goes, and of how many."""
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +35,7 @@ def ended() -> dict[str, list[Rank]]:
     groups = {
         "troubles": Group("ddp_cases:several", {"calls": troubles}),
         "does not come": Group("ddp_cases:in_group", {"trouble": "does not come"}, seconds=SECONDS),
-        "killed": Group("ddp_cases:ends_in_a_step", {"how": "killed"}),
-        "raises": Group("ddp_cases:ends_in_a_step", {"how": "raises"}),
+        **{how: Group("ddp_cases:ends_in_a_step", {"how": how}, ranks=ranks) for how, ranks in GOES.items()},
         "no group": Group("ddp_cases:alone"),
     }
     return run_ranks(groups)
@@ -80,13 +88,20 @@ def test_a_rank_that_does_not_come_is_named(ended: dict[str, list[Rank]]) -> Non
     assert waiting.seconds < SECONDS + 3
 
 
-def test_no_rank_outlives_one_that_goes_in_a_step(ended: dict[str, list[Rank]]) -> None:
-    for how in ("killed", "raises"):
-        left, gone = ended[how]
-        assert left.error.startswith("RuntimeError: ")
-        assert left.seconds < gone.seconds + 5
-    assert ended["killed"][1].status == signal.SIGKILL
-    assert ended["raises"][1].error == "ValueError: a bad batch"
+@pytest.mark.parametrize("how", GOES)
+def test_a_rank_that_goes_in_a_step_is_named(ended: dict[str, list[Rank]], how: str) -> None:
+    first, gone, *others = ended[how]
+    word, _, when = how.partition(" ")
+    if word == "killed":
+        assert gone.status == signal.SIGKILL
+    else:
+        assert gone.error == "ValueError: a bad batch"
+    expected = "rank 1 is gone: its process ended in the middle of a step"
+    if word == "raises" and "outside" not in when:
+        expected = f"rank 1 raised in its {when.removeprefix('in ')} pass: ValueError: a bad batch"
+    for left in (first, *others):
+        assert left.error.startswith(f"RankError: {expected}")
+        assert left.seconds < gone.seconds + SECONDS
 
 
 def test_processes_without_a_group_are_told_to_make_one(ended: dict[str, list[Rank]]) -> None:

@@ -285,20 +285,26 @@ class Lines(logging.Handler):
 
 
 def ends_in_a_step(rank: int, how: str) -> None:
-    """Rank 1 goes in the middle of the second step."""
+    """Rank 1 goes in the middle of the second step, or before its model is called."""
     torch.manual_seed(0)
-    net, x = Blocks(width=16, depth=1), torch.randn(32, 16)
+    net, x = nn.Sequential(Blocks(width=16, depth=1)), torch.randn(32, 16)
+    net.register_buffer("sent_before_forward", torch.zeros(3))
 
-    def trouble(_module: nn.Module, _args: Any) -> None:
+    def trouble(*_: Any) -> None:
         if rank == 1 and steps:
-            if how == "killed":
+            if "killed" in how:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("a bad batch")
 
     steps: list[int] = []
-    net.blocks[0].register_forward_pre_hook(trouble)
+    if "forward" in how:
+        net.register_forward_pre_hook(trouble)
+    if "backward" in how:
+        next(net.parameters()).register_hook(trouble)
     model = DDP(lowtide.checkpoint(net, x, budget="90%"))
     for step in range(3):
+        if "outside" in how:
+            trouble()
         model(x).backward()
         model.zero_grad()
         steps.append(step)

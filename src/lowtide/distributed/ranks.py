@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.errors import LowtideError, RankError
 from lowtide.torchside import ddp
@@ -43,8 +42,7 @@ def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
         _check_alone()
         return None
     if group is None:
-        group = ddp.group_of(model) if isinstance(model, DistributedDataParallel) else dist.group.WORLD
-    assert group is not None
+        group = ddp.default_group(model)
     if isinstance(model, nn.Module) and units_of(model):
         return None
     size = dist.get_world_size(group)

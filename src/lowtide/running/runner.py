@@ -9,6 +9,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -39,6 +40,10 @@ logger = logging.getLogger("lowtide")
 
 MANY_GRAPHS = 24
 LARGE_SHARE = 0.25
+
+
+Guard = Callable[[str], AbstractContextManager[None]]
+"""What a forward or backward pass runs in, by its name, where other processes may fail."""
 
 
 class Plans(Protocol):
@@ -97,6 +102,7 @@ class Runner:
         self.spare_bytes = spare_bytes
         self.eager_batch = eager_batch
         self.backend = Backend(self._plan_of, origins=self._origins, executor=executor, updates=updates)
+        self.guard: Guard = _unguarded
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
@@ -117,6 +123,10 @@ class Runner:
             traced.compiled.compile_by(self.backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.guard("forward"):
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leave()
         if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
             return call_model(self.model, args, kwargs)
@@ -182,6 +192,8 @@ class Runner:
             self.compiled.forget()
             self.backend.forget()
             self.eager_batch = None
+        if route_of(wrapper) is None:
+            set_route(wrapper, _Guarded(wrapper, self.guard))
         self._wrapper = weakref.ref(wrapper)
 
     def _call_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,6 +318,21 @@ class Runner:
             )
 
 
+class _Guarded:
+    """Stands where a wrapper's own code is called, which talks to other processes before its model does."""
+
+    def __init__(self, wrapper: nn.Module, guard: Guard) -> None:
+        self.wrapper, self.guard = wrapper, guard
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.guard("forward"):
+            return call_model(self.wrapper, args, kwargs)
+
+
+def _unguarded(_when: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def _nothing() -> None:
     return None
 
@@ -377,6 +404,8 @@ def remove(model: nn.Module) -> nn.Module:
     """Give the plain model back: the same object, without its plan."""
     inner = ddp.unwrapped(model)
     runner = runner_of(inner)
+    if isinstance(route_of(model), _Guarded):
+        set_route(model, None)
     if runner is not None:
         set_route(inner, None)
         for steps in (runner.updates, runner.pieces):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_process_group_name, _get_process_group_store
+from torch.distributed.distributed_c10d import _get_process_group_name, _get_process_group_store, _world
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.errors import Unsupported
@@ -64,6 +64,14 @@ def future_buckets(model: nn.Module) -> Buckets:
     return Buckets(sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad))
 
 
+def default_group(model: nn.Module) -> dist.ProcessGroup:
+    """The processes that train a model, unless its user says otherwise."""
+    if isinstance(model, DistributedDataParallel):
+        return group_of(model)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def group_of(wrapper: DistributedDataParallel) -> dist.ProcessGroup:
     group: Any = wrapper.process_group
     assert isinstance(group, dist.ProcessGroup)
@@ -73,6 +81,16 @@ def group_of(wrapper: DistributedDataParallel) -> dist.ProcessGroup:
 def store_of(group: dist.ProcessGroup) -> Any:
     """What the processes of a group share (a `torch.distributed.Store`)."""
     return _get_process_group_store(group)
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a group was not destroyed since."""
+    return dist.is_initialized() and group in _world.pg_map
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Whether an exchange with other processes failed. gloo's errors are known by the file that they name."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def name_of(group: dist.ProcessGroup) -> str:

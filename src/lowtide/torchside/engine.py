@@ -1,5 +1,7 @@
 """What autograd's engine is doing right now."""
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,3 +26,18 @@ def autocast_off() -> AbstractContextManager[None]:
     """Cast nothing, on any device."""
     switch: AbstractContextManager[None] = torch._C._DisableAutocast()
     return switch
+
+
+def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run every backward pass of this process inside of a `context()`, from now on.
+
+    What autograd raises after its last node, as DistributedDataParallel's sums do, passes no other code.
+    """
+    plain = torch.autograd.backward
+
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        with context():
+            plain(*args, **kwargs)
+
+    torch.autograd.backward = torch.compiler.disable(backward)  # type: ignore[no-untyped-call]
