@@ -212,6 +212,30 @@ def test_accumulated_gradients_are_within_the_budget(
     assert f"input_ids int64[2x{LENGTH}]" in line and "labels int64[2]" in line
 
 
+class HoldingTrainer(MeasuringTrainer):
+    """Keeps the last outputs, as a compute_loss of a user's own may do."""
+
+    outputs: Any = None
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.outputs = model(**inputs)
+        return self.outputs.loss
+
+
+def test_outputs_that_a_trainer_lets_go_need_no_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trainer holds only the loss through the backward pass; whoever holds more is warned, with bytes."""
+    settings = {"train_sampling_strategy": "sequential", "max_steps": 2}
+    free = train(tmp_path, "90%", kind=MeasuringTrainer, **settings)
+    assert free.trainer.measured <= free.callback.plan.budget_bytes
+    assert not [record for record in caplog.records if "holds_outputs" in record.getMessage()]
+    train(tmp_path, "90%", kind=HoldingTrainer, **settings)
+    logits_bytes = 2 * LENGTH * VOCABULARY * 4
+    (line,) = [text for record in caplog.records if "holds_outputs" in (text := record.getMessage())]
+    assert f"({logits_bytes} bytes) of the model's outputs" in line
+
+
 def test_evaluate_save_and_resume(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "build": bert}
     settings |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}

@@ -38,12 +38,16 @@ class Lowtide(Callback):
     raises `BudgetTooSmall` before the first step. `plan` is the plan that was made, None before that. The
     model is the plain one again when the training ends.
 
+    `holds_outputs=False`: `training_step` returns the loss alone, and nothing else holds what the network
+    returned through the backward pass, which then needs less.
+
     Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
     """
 
-    def __init__(self, budget: str | int, *, planner: str = "auto") -> None:
+    def __init__(self, budget: str | int, *, planner: str = "auto", holds_outputs: bool = True) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
+        self.holds_outputs = holds_outputs
         self.plan: Plan | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,6 +90,7 @@ class Lowtide(Callback):
             optimizer=trainer.optimizers,
             accumulate=trainer.accumulate_grad_batches > 1,
             reserve=_state_bytes(pl_module) - _state_bytes(module),
+            holds_outputs=self.holds_outputs,
         )
         self.plan = plan_of_model(module)
         if self.plan is not None and trainer.is_global_zero:

@@ -31,11 +31,15 @@ class Lowtide(TrainerCallback):
     `budget`: bytes, a size (`"8GiB"`) or a share of the plain step's peak (`"60%"`). One that cannot be met
     raises `BudgetTooSmall` before the first step. `plan` is the plan that was made, None before that. The
     model is the plain one again when the training ends.
+
+    `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` holds what the model
+    returns (logits, say) through the backward pass. Trainer itself does not, and a warning tells where one does.
     """
 
-    def __init__(self, budget: str | int, *, planner: str = "auto") -> None:
+    def __init__(self, budget: str | int, *, planner: str = "auto", holds_outputs: bool = False) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
+        self.holds_outputs = holds_outputs
         self.plan: Plan | None = None
 
     def on_train_begin(
@@ -61,6 +65,7 @@ class Lowtide(TrainerCallback):
                 planner=self.planner,
                 optimizer=optimizer,
                 accumulate=args.gradient_accumulation_steps > 1,
+                holds_outputs=self.holds_outputs,
             )
             self.plan = plan_of_model(module)
             if self.plan is not None and state.is_world_process_zero:

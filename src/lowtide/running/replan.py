@@ -165,7 +165,8 @@ class PlanBook:
         cause = "; ".join(words)
         logger.warning(
             "%s: plans are made again. Pass `loss=` the function that your loop really uses to have it "
-            "counted from the start",
+            "counted from the start; a trainer's callback learns it from the first step, so leave as much "
+            "free there for that one",
             cause,
         )
         self._drop(cause)
