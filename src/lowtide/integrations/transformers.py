@@ -33,7 +33,7 @@ class Lowtide(TrainerCallback):
     model is the plain one again when the training ends.
 
     `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` holds what the model
-    returns (logits, say) through the backward pass. Trainer itself does not, and a warning tells where one does.
+    returns (logits, say) through the backward pass. Trainer itself does not; one that does is warned.
     """
 
     def __init__(self, budget: str | int, *, planner: str = "auto", holds_outputs: bool = False) -> None:
