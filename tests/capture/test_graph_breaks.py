@@ -109,34 +109,3 @@ def test_a_real_forward_saves_no_activations() -> None:
     batch = torch.randn(1000, 128)
     peak = peak_above_start(lambda: capture(Deep(), batch))
     assert batch.nbytes < peak < 5 * batch.nbytes
-
-
-class Shared(nn.Module):
-    """A value or a weight that a graph uses `times`, and a later graph once more."""
-
-    def __init__(self, *, times: int, what: str) -> None:
-        super().__init__()
-        self.times, self.what = times, what
-        self.first, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).tanh()
-        torch._dynamo.graph_break()
-        uses = [self._use(hidden, number).sin() for number in range(self.times)]
-        torch._dynamo.graph_break()
-        return torch.stack([*uses, self._use(hidden, self.times)]).prod(dim=0).mean()
-
-    def _use(self, hidden: torch.Tensor, number: int) -> torch.Tensor:
-        return hidden * (number + 0.5) if self.what == "value" else self.other(hidden.detach() + number)
-
-
-@pytest.mark.parametrize(
-    ("what", "words"), [("value", "uses a value that goes from graph to graph"), ("weight", "uses 'other.")]
-)
-def test_gradients_that_graphs_sum_otherwise_than_eager_are_told_of(
-    what: str, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    capture(Shared(times=1, what=what), rows())
-    assert said(caplog) == []
-    capture(Shared(times=2, what=what), rows())
-    assert len(said(caplog)) == 1 and words in said(caplog)[0] and "lowtide.verify" in said(caplog)[0]

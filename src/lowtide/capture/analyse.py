@@ -30,6 +30,7 @@ from lowtide.capture.overwrites import overwrites
 from lowtide.capture.records import Analysis, GraphState, Place
 from lowtide.capture.refusals import refuse_empty_buffers
 from lowtide.capture.regions import specialise, split
+from lowtide.capture.sums import with_sums_apart
 from lowtide.capture.tangents import stands_for
 from lowtide.capture.updates import update_places, updated
 from lowtide.errors import CaptureError
@@ -56,7 +57,12 @@ def analyse(trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
-    analysis = Analysis(missing=missing, segments=[execution.segment for execution in executions])
+    executions = with_sums_apart(trace, executions)
+    analysis = Analysis(
+        missing=missing,
+        apart=[execution.apart or frozenset() for execution in executions],
+        segments=[execution.segment for execution in executions],
+    )
     states = [
         GraphState(index, execution.segment, in_model=index < trace.num_in_model)
         for index, execution in enumerate(executions)

@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from lowtide.capture.graphs import Execution, Trace
 from lowtide.capture.records import Analysis, GraphState
@@ -38,7 +39,7 @@ def add_tangent(
     value = node.meta["val"]
     reads = tuple(giver.rank[grad] for giver, grad in givers)
     makes: tuple[int, ...] = ()
-    if len(givers) == 1 and givers[0][1].meta["val"].stride() == value.stride():
+    if len(givers) == 1 and _is_as(givers[0][1].meta["val"], value):
         holds = givers[0][0].holds[givers[0][1]]
     else:
         nbytes = value.numel() * value.element_size()
@@ -47,7 +48,7 @@ def add_tangent(
             kind=Kind.OTHER,
             name=state.name(node),
             # a compiled graph wants its gradients contiguous and copies them; eager reads them as they are
-            extra_eager_bytes=-nbytes if len(givers) == 1 else 0,
+            extra_eager_bytes=-nbytes if len(givers) == 1 and not _is_apart(givers[0][1]) else 0,
             # `loss.backward()` itself holds the gradient that it starts from
             pinned=not givers and value.numel() == 1,
         )
@@ -66,6 +67,16 @@ def add_tangent(
         makes=makes,
         fixed="an input of the step",
     )
+
+
+def _is_as(grad: Any, value: Tensor) -> bool:
+    """Whether a graph takes a gradient as another one gives it."""
+    return isinstance(grad, Tensor) and grad.stride() == value.stride()
+
+
+def _is_apart(grad: fx.Node) -> bool:
+    """Whether a gradient leaves its graph as the terms of a sum."""
+    return isinstance(grad.meta["val"], list)
 
 
 def add_update(
@@ -100,11 +111,12 @@ def add_gradients(analysis: Analysis, state: GraphState) -> None:
         origin = state.segment.origins[index] if index < len(state.segment.origins) else None
         if not isinstance(grad, fx.Node) or origin is None or origin.kind is not Kind.PARAMETER:
             continue
-        value, storages = grad.meta["val"], state.holds[grad]
-        owned = analysis.storages[storages[0]]
-        dense = value.untyped_storage().nbytes() == value.numel() * value.element_size()
         if origin.tensor in analysis.gradients:
             continue
+        apart = _is_apart(grad)
+        value, storages = grad.meta["val"][0] if apart else grad.meta["val"], state.holds[grad]
+        owned = analysis.storages[storages[0]]
+        dense = not apart and value.untyped_storage().nbytes() == value.numel() * value.element_size()
         if owned.pinned or owned.static or not dense:
             made = analysis.add_storage(
                 nbytes=value.numel() * value.element_size(), kind=Kind.GRADIENT, name=origin.name, pinned=True

@@ -55,13 +55,15 @@ class Execution:
     """One execution of a segment. `links[i]` names the earlier output that input i is: (execution, output).
 
     `from_outside`: some input was made by code between the graphs, and has a gradient to pass on.
-    `origins`: where its inputs come from, if not from where they came when the graph was made.
+    `origins`: where its inputs come from, if not from where they came when the graph was made. `apart`:
+    inputs whose gradients leave the graph as terms of a sum; None where the other executions tell.
     """
 
     segment: Segment
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     from_outside: bool = False
     origins: list[Origin] | None = None
+    apart: frozenset[int] | None = None
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ class Analysis:
     kept: dict[int, Kept] = field(default_factory=dict)
     updated: set[int] = field(default_factory=set)
     missing: list[frozenset[int]] = field(default_factory=list)
+    apart: list[frozenset[int]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
 
     def add_storage(self, **fields: Any) -> int:

@@ -102,15 +102,13 @@ def capture(
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
     if OUTSIDE in captured.step.notes:
         logger.warning(
-            "%s, so budgets are kept only for the rest. Gradients of what both read may be summed in another "
-            "order than in eager: lowtide.verify says whether the last bits differ",
-            OUTSIDE,
+            "%s, so budgets are kept only for the rest: lowtide.verify says what the whole takes", OUTSIDE
         )
-    elif shared := summed_otherwise(traced):
+    if shared := summed_otherwise(traced):
         logger.warning(
-            "the model breaks into %d graphs, and one of them uses %s several times before a later one uses "
-            "it again: its gradients are summed in another order than in eager, so that the last bits can "
-            "differ. lowtide.verify says whether they do; torch._dynamo.explain shows where the graphs end",
+            "the model breaks into %d graphs, and one of them uses %s in a recurrent layer before a later "
+            "one uses it again: its gradients are summed in another order than in eager, so that the last "
+            "bits can differ. lowtide.verify says whether; torch._dynamo.explain shows where graphs end",
             traced.num_in_model,
             shared,
         )
@@ -182,13 +180,16 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
             in_model=index < traced.num_in_model,
             returned=tuple(sorted(output for place, output in traced.returned if place == index)),
             missing=tuple(sorted(missing)),
+            apart=tuple(sorted(apart)),
             tangent_bytes=_tangent_bytes(segment, missing),
             inputs=identify_inputs(segment),
             structure=structure(segment.joint),
             num_outputs=segment.num_forward_outputs,
             num_mutated=len(mutated_inputs(segment.joint)),
         )
-        for index, (segment, missing) in enumerate(zip(analysis.segments, analysis.missing, strict=True))
+        for index, (segment, missing, apart) in enumerate(
+            zip(analysis.segments, analysis.missing, analysis.apart, strict=True)
+        )
     )
 
 

@@ -1,26 +1,75 @@
-"""Sums of gradients that graphs make in another order than eager does.
+"""Sums of gradients, in eager's order also where several graphs have a tensor in common.
 
-Autograd adds the gradients of a tensor one by one, from the last use to the first. A graph adds up those of
-its own uses before autograd adds what it gives: (c + (b + a)) where eager has ((c + b) + a). Of outputs that
-share memory, a graph gets the sum of their gradients, whenever the views were made.
+Autograd adds the gradients of a tensor one by one, from the last use to the first. A graph that adds up those
+of its own uses gives (c + (b + a)) where eager has ((c + b) + a). So it returns them apart where a later
+graph, or code that nobody knows, may use the tensor again: autograd adds them up then, one by one.
 """
 
 import operator
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from lowtide.capture.graphs import Execution, Trace, output_storages, results_of
+from lowtide.capture.graphs import Execution, Segment, Trace, copy_of, output_storages, results_of
+from lowtide.capture.regions import without_tangents
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Kind
 from lowtide.torchside.ops.recurrent_cells import CELLS_BACKWARD
+from lowtide.torchside.ops.terms import terms
 
 VALUE = "a value that goes from graph to graph"
 
 
+def specialised(segment: Segment, *, missing: frozenset[int], apart: Collection[int]) -> Segment:
+    """`segment` for a loss that gives no gradient to the outputs `missing`, with the gradients of the inputs
+    `apart` as terms; itself where there are none."""
+    return _with_terms(without_tangents(segment, missing), apart)
+
+
+def sums_of(segment: Segment) -> dict[int, int]:
+    """Inputs of a graph whose gradient is a sum, with the number of its terms."""
+    if not segment.differentiable:
+        return {}
+    grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    found = {place: len(_terms(grad)) for place, grad in enumerate(grads) if grad is not None}
+    known = len(segment.origins) == len(grads)  # else torch gives the graph other inputs than we see
+    return {place: number for place, number in found.items() if number > 1 and known}
+
+
+def with_sums_apart(trace: Trace, executions: Sequence[Execution]) -> list[Execution]:
+    """The executions of a trace, in each graph of the model the sums apart that another use may come before.
+
+    A graph that runs several times is the same each time.
+    """
+    wanted: dict[str, set[int]] = {}
+    read_later: set[Any] = set()
+    is_unknown = trace.loss_outside
+    for index in reversed(range(len(executions))):
+        execution = executions[index]
+        segment = execution.segment
+        if execution.apart is not None:
+            wanted.setdefault(segment.fingerprint, set()).update(execution.apart)
+        elif index < trace.num_in_model:
+            wanted.setdefault(segment.fingerprint, set()).update(
+                place for place in sums_of(segment) if is_unknown or _tensor(execution, place) in read_later
+            )
+        read_later.update(_tensor(execution, place) for place in _gradients(execution))
+        is_unknown = is_unknown or execution.from_outside
+    return [
+        replace(
+            execution,
+            apart=frozenset(apart),
+            segment=_with_terms(execution.segment, apart),
+        )
+        for execution in executions
+        for apart in [wanted.get(execution.segment.fingerprint, ())]
+    ]
+
+
 def summed_otherwise(trace: Trace) -> str:
-    """A tensor with a gradient that one graph sums and a later one adds to, in words; empty for none.
+    """A tensor whose gradient one op of a graph sums, and a later graph adds to, in words; empty for none.
 
     The loss is no graph of the plan: it runs as eager does.
     """
@@ -30,7 +79,7 @@ def summed_otherwise(trace: Trace) -> str:
         grads = _gradients(execution)
         if index < trace.num_in_model:
             for place, grad in grads.items():
-                if _tensor(execution, place) in read_later and _is_sum(grad):
+                if _tensor(execution, place) in read_later and _is_sum_inside(grad):
                     origin = execution.segment.origins[place]
                     return VALUE if origin.kind is Kind.OTHER else f"'{origin.name}'"
         read_later.update(_tensor(execution, place) for place in grads)
@@ -50,6 +99,51 @@ def shares_gradients(trace: Trace, missing: Sequence[Collection[int]]) -> bool:
             if is_view and output not in without and any(map(_adds, tangent.users)):
                 return True
     return False
+
+
+def _with_terms(segment: Segment, places: Collection[int]) -> Segment:
+    """`segment` with the gradients of the inputs `places` as terms: a copy, where there are any."""
+    if not places:
+        return segment
+    copy = copy_of(segment)
+    graph, output = copy.joint.graph, copy.joint.graph.output_node()
+    results = list(results_of(copy.joint))
+    plain = output.args[0]
+    assert isinstance(plain, (list, tuple))
+    returned: list[Any] = list(plain)
+    for place in sorted(places):
+        grad = results[segment.num_forward_outputs + place]
+        if grad is None:
+            continue
+        parts = _terms(grad)
+        with graph.inserting_after(grad if grad.op != "placeholder" else _last_input(graph)):
+            node = graph.call_function(terms, tuple(parts))
+        node.meta = {**grad.meta, "val": [part.meta["val"] for part in parts]}
+        node.meta.pop("is_gradient_acc", None)
+        returned[segment.num_forward_outputs + place] = node
+    output.args = (returned,)
+    for node in reversed(list(graph.nodes)):
+        if _adds(node) and not node.users:
+            graph.erase_node(node)
+    copy.joint.recompile()
+    return copy
+
+
+def _last_input(graph: fx.Graph) -> fx.Node:
+    last: fx.Node = graph.find_nodes(op="placeholder")[-1]
+    return last
+
+
+def _terms(grad: fx.Node) -> list[fx.Node]:
+    """What autograd adds up to a gradient, in the order in which it does."""
+    found: list[fx.Node] = []
+    node = grad
+    while _adds(node) and (node is grad or len(node.users) == 1):
+        earlier, last = node.args
+        assert isinstance(earlier, fx.Node) and isinstance(last, fx.Node)
+        found.append(last)
+        node = earlier
+    return [node, *reversed(found)]
 
 
 def _adds(node: fx.Node) -> bool:
@@ -74,8 +168,8 @@ def _tensor(execution: Execution, place: int) -> Any:
     return execution.links.get(place) or execution.segment.origins[place].tensor or (id(execution), place)
 
 
-def _is_sum(grad: fx.Node) -> bool:
-    """Whether autograd would add more than one gradient: of several uses, or of the cells of a layer."""
+def _is_sum_inside(grad: fx.Node) -> bool:
+    """Whether an op adds up more than one gradient: those of the cells of a layer."""
     if grad.target is operator.getitem and isinstance(grad.args[0], fx.Node):
         return grad.args[0].target is CELLS_BACKWARD
-    return _adds(grad)
+    return False

@@ -15,6 +15,7 @@ from lowtide.torchside import hooks
 from lowtide.torchside.ops.in_place import write_over
 from lowtide.torchside.ops.random import is_random
 from lowtide.torchside.ops.readers import readers
+from lowtide.torchside.ops.terms import terms
 
 aten = torch.ops.aten
 
@@ -82,8 +83,12 @@ def _keeps(node: fx.Node) -> bool:
 
 def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> fx.Node:
     """What is read instead of `node` from now on: it itself, with real zeros, unless it is a sum."""
-    terms = _terms(node)
-    other = next((arg for arg in terms if arg not in zeros), None)
+    if node.target is terms:
+        others = [arg for arg in node.args if isinstance(arg, fx.Node) and arg not in zeros]
+        node.args = tuple(others)
+        node.meta = {**node.meta, "val": [arg.meta["val"] for arg in others]}
+        return node
+    other = next((arg for arg in _terms(node) if arg not in zeros), None)
     if isinstance(other, fx.Node) and _same_size(other, node):
         if _is_written_over(node):
             # what was not to be written over may be read later

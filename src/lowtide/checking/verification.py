@@ -19,7 +19,7 @@ from torch import nn
 
 from lowtide.capture.graphs import Segment
 from lowtide.capture.identity import identify
-from lowtide.capture.regions import without_tangents
+from lowtide.capture.sums import specialised
 from lowtide.checking.clock import Timing, time_steps
 from lowtide.checking.fresh import run_fresh
 from lowtide.checking.measure import Measured, measure_here, measure_step
@@ -302,11 +302,13 @@ class PlainPlans:
     """Runs the captured graphs as they are, for the same gradients as a plan."""
 
     def __init__(self, solution: dict[str, Any]) -> None:
-        self.missing = {g.fingerprint: frozenset(g.missing) for g in solution_from_dict(solution).graphs}
+        self.graphs = {graph.fingerprint: graph for graph in solution_from_dict(solution).graphs}
 
     def plan_of(self, segment: Segment, _progress: Progress, *, nothing_ran: bool) -> GraphPlan:
-        absent = self.missing.get(segment.fingerprint, frozenset())
-        return GraphPlan(schedule=plain_schedule(without_tangents(segment, absent)), missing=absent)
+        graph = self.graphs.get(segment.fingerprint)
+        missing, apart = (frozenset(graph.missing), frozenset(graph.apart)) if graph else (frozenset(),) * 2
+        wanted = specialised(segment, missing=missing, apart=apart)
+        return GraphPlan(schedule=plain_schedule(wanted), missing=missing, apart=apart)
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Nothing to plan."""

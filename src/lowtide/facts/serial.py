@@ -230,6 +230,7 @@ def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
             num_outputs=row.get("num_outputs", 0),
             num_mutated=row.get("num_mutated", 0),
             releases=tuple((op, after) for op, after in row.get("releases", ())),
+            apart=tuple(row.get("apart", ())),
         )
         for row in _rows(table)
     )

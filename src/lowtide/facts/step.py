@@ -170,7 +170,7 @@ class Graph:
     `inputs` are what it reads of the batch, each with its layout: `input_ids int64[4x128]`.
     Of its `num_outputs` outputs, the first `num_mutated` are new values of its inputs; the caller holds
     `returned` to the end of the step, and `missing` get no gradient; the gradients of the others take
-    `tangent_bytes`.
+    `tangent_bytes`. Gradients of its inputs `apart` leave it as the terms of a sum.
     `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: what the graph's
     backward pass runs, in order; positions count its forward ops and then its backward ops.
     `structure` is the same for the same ops with other shapes; `later_bytes` is the most that the model's
@@ -182,6 +182,7 @@ class Graph:
     in_model: bool
     returned: tuple[int, ...]
     missing: tuple[int, ...]
+    apart: tuple[int, ...] = ()
     schedule: tuple[Run, ...] = ()
     tangent_bytes: int = 0
     inputs: tuple[str, ...] = ()

@@ -7,11 +7,12 @@ from typing import Any
 from torch import fx
 
 from lowtide.capture.graphs import Origin, Segment, has_gradients, new_segment
-from lowtide.capture.regions import without_tangents
+from lowtide.capture.sums import specialised, sums_of
 from lowtide.capture.traced import TracedGraph
 from lowtide.facts import Run
 from lowtide.running.backward import Backward, FirstCalls
 from lowtide.running.executor import EAGER_OPS, Executor, ExecutorInParts, Function
+from lowtide.running.fans import fanned
 from lowtide.running.handover import Gates, gated, gates_of
 from lowtide.running.held_outputs import HeldOutputs
 from lowtide.running.loop_watch import Held, LoopWatch
@@ -23,10 +24,12 @@ from lowtide.torchside.updates import Updates, begin_updates
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """How one captured graph runs: its schedule, for the outputs `missing` that get no gradient."""
+    """How one captured graph runs: its schedule, for the outputs `missing` that get no gradient, with the
+    gradients of its inputs `apart` as terms of a sum."""
 
     schedule: tuple[Run, ...]
     missing: frozenset[int]
+    apart: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -190,7 +193,10 @@ class _PlannedGraph:
         self.executor = executor
         self.progress = progress
         self.updates_number = updates.number if updates is not None else 0
-        self.rewritten = rewrite(without_tangents(segment, plan.missing), plan.schedule, updates=updates)
+        wanted = specialised(segment, missing=plan.missing, apart=plan.apart)
+        self.rewritten = rewrite(wanted, plan.schedule, updates=updates)
+        sums = sums_of(segment)
+        self.fans = {place: sums.get(place, 1) for place in sorted(plan.apart)}
         self.gradients = has_gradients(self.rewritten.backward, 0)
         self.gates: Gates | None = None
         if isinstance(executor, ExecutorInParts):
@@ -200,8 +206,9 @@ class _PlannedGraph:
             self.first_calls.are_as_planned()
 
     def called_by_dynamo(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch has compiled, with gates before it where they are of use."""
-        return compiled if self.gates is None else _gated_in_ddp(compiled, self.gates)
+        """What torch has compiled, with gates before it where they are of use, and fans before those."""
+        behind_gates = compiled if self.gates is None else _gated_in_ddp(compiled, self.gates)
+        return fanned(behind_gates, self.fans) if self.fans else behind_gates
 
     def forward(self, inputs: Sequence[Any]) -> Function:
         run = self.executor(self.rewritten.forward, inputs, is_backward=False)
@@ -216,6 +223,7 @@ class _PlannedGraph:
         run = Backward(
             self.rewritten,
             self.plan.missing,
+            self.plan.apart,
             inputs,
             self.executor,
             first_calls=self.first_calls,

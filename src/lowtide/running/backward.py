@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lowtide.capture.graphs import Segment
-from lowtide.capture.regions import without_tangents
+from lowtide.capture.sums import specialised
 from lowtide.capture.tangents import drop_zeros
 from lowtide.errors import Unsupported
 from lowtide.running.executor import Executor, ExecutorInParts, Parts
@@ -64,6 +64,7 @@ class Backward:
         self,
         rewritten: Rewritten,
         planned_missing: frozenset[int],
+        apart: frozenset[int],
         inputs: Sequence[Any],
         executor: Executor,
         *,
@@ -73,6 +74,7 @@ class Backward:
     ) -> None:
         self.rewritten = rewritten
         self.planned_missing = planned_missing
+        self.apart = apart
         self.inputs = tuple(inputs)
         self.executor = executor
         self.first_calls = first_calls
@@ -122,7 +124,7 @@ class Backward:
         surprising = self.planned_missing - missing
         segment, start = self.first_calls.take(min(surprising))
         self.used |= surprising
-        plain = without_tangents(segment, missing)
+        plain = specialised(segment, missing=missing, apart=self.apart)
         rewritten = rewrite(plain, plain_schedule(plain))
         given = args[self.rewritten.num_saved :]
         args.clear()

@@ -138,7 +138,9 @@ class PlanBook:
                 graph = self._beside_others(segment, like, progress, cause)
             self.graphs[segment.fingerprint] = graph
         self._alike[kind] = graph
-        return GraphPlan(schedule=graph.schedule, missing=frozenset(graph.missing))
+        return GraphPlan(
+            schedule=graph.schedule, missing=frozenset(graph.missing), apart=frozenset(graph.apart)
+        )
 
     @property
     def loss_is_unknown(self) -> bool:
@@ -289,6 +291,7 @@ class PlanBook:
             known=self.known_costs,
             held_bytes=progress.saved_bytes + self._other_gradient_bytes(segment),
             later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
+            is_whole=False,
         )
         if beside is None and not progress.is_whole:
             # nobody knows what follows: leave as much room as there is

@@ -13,6 +13,7 @@ from lowtide.capture.analyse import analyse
 from lowtide.capture.graphs import Execution, Segment, Trace, mutated_inputs
 from lowtide.capture.loop import Loop
 from lowtide.capture.step import Captured, captured_step, only_loss_held
+from lowtide.capture.sums import sums_of
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
@@ -33,19 +34,22 @@ def step_of(
     held_bytes: int = 0,
     later_bytes: int = 0,
     updates: Mapping[int, int] | None = None,
+    is_whole: bool = True,
 ) -> Step:
     """The facts of a step around one graph, its times from ops measured before.
 
     Which outputs are returned and get a gradient is as in `like`; without it, all of them. `reserve` was
     found for the graph `planned`; what the `optimizer` needs is in there, too, unless it is given.
     `held_bytes` are there all along, `later_bytes` between the forward and the backward pass: those of
-    other graphs.
+    other graphs, of which there are none where `is_whole`.
     """
     tangents = frozenset(tangent_outputs(segment.joint).values())
     returned = like.returned if like is not None else tuple(range(segment.num_forward_outputs))
     missing = frozenset(like.missing) if like is not None else frozenset()
+    # without a like, a later graph may use whatever this one does
+    apart = () if is_whole else sums_of(segment) if like is None else like.apart
     traced = Trace(
-        executions=[Execution(segment)],
+        executions=[Execution(segment, apart=frozenset(apart))],
         returned=frozenset((0, output) for output in returned),
         given=frozenset((0, output) for output in tangents - missing),
         num_in_model=1,

@@ -14,6 +14,7 @@
 - `score_rows`: log-probabilities in the memory of their logits
 - `readers`: who reads a value
 - `schema`: what an op's schema says: what it writes, what its results share
+- `terms`: gradients that leave a graph as terms of a sum
 """
 
 from torch import fx
