@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -19,10 +19,13 @@ from lowtide.distributed.agreement import plan_together
 from lowtide.distributed.buckets import counting_buckets
 from lowtide.distributed.ranks import Ranks, ranks_of
 from lowtide.errors import LowtideError
+from lowtide.facts import Step
 from lowtide.facts.sizes import parse_size
+from lowtide.facts.swap import SwapTo, parse_swap
 from lowtide.plans import Plan, load_plan
 from lowtide.profiles import Profile, load_profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
+from lowtide.profiling.link import measure_link
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
@@ -44,6 +47,7 @@ __all__ = [
 ]
 
 MODES = ("ops", "run")
+SHARDED_SWAP = "swap is not planned for models that are sharded over processes: leave swap out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,7 @@ class _Training:
     reserve: str | int
     step_in_backward: bool
     holds_outputs: bool
+    swap: str
 
     @property
     def reserve_bytes(self) -> int:
@@ -70,8 +75,12 @@ class _Training:
     @property
     def settings(self) -> list[tuple[str, str]]:
         """What has to be the same for all ranks."""
-        named = ("accumulate", "reserve_bytes", "step_in_backward", "holds_outputs")
+        named = ("accumulate", "reserve_bytes", "step_in_backward", "holds_outputs", "swap")
         return [(name, str(getattr(self, name))) for name in named]
+
+    @property
+    def swap_to(self) -> SwapTo | None:
+        return parse_swap(self.swap) if self.swap else None
 
     def check(self, model: nn.Module, ranks: Ranks | None) -> None:
         if not isinstance(model, nn.Module):
@@ -90,6 +99,8 @@ class _Training:
                 "step_in_backward=True would update parameters before the gradients of all processes are "
                 "there: leave it out"
             )
+        if self.swap_to is not None and units_of(model):
+            raise LowtideError(SHARDED_SWAP)
         ddp.check(model)
 
     def capture(self, model: nn.Module, batch: Any, *, paper: Paper | None = None) -> Captured:
@@ -106,7 +117,12 @@ class _Training:
                 step_in_backward=self.step_in_backward,
                 holds_outputs=self.holds_outputs,
                 paper=paper,
+                swap=self.swap_to is not None,
             )
+
+    def with_link(self, step: Step, *, cache: bool = True) -> Step:
+        """The step with what is known of the way to the store, if there is one."""
+        return step if self.swap_to is None else replace(step, link=measure_link(self.swap_to, step, cache))
 
 
 def profile(
@@ -122,6 +138,7 @@ def profile(
     mode: str = "ops",
     step_in_backward: bool = False,
     holds_outputs: bool = True,
+    swap: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
     progress: Callable[[int, int], None] | None = None,
@@ -142,6 +159,8 @@ def profile(
     `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final, which is then
     freed; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or accumulation.
     `holds_outputs=False`: the loop lets go of what the model returns, but for the loss, before backward.
+    `swap`: activations may also wait outside of memory: `"disk:FOLDER"` for a folder on a local disk, whose
+    speed is then measured; or `"host"`, the host's memory, where the model is on an accelerator.
 
     Of a DistributedDataParallel the model inside is profiled, and its buckets are counted; so they are,
     without options, for any model of a process that is one of several (of `process_group`, by default of
@@ -157,6 +176,7 @@ def profile(
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
+        swap=swap,
     )
     limit_bytes = parse_size(memory_limit)
     group = ranks_of(model, process_group)
@@ -165,6 +185,8 @@ def profile(
         raise LowtideError(
             "mode 'run' runs whole graphs in one process: profile a sharded model with mode 'ops'"
         )
+    if ranks is not None and training.swap_to is not None:
+        raise LowtideError(SHARDED_SWAP)
     paper = None if ranks is None else on_paper(model, ranks=ranks, shard=shard)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         captured = training.capture(model, batch, paper=paper)
@@ -179,6 +201,7 @@ def profile(
             step, known = measure_costs(
                 captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
+        step = training.with_link(step, cache=cache)
     return Profile(counting_buckets(step, model, group), known, loop=training.loop, traced=captured.traced)
 
 
@@ -194,12 +217,13 @@ def checkpoint(
     planner: str = "auto",
     step_in_backward: bool = False,
     holds_outputs: bool = True,
+    swap: str = "",
     process_group: ProcessGroup | None = None,
 ) -> nn.Module:
     """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
 
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
-    `accumulate`, `reserve`, `step_in_backward` and `holds_outputs` are those of `profile`.
+    `accumulate`, `reserve`, `step_in_backward`, `holds_outputs` and `swap` are those of `profile`.
 
     `model` may be a DistributedDataParallel, or become one later. Where several processes train it (those of
     `process_group`, by default of the wrapper's, or all), each has to call this: rank 0 makes the plan, for
@@ -212,6 +236,7 @@ def checkpoint(
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
+        swap=swap,
     )
     ranks = ranks_of(model, process_group)
 
@@ -224,7 +249,7 @@ def checkpoint(
         def make(captured: Captured) -> Plan:
             line.stage("measuring its ops")
             step, known = measure_costs(captured, progress=line.count)
-            step = counting_buckets(step, model, ranks)
+            step = counting_buckets(training.with_link(step), model, ranks)
             line.stage("planning")
             found = Profile(step, known, loop=training.loop, traced=captured.traced)
             return found.plan(budget, planner)

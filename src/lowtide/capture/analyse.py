@@ -34,7 +34,7 @@ from lowtide.capture.sums import with_sums_apart
 from lowtide.capture.tangents import stands_for
 from lowtide.capture.updates import update_places, updated
 from lowtide.errors import CaptureError
-from lowtide.facts import Kind, Recipe, Region
+from lowtide.facts import Action, Kind, Recipe, Region
 from lowtide.methods import Kept, Method
 from lowtide.torchside import hooks
 from lowtide.torchside.calls import Call, storage_key, target_name
@@ -47,12 +47,14 @@ from lowtide.torchside.ops.score_rows import extra_score_bytes
 OUTPUT = "output"
 
 
-def analyse(trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int] | None = None) -> Analysis:
+def analyse(
+    trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int] | None = None, swap: bool = False
+) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read.
 
     With `accumulate`, gradients of earlier micro-batches are there when the step begins. `updates` are
     parameters (by identity) that are updated in the backward pass, each with the bytes that its update holds
-    inside.
+    inside. With `swap`, there is a store that values can wait in.
     """
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
@@ -71,7 +73,7 @@ def analyse(trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int
     repeated = _repeated(trace)
     for state, execution in zip(states, executions, strict=True):
         fixed = repeated.get(execution.segment.fingerprint, "")
-        _forward(analysis, state, execution, states, fixed=fixed)
+        _forward(analysis, state, execution, states, fixed=fixed, swap=swap)
     for state in reversed(states):
         _backward(analysis, state, executions, states, updates=updates or {})
         hold_within_formulas(analysis, state, only_eager=state.in_model)
@@ -96,14 +98,20 @@ def _repeated(trace: Trace) -> dict[str, str]:
 
 
 def _forward(
-    analysis: Analysis, state: GraphState, execution: Execution, states: list[GraphState], *, fixed: str
+    analysis: Analysis,
+    state: GraphState,
+    execution: Execution,
+    states: list[GraphState],
+    *,
+    fixed: str,
+    swap: bool,
 ) -> None:
     for index, node in enumerate(state.primals):
         link = execution.links.get(index)
         _add_primal(analysis, state, index=index, node=node, link=link, states=states)
     ops = split(state.segment)[0]
     for node in ops:
-        fit, reason = ([], fixed) if fixed else methods.fitting(node)
+        fit, reason = ([], fixed) if fixed else methods.fitting(node, swap=swap)
         if reason:
             state.fixed[node] = reason
         kept = [(method, method.kept(node)) for method in fit]
@@ -277,6 +285,7 @@ def _add_kept(analysis: Analysis, state: GraphState, node: fx.Node, kept: Kept) 
         makes=(made,),
         fixed="kept for a method that brings a value back",
         on_demand=True,
+        movable=kept.begin is not None,
     )
     analysis.kept[rank] = kept
     return rank
@@ -295,11 +304,7 @@ def _find_changed(state: GraphState, ops: list[fx.Node]) -> None:
 def _add_recipes(analysis: Analysis, state: GraphState, node: fx.Node) -> None:
     rank = state.rank[node]
     recipes = [_recipe(analysis, state, node, method, kept) for method, kept in state.methods[node]]
-    unchanged = [
-        recipe
-        for recipe in recipes
-        if not any(s in state.changed for read in recipe.reads for s in analysis.nodes[read].holds)
-    ]
+    unchanged = [recipe for recipe in recipes if state.changed.isdisjoint(_relied_on(analysis, recipe))]
     fixed = state.fixed.get(node, "") if unchanged or not recipes else "reads what the step changes in place"
     analysis.nodes[rank] = replace(analysis.nodes[rank], recipes=tuple(unchanged), fixed=fixed)
 
@@ -318,6 +323,13 @@ def _recipe(
         makes=makes,
         workspace_bytes=method.workspace_bytes(node),
     )
+
+
+def _relied_on(analysis: Analysis, recipe: Recipe) -> set[int]:
+    """Storages that must be as the op left them; of an offloaded value its own, too, since
+    nobody knows when it is copied."""
+    read = {s for rank in recipe.reads for s in analysis.nodes[rank].holds}
+    return read.union(recipe.holds) if recipe.action is Action.OFFLOAD else read
 
 
 def _nodes_in(arguments: Any) -> list[fx.Node]:

@@ -25,7 +25,7 @@ from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.capture.traced import TracedModel
 from lowtide.errors import CaptureError
-from lowtide.facts import Graph, Kind, Region, Run, Step
+from lowtide.facts import Action, Graph, Kind, Region, Run, Step
 from lowtide.methods import Kept
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import split_batch, tensors_in
@@ -74,12 +74,13 @@ def capture(
     step_in_backward: bool = False,
     holds_outputs: bool = True,
     paper: Paper | None = None,
+    swap: bool = False,
 ) -> Captured:
     """Capture a step without running it. Needs the memory of the model, not of the step.
 
     `step_in_backward`: the optimizer updates each parameter where its gradient is final. Without
     `holds_outputs`, the loop lets go of all but the loss before the backward pass. With `paper`, as one of
-    many processes would run it.
+    many processes would run it. With `swap`, there is a store that values can wait in.
     """
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
@@ -93,11 +94,11 @@ def capture(
         if step_in_backward:
             updates = updates_of(optimizer)
             refuse_several_graphs(traced)
-        analysis = analyse(traced, accumulate=accumulate, updates=updates)
+        analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=swap)
         if reserve_bytes:
             analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
         captured = captured_step(
-            analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, paper=paper
+            analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, paper=paper, swap=swap
         )
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
     if OUTSIDE in captured.step.notes:
@@ -134,6 +135,7 @@ def captured_step(
     batch: Any = (),
     optimizer: torch.optim.Optimizer | None = None,
     paper: Paper | None = None,
+    swap: bool = False,
 ) -> Captured:
     """Facts and ops of analysed graphs, with all else that the step holds; `paper`, if the model is divided
     among processes on paper only."""
@@ -162,7 +164,7 @@ def captured_step(
         notes=notes,
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
-        methods=tuple((method.name, method.words) for method in methods.METHODS),
+        methods=tuple((method.name, method.words) for method in methods.methods_for(swap=swap)),
     )
     return Captured(
         step=step,
@@ -271,7 +273,8 @@ def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
             continue
         calls[Run(rank)] = _own_call(place, values)
         for recipe in analysis.nodes[rank].recipes:
-            if not methods.method_named(recipe.method).costs_as_first:
+            offloads = recipe.action is Action.OFFLOAD
+            if not offloads and not methods.method_named(recipe.method).costs_as_first:
                 calls[Run(rank, recipe.method)] = _method_call(place.node, recipe.method, values)
     for rank, kept in analysis.kept.items():
         if kept.timed:
@@ -391,15 +394,19 @@ def _add_pieces(
 Cost = tuple[float, int, bool]
 """Seconds, workspace bytes, and whether they are estimated."""
 
+FREE: Cost = (0.0, 0, False)
+
 
 def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
-    """The step with the costs of every run filled in; a recipe without one costs what its node does."""
+    """The step with the costs of every run filled in; a recipe without one costs what its node does, and one
+    that offloads nothing but the waiting."""
     nodes = []
     for node in step.nodes:
         own = costs.get(Run(node.rank), (0.0, 0, node.estimated))
         recipes = []
         for recipe in node.recipes:
-            seconds, inside, _ = costs.get(Run(node.rank, recipe.method), own)
+            like = FREE if recipe.action is Action.OFFLOAD else own
+            seconds, inside, _ = costs.get(Run(node.rank, recipe.method), like)
             recipes.append(replace(recipe, seconds=seconds, workspace_bytes=recipe.workspace_bytes + inside))
         seconds, workspace, estimated = own
         nodes.append(

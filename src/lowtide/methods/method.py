@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from lowtide.facts import Action
-from lowtide.torchside.calls import Call
+from lowtide.torchside.calls import Call, Target
 
 Blocks = tuple[int, ...]
 """Storage ids."""
@@ -25,7 +25,9 @@ class Kept:
 
     `call` has nodes of the graph among its arguments and makes the tensor; it runs right `before` the
     node, or right after it. `value` is a fake tensor of the result. What is not `timed` costs nothing to
-    speak of.
+    speak of. With `begin`, a plan chooses the place of `call` in the forward pass: `begin(store, value)` runs
+    right after the node, where `store` is the number of the model's store, and `call` gets its result in the
+    place of the value.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Kept:
     value: Any
     before: bool = False
     timed: bool = True
+    begin: Target | None = None
 
 
 class Method(ABC):
@@ -45,7 +48,10 @@ class Method(ABC):
     action: ClassVar[Action] = Action.RECOMPUTE
     """what a plan does with a value that it brings back so"""
     costs_as_first: ClassVar[bool] = False
-    """whether a run costs what the node's own op does; else its `call` is timed"""
+    """whether a run costs what the node's own op does; else its `call` is timed, but for those that offload:
+    they cost the time that the step waits for them"""
+    wait: ClassVar[Target | None] = None
+    """what turns the result of a run into the value, once its first reader needs it"""
 
     @abstractmethod
     def why_not(self, node: fx.Node) -> str | None:

@@ -17,6 +17,7 @@ from lowtide.running.handover import Gates, gated, gates_of
 from lowtide.running.held_outputs import HeldOutputs
 from lowtide.running.loop_watch import Held, LoopWatch
 from lowtide.running.rewrite import Rewritten, forward_only, rewrite
+from lowtide.stores import Store, number_of
 from lowtide.torchside import ddp, hooks
 from lowtide.torchside.graph_key import key_of
 from lowtide.torchside.updates import Updates, begin_updates
@@ -24,12 +25,13 @@ from lowtide.torchside.updates import Updates, begin_updates
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """How one captured graph runs: its schedule, for the outputs `missing` that get no gradient, with the
-    gradients of its inputs `apart` as terms of a sum."""
+    """How one captured graph runs: its schedule and releases, for the outputs `missing` that get no gradient,
+    with the gradients of its inputs `apart` as terms of a sum."""
 
     schedule: tuple[Run, ...]
     missing: frozenset[int]
     apart: frozenset[int] = frozenset()
+    releases: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -92,8 +94,10 @@ class Backend:
         origins: Callable[[fx.GraphModule], list[Origin]],
         executor: Executor = EAGER_OPS,
         updates: Updates | None = None,
+        store: Store | None = None,
     ) -> None:
         self.plan_graph = plan_graph
+        self.store = store
         self.updates = updates
         self.origins = origins
         self.executor = executor
@@ -169,7 +173,8 @@ class Backend:
 
     def _planned(self, segment: Segment) -> "_PlannedGraph":
         plan = self.plan_graph(segment)
-        return _PlannedGraph(segment, plan, self.executor, self.progress, self.updates)
+        store = 0 if self.store is None else number_of(self.store)
+        return _PlannedGraph(segment, plan, self.executor, self.progress, updates=self.updates, store=store)
 
     def _list(self, planned: "_PlannedGraph") -> None:
         self.num_graphs += 1
@@ -186,7 +191,9 @@ class _PlannedGraph:
         plan: GraphPlan,
         executor: Executor,
         progress: Progress,
+        *,
         updates: Updates | None,
+        store: int,
     ) -> None:
         self.segment = segment
         self.plan = plan
@@ -194,7 +201,7 @@ class _PlannedGraph:
         self.progress = progress
         self.updates_number = updates.number if updates is not None else 0
         wanted = specialised(segment, missing=plan.missing, apart=plan.apart)
-        self.rewritten = rewrite(wanted, plan.schedule, updates=updates)
+        self.rewritten = rewrite(wanted, plan.schedule, releases=plan.releases, updates=updates, store=store)
         sums = sums_of(segment)
         self.fans = {place: sums.get(place, 1) for place in sorted(plan.apart)}
         self.gradients = has_gradients(self.rewritten.backward, 0)

@@ -16,7 +16,8 @@ from lowtide.capture.identity import identify_inputs, identify_model
 from lowtide.capture.loop import Loop
 from lowtide.capture.one_by_one import inside_bytes, split_of
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import Graph, Step
+from lowtide.facts import Graph, Run, Step
+from lowtide.facts.swap import parse_swap
 from lowtide.facts.units import format_size, size_and_bytes
 from lowtide.planning.planner import Carried, Desk
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
@@ -28,6 +29,7 @@ from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.loop_watch import Held
 from lowtide.running.runner import install, runner_of
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
+from lowtide.stores import Store, open_store
 from lowtide.torchside.ddp import Buckets
 from lowtide.torchside.dynamo import StartOver
 from lowtide.torchside.optimizers import each_of
@@ -75,8 +77,19 @@ def apply_plan(
         pieces=pieces,
         holds_outputs=plan.solution.holds_outputs,
         traced=None if plan.solution.eager else plan.traced,
+        store=_store_of(plan),
     )
     return model
+
+
+def _store_of(plan: Plan) -> Store | None:
+    """Where the plan's values go, with room for all of them; `StoreError` where there is none."""
+    offload = plan.solution.offload
+    if offload is None:
+        return None
+    store = open_store(parse_swap(offload.link.store), plan.solution.device)
+    store.reserve(offload.store_bytes)
+    return store
 
 
 def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
@@ -113,6 +126,7 @@ class PlanBook:
         self.planner = plan.planner
         self.reserve = plan.solution.reserve
         self.known_costs = plan.known
+        self.link = None if plan.solution.offload is None else plan.solution.offload.link
         self.loop = plan.loop or Loop(holds_outputs=plan.solution.holds_outputs)
         self.identity = identify_model(model)
         self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
@@ -139,7 +153,10 @@ class PlanBook:
             self.graphs[segment.fingerprint] = graph
         self._alike[kind] = graph
         return GraphPlan(
-            schedule=graph.schedule, missing=frozenset(graph.missing), apart=frozenset(graph.apart)
+            schedule=graph.schedule,
+            missing=frozenset(graph.missing),
+            apart=frozenset(graph.apart),
+            releases=graph.releases,
         )
 
     @property
@@ -235,6 +252,7 @@ class PlanBook:
             reserve=self.reserve,
             known=self.known_costs,
             updates=self._inside_bytes,
+            link=self.link,
         )
         own = [graph for graph in step.graphs if graph.in_model]
         if all(graph.fingerprint in self.graphs for graph in own):
@@ -268,6 +286,7 @@ class PlanBook:
             known=self.known_costs,
             optimizer=optimizer_of(self.model, self.loop) if changed else None,
             updates=self._inside_bytes,
+            link=self.link,
         )
         alike = [graph for graph in found if graph.structure == step.graphs[0].structure]
         larger = changed or growth(step, like=self._planned_graph, reserve=self.reserve) > 1
@@ -292,10 +311,11 @@ class PlanBook:
             held_bytes=progress.saved_bytes + self._other_gradient_bytes(segment),
             later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
             is_whole=False,
+            link=self.link,
         )
         if beside is None and not progress.is_whole:
             # nobody knows what follows: leave as much room as there is
-            found = _lowest(desk_for(step), None)
+            found = _lowest(desk_for(step), ())
         else:
             found = self._plan(step, () if like is None else (like,), larger=False)
         self._tell(found.peak_bytes, cause)
@@ -315,9 +335,7 @@ class PlanBook:
         """Schedules for `step`: those of the graphs `like`, mended, or found anew; the lowest there are where
         none is known to fit and the step is not `larger` than what was planned."""
         desk = desk_for(step)
-        # the loss, which is never rescheduled, has graphs of its own
-        schedules = [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
-        carried = desk.carry(schedules, budget_bytes=self.budget_bytes) if like else None
+        carried = desk.carry(_schedules(like, step), budget_bytes=self.budget_bytes) if like else None
         if carried is not None and carried.peak_bytes <= self.budget_bytes:
             return carried
         try:
@@ -326,7 +344,7 @@ class PlanBook:
         except BudgetTooSmall:
             if larger:
                 raise
-        return _lowest(desk, schedules if like else None)
+        return _lowest(desk, like)
 
     def _tell(self, peak_bytes: int, cause: str) -> None:
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
@@ -366,15 +384,21 @@ def why_unknown(segment: Segment, planned: Sequence[Graph]) -> str:
     return f"its input {new} was planned as {old}"
 
 
-def _lowest(desk: Desk, schedules: Sequence[Sequence[Any]] | None) -> Carried:
-    """The lowest peak known for a step, and its graphs: by a new plan, or by the `schedules` of another step.
+def _schedules(like: Sequence[Graph], step: Step) -> list[tuple[Run, ...]]:
+    """Those of planned graphs, for a step that begins with the same; a loss after them has none."""
+    return [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
+
+
+def _lowest(desk: Desk, like: Sequence[Graph]) -> Carried:
+    """The lowest peak known for a step, and its graphs: by a new plan, or by those of the graphs `like`.
 
     A search can miss for a smaller batch what it found for the planned one.
     """
     lowest = desk.solve(budget_bytes=desk.floor().floor_bytes)
-    if schedules is not None:
+    if like:
         try:
-            runs = runs_of_schedules(desk.step, schedules)
+            releases = [graph.releases for graph in like]
+            runs = runs_of_schedules(desk.step, _schedules(like, desk.step), releases)
             peak_bytes = simulate(desk.step, runs).peak_bytes
         except ValueError:  # the ops of this shape are others
             pass

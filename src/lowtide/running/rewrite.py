@@ -3,11 +3,12 @@
 `graph -> graphs`: the joint graph is not touched. The forward graph runs every forward op once, in
 the order it was captured. The backward graph runs what the schedule says: backward ops, and before
 them copies of forward ops, each reading the latest earlier copy of what it needs. Values that
-backward still reads from the forward pass are saved; nothing else is.
+backward still reads from the forward pass are saved; nothing else is. A value that leaves for a store begins
+to do so right after its op, and is waited for before its first reader in the backward graph.
 """
 
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,17 +89,27 @@ def plain_schedule(segment: Segment) -> tuple[Run, ...]:
     return tuple(Run(position) for position in range(len(forward), len(forward) + len(backward)))
 
 
-def rewrite(segment: Segment, schedule: Sequence[Run], *, updates: Updates | None = None) -> Rewritten:
-    """The forward and backward graphs of `segment` under `schedule` (see `facts.Graph`).
+def rewrite(
+    segment: Segment,
+    schedule: Sequence[Run],
+    *,
+    releases: Sequence[tuple[int, int]] = (),
+    updates: Updates | None = None,
+    store: int = 0,
+) -> Rewritten:
+    """The forward and backward graphs of `segment` under `schedule` and `releases` (see `facts.Graph`).
 
-    `updates` takes the steps of the parameters whose gradients are then not returned.
+    `updates` takes the steps of the parameters whose gradients are then not returned. `store` is the number
+    of the store that values leave for.
     """
     forward_ops, backward_ops = split(segment)
     tangents = tangent_outputs(segment.joint)
     steps, keepers = _look_up(schedule, forward_ops, backward_ops)
     saved = _saved(segment, steps, keepers, tangents)
     return Rewritten(
-        forward=_forward_graph(segment, forward_ops, keepers, saved, tangents),
+        forward=_forward_graph(
+            segment, forward_ops, keepers, saved, tangents, releases=dict(releases), store=store
+        ),
         backward=_backward_graph(segment, steps, saved, tangents, updates),
         num_saved=len(saved.all),
         saved_bytes=_bytes_of(saved, segment),
@@ -192,6 +203,9 @@ def _forward_graph(
     keepers: Keepers,
     saved: _Saved,
     tangents: Container[fx.Node],
+    *,
+    releases: Mapping[int, int],
+    store: int,
 ) -> fx.GraphModule:
     graph = fx.Graph()
     new: dict[fx.Node | Kept, fx.Node] = {}
@@ -199,16 +213,27 @@ def _forward_graph(
         if primal not in tangents:
             new[primal] = graph.node_copy(primal)
 
-    def keep(node: fx.Node, *, before: bool) -> None:
-        for kept in keepers.get(node, ()):
-            if kept.before is before:
-                new[kept] = _write(graph, kept.call, new)
-                new[kept].meta = {**node.meta, "val": kept.value}
+    leaving: dict[int, list[tuple[fx.Node, Kept, fx.Node]]] = {}
 
-    for node in ops:
-        keep(node, before=True)
+    def keep(node: fx.Node, kept: Kept, begun: fx.Node | None = None) -> None:
+        new[kept] = _write(graph, kept.call, new if begun is None else {**new, node: begun})
+        new[kept].meta = {**node.meta, "val": kept.value}
+
+    for position, node in enumerate(ops):
+        mine = keepers.get(node, ())
+        for kept in mine:
+            if kept.before:
+                keep(node, kept)
         new[node] = _copy(graph, node, new)
-        keep(node, before=False)
+        for kept in mine:
+            if kept.begin is not None:
+                begun = graph.call_function(kept.begin, (store, new[node]))
+                leaving.setdefault(releases.get(position, position), []).append((node, kept, begun))
+            elif not kept.before:
+                keep(node, kept)
+        for left in leaving.pop(position, ()):
+            keep(*left)
+    assert not leaving, "a value leaves after an op that is not there"
     results = results_of(segment.joint)[: segment.num_forward_outputs]
     plain = segment.joint.graph.output_node().args[0]
     assert isinstance(plain, (list, tuple))
@@ -235,15 +260,28 @@ def _backward_graph(
     updated_grads = {} if updates is None else updated(segment, updates.place)
     places = update_places(segment, [(step.node, _reads(step)) for step in steps], updated_grads)
     results: dict[int, fx.Node] = {}
+    coming: dict[fx.Node, Any] = {}
+
+    def wait_for(values: Iterable[fx.Node | None]) -> None:
+        for value in values:
+            if value is not None and value in coming:
+                there = graph.call_function(coming.pop(value), (latest[value],))
+                there.meta, latest[value] = latest[value].meta, there
+
     for place, step in enumerate(steps):
         if not _unpacks(step, latest):
+            wait_for(_reads(step))
             latest[step.node] = _written(graph, step, latest, written_over)
+            coming.pop(step.node, None)
+            if step.method and (wait := methods.method_named(step.method).wait) is not None:
+                coming[step.node] = wait
         for index in places.get(place, ()):
             assert updates is not None
             number = updates.place[segment.origins[index].tensor]
             arguments = (updates.number, number, latest[updated_grads[index]])
             results[index] = graph.call_function(update_parameter, arguments)
     grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    wait_for(grads)
     graph.output(
         [None if grad is None else results.get(index) or latest[grad] for index, grad in enumerate(grads)]
     )

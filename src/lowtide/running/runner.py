@@ -27,6 +27,7 @@ from lowtide.running.backend import Backend, GraphPlan, Progress
 from lowtide.running.bypass import mark, unmark
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.loop_watch import Held, LoopWatch, leave
+from lowtide.stores import Store
 from lowtide.torchside import ddp, dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
@@ -77,7 +78,8 @@ class Runner:
 
     A call with a batch of the layout `eager_batch` is left to eager PyTorch. `spare_bytes` are those of the
     budget that the plan leaves free; None where nobody gave a budget. `planned_batch` is the layout of the
-    batch that was planned, `traced` the model as it was traced for the plan.
+    batch that was planned, `traced` the model as it was traced for the plan, `store` where values that it
+    swaps go.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Runner:
         pieces: Pieces | None = None,
         holds_outputs: bool = True,
         traced: TracedModel | None = None,
+        store: Store | None = None,
     ) -> None:
         self.model = model
         self.pieces = pieces
@@ -101,7 +104,9 @@ class Runner:
         self.plans = plans
         self.spare_bytes = spare_bytes
         self.eager_batch = eager_batch
-        self.backend = Backend(self._plan_of, origins=self._origins, executor=executor, updates=updates)
+        self.backend = Backend(
+            self._plan_of, origins=self._origins, executor=executor, updates=updates, store=store
+        )
         self.guard: Guard = _unguarded
         self._graphs_before = 0
         self._batch: Any = ()
@@ -367,6 +372,7 @@ def install(
     pieces: Pieces | None = None,
     holds_outputs: bool = True,
     traced: TracedModel | None = None,
+    store: Store | None = None,
 ) -> Runner:
     """Route `model`'s calls through a plan, in place."""
     current = route_of(model)
@@ -385,6 +391,7 @@ def install(
         pieces=pieces,
         holds_outputs=holds_outputs,
         traced=traced,
+        store=store,
     )
     attach(model, runner)
     return runner

@@ -16,7 +16,7 @@ from lowtide.capture.step import Captured, captured_step, only_loss_held
 from lowtide.capture.sums import sums_of
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
-from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage
+from lowtide.facts import Graph, Kind, Link, Node, Region, Reserve, Step, Storage
 from lowtide.planning.schedules import batch_bytes, with_buckets
 from lowtide.profiling.costing import Known, estimate_costs, measure_costs
 from lowtide.torchside import hooks
@@ -35,13 +35,14 @@ def step_of(
     later_bytes: int = 0,
     updates: Mapping[int, int] | None = None,
     is_whole: bool = True,
+    link: Link | None = None,
 ) -> Step:
     """The facts of a step around one graph, its times from ops measured before.
 
     Which outputs are returned and get a gradient is as in `like`; without it, all of them. `reserve` was
     found for the graph `planned`; what the `optimizer` needs is in there, too, unless it is given.
     `held_bytes` are there all along, `later_bytes` between the forward and the backward pass: those of
-    other graphs, of which there are none where `is_whole`.
+    other graphs, of which there are none where `is_whole`. `link` leads to the store that values may wait in.
     """
     tangents = frozenset(tangent_outputs(segment.joint).values())
     returned = like.returned if like is not None else tuple(range(segment.num_forward_outputs))
@@ -56,9 +57,9 @@ def step_of(
     )
     with hooks.real_tensors():  # torch may be tracing
         accumulate = bool(reserve.earlier_gradient_bytes)
-        analysis = analyse(traced, accumulate=accumulate, updates=updates)
-        captured = captured_step(analysis, traced, model, optimizer=optimizer)
-    step = _with_costs(captured, known)
+        analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=link is not None)
+        captured = captured_step(analysis, traced, model, optimizer=optimizer, swap=link is not None)
+    step = replace(_with_costs(captured, known), link=link)
     besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
     return _with_reserve(
         step,
@@ -79,6 +80,7 @@ def step_of_call(
     reserve: Reserve,
     known: Known | None,
     updates: Mapping[int, int] | None = None,
+    link: Link | None = None,
 ) -> Step:
     """The facts of the step that a call of `model` begins, captured whole, without running it.
 
@@ -88,9 +90,10 @@ def step_of_call(
     if not loop.holds_outputs:
         traced = only_loss_held(traced)
     optimizer = optimizer_of(model, loop)
-    analysis = analyse(traced, accumulate=bool(reserve.earlier_gradient_bytes), updates=updates)
-    captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer)
-    step = _with_costs(captured, known)
+    accumulate, swap = bool(reserve.earlier_gradient_bytes), link is not None
+    analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=swap)
+    captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, swap=swap)
+    step = replace(_with_costs(captured, known), link=link)
     besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):
         besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=loop.reserve_bytes)

@@ -10,7 +10,8 @@ import os
 import shutil
 import tempfile
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 import torch
@@ -20,6 +21,8 @@ from lowtide.errors import StoreError
 from lowtide.facts.units import size_and_bytes
 from lowtide.stores.slots import Slots, whole_pages
 from lowtide.stores.store import Arrival, Layout, Parcel, Store, bytes_of
+
+THREADS = "lowtide-store"
 
 
 class DiskStore(Store):
@@ -61,8 +64,8 @@ class _File:
         self.file = _opened(store.folder)
         self.nbytes = 0
         self.slots = Slots()
-        self.writer = ThreadPoolExecutor(1, thread_name_prefix="lowtide-write")
-        self.reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-read")
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix=f"{THREADS}-write")
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix=f"{THREADS}-read")
         self._taking = threading.Lock()
 
     def take(self, nbytes: int) -> int:
@@ -126,6 +129,27 @@ class _File:
         )
 
 
+class _Copy:
+    """A copy that runs in a thread; only its box refers to the memory there."""
+
+    def __init__(
+        self, thread: ThreadPoolExecutor, run: Callable[..., None], block: Tensor, start: int
+    ) -> None:
+        self._box = [block.numpy().data]
+        self._future = thread.submit(run, self._box, start)
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def drop(self) -> None:
+        """Nobody needs it: see to it that it holds no memory any more."""
+        if self._future.cancel():
+            self._box.clear()
+        elif not threading.current_thread().name.startswith(THREADS):
+            # a thread of the store that collects garbage must not wait for itself
+            self._future.exception()
+
+
 class _DiskParcel(Parcel):
     start = -1
     """where it lies in the file, once it has a place there"""
@@ -135,7 +159,7 @@ class _DiskParcel(Parcel):
         self._file = file
         self.start = file.take(self.layout.nbytes)
         self._value: Tensor | None = value
-        self._writing: Future[None] = file.writer.submit(file.write, [_view(bytes_of(value))], self.start)
+        self._writing = _Copy(file.writer, file.write, bytes_of(value), self.start)
 
     def let_go(self) -> None:
         self.finish(self._writing, "write")
@@ -149,19 +173,19 @@ class _DiskParcel(Parcel):
             )
         return _DiskArrival(self)
 
-    def read(self, block: Tensor) -> "Future[None]":
-        return self._file.reader.submit(self._file.read, [_view(block)], self.start)
+    def read(self, block: Tensor) -> _Copy:
+        return _Copy(self._file.reader, self._file.read, block, self.start)
 
-    def finish(self, copy: "Future[None]", what: str) -> None:
+    def finish(self, copy: _Copy, what: str) -> None:
         """Wait for a copy."""
         try:
-            copy.result()
+            copy.wait()
         except OSError as error:
             raise self._file.failed(f"{what} {size_and_bytes(self.layout.nbytes)}", error) from error
 
     def __del__(self) -> None:
-        # what is still being written stands before whatever the writer puts there next
         if self.start >= 0:
+            self._writing.drop()
             self._file.slots.give_back(self.start, self.layout.nbytes)
 
 
@@ -178,9 +202,9 @@ class _DiskArrival(Arrival):
         self._parcel = None
         return parcel.layout.over(self._block)
 
-
-def _view(block: Tensor) -> memoryview:
-    return block.numpy().data
+    def __del__(self) -> None:
+        if self._parcel is not None:
+            self._reading.drop()
 
 
 def _opened(folder: str) -> IO[Any]:

@@ -1,0 +1,71 @@
+"""How fast the way to a store is, both ways: measured with the store itself.
+
+A sample of `SAMPLE_BYTES` is written and read several times in a part of the store that was written before,
+as from the second step on. On a disk, a write ends when the bytes are there (`fdatasync`), and a read finds
+nothing of them in the page cache. What a transfer of one page takes counts as latency.
+"""
+
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lowtide.facts import Link, Step
+from lowtide.facts.swap import SwapTo
+from lowtide.profiling.cache import CostCache
+from lowtide.profiling.device import Device, device_for
+from lowtide.stores import Parcel, Store, open_store, warn_of_memory
+from lowtide.torchside.calls import OpCost
+
+SAMPLE_BYTES = 32 << 20
+PAGE_BYTES = 4096
+RUNS = 5
+
+
+def measure_link(swap: SwapTo, step: Step, use_cache: bool) -> Link:
+    """The link of a step's device to a store; remembered on disk, unless `use_cache` is False."""
+    warn_of_memory(swap)
+    device = device_for(torch.device(step.device))
+    store = open_store(swap, step.device)
+    cache = CostCache(device) if use_cache else None
+    sizes = (PAGE_BYTES, SAMPLE_BYTES)
+    names = [f"store {swap}: {way} {nbytes} bytes" for nbytes in sizes for way in ("write", "read")]
+    costs = [cache.get(name, memory_limit_bytes=0) if cache is not None else None for name in names]
+    known = [cost.seconds for cost in costs if cost is not None]
+    if len(known) < len(names):
+        known = [seconds for nbytes in sizes for seconds in _transfer_seconds(store, nbytes, device)]
+        if cache is not None:
+            for name, seconds in zip(names, known, strict=True):
+                cache.put(name, OpCost(seconds, 0, estimated=False), memory_limit_bytes=0)
+            cache.save()
+    page_write, page_read, write, read = known
+    return Link(
+        store=str(swap),
+        write_bytes_per_second=_bandwidth(write, page_write),
+        read_bytes_per_second=_bandwidth(read, page_read),
+        latency_seconds=max(page_write, page_read),
+    )
+
+
+def _bandwidth(seconds: float, latency_seconds: float) -> float:
+    """Where a page takes nearly as long as the sample, the sample's time says more."""
+    return SAMPLE_BYTES / max(seconds - latency_seconds, seconds / 2)
+
+
+def _transfer_seconds(store: Store, nbytes: int, device: Device) -> tuple[float, float]:
+    """The median time of a write and of a read, after one of each that does not count."""
+    numbers = torch.Generator().manual_seed(0)
+    sample = torch.empty(nbytes, dtype=torch.uint8).random_(generator=numbers).to(device.torch_device)
+    times = [_there_and_back(store, sample, device) for _ in range(1 + RUNS)][1:]
+    return median(write for write, _ in times), median(read for _, read in times)
+
+
+def _there_and_back(store: Store, sample: Tensor, device: Device) -> tuple[float, float]:
+    def write() -> Parcel:
+        parcel = store.send(sample)
+        parcel.let_go()
+        return parcel
+
+    parcel, there = device.timed(write)
+    _, back = device.timed(lambda: parcel.fetch().value())
+    return there.seconds, back.seconds
