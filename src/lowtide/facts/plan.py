@@ -97,8 +97,8 @@ class Solution:
     `eager`: nothing needs as little as eager PyTorch itself, so that the plan is to leave the model to it.
     `step_in_backward`: the optimizer updates every parameter as soon as its gradient is final.
     `holds_outputs` is that of the step. `optimizer_in_pieces`: the optimizer's step takes a few parameters at
-    a time, since all at once do not fit. `offload` is there where values leave for a store; waiting for them
-    is among `recompute_seconds`.
+    a time, since all at once do not fit. `offload` is there where values may leave for a store; waiting for
+    them is among `recompute_seconds`.
     """
 
     planner: str

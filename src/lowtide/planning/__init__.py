@@ -9,6 +9,8 @@
 - `anneal`: the search of `auto`, over sequences of runs; `native`: its inner loops, in C
 - `search`: plans as sets of runs, and the archive of the best
 - `tied`, `parts`: one plan for all runs of a graph that runs several times
+- `link`: transfers to a store on one clock with the compute; `releases`, `placing`: where values leave and
+  come back; `swap_sets`, `swaps`: which do
 - `exchange`: what a process holds to exchange parameters and gradients with others
 - `decisions`, `hints`: a plan in words; what would lower the floor
 - `abstract`: graphs of bytes and costs alone, for `lowtide solve`

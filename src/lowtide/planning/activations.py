@@ -135,7 +135,6 @@ def _activation(
     node = step.nodes[use.holder]
     nbytes = step.storages[use.storage].nbytes
     idle = max(0.0, until[use.backward[0]] - until[use.forward[-1] + 1])
-    bandwidth = step.copy_bytes_per_second
     fixed = why_fixed(step, use)
     again: list[int] = []
     sources: list[int] = []
@@ -153,7 +152,7 @@ def _activation(
         first_backward_use=use.backward[0],
         last_backward_use=use.backward[-1],
         inactive_seconds=idle,
-        swap_seconds=nbytes / bandwidth if bandwidth else 0.0,
+        swap_seconds=_swap_seconds(step, nbytes),
         recompute_sources=_source_names(step.nodes, sources, names),
         recompute_nodes=tuple(step.nodes[r].name for r in again),
         recompute_seconds=seconds,
@@ -161,6 +160,13 @@ def _activation(
         recompute_ratio=0.0 if fixed else nbytes / max(seconds, NANOSECOND),
         fixed=fixed,
     )
+
+
+def _swap_seconds(step: Step, nbytes: int) -> float:
+    """One way over the link, or by a plain copy where there is none."""
+    if step.link is not None:
+        return step.link.read_seconds(nbytes)
+    return nbytes / step.copy_bytes_per_second if step.copy_bytes_per_second else 0.0
 
 
 def _source_names(nodes: tuple[Node, ...], sources: list[int], names: dict[int, str]) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class Auto:
         """`others` are plans that must not be better; `suggest` gives one for a level, if there is any."""
         self._steps, self._bounds, self._suggest = steps, bounds, suggest
         self._uses = frozenset(steps.table.uses)
-        self.archive = Archive()
+        self.archive: Archive[Entry] = Archive()
         self._rungs: dict[int, list[Entry]] = {}
         for plan in (frozenset(), *others):
             self._record(steps.sequence(plan))

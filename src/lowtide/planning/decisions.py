@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 from lowtide.facts import Action, Activation, Decision, Recipe, Region, Run, Step
 from lowtide.facts.units import format_size
+from lowtide.planning.link import is_fetch, value_of
+from lowtide.planning.releases import released_after
 from lowtide.planning.search.table import Table
 from lowtide.planning.simulate import Timeline, source_of
 
@@ -25,8 +27,13 @@ def decide(
     brought_back = _brought_back(step, planned.runs)
     seconds = _seconds_by_storage(step, planned, brought_back)
     over = np.flatnonzero(_by_rank(plain, len(step.nodes)) > budget_bytes)
+    away = _away(step, planned.runs)
     dearest = max(
-        (a.recompute_seconds / a.nbytes for a in found if a.storage in brought_back and a.nbytes),
+        (
+            a.recompute_seconds / a.nbytes
+            for a in found
+            if a.storage in brought_back and a.nbytes and a.storage not in away
+        ),
         default=0.0,
     )
     said = dict(step.methods)
@@ -36,6 +43,7 @@ def decide(
         cost = fsum(seconds.get(a.storage, ()))
         action = recipes[0].action if recipes else Action.RETAINED
         recomputes = action is Action.RECOMPUTE
+        between = away[a.storage] if action is Action.OFFLOAD else ("", "")
         rows.append(
             Decision(
                 name=a.name,
@@ -51,7 +59,11 @@ def decide(
                 first_backward_use=a.first_backward_use,
                 last_backward_use=a.last_backward_use,
                 recompute_seconds=cost if recomputes else a.recompute_seconds,
-                reason=_why_freed(a, cost, recipes, said) if recipes else _why_retained(a, over, dearest),
+                reason=_why_freed(a, cost, recipes, said, between)
+                if recipes
+                else _why_retained(a, over, dearest),
+                released_after=between[0],
+                fetched_before=between[1],
             )
         )
     return tuple(rows)
@@ -70,6 +82,21 @@ def _kept_bytes(step: Step, recipes: Sequence[Recipe]) -> int:
     """What these recipes keep of a value in another form."""
     kept = {read for recipe in recipes for read in recipe.reads if step.nodes[read].on_demand}
     return sum(step.storages[s].nbytes for rank in sorted(kept) for s in step.nodes[rank].makes)
+
+
+def _away(step: Step, runs: Sequence[Run]) -> dict[int, tuple[str, str]]:
+    """By offloaded storage, the names of the nodes between which it is only on the store: the one after which
+    it is let go, and the one before which its first read begins."""
+    let_go = {value_of(step, leave): after for leave, after in released_after(step, runs).items()}
+    found: dict[int, tuple[str, str]] = {}
+    following = ""
+    for run in reversed(runs):
+        if run.is_first:
+            following = step.nodes[run.node].name
+        elif is_fetch(step, run):
+            for storage in source_of(step, run).makes:
+                found[storage] = (step.nodes[let_go[run.node]].name, following)
+    return found
 
 
 def _brought_back(step: Step, runs: Sequence[Run]) -> dict[int, list[Recipe]]:
@@ -118,11 +145,24 @@ def _seconds_by_storage(
         if mine is not None:
             owner[position] = mine
             charged.setdefault(mine, []).append(source.seconds)
+    for transfer in planned.traffic.transfers if planned.traffic is not None else ():
+        mine = next((s for s in step.nodes[transfer.node].holds if s in brought_back), None)
+        if mine is not None:
+            charged.setdefault(mine, []).append(transfer.stall_seconds)
     return charged
 
 
-def _why_freed(a: Activation, seconds: float, recipes: Sequence[Recipe], said: Mapping[str, str]) -> str:
-    idle = f"frees {format_size(a.nbytes)} between ranks {a.last_forward_use} and {a.first_backward_use}"
+def _why_freed(
+    a: Activation,
+    seconds: float,
+    recipes: Sequence[Recipe],
+    said: Mapping[str, str],
+    away: tuple[str, str],
+) -> str:
+    between = f"ranks {a.last_forward_use} and {a.first_backward_use}"
+    if recipes[0].action is Action.OFFLOAD:
+        between = f"'{away[0]}' and '{away[1]}'"
+    idle = f"frees {format_size(a.nbytes)} between {between}"
     often = f", {len(recipes)} times" if len(recipes) > 1 else ""
     how = said.get(recipes[0].method, recipes[0].method)
     return f"{idle} for {1e3 * seconds:.3g} ms: {how}{often}"

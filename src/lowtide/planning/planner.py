@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import UPDATE, Activation, Graph, Reserve, Run, Schedule, Solution, Step
+from lowtide.facts import UPDATE, Activation, Graph, Offload, Reserve, Run, Schedule, Solution, Step
 from lowtide.facts.plan import PLANNERS
 from lowtide.facts.units import size_and_bytes
 from lowtide.planning import baselines, mu_two
@@ -159,20 +159,18 @@ class Desk:
         """
         if planner not in PLANNERS:
             raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
-        plan: Plan | None
-        if planner == "auto":
-            timeline = self.best(budget_bytes)
-        else:
-            plan = (
-                _first_prefix(self, budget_bytes) if planner == "mu-two" else BASELINES[planner](self.table)
-            )
-            timeline = None if plan is None else self.timeline(plan)
+        timeline = self.best(budget_bytes) if planner == "auto" else self._other(planner, budget_bytes)
         if timeline is None or timeline.peak_bytes > budget_bytes:
             if may_be_eager and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
                 plain = self._solution(planner, self.plain, budget_bytes)
                 return replace(plain, peak_bytes=self.eager_peak_bytes, eager=True, lower_bound_seconds=0.0)
             raise _too_small(self, planner, budget_bytes, timeline)
         return self._solution(planner, timeline, budget_bytes)
+
+    def _other(self, planner: str, budget_bytes: int) -> Timeline | None:
+        """What a planner besides `auto` makes of a budget; None where it finds nothing within."""
+        plan = _first_prefix(self, budget_bytes) if planner == "mu-two" else BASELINES[planner](self.table)
+        return None if plan is None else self.timeline(plan)
 
     def _solution(self, planner: str, timeline: Timeline, budget_bytes: int) -> Solution:
         step_in_backward = any(node.op == UPDATE for node in self.step.nodes)
@@ -206,6 +204,7 @@ class Desk:
             holds_outputs=self.step.holds_outputs,
             lower_bound_seconds=self._lower_bound(timeline, budget_bytes),
             floor_bound_bytes=self._floor_bound(),
+            offload=_offload(self.step, timeline),
         )
 
     def _floor_bound(self) -> int | None:
@@ -240,6 +239,18 @@ def solve(step: Step, *, budget_bytes: int, planner: str = "auto") -> Solution:
 def tradeoff(step: Step, *, points: int = 50) -> list[Solution]:
     """The curve of `auto` for a step."""
     return Desk(step).tradeoff(points=points)
+
+
+def _offload(step: Step, timeline: Timeline) -> Offload | None:
+    traffic = timeline.traffic
+    if step.link is None or traffic is None:
+        return None
+    return Offload(
+        link=step.link,
+        store_bytes=traffic.store_bytes,
+        transfer_seconds=traffic.transfer_seconds,
+        stall_seconds=traffic.stall_seconds,
+    )
 
 
 def _first_prefix(desk: Desk, budget_bytes: int) -> Plan | None:

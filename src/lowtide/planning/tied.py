@@ -23,6 +23,7 @@ from lowtide.planning.parts import REST, step_of_graph
 from lowtide.planning.planner import Carried, Desk, Floor
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import Timeline, simulate
+from lowtide.planning.swaps import SwapDesk, can_offload
 
 NUM_BUDGETS = 12
 NUM_LIMITS = 12
@@ -67,7 +68,13 @@ def desk_for(step: Step) -> Desk:
     fingerprints = [graph.fingerprint for graph in step.graphs]
     repeated = {i for i, name in enumerate(fingerprints) if fingerprints.count(name) > 1}
     tied = any(node.recipes and node.segment in repeated for node in step.nodes)
-    return TiedDesk(step) if tied else Desk(step)
+    if not can_offload(step):
+        return TiedDesk(step) if tied else Desk(step)
+    if tied:
+        raise LowtideError(
+            "values cannot be offloaded where graphs run several times, as with FSDP2: leave 'swap' out"
+        )
+    return SwapDesk(step)
 
 
 class TiedDesk(Desk):

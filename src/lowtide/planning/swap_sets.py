@@ -1,0 +1,128 @@
+"""Which values to offload on top of a plan: one by one those that lie idle longest across the highest moment.
+
+A plan is a sequence of ops of the step's problem, in which a value that backward reads from the forward pass
+lies idle between two uses. Offloading it frees its bytes there and changes nothing else, so that one pass
+over a plan gives a whole row of plans, each with one more value on the store and a lower peak.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.facts import Action
+from lowtide.planning.anneal.problem import Ints
+from lowtide.planning.anneal.steps import StepProblem
+
+SMALLEST_PART = 1000
+"""Values below this part of the peak are not worth a transfer of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A value that `op` can read back; idle after position `last_use` of a sequence until `next_use`."""
+
+    op: int
+    last_use: int
+    next_use: int
+    nbytes: int
+    seconds: float
+
+
+class Swaps:
+    """What can be offloaded in the sequences of one step."""
+
+    def __init__(self, steps: StepProblem) -> None:
+        self._steps = steps
+
+    @cached_property
+    def ops(self) -> dict[int, int]:
+        """By storage of the problem, the op that reads it back."""
+        steps, problem = self._steps, self._steps.problem
+        found: dict[int, int] = {}
+        for place, number in enumerate(steps.recipes):
+            recipe = steps.table.recipes[number]
+            source = steps.table.step.nodes[recipe.rank].recipe(recipe.method)
+            op = problem.num_first + place
+            if source is not None and source.action is Action.OFFLOAD:
+                for storage in problem.makes[problem.make_ptr[op] : problem.make_ptr[op + 1]]:
+                    found.setdefault(int(storage), op)
+        return found
+
+    def idle(self, order: Ints) -> list[Idle]:
+        """Values of a sequence that could be offloaded, in the order of their storages."""
+        problem = self._steps.problem
+        border = self._border(order)
+        before: dict[int, int] = {}
+        after: dict[int, int] = {}
+        clock = np.cumsum([0.0, *(self._seconds[op] for op in order)])
+        for position, op in enumerate(order):
+            used = problem.reads[problem.read_ptr[op] : problem.read_ptr[op + 1]]
+            made = problem.makes[problem.make_ptr[op] : problem.make_ptr[op + 1]]
+            if position < border:
+                before.update((int(s), position) for s in (*used, *made))
+                continue
+            for storage in used:
+                after.setdefault(int(storage), position)
+            for storage in made:
+                after.setdefault(int(storage), -1)  # it comes back by other means
+        found = []
+        for storage, swap in sorted(self.ops.items()):
+            position, last = after.get(storage, -1), before.get(storage)
+            if position >= 0 and last is not None and self._may_stand(swap, order, position):
+                idle = float(clock[position] - clock[last + 1])
+                found.append(Idle(swap, last, position, int(problem.nbytes[storage]), idle))
+        return found
+
+    def rows(self, order: Ints) -> Iterator[tuple[int, Ints]]:
+        """Sequences with more and more values offloaded, and what each should hold at most."""
+        held = self._steps.problem.held(order).copy()
+        idle = self.idle(order)
+        least_bytes = int(held.max(initial=0)) // SMALLEST_PART
+        idle = [value for value in idle if value.nbytes > least_bytes]
+        chosen: list[Idle] = []
+        while True:
+            yield int(held.max(initial=0)), with_fetches(order, chosen)
+            top = int(held.argmax()) if len(held) else 0
+            usable = [value for value in idle if value.last_use < top < value.next_use]
+            if not usable:
+                return
+            value = max(usable, key=lambda v: (v.seconds, v.nbytes, -v.op))
+            idle.remove(value)
+            chosen.append(value)
+            held[value.last_use + 1 : value.next_use] -= value.nbytes
+
+    def _border(self, order: Ints) -> int:
+        """The position where the backward pass begins."""
+        steps = self._steps
+        return next(
+            (
+                position
+                for position, op in enumerate(order)
+                if op >= steps.problem.num_first or steps.ranks[op] >= steps.table.first_backward
+            ),
+            len(order),
+        )
+
+    def _may_stand(self, swap: int, order: Ints, position: int) -> bool:
+        """Whether an op may run right before that position."""
+        slot = self._steps.problem.slot
+        following = (op for op in order[position:] if op < self._steps.problem.num_first)
+        return bool(slot[swap] == slot[next(following)])
+
+    @cached_property
+    def _seconds(self) -> NDArray[np.float64]:
+        """What every op of the problem takes, first runs included."""
+        steps = self._steps
+        nodes = steps.table.step.nodes
+        first = [nodes[rank].seconds if rank < len(nodes) else 0.0 for rank in steps.ranks]
+        return np.array([*first, *steps.problem.seconds[steps.problem.num_first :]], dtype=np.float64)
+
+
+def with_fetches(order: Ints, values: list[Idle]) -> Ints:
+    """A sequence that reads these values back where they are first used again."""
+    at = sorted((value.next_use, value.op) for value in values)
+    unique = list(dict.fromkeys(at))
+    return np.insert(order, [position for position, _ in unique], [op for _, op in unique]).astype(np.int32)
