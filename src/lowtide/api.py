@@ -29,6 +29,7 @@ from lowtide.profiling.link import measure_link
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
+from lowtide.stores import open_store
 from lowtide.torchside import ddp
 from lowtide.torchside.optimizers import as_one
 from lowtide.torchside.sharded import units_of
@@ -101,6 +102,8 @@ class _Training:
             )
         if self.swap_to is not None and units_of(model):
             raise LowtideError(SHARDED_SWAP)
+        if self.swap_to is not None:
+            open_store(self.swap_to, next((p.device.type for p in model.parameters()), "cpu"))
         ddp.check(model)
 
     def capture(self, model: nn.Module, batch: Any, *, paper: Paper | None = None) -> Captured:

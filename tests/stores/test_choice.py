@@ -37,3 +37,10 @@ def test_a_folder_in_memory_is_told(tmp_path, monkeypatch, caplog):
     assert not caplog.records
     warn_of_memory(SwapTo("disk", f"{tmp_path}/shm/mine"))
     assert "is in memory (tmpfs)" in caplog.text
+
+
+def test_a_relative_folder_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse_swap("disk:scratch") == SwapTo("disk", f"{tmp_path}/scratch")
+    assert parse_swap("disk:~/scratch") == SwapTo("disk", "/home/me/scratch")

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import signal
 import weakref
 
 import pytest
@@ -204,3 +205,48 @@ def test_a_handle_stands_for_a_value_and_gives_its_place_back(store):
     with pytest.raises(StoreError, match="something copied the tensor"):
         fetch(copied)
     assert store._file.slots.take(4000) == 0
+
+
+def child_of(work):
+    """A process that forks from here and does `work`; its exit code tells whether that was good."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    return child
+
+
+def test_processes_share_a_folder(tmp_path):
+    def work(seed):
+        store, numbers = DiskStore(str(tmp_path)), torch.Generator().manual_seed(seed)
+        for _ in range(10):
+            values = [torch.rand(3000, generator=numbers) for _ in range(3)]
+            parcels = [store.send(value) for value in values]
+            for parcel in parcels:
+                parcel.let_go()
+            arrivals = [parcel.fetch() for parcel in parcels]
+            if not all(torch.equal(a.value(), v) for a, v in zip(arrivals, values, strict=True)):
+                return False
+        return True
+
+    children = [child_of(lambda seed=seed: work(seed)) for seed in range(3)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_process_leaves_no_file(tmp_path, number):
+    ready, told = os.pipe()
+
+    def work():
+        parcel = DiskStore(str(tmp_path)).send(torch.ones(100_000))
+        parcel.let_go()
+        os.write(told, b"x")
+        signal.pause()
+
+    child = child_of(work)
+    assert os.read(ready, 1) == b"x"
+    os.kill(child, number)
+    os.waitpid(child, 0)
+    assert list(tmp_path.iterdir()) == []

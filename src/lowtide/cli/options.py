@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from lowtide.cli import completion
+from lowtide.errors import LowtideError
 from lowtide.facts.plan import PLANNERS
 from lowtide.facts.sizes import BadSize, parse_budget, parse_size
+from lowtide.facts.swap import parse_swap
 
 MEMORY_LIMIT = "1GiB"
 
@@ -38,6 +40,13 @@ def _read(text: str, read: Callable[[], object]) -> str:
     except BadSize as error:
         raise typer.BadParameter(str(error)) from None
     return text
+
+
+def _swap(text: str) -> str:
+    try:
+        return str(parse_swap(text)) if text else ""
+    except LowtideError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _planner(name: str) -> str:
@@ -136,6 +145,15 @@ StepInBackward = Annotated[
         "--step-in-backward",
         help="Update each parameter as soon as its gradient is final, and free that. Not for loops that clip "
         "by norm, scale the loss or accumulate gradients.",
+    ),
+]
+Swap = Annotated[
+    str,
+    typer.Option(
+        metavar="STORE",
+        help="Let activations wait outside of memory: disk:FOLDER, a folder on a local disk; or host, the "
+        "host's memory, for a model on an accelerator.",
+        callback=_swap,
     ),
 ]
 TimedRuns = Annotated[int, typer.Option(min=0, help="Steps to time, without and with the plan in turn.")]

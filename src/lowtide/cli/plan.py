@@ -22,6 +22,7 @@ from lowtide.cli.options import (
     ShardKind,
     Source,
     StepInBackward,
+    Swap,
     Verbose,
 )
 from lowtide.cli.output import claim_folder
@@ -43,6 +44,7 @@ def plan(
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
+    swap: Swap = "",
     folder: Folder = None,
     force: Force = False,
     as_json: Json = False,
@@ -72,6 +74,7 @@ def plan(
             memory_limit=memory_limit,
             cache=not no_cache,
             step_in_backward=step_in_backward,
+            swap=swap,
         )
         name = f"{spec.text}, batch {spec.batch_size}" if spec else source
         if ranks is not None:

@@ -16,6 +16,7 @@ from lowtide.cli.options import (
     Seed,
     SequenceLength,
     StepInBackward,
+    Swap,
     TargetText,
     Verbose,
 )
@@ -35,6 +36,7 @@ def profile(
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
+    swap: Swap = "",
     mode: Mode = ProfileMode.OPS,
     folder: Folder = None,
     force: Force = False,
@@ -69,6 +71,7 @@ def profile(
             cache=not no_cache,
             mode=mode,
             step_in_backward=step_in_backward,
+            swap=swap,
         )
         summary = profile_summary(measured, name=f"{target}, batch {batch_size}")
         if out is not None:

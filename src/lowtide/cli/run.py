@@ -20,6 +20,7 @@ from lowtide.cli.options import (
     Seed,
     SequenceLength,
     StepInBackward,
+    Swap,
     TargetText,
     TimedRuns,
     Verbose,
@@ -44,6 +45,7 @@ def run(
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
+    swap: Swap = "",
     timed_runs: TimedRuns = 5,
     folder: OutputFolder = Path("lowtide-out"),
     force: Force = False,
@@ -81,6 +83,7 @@ def run(
             memory_limit=memory_limit,
             cache=not no_cache,
             step_in_backward=step_in_backward,
+            swap=swap,
         )
         summary = profile_summary(profile, name=name)
         terminal.show(*profile_tables(summary))

@@ -21,6 +21,7 @@ def profile_target(
     cache: bool,
     mode: str = "ops",
     step_in_backward: bool = False,
+    swap: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
 ) -> "Profile":
@@ -32,10 +33,9 @@ def profile_target(
         from lowtide import api
 
         target = spec.load()
-    if mode == "run" and step_in_backward:
-        raise UsageError(
-            "--mode run runs the step as eager does: leave --step-in-backward out, or --mode run"
-        )
+    if mode == "run" and (step_in_backward or swap):
+        option = "--step-in-backward" if step_in_backward else "--swap"
+        raise UsageError(f"--mode run runs the step as eager does: leave {option} out, or --mode run")
     if mode == "run":
         from lowtide.experiments.whole_run import profile_by_running
 
@@ -51,6 +51,7 @@ def profile_target(
             memory_limit=memory_limit,
             cache=cache,
             step_in_backward=step_in_backward,
+            swap=swap,
             ranks=ranks,
             shard=shard,
             progress=progress,
@@ -69,6 +70,7 @@ def open_source(
     memory_limit: str,
     cache: bool,
     step_in_backward: bool = False,
+    swap: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
 ) -> tuple["Profile", TargetSpec | None]:
@@ -86,6 +88,7 @@ def open_source(
             "--memory-limit": memory_limit != MEMORY_LIMIT,
             "--no-cache": not cache,
             "--step-in-backward": step_in_backward,
+            "--swap": bool(swap),
         }
         if any(given.values()):
             option = next(name for name, was_given in given.items() if was_given)
@@ -107,6 +110,7 @@ def open_source(
         memory_limit=memory_limit,
         cache=cache,
         step_in_backward=step_in_backward,
+        swap=swap,
         ranks=ranks,
         shard=shard,
     )

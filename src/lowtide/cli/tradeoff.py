@@ -22,6 +22,7 @@ from lowtide.cli.options import (
     Seed,
     SequenceLength,
     Source,
+    Swap,
     TimedRuns,
     Verbose,
 )
@@ -57,6 +58,7 @@ def tradeoff(
     seed: Seed = 0,
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
+    swap: Swap = "",
     folder: Folder = None,
     force: Force = False,
     as_json: Json = False,
@@ -86,6 +88,7 @@ def tradeoff(
             seed=seed,
             memory_limit=memory_limit,
             cache=not no_cache,
+            swap=swap,
         )
         name = f"{spec.text}, batch {spec.batch_size}" if spec else source
         if measure and spec is None:

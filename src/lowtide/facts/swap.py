@@ -1,6 +1,7 @@
 """Where swapped values go, as the user says it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from lowtide.errors import LowtideError
 
@@ -17,10 +18,12 @@ class SwapTo:
 
 
 def parse_swap(text: str) -> SwapTo:
-    """`disk:/scratch` or `host`."""
+    """`disk:/scratch` or `host`; a folder is found from anywhere then, also where it was relative."""
     kind, _, folder = str(text).partition(":")
-    if (kind == "disk" and folder) or (kind == "host" and not folder):
-        return SwapTo(kind, folder)
+    if kind == "disk" and folder:
+        return SwapTo(kind, str(Path(folder).expanduser().absolute()))
+    if kind == "host" and not folder:
+        return SwapTo(kind)
     raise LowtideError(
         f"cannot swap to {text!r}: write 'disk:FOLDER' with a folder on a local disk, or 'host' where the "
         "model is on an accelerator"
