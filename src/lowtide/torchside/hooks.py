@@ -96,6 +96,8 @@ __all__ = [
 WHOLE_OPS = re.compile(r"_?upsample_.*|(hard|soft)shrink|multi_margin_loss|multilabel_margin_loss_forward")
 STRUCTURED_TRACE = "torch.__trace"
 TRACED_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+DIFFERENTIATED_KEYS = TRACED_KEYS[:1]
+"""For ops that are only differentiated otherwise."""
 
 
 class _SavedState(runtime_wrappers._AutogradSavedState):
@@ -173,9 +175,11 @@ def _undivided() -> Iterator[None]:
 @contextlib.contextmanager
 def traced_by(
     ways: Mapping[OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]],
+    *,
+    keys: Sequence[Any] = TRACED_KEYS,
 ) -> Iterator[None]:
     """Trace ops that torch decomposes in ways of our own, each made from torch's."""
-    torchs = {op: {key: op.py_kernels.pop(key, None) for key in TRACED_KEYS} for op in ways}
+    torchs = {op: {key: op.py_kernels.pop(key, None) for key in keys} for op in ways}
     for op, kernels in torchs.items():
         op.py_kernels.update({key: ways[op](kernel or op.decompose) for key, kernel in kernels.items()})
         op._dispatch_cache.clear()
@@ -311,6 +315,11 @@ def recording() -> Iterator[None]:
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, switched_off - autograd), torch.enable_grad():
         yield
+
+
+def below_autograd() -> Any:
+    """Call ops without autograd, inside of a way of our own to differentiate them."""
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:

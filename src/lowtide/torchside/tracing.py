@@ -10,9 +10,9 @@ from lowtide.torchside.eager_paths import eager_answers
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.log_lines import log_lines_after_graphs
 from lowtide.torchside.loops import resumed_loops
+from lowtide.torchside.ops import by_value, recurrent_tracing
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
-from lowtide.torchside.ops.recurrent_tracing import ways_to_trace
 
 
 @contextlib.contextmanager
@@ -24,7 +24,8 @@ def tracing() -> Iterator[None]:
         hooks.unlogged(),
         rarely_collected(),
         layers,
-        hooks.traced_by(ways_to_trace()),
+        hooks.traced_by(recurrent_tracing.ways_to_trace()),
+        hooks.traced_by(by_value.ways_to_trace(), keys=hooks.DIFFERENTIATED_KEYS),
         grouped_products_of_any_type(),
         eager_answers(),
         batch_values(),

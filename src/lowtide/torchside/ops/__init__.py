@@ -1,6 +1,7 @@
 """Ops that need more than their name: one file each, with all that lowtide knows of them.
 
 - `autocast`: weights that eager casts once
+- `by_value`: ops that eager differentiates by looking at values
 - `direct`: ops called without torch's ways around them
 - `dropout`: eager's own rounding, and the mask that it keeps
 - `grouped`: the products of experts, traced in all types
