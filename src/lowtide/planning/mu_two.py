@@ -1,9 +1,10 @@
-"""The greedy of μ-TWO (Purandare, Wasay, Jain, Idreos, MLSys 2023) in its recompute-only form.
+"""The greedy of μ-TWO (Purandare, Wasay, Jain, Idreos, MLSys 2023).
 
 Legend, paper to here: `recomp_srcs` sources, `recomp_time` recompute_seconds, `recomp_cnt` count,
 `total_recomp_time` total_seconds, `recompute_ratio` ratio. Algorithms: B `policy`, D `overhead`,
 E `update_chosen`, F `update_candidates`, G `Runs.peak_bytes` (the true simulator: temporaries of the
-recompute, lengthened lives, optimizer and aliases count). C and H are about swapping and not used.
+recompute, lengthened lives, optimizer and aliases count). C and H, and B with its swap branch, are in
+`mu_two_swap.py`; here is what a step without a store needs.
 
 Where the paper is silent: ties go to the larger, then the earlier activation; totals of those
 already chosen and every ratio are refreshed. Known weakness, kept: the ratio does not look where

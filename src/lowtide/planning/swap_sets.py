@@ -8,6 +8,7 @@ over a plan gives a whole row of plans, each with one more value on the store an
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,16 +41,22 @@ class Swaps:
     @cached_property
     def ops(self) -> dict[int, int]:
         """By storage of the problem, the op that reads it back."""
-        steps, problem = self._steps, self._steps.problem
+        steps = self._steps
         found: dict[int, int] = {}
         for place, number in enumerate(steps.recipes):
             recipe = steps.table.recipes[number]
             source = steps.table.step.nodes[recipe.rank].recipe(recipe.method)
-            op = problem.num_first + place
+            op = steps.problem.num_first + place
             if source is not None and source.action is Action.OFFLOAD:
-                for storage in problem.makes[problem.make_ptr[op] : problem.make_ptr[op + 1]]:
-                    found.setdefault(int(storage), op)
+                for storage in self._makes[op]:
+                    found.setdefault(storage, op)
         return found
+
+    def storages(self, value: Idle) -> list[int]:
+        """Those of the step that come back with a value."""
+        steps = self._steps
+        recipe = steps.table.recipes[steps.recipes[value.op - steps.problem.num_first]]
+        return [storage for storage, _, _ in recipe.fresh]
 
     def idle(self, order: Ints) -> list[Idle]:
         """Values of a sequence that could be offloaded, in the order of their storages."""
@@ -57,17 +64,16 @@ class Swaps:
         border = self._border(order)
         before: dict[int, int] = {}
         after: dict[int, int] = {}
-        clock = np.cumsum([0.0, *(self._seconds[op] for op in order)])
-        for position, op in enumerate(order):
-            used = problem.reads[problem.read_ptr[op] : problem.read_ptr[op + 1]]
-            made = problem.makes[problem.make_ptr[op] : problem.make_ptr[op + 1]]
+        clock = np.concatenate([[0.0], np.cumsum(self._seconds[order])])
+        for position, op in enumerate(order.tolist()):
+            used, made = self._reads[op], self._makes[op]
             if position < border:
-                before.update((int(s), position) for s in (*used, *made))
+                before.update(dict.fromkeys((*used, *made), position))
                 continue
             for storage in used:
-                after.setdefault(int(storage), position)
+                after.setdefault(storage, position)
             for storage in made:
-                after.setdefault(int(storage), -1)  # it comes back by other means
+                after.setdefault(storage, -1)  # it comes back by other means
         found = []
         for storage, swap in sorted(self.ops.items()):
             position, last = after.get(storage, -1), before.get(storage)
@@ -113,12 +119,27 @@ class Swaps:
         return bool(slot[swap] == slot[next(following)])
 
     @cached_property
+    def _reads(self) -> list[list[int]]:
+        problem = self._steps.problem
+        return _lists(problem.read_ptr, problem.reads)
+
+    @cached_property
+    def _makes(self) -> list[list[int]]:
+        problem = self._steps.problem
+        return _lists(problem.make_ptr, problem.makes)
+
+    @cached_property
     def _seconds(self) -> NDArray[np.float64]:
         """What every op of the problem takes, first runs included."""
         steps = self._steps
         nodes = steps.table.step.nodes
         first = [nodes[rank].seconds if rank < len(nodes) else 0.0 for rank in steps.ranks]
         return np.array([*first, *steps.problem.seconds[steps.problem.num_first :]], dtype=np.float64)
+
+
+def _lists(ends: Ints, flat: Ints) -> list[list[int]]:
+    items = flat.tolist()
+    return [items[start:end] for start, end in pairwise(ends.tolist())]
 
 
 def with_fetches(order: Ints, values: list[Idle]) -> Ints:

@@ -21,6 +21,7 @@ from lowtide.planning.anneal.problem import Ints
 from lowtide.planning.carry import carried, plan_of_runs
 from lowtide.planning.hints import floor_hint
 from lowtide.planning.link import swapped_bytes
+from lowtide.planning.mu_two_swap import policy_with_swap
 from lowtide.planning.placing import placed
 from lowtide.planning.planner import Carried, Desk, Floor, Plan
 from lowtide.planning.schedules import Releases, graph_schedules, runs_of_schedules, without_needless_runs
@@ -115,6 +116,13 @@ class SwapDesk(Desk):
             return None
         timeline = self.timeline(plan, budget_bytes=budget_bytes)
         return Carried(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
+
+    def _other(self, planner: str, budget_bytes: int) -> Timeline | None:
+        if planner != "mu-two":
+            return super()._other(planner, budget_bytes)
+        assert self.step.link is not None
+        order = policy_with_swap(self.problem, self._swaps, self.step.link, budget_bytes=budget_bytes)
+        return self._placed(self.problem.runs(order), budget_bytes)
 
     def _placed(self, runs: Sequence[Run], budget_bytes: int) -> Timeline:
         return placed(self.step, without_needless_runs(self.step, runs), budget_bytes=budget_bytes)
