@@ -1,6 +1,7 @@
 """A torch.compile backend that rewrites every captured graph by its plan and hands it to an executor."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from lowtide.running.rewrite import Rewritten, forward_only, rewrite
 from lowtide.stores import Store, number_of
 from lowtide.torchside import ddp, hooks
 from lowtide.torchside.graph_key import key_of
-from lowtide.torchside.updates import Updates, begin_updates
+from lowtide.torchside.updates import Updates, taking_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +241,8 @@ class _PlannedGraph:
 
         def call(values: list[Any]) -> Any:
             progress.begin_backward(values[num_saved:] if progress.watch is not None else ())
-            if updates_number:
-                begin_updates(updates_number)
-            result = run(values)
+            with taking_updates(updates_number) if updates_number else nullcontext():
+                result = run(values)
             progress.outputs.warn()
             return result
 
@@ -263,9 +263,10 @@ def _forward(
     run: Function, progress: Progress, *, saved_bytes: int = 0, first_calls: FirstCalls | None = None
 ) -> Function:
     def call(args: list[Any]) -> Any:
-        if first_calls is not None and first_calls.segment is not None:
-            first_calls.note(args)
+        start = first_calls.start_of(args) if first_calls is not None else None
         result = run(args)
+        if first_calls is not None:
+            first_calls.note(start)
         progress.forwards += 1
         progress.saved_bytes += saved_bytes
         return result

@@ -27,31 +27,38 @@ class FirstCalls:
     """What a graph was called with, until a backward pass has shown which of its outputs get a gradient.
 
     A plan counts on some of them getting none. Where one comes all the same, what the plan saved is not
-    enough, and the forward pass is run once more from its start.
+    enough, and the forward pass is run once more from its start. Of several calls before a backward pass
+    nobody knows which one it is for, and none is kept.
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment: Segment | None = segment
-        self._starts: list[_Start] = []
+        self._start: _Start | None = None
+        self._num_calls = 0
 
-    def note(self, inputs: Sequence[Any]) -> None:
-        """Before a forward pass."""
-        if self.segment is not None:
-            self._starts.append(_Start(list(inputs), torch.get_rng_state()))
+    def start_of(self, inputs: Sequence[Any]) -> _Start | None:
+        """What a forward pass begins with, taken before it runs."""
+        return None if self.segment is None else _Start(list(inputs), torch.get_rng_state())
+
+    def note(self, start: _Start | None) -> None:
+        """After a forward pass; one that failed has no backward pass."""
+        self._num_calls += 1
+        self._start = start if self._num_calls == 1 else None
 
     def are_as_planned(self) -> None:
         """A backward pass came with the gradients that the plan counts on: nothing more is kept."""
-        self.segment = None
-        self._starts.clear()
+        self.segment = self._start = None
 
     def take(self, output: int) -> tuple[Segment, _Start]:
         """The graph, and the only call of it so far, since a gradient came for `output`."""
-        if self.segment is None or len(self._starts) != 1:
+        segment, start = self.segment, self._start
+        if segment is None or start is None:
             raise Unsupported(
                 f"a gradient arrived for output {output} of the model, but the plan was made for a "
                 "loss that does not use it. Pass `loss=` the function that your loop really uses"
             )
-        return self.segment, self._starts.pop()
+        self._start, self._num_calls = None, 0
+        return segment, start
 
 
 class Backward:

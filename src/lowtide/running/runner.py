@@ -20,7 +20,7 @@ from lowtide.capture import failures
 from lowtide.capture.graphs import Origin, Segment, describe_inputs, name_tensors
 from lowtide.capture.identity import layouts
 from lowtide.capture.traced import TracedModel
-from lowtide.errors import LowtideError, Unsupported
+from lowtide.errors import CaptureError, LowtideError, Unsupported
 from lowtide.facts import Kind
 from lowtide.facts.units import format_size
 from lowtide.running.backend import Backend, GraphPlan, Progress
@@ -207,7 +207,7 @@ class Runner:
                 return self.compiled(self.model, args, kwargs)
         except dynamo.StartOver as unknown:
             self.compiled.look_again()
-            self.plans.plan_call(args, kwargs, cause=str(unknown))
+            self._plan_call(args, kwargs, cause=str(unknown))
         self._may_start_over = False
         with dynamo.user_errors():
             return self.compiled(self.model, args, kwargs)
@@ -219,8 +219,16 @@ class Runner:
             return
         kind = (layouts((args, kwargs)), self._situation())
         if kind not in self._known:
+            self._plan_call(args, kwargs, cause="another batch, or another setting of the model")
             self._known.add(kind)
-            self.plans.plan_call(args, kwargs, cause="another batch, or another setting of the model")
+
+    def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
+        """Where the model's own code raises for this batch, its exception is the user's, not ours."""
+        try:
+            self.plans.plan_call(args, kwargs, cause=cause)
+        except CaptureError:
+            self._run_eagerly(args, kwargs)
+            raise
 
     def _plan_of(self, segment: Segment) -> GraphPlan:
         if not isinstance(self.compiled, CompiledUnits) and units_of(self.model):
@@ -247,10 +255,12 @@ class Runner:
 
     def _raise_as_eager(self, error: Exception) -> NoReturn:
         """The user's own exception, as the model's code raises it, not the compiler's account of it."""
-        args, kwargs = self._batch
+        self._run_eagerly(*self._batch)
+        raise _ran_without_plan(failures.describe(error)) from error
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.no_grad():
             call_model(self.model, args, kwargs)
-        raise _ran_without_plan(failures.describe(error)) from error
 
     def _origins(self, graph: fx.GraphModule) -> list[Origin]:
         """Where a graph's inputs come from; `Kind.OTHER` is what the model itself made, in another graph."""

@@ -5,8 +5,10 @@ needs gradients that are gone by then, raises at the moment it is tried.
 """
 
 import itertools
+import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from lowtide.errors import Unsupported
 from lowtide.torchside.hooks import graph_is_kept
 from lowtide.torchside.pieces import take_step
+
+logger = logging.getLogger("lowtide")
 
 Optimizer = torch.optim.Optimizer
 
@@ -134,6 +138,18 @@ class Updates:
         finally:
             parameter.grad = UsedGradient.of(parameter)
 
+    def break_off(self) -> None:
+        """The backward pass failed or was interrupted: what is updated by now cannot be taken back."""
+        taken = sum(isinstance(parameter.grad, UsedGradient) for parameter in self.parameters)
+        self._clear()
+        if taken:
+            logger.warning(
+                "the backward pass ended early, when %d of %d parameters had been updated in it: load your "
+                "last checkpoint before you go on",
+                taken,
+                len(self.parameters),
+            )
+
     def _clear(self, *_: Any) -> None:
         self.is_pending = False
         for parameter in self.parameters:
@@ -156,9 +172,16 @@ def _has_hooks(parameter: Tensor) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("lowtide.") for hook in hooks)
 
 
-def begin_updates(number: int) -> None:
-    """Before a backward pass that takes steps."""
-    _OPEN[number].begin()
+@contextmanager
+def taking_updates(number: int) -> Iterator[None]:
+    """Around a backward pass that takes steps."""
+    updates = _OPEN[number]
+    updates.begin()
+    try:
+        yield
+    except BaseException:
+        updates.break_off()
+        raise
 
 
 def update_parameter(number: int, index: int, gradient: Tensor) -> None:
