@@ -116,7 +116,7 @@ def test_an_exception_that_only_values_cause_is_the_users(models: tuple[Net, Net
         model.picky = True
         for _ in range(2):
             torch.manual_seed(3)
-            with pytest.raises(ValueError, match="^told to$"):
+            with pytest.raises(ValueError, match=r"^told to$"):
                 model(batch())
         model.picky = False
     assert are_equal(*map(results, models))
