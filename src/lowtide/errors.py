@@ -57,7 +57,10 @@ class StoreError(LowtideError):
 
 
 class TargetError(LowtideError):
-    pass
+    """A TARGET that cannot be loaded; what was typed may have more than one line, the message has not."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 class FreshProcessError(LowtideError):

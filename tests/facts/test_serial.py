@@ -69,7 +69,7 @@ def test_all_fields_travel() -> None:
         device="cuda",
         copy_bytes_per_second=1.5e9,
         notes=("one", "two"),
-        graphs=(graph, graph),
+        graphs=(graph,),
         identity=identity,
         methods=(("again", "run again"),),
         link=link,

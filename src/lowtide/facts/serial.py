@@ -25,6 +25,8 @@ from lowtide.facts import (
     Step,
     Storage,
 )
+from lowtide.facts.checked import check_types
+from lowtide.facts.consistency import check_step
 from lowtide.facts.files import write_atomic
 
 STEP_FORMAT = "lowtide-step/2"
@@ -65,7 +67,8 @@ def step_to_dict(step: Step) -> dict[str, Any]:
 def step_from_dict(data: dict[str, Any]) -> Step:
     with _reading(data, STEP_FORMAT):
         step = _step(data)
-        _check_references(step)
+        check_types(step)
+        check_step(step)
         return step
 
 
@@ -105,7 +108,9 @@ def solution_to_dict(solution: Solution) -> dict[str, Any]:
 
 def solution_from_dict(data: dict[str, Any]) -> Solution:
     with _reading(data, SOLUTION_FORMAT):
-        return _solution(data)
+        solution = _solution(data)
+        check_types(solution)
+        return solution
 
 
 def _solution(data: dict[str, Any]) -> Solution:
@@ -134,7 +139,7 @@ def load_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         raise LowtideError(f"there is no file '{path}'") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:  # no JSON, no text, or no name of a file
         raise LowtideError(f"cannot read '{path}': {error}") from error
     if not isinstance(data, dict):
         raise LowtideError(f"'{path}' holds no lowtide data: expected an object, found {type(data).__name__}")
@@ -157,26 +162,11 @@ def _reading(data: dict[str, Any], expected: str) -> Iterator[None]:
         raise LowtideError(f"expected data of the format '{expected}', found {found!r}: make the file again")
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise LowtideError(
             f"damaged data of the format '{expected}' ({what}): make the file again"
         ) from error
-
-
-def _check_references(step: Step) -> None:
-    """A rank or a storage that is not there would only be noticed deep inside a planner."""
-    for position, node in enumerate(step.nodes):
-        again = [read for recipe in node.recipes for read in recipe.reads]
-        held = [*node.holds, *node.makes, *(s for r in node.recipes for s in (*r.holds, *r.makes))]
-        if node.rank != position or not all(0 <= read < position for read in node.reads):
-            raise ValueError(f"node {position} is out of order")
-        if not all(0 <= read < len(step.nodes) for read in again):
-            raise ValueError(f"node {position} is made again from what is not there")
-        if not all(0 <= storage < len(step.storages) for storage in held):
-            raise ValueError(f"node {position} holds a storage that is not there")
-    if any(storage.id != position for position, storage in enumerate(step.storages)):
-        raise ValueError("storages are out of order")
 
 
 def _runs(runs: Iterable[Run]) -> list[Any]:

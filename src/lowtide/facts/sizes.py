@@ -18,8 +18,9 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
-_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*")
+_NUMBER = r"\s*([0-9]{1,200}(?:\.[0-9]{1,200})?|\.[0-9]{1,200})\s*"
+_SIZE = re.compile(_NUMBER + r"([a-zA-Z]*)\s*")
+_PERCENT = re.compile(_NUMBER + r"%\s*")
 
 
 def parse_size(text: str | int) -> int:

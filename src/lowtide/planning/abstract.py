@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.facts.checked import check_types
 from lowtide.facts.serial import load_json
 from lowtide.facts.units import size_and_bytes
 from lowtide.planning.anneal.problem import Ints, OpRow, Problem, flatten
@@ -93,18 +94,22 @@ def load_graph(path: str | Path) -> AbstractGraph:
             raise LowtideError(f"{path}: node ids must be 0, 1, 2, ... in a topological order")
         parents: list[dict[int, None]] = [{} for _ in nodes]
         for parent, child in data["edges"]:
-            if not 0 <= parent < child < len(nodes):
+            if not 0 <= int(parent) < int(child) < len(nodes):
                 raise LowtideError(f"{path}: edge {parent} -> {child} does not follow the order of ids")
-            parents[child][parent] = None
-        return AbstractGraph(
+            parents[int(child)][int(parent)] = None
+        graph = AbstractGraph(
             name=str(data.get("name", Path(path).stem)),
             nbytes=tuple(int(node["bytes"]) for node in nodes),
             costs=tuple(node["cost"] for node in nodes),
             parents=tuple(tuple(mine) for mine in parents),
         )
+        check_types(graph)
+        if min(graph.nbytes, default=0) < 0:
+            raise LowtideError(f"{path}: a node of {min(graph.nbytes)} bytes")
+        return graph
     except KeyError as error:
         raise LowtideError(f"{path}: not a graph, {error} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise LowtideError(f"{path}: not a graph, {error}") from error
 
 

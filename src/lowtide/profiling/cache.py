@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lowtide.facts.checked import check_types
 from lowtide.profiling.device import Device
 from lowtide.torchside.calls import OpCost
 
@@ -125,13 +126,15 @@ class CostCache:
                     )
                 }
                 orders = {
-                    str(signature): json.loads(found)
+                    str(signature): [None if order is None else list(map(int, order)) for order in json.loads(found)]
                     for signature, found in database.execute("select * from orders")
                 }
+                for cost, _ in costs.values():
+                    check_types(cost)
                 return costs, orders
         except sqlite3.OperationalError as error:  # of the machine, not of what is in the file
             _log.warning("the cost cache %s cannot be read: %s", self.path, error)
-        except (ValueError, TypeError, sqlite3.Error) as error:
+        except (ArithmeticError, RecursionError, ValueError, TypeError, sqlite3.Error) as error:
             _log.warning("the cost cache %s cannot be read and will be written anew: %s", self.path, error)
             self._remove()
         return {}, {}

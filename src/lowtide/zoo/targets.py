@@ -72,7 +72,7 @@ def load_target(
     seed: int = 0,
 ) -> Target:
     """Load `text`; the same arguments give the same weights and batch in any process."""
-    where, colon, factory_name = text.rpartition(":")
+    where, colon, factory_name = _parts(text)
     if colon:
         if image_size is not None or sequence_length is not None:
             raise TargetError(
@@ -98,7 +98,7 @@ def load_target(
 
 def check_target(text: str) -> None:
     """Raise a TargetError unless `text` names something that can be loaded; nothing is made yet."""
-    where, colon, factory_name = text.rpartition(":")
+    where, colon, factory_name = _parts(text)
     if colon:
         with _importable(where):
             _find_factory(where, factory_name)
@@ -106,6 +106,12 @@ def check_target(text: str) -> None:
         raise TargetError(f"'{text}' does not say which function makes the model: write {text}:factory")
     else:
         find_entry(text)
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    if "\0" in text:
+        raise TargetError(f"no such file: {text!r}")
+    return text.rpartition(":")
 
 
 def _find_factory(where: str, factory_name: str) -> Callable[[int], Any]:
@@ -125,7 +131,11 @@ def _find_factory(where: str, factory_name: str) -> Callable[[int], Any]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        is_file = False
+    if not is_file:
         raise TargetError(f"no such file: {path}")
     path = path.resolve()
     # Under its own name, as `import` would have it, so that its classes can be pickled; a name that
