@@ -23,7 +23,7 @@ OTHER := .venv-torch-$(VERSION)
 TORCH_TESTS := tests/capture tests/checking tests/end_to_end tests/experiments/test_experiments.py tests/methods \
 	tests/profiling tests/running tests/torchside
 
-.PHONY: install demo test quick test-kernels test-torch check format docs bench clean
+.PHONY: install demo test quick soak test-kernels test-torch check format docs bench clean
 
 install: $(STAMP)
 
@@ -56,6 +56,11 @@ test: install
 # In less than a minute: whatever does not train, profile or look at a whole model.
 quick: install
 	$(PYTEST) -m "not long and not slow"
+
+# Every night: fuzzed inputs, long runs, many shapes and plans, 300 random (model, budget) pairs. Half an hour.
+soak: install
+	$(PYTEST) -m long -rP tests/end_to_end/test_fuzz.py tests/end_to_end/test_soak.py \
+		tests/end_to_end/test_random_models.py tests/cli/test_trust.py
 
 # All of them run, and it fails if one did.
 test-kernels: install

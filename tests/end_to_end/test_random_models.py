@@ -57,7 +57,8 @@ def test_random_models_of_images(design: Design) -> None:
 
 
 @pytest.mark.long
-@settings(SAME_EVERY_TIME, max_examples=70)
+@settings(SAME_EVERY_TIME, max_examples=100, print_blob=True)
 @given(designs(images=False, max_layers=16) | designs(images=True, max_layers=16))
 def test_many_random_models(design: Design) -> None:
+    """300 pairs of a model and a budget. A failure names its design, and the blob that brings it back."""
     check(design)

@@ -31,6 +31,7 @@ from lowtide.torchside import hooks
 from lowtide.torchside.batch import split_batch, tensors_in
 from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key, target_name
 from lowtide.torchside.garbage import rarely_collected
+from lowtide.torchside.one_at_a_time import one_at_a_time
 from lowtide.torchside.ops.schema import short_name
 from lowtide.torchside.pieces import PIECE_BYTES
 from lowtide.torchside.sharded import local
@@ -63,6 +64,7 @@ class Captured:
     traced: TracedModel | None = None
 
 
+@one_at_a_time
 def capture(
     model: nn.Module,
     batch: Any,

@@ -126,7 +126,9 @@ class CostCache:
                     )
                 }
                 orders = {
-                    str(signature): [None if order is None else list(map(int, order)) for order in json.loads(found)]
+                    str(signature): [
+                        None if order is None else list(map(int, order)) for order in json.loads(found)
+                    ]
                     for signature, found in database.execute("select * from orders")
                 }
                 for cost, _ in costs.values():

@@ -15,6 +15,7 @@ from lowtide.profiling.ops import measure_calls
 from lowtide.profiling.samples import make_sample
 from lowtide.torchside.calls import Call, OpCost, signature
 from lowtide.torchside.hooks import real_tensors
+from lowtide.torchside.one_at_a_time import one_at_a_time
 from lowtide.torchside.ops.recurrent import real_result_bytes, untracked_bytes
 
 __all__ = ["MEMORY_LIMIT_BYTES", "Known", "estimate_costs", "measure_costs"]
@@ -25,6 +26,7 @@ MEMORY_LIMIT_BYTES = 1 << 30
 _LAYOUT_SHARE = 16
 
 
+@one_at_a_time
 def measure_costs(
     captured: Captured,
     *,

@@ -15,10 +15,12 @@ from lowtide.facts.units import format_size
 from lowtide.planning.simulate import plain_runs, simulate
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, Known, measure_costs
 from lowtide.profiling.interpreter import GraphProfiler, NodeRun
+from lowtide.torchside.one_at_a_time import one_at_a_time
 
 logger = logging.getLogger("lowtide")
 
 
+@one_at_a_time
 def run_costs(
     captured: Captured,
     tensors: Iterable[torch.Tensor],

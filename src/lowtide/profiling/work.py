@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.profiling.samples import make_sample
 from lowtide.torchside.calls import Call, iter_tensors, signature, storage_key, storages_bytes
+from lowtide.torchside.flops import flop_counter
 from lowtide.torchside.hooks import FakeTensorMode, unlogged
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 from lowtide.torchside.ops.schema import may_have_flops
@@ -69,7 +69,7 @@ def work_making(call: Call, made: tuple[int, ...]) -> Work:
 
 
 def _work_of(call: Call) -> Work:
-    with FlopCounterMode(display=False) as counter, _faked():
+    with flop_counter() as counter, _faked():
         args, kwargs = make_sample(call, fill=False)
         result = call.target(*args, **kwargs)
         return Work(

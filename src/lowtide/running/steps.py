@@ -20,6 +20,7 @@ from lowtide.facts import Graph, Kind, Link, Node, Region, Reserve, Step, Storag
 from lowtide.planning.schedules import batch_bytes, with_buckets
 from lowtide.profiling.costing import Known, estimate_costs, measure_costs
 from lowtide.torchside import hooks
+from lowtide.torchside.one_at_a_time import one_at_a_time
 
 
 def step_of(
@@ -71,6 +72,7 @@ def step_of(
     )
 
 
+@one_at_a_time
 def step_of_call(
     model: nn.Module,
     args: tuple[Any, ...],

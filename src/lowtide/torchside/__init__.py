@@ -13,6 +13,8 @@
 - `ops`: ops that need more than their name, one file each
 - `batch`: how a model is called, and what a step differentiates
 - `garbage`: fewer searches for garbage while graphs are made
+- `one_at_a_time`: threads that plan at the same time wait for each other
+- `flops`: a counter of flops that other threads do not notice
 - `first_calls`: first calls of mathematical functions, made where they do no harm
 - `versions`: the versions of torch that all of this was checked with; importing anything here asks it
 """

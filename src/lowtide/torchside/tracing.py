@@ -10,6 +10,7 @@ from lowtide.torchside.eager_paths import eager_answers
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.log_lines import log_lines_after_graphs
 from lowtide.torchside.loops import resumed_loops
+from lowtide.torchside.one_at_a_time import compile_lock
 from lowtide.torchside.ops import by_value, recurrent_tracing
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
@@ -20,6 +21,7 @@ def tracing() -> Iterator[None]:
     """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
     layers = dynamo.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
     with (
+        compile_lock,
         dynamo.settings(),
         hooks.unlogged(),
         rarely_collected(),
