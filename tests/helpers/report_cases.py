@@ -1,12 +1,16 @@
 """Everything a report can show, made up around `report_steps.residual_step`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from report_steps import MIB, residual_step
+from swapping import with_swap
+from synthetic import chain
 
-from lowtide.facts import Action, Activation, Decision, Run, Schedule, Solution, Step
+from lowtide.facts import Action, Activation, Decision, Link, Run, Schedule, Solution, Step
 from lowtide.planning.activations import activations
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.swaps import SwapDesk
 from lowtide.report.records import (
     CompareRow,
     Environment,
@@ -46,6 +50,19 @@ def make_case(num_layers: int = 12, *, num_points: int = 20, **names: str) -> Ca
         measurement=measurement_of(solution),
         tradeoff=tradeoff_of(step, solution, num_points),
     )
+
+
+def store_case() -> dict[str, Any]:
+    """A step, its plain timeline, a solution that waits for its store, and its timeline."""
+    link = Link(store="disk:/scratch", write_bytes_per_second=1e9, read_bytes_per_second=1e9)
+    step = with_swap(chain(length=8, nbytes=MIB), link)
+    desk = SwapDesk(step)
+    lowest = desk.alone.entries[0]
+    after = simulate(step, lowest.runs)
+    solution = desk._solution("auto", after, lowest.peak_bytes)
+    assert solution.offload is not None
+    assert 0 < solution.offload.stall_seconds < solution.offload.transfer_seconds
+    return {"step": step, "before": desk.plain, "after": after, "solution": solution}
 
 
 def relu_schedule(step: Step) -> tuple[Run, ...]:

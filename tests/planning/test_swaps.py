@@ -132,6 +132,17 @@ def test_room_hides_transfers():
         assert placed(step, order, budget_bytes=tight + 1000 * room).peak_bytes <= tight + 1000 * room
 
 
+def test_transfers_have_time_to_spare_where_there_is_room():
+    """A link that is slower than measured by a third adds nothing."""
+    step = with_swap(chain(length=10), link(6e8))
+    desk = SwapDesk(step)
+    best = desk.best(desk.plain.peak_bytes * 8 // 10)
+    assert best is not None
+    assert best.traffic is not None and best.traffic.transfers
+    assert best.stall_seconds == 0
+    assert simulate(replace(step, link=link(4.2e8)), best.runs).stall_seconds == 0
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_placing_keeps_to_the_budget_and_to_the_values(data):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from browsers import browsing, needs_chromium
-from report_cases import ENVIRONMENT, compare_rows, make_case, sweep_rows
+from report_cases import ENVIRONMENT, compare_rows, make_case, store_case, sweep_rows
 
 from lowtide.report.html import render_report
 
@@ -28,7 +28,9 @@ def pages(case, tmp_path_factory):
         "measurement": case.measurement, "tradeoff": case.tradeoff,
     }  # fmt: skip
     evil = make_case(2, module=EVIL + "{layer}")
+    store = store_case()
     texts = {
+        "store": render_report(title="a store", environment=ENVIRONMENT, **store),
         "run": render_report(title="a step", environment=ENVIRONMENT, **plan),
         "profile": render_report(title="p", environment=ENVIRONMENT, step=case.step, before=case.before),
         "sweep": render_report(
@@ -273,3 +275,12 @@ def test_light_and_dark(open_page):
     find(browser, "#theme").click()
     assert theme_is("light") == colours["light"]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_a_page_with_a_store_shows_its_transfers(open_page):
+    browser = open_page("store")
+    rows = texts(browser, "#store details tbody tr")
+    assert rows and all("the store" in row for row in rows)
+    find(browser, "[data-axis=order]").click()
+    find(browser, "[data-axis=time]").click()
+    assert "OFFLOAD" in texts(browser, "#decisions-table .tag")

@@ -22,14 +22,19 @@ from lowtide.facts.serial import save_json
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
-from lowtide.report.csvs import write_tradeoff
+from lowtide.report.csvs import write_tradeoff, write_transfers
 from lowtide.report.html import render_report
 from lowtide.report.trace import write_trace
+from lowtide.report.traffic import store_use
 from lowtide.zoo.targets import TargetSpec
 
 TRACE = "trace.json"
 TRADEOFF = "tradeoff.csv"
-FILES = (PROFILE, NODES, ACTIVATIONS, PLAN, DECISIONS, VERIFICATION, TRADEOFF, TRACE, REPORT, PLOTS)
+TRANSFERS = "transfers.csv"
+FILES = (
+    *(PROFILE, NODES, ACTIVATIONS, PLAN, DECISIONS, VERIFICATION),
+    *(TRANSFERS, TRADEOFF, TRACE, REPORT, PLOTS),
+)
 CURVE_POINTS = 30
 
 
@@ -53,6 +58,9 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcom
     save_json(folder / VERIFICATION, outcome_data(outcome, name=name))
     files = [folder / VERIFICATION]
     files.append(write_tradeoff(folder / TRADEOFF, curve, step_seconds=profile.step_seconds))
+    use = store_use(step, after)
+    if use is not None:
+        files.append(write_transfers(folder / TRANSFERS, use))
     files.append(write_trace(folder / TRACE, step, {"without": before, "with": after}))
     files += plots_if_possible(
         folder,

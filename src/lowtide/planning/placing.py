@@ -8,7 +8,7 @@ done by a run is a write that begins after it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -50,10 +50,11 @@ class _Frame:
     fetches: tuple[_Fetch, ...]
 
 
-def placed(step: Step, runs: Sequence[Run], *, budget_bytes: int) -> Timeline:
+def placed(step: Step, runs: Sequence[Run], *, budget_bytes: int, slack: float = 1.0) -> Timeline:
     """The schedule `runs` with its transfers placed so that they hide as well as the budget allows.
 
-    What it holds is within the budget wherever that is possible without moving anything else.
+    What it holds is within the budget wherever that is possible without moving anything else. Transfers are
+    placed as if they took `slack` times as long, for a link that is not always as fast as it was measured.
     """
     assert step.link is not None
     frame = _frame(step, _used_late(step, runs))
@@ -63,10 +64,14 @@ def placed(step: Step, runs: Sequence[Run], *, budget_bytes: int) -> Timeline:
     held = simulate(step, smallest).bytes_held
     in_frame = [not (step.nodes[run.node].movable or is_fetch(step, run)) for run in smallest]
     room = budget_bytes - held[in_frame]
-    return simulate(
-        step,
-        _together(frame, _release_places(frame, step.link, room), _fetch_places(frame, step.link, room)),
+    slow = replace(
+        step.link,
+        write_bytes_per_second=step.link.write_bytes_per_second / slack,
+        read_bytes_per_second=step.link.read_bytes_per_second / slack,
+        latency_seconds=step.link.latency_seconds * slack,
     )
+    releases, fetches = _release_places(frame, slow, room), _fetch_places(frame, slow, room)
+    return simulate(step, _together(frame, releases, fetches))
 
 
 def _used_late(step: Step, runs: Sequence[Run]) -> list[Run]:

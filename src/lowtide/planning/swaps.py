@@ -33,6 +33,9 @@ from lowtide.planning.swap_sets import Swaps
 NUM_LEVELS = 24
 """Budgets for which transfers are placed, from the plain peak to the lowest."""
 
+SLACK = 1.5
+"""How much longer transfers may take than they were measured, where there is room for that."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offloading:
@@ -87,7 +90,15 @@ class SwapDesk(Desk):
         other = self.without.best(budget_bytes)
         if plan is None or (other is not None and other.added_seconds <= plan.seconds):
             return None if other is None else simulate(self.step, other.runs)
-        return simulate(self.step, plan.runs)
+        return self._with_slack(plan, budget_bytes)
+
+    def _with_slack(self, plan: Offloading, budget_bytes: int) -> Timeline:
+        """The plan with its transfers further apart from their uses, where that costs nothing."""
+        timeline = simulate(self.step, plan.runs)
+        careful = placed(self.step, plan.runs, budget_bytes=budget_bytes, slack=SLACK)
+        # not where it is faster, either: then a larger budget could be slower
+        is_same = careful.added_seconds == timeline.added_seconds
+        return careful if is_same and careful.peak_bytes <= budget_bytes else timeline
 
     def floor(self) -> Floor:
         timeline = self.best(self.floor_bytes)

@@ -102,10 +102,31 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
             label="Recomputed",
             value=f"{len(again)} of {len(solution.decisions)}",
             note=f"activations, {size(sum(d.nbytes for d in again))}, "
-            f"in {duration(solution.recompute_seconds)}, {how_good(solution.gap)}",
+            f"in {duration(solution.recompute_seconds - _stalls(solution))}, {how_good(solution.gap)}",
         ),
     ]
-    return [*tiles, _exactness(measurement)]
+    return [*tiles, *_offloaded(solution), _exactness(measurement)]
+
+
+def _stalls(solution: Solution) -> float:
+    return solution.offload.stall_seconds if solution.offload else 0.0
+
+
+def _offloaded(solution: Solution) -> list[Tile]:
+    offload = solution.offload
+    if offload is None or not offload.store_bytes:
+        return []
+    away = [d for d in solution.decisions if d.action is Action.OFFLOAD]
+    hidden = 1 - offload.stall_seconds / offload.transfer_seconds if offload.transfer_seconds else 1.0
+    return [
+        Tile(
+            label="Offloaded",
+            value=f"{len(away)} of {len(solution.decisions)}",
+            note=f"activations, {size(offload.store_bytes)} to {offload.link.store} and back in "
+            f"{duration(offload.transfer_seconds)}, {100 * max(0.0, hidden):.0f} % of it hidden behind the "
+            "compute (simulated)",
+        )
+    ]
 
 
 def _time_added(solution: Solution, measurement: Measurement | None) -> Tile:

@@ -8,10 +8,11 @@ import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lowtide.facts import Activation, Decision, Node, Step
+from lowtide.facts import Action, Activation, Decision, Node, Step
 from lowtide.facts.files import write_atomic
 from lowtide.planning.simulate import Timeline
 from lowtide.report.records import CompareRow, SweepRow, TradeoffPoint
+from lowtide.report.traffic import StoreUse
 
 Cell = str | int | float | None
 
@@ -29,6 +30,10 @@ DECISION_COLUMNS = (
     "activation_name", "decision", "median_mem_size_bytes", "recomp_time_s", "creation_rank",
     "first_bw_use_rank", "last_fw_use_rank", "last_bw_use_rank", "module", "how", "recomp_cnt",
     "plan_recomp_time_s", "reason",
+)  # fmt: skip
+OFFLOAD_COLUMNS = ("released_after", "fetched_before")
+TRANSFER_COLUMNS = (
+    "activation_name", "direction", "bytes", "begin_s", "end_s", "hidden_s", "not_hidden_s",
 )  # fmt: skip
 SWEEP_COLUMNS = (
     "batch_size", "status", "budget_bytes", "baseline_predicted_peak_bytes", "baseline_measured_peak_bytes",
@@ -85,15 +90,30 @@ def write_activation_stats(path: Path, activations: Sequence[Activation]) -> Pat
 
 def write_decisions(path: Path, decisions: Sequence[Decision]) -> Path:
     """`ac_decisions.csv`: one row per activation. `recomp_time_s` is what one recompute takes or would
-    take; `plan_recomp_time_s` what this plan spends on it."""
+    take; `plan_recomp_time_s` what this plan spends on it. Where something is offloaded, two more columns
+    name the nodes between which it is only on the store."""
+    offloads = any(d.action is Action.OFFLOAD for d in decisions)
     rows = (
         (
             d.name, d.action, d.nbytes, d.recompute_seconds, d.creation_rank, d.first_backward_use,
             d.last_forward_use, d.last_backward_use, d.module, d.method, d.times, d.seconds, d.reason,
+            *((d.released_after, d.fetched_before) if offloads else ()),
         )
         for d in decisions
     )  # fmt: skip
-    return _write(path, DECISION_COLUMNS, rows)
+    return _write(path, (*DECISION_COLUMNS, *(OFFLOAD_COLUMNS if offloads else ())), rows)
+
+
+def write_transfers(path: Path, use: StoreUse) -> Path:
+    """`transfers.csv`: one row per transfer, in the order they begin."""
+    rows = (
+        (
+            move.name, move.direction, move.nbytes, move.begin_seconds, move.end_seconds,
+            max(0.0, move.end_seconds - move.begin_seconds - move.stall_seconds), move.stall_seconds,
+        )
+        for move in use.moves
+    )  # fmt: skip
+    return _write(path, TRANSFER_COLUMNS, rows)
 
 
 def write_sweep(path: Path, rows: Sequence[SweepRow]) -> Path:

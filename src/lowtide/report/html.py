@@ -14,13 +14,17 @@ from jinja2 import Environment as JinjaEnvironment
 from jinja2 import FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from lowtide.facts import Action, Activation, Decision, Region, Run, Solution, Step
+from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
 from lowtide.planning.simulate import Timeline
 from lowtide.report import palette, times, words
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict, unfinished_verdict
 from lowtide.report.embed import script_json
 from lowtide.report.payload import WITH, WITHOUT, page_data
 from lowtide.report.records import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
+from lowtide.report.traffic import store_use
+
+STORE_PICTURE = (1000, 180)
+"""Width and height of the picture of what goes to the store and back."""
 
 _SCRIPTS = ("theme.js", "decode.js", "timeline.js", "tradeoff.js", "table.js")
 
@@ -68,7 +72,7 @@ def render_report(
         verdicts.append(sweep_verdict(sweep))
     if compare:
         verdicts.append(compare_verdict(compare))
-    runs = after.runs if after is not None else before.runs if before is not None else ()
+    use = store_use(step, after) if step is not None else None
     style = Markup(_text("vendor/uplot/uPlot.min.css") + _text("templates/style.css"))
     scripts = [_text("vendor/uplot/uPlot.iife.min.js"), *(_text(f"templates/{name}") for name in _SCRIPTS)]
     return (
@@ -105,13 +109,18 @@ def render_report(
             compare=compare,
             compare_whole=_largest([row.peak_bytes for row in compare]),
             decisions=sorted(decisions, key=_decision_order),
+            offloads=any(decision.action is Action.OFFLOAD for decision in decisions),
             breakdown=_breakdown(before, after),
-            time_groups=_time_groups(step, runs) if step and runs else [],
+            time_groups=_time_groups(step, after if after is not None else before) if step else [],
             time_parts=[(str(part), _PART_COLOURS[part]) for part in times.PARTS],
             notes=list(
                 dict.fromkeys((*notes, *(solution.notes if solution else ()), *(step.notes if step else ())))
             ),
             kinds=[(str(kind), palette.LABELS[kind], palette.COLOURS[kind]) for kind in palette.STACK],
+            store=use,
+            store_lines=use.lines(*STORE_PICTURE) if use else [],
+            store_picture=STORE_PICTURE,
+            directions=palette.DIRECTIONS,
             labels={"before": WITHOUT, "after": WITH},
             colours={"before": palette.BEFORE, "after": palette.AFTER},
         )
@@ -177,9 +186,12 @@ def _breakdown(before: Timeline | None, after: Timeline | None) -> list[dict[str
     return rows
 
 
-def _time_groups(step: Step, runs: Sequence[Run]) -> list[tuple[str, list[times.TimeRow]]]:
+def _time_groups(step: Step, timeline: Timeline | None) -> list[tuple[str, list[times.TimeRow]]]:
+    if timeline is None:
+        return []
+    runs = timeline.runs
     return [
-        ("By region", times.by_region(step, runs)),
+        ("By region", [*times.by_region(step, runs), *times.waiting(timeline)]),
         ("By op", times.by_op(step, runs)),
         ("By module", times.by_module(step, runs)),
     ]

@@ -41,4 +41,5 @@ BEFORE = "#5b6770"
 AFTER = "#0a6ebd"
 RECOMPUTE = "#d1495b"
 REGION_COLOURS = {Region.FORWARD: "#4a90c2", Region.BACKWARD: "#2f9e7e", Region.OPTIMIZER: "#8a6fb0"}
+DIRECTIONS = {"to the store": "#9a5b1e", "from the store": "#0f7b8a"}
 BUDGET = "#b3261e"

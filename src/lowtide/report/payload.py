@@ -7,8 +7,9 @@ from lowtide.facts import Activation, Decision, Region, Solution, Step
 from lowtide.planning.simulate import Timeline, source_of
 from lowtide.report import words
 from lowtide.report.embed import pack_integers, pack_strings
-from lowtide.report.palette import COLOURS, LABELS, STACK
+from lowtide.report.palette import COLOURS, DIRECTIONS, LABELS, STACK
 from lowtide.report.records import TradeoffPoint
+from lowtide.report.traffic import run_waits, traffic_of
 
 WITHOUT, WITH = "without a plan", "with the plan"
 
@@ -34,6 +35,7 @@ def page_data(
     }
     return {
         "kinds": [{"label": LABELS[kind], "colour": COLOURS[kind]} for kind in STACK],
+        "directions": DIRECTIONS,
         "timeline": timeline,
         "tradeoff": points if tradeoff else None,
     }
@@ -64,6 +66,29 @@ def _way(step: Step, timeline: Timeline, label: str) -> dict[str, Any]:
         "methods": pack_strings([said.get(run.method, run.method) for run in timeline.runs]),
         "kinds": [pack_integers(timeline.bytes_by_kind[kind].tolist()) for kind in STACK],
         "peak": timeline.peak_position,
+        **_transfers(timeline),
+    }
+
+
+def _transfers(timeline: Timeline) -> dict[str, Any]:
+    """What the step waits for before each run, and its transfers; nothing where it offloads nothing."""
+    traffic = traffic_of(timeline)
+    if traffic is None:
+        return {}
+    moves = traffic.transfers
+    return {
+        "waits": pack_integers(round(wait * 1e9) for wait in run_waits(timeline)),
+        "transfers": {
+            "node": pack_integers(move.node for move in moves),
+            "write": pack_integers(int(move.is_write) for move in moves),
+            "bytes": pack_integers(move.nbytes for move in moves),
+            "begin": pack_integers(round(move.begin_seconds * 1e9) for move in moves),
+            "end": pack_integers(round(move.end_seconds * 1e9) for move in moves),
+            "asked": pack_integers(move.asked_at for move in moves),
+            "awaited": pack_integers(
+                move.awaited_at if move.awaited_at >= 0 else move.asked_at for move in moves
+            ),
+        },
     }
 
 

@@ -15,7 +15,9 @@ from lowtide.report.step_plots import (
     plot_node_memory,
     plot_node_seconds,
     plot_peak_breakdown,
+    plot_transfers,
 )
+from lowtide.report.traffic import store_use
 
 __all__ = [
     "plot_activation_sizes",
@@ -27,6 +29,7 @@ __all__ = [
     "plot_peak_breakdown",
     "plot_peak_by_batch_size",
     "plot_tradeoff",
+    "plot_transfers",
     "save_figure",
     "write_plots",
 ]
@@ -60,6 +63,9 @@ def write_plots(
             figures["timeline_before_after"] = plot_before_after(
                 step, before, after, budget_bytes=budget_bytes
             )
+            use = store_use(step, after)
+            if use is not None:
+                figures["transfers"] = plot_transfers(use)
     if activations:
         figures["activation_sizes"] = plot_activation_sizes(activations)
     if tradeoff:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lowtide.facts import Activation, Region, Step
-from lowtide.planning.simulate import Timeline, source_of
+from lowtide.planning.simulate import Timeline
 from lowtide.report import palette
 from lowtide.report.csvs import active_bytes
 from lowtide.report.figures import (
@@ -20,7 +20,8 @@ from lowtide.report.figures import (
     time_unit,
     write_beside,
 )
-from lowtide.report.words import size
+from lowtide.report.traffic import READ, WRITE, StoreUse, run_starts
+from lowtide.report.words import duration, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,6 +128,29 @@ def plot_before_after(
     return figure
 
 
+def plot_transfers(use: StoreUse) -> "Figure":
+    """Bytes sent to the store and back up to every moment, and the moments at which the step waits."""
+    title = f"Bytes to the store and back ({100 * use.hidden_share:.0f} % of the transfer time hidden)"
+    figure, axes = new_figure(title)
+    unit, scale = byte_unit(max(use.store_bytes, use.read_bytes))
+    for direction, points in ((WRITE, use.written), (READ, use.read)):
+        seconds, nbytes = zip(*points, strict=True)
+        sent = [n / scale for n in nbytes]
+        axes.plot(seconds, sent, color=palette.DIRECTIONS[direction], lw=1.8, label=direction)
+    waits = [move for move in use.moves if move.stall_seconds]
+    for number, move in enumerate(waits):
+        begin = move.end_seconds - move.stall_seconds
+        axes.axvspan(
+            begin, move.end_seconds, color=palette.RECOMPUTE, alpha=0.25, lw=0,
+            label="" if number else f"waiting ({duration(use.stall_seconds)} in all)",
+        )  # fmt: skip
+    axes.set_xlim(0, use.step_seconds)
+    axes.set_ylim(bottom=0)
+    label_axes(axes, "time in the step (s, simulated)", f"bytes sent ({unit})")
+    legend(axes)
+    return figure
+
+
 def plot_peak_breakdown(before: Timeline, after: Timeline | None = None) -> "Figure":
     """What the memory is at its highest moment, by kind."""
     runs = [("without", before)] + ([("with the plan", after)] if after is not None else [])
@@ -189,7 +213,7 @@ def _closed(values: np.ndarray) -> np.ndarray:
 
 def _starts(step: Step, timeline: Timeline) -> np.ndarray:
     """When every run starts, and when the last one ends."""
-    return np.concatenate([[0.0], np.cumsum([source_of(step, run).seconds for run in timeline.runs])])
+    return np.array(run_starts(step, timeline))
 
 
 def _mark_regions(

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.facts import Node, Region, Run, Step
-from lowtide.planning.simulate import source_of
+from lowtide.planning.simulate import Timeline, source_of
+from lowtide.report.traffic import WAIT, run_waits
 
 RECOMPUTE = "recompute"
 PARTS = (*Region, RECOMPUTE)
@@ -41,6 +42,15 @@ def timed(step: Step, runs: Sequence[Run]) -> list[_Timed]:
 def by_region(step: Step, runs: Sequence[Run]) -> list[TimeRow]:
     rows = {row.name: row for row in _group(timed(step, runs), lambda run: run.part)}
     return [rows[part] for part in PARTS if part in rows and rows[part].num_runs]
+
+
+def waiting(timeline: Timeline) -> list[TimeRow]:
+    """What the step waits for its store, where it does."""
+    waits = [wait for wait in run_waits(timeline) if wait]
+    if not waits:
+        return []
+    parts = tuple(sum(waits) if part == RECOMPUTE else 0.0 for part in PARTS)
+    return [TimeRow(name=WAIT, seconds=sum(waits), parts=parts, num_runs=len(waits))]
 
 
 def by_op(step: Step, runs: Sequence[Run], *, limit: int = 12) -> list[TimeRow]:

@@ -53,7 +53,7 @@ const byteAxis = (extra) => {
       const ten = 10 ** Math.floor(Math.log10(rough));
       const step = [1, 2, 2.5, 4, 5, 10].find((n) => n * ten >= rough) * ten * unit;
       const splits = [];
-      for (let i = Math.ceil(low / step); i * step <= high; i++) splits.push(i * step);
+      for (let i = Math.max(0, Math.ceil(low / step)); i * step <= high; i++) splits.push(i * step);
       return splits;
     },
     values: (u, splits) => {

@@ -15,10 +15,18 @@ addEventListener("DOMContentLoaded", () => {
     const kinds = packed.kinds.map(Decode.integers);
     const again = Decode.strings(packed.methods);
     const seconds = Decode.integers(packed.ns).map((ns) => ns / 1e9);
+    const waits = packed.waits ? Decode.integers(packed.waits).map((ns) => ns / 1e9) : seconds.map(() => 0);
     const start = [0];
-    seconds.forEach((s, i) => start.push(start[i] + s));
+    seconds.forEach((s, i) => start.push(start[i] + s + (waits[i + 1] || 0)));
+    const moved = packed.transfers || { node: "", write: "", bytes: "", begin: "", end: "", asked: "", awaited: "" };
+    const [moves, writes, sizes, begin, end, asked, awaited] =
+      ["node", "write", "bytes", "begin", "end", "asked", "awaited"].map((key) => Decode.integers(moved[key]));
+    const transfers = moves.map((node, i) => ({
+      node, write: writes[i], bytes: sizes[i],
+      time: [begin[i] / 1e9, end[i] / 1e9], order: [asked[i], Math.max(asked[i] + 1, awaited[i])],
+    }));
     const total = order.map((_, i) => kinds.reduce((sum, kind) => sum + kind[i], 0));
-    return { order, kinds, again, seconds, start, total, peak: packed.peak, label: packed.label };
+    return { order, kinds, again, seconds, start, waits, transfers, total, peak: packed.peak, label: packed.label };
   };
   const before = load(data.before);
   const after = data.after ? load(data.after) : null;
@@ -74,6 +82,9 @@ addEventListener("DOMContentLoaded", () => {
   // A budget far above the peaks would leave them no room; its line is then out of sight.
   const showsBudget = data.budget && data.budget <= 2 * highestPeak;
   const highest = Math.max(highestPeak, showsBudget ? data.budget : 0) * 1.08;
+  // Below the memory, one lane for each direction of the link to the store.
+  const lowest = after && after.transfers.length ? -0.14 * highest : 0;
+  const lanes = [["to the store", 1], ["from the store", 0]];
 
   const mark = (u, x, y, text, colour) => {
     const ctx = u.ctx, px = u.valToPos(x, "x", true), py = u.valToPos(y, "y", true);
@@ -125,6 +136,24 @@ addEventListener("DOMContentLoaded", () => {
       ctx.strokeText(words, right, y - 6 * devicePixelRatio);
       ctx.fillText(words, right, y - 6 * devicePixelRatio);
     }
+    for (const [lane, [words, write]] of lowest ? lanes.entries() : []) {
+      const y = u.valToPos(lowest * (0.28 + 0.48 * lane), "y", true), thick = 9 * devicePixelRatio;
+      ctx.fillStyle = page.directions[words];
+      for (const transfer of after.transfers) {
+        if (transfer.write !== write) continue;
+        const [from, to] = transfer[axis].map((x) => Math.max(left, Math.min(left + width, u.valToPos(x, "x", true))));
+        if (to > from) ctx.fillRect(from, y, Math.max(to - from, devicePixelRatio), thick);
+      }
+      ctx.textAlign = "left"; ctx.strokeStyle = Theme.colour("--card"); ctx.lineWidth = 4 * devicePixelRatio;
+      const at = left + 4 * devicePixelRatio, base = y + thick;
+      if (!after.transfers.some((t) => t.write === write && u.valToPos(t[axis][0], "x", true) < at + ctx.measureText(words).width && u.valToPos(t[axis][1], "x", true) > left)) {
+        ctx.fillText(words, at, base);
+      } else {
+        const side = left + width - ctx.measureText(words).width - 4 * devicePixelRatio;
+        ctx.strokeText(words, side, base);
+        ctx.fillText(words, side, base);
+      }
+    }
     for (const run of [before, after].filter(Boolean)) {
       const x = axes[axis][run === before ? "before" : "after"][run.peak];
       mark(u, x, run.total[run.peak], Format.bytes(run.total[run.peak]), Theme.colour(run === before ? "--before" : "--accent"));
@@ -145,7 +174,7 @@ addEventListener("DOMContentLoaded", () => {
   merge();
   const chart = new uPlot({
     width: box.clientWidth, height: height(), padding: [26, 12, 0, 0], legend: { show: false },
-    scales: { x: { time: false }, y: { range: () => [0, highest] } },
+    scales: { x: { time: false }, y: { range: () => [lowest, highest] } },
     cursor: { drag: { x: true, y: false }, y: false, points: { show: false } },
     series: [{}, ...kindSeries, ...lineSeries],
     axes: [
@@ -179,10 +208,10 @@ addEventListener("DOMContentLoaded", () => {
     const part = element("div");
     part.append(element("h3", label));
     const list = element("dl");
-    const seconds = run.seconds[position];
+    const seconds = run.seconds[position], wait = run.waits[position];
     const rows = [
       ["node", names[rank] + (again ? ` (${again})` : "")],
-      ["op", `${ops[rank]}, ${data.region_names[regions[rank]]}, rank ${rank}, ${Format.seconds(seconds)}`],
+      ["op", `${ops[rank]}, ${data.region_names[regions[rank]]}, rank ${rank}, ${Format.seconds(seconds)}${wait ? `, after waiting ${Format.seconds(wait)} for the store` : ""}`],
       ["module", modules[rank] || "–"],
       ["source", sources[rank] || "–"],
     ];
