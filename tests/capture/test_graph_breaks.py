@@ -109,3 +109,26 @@ def test_a_real_forward_saves_no_activations() -> None:
     batch = torch.randn(1000, 128)
     peak = peak_above_start(lambda: capture(Deep(), batch))
     assert batch.nbytes < peak < 5 * batch.nbytes
+
+
+class DropsLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 0.5:
+                continue
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_step_that_is_captured_drops_no_layer(seed: int) -> None:
+    model, batch = DropsLayers(), rows()
+    torch.manual_seed(seed)
+    before = torch.get_rng_state()
+    nodes = capture(model, batch).step.nodes
+    assert sum(node.op == "aten.tanh.default" for node in nodes) == len(model.layers)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -41,6 +41,7 @@ from lowtide.torchside import dynamo, hooks, sharded
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.graph_key import key_of
+from lowtide.torchside.ops.random import draw_high
 from lowtide.torchside.outside import held_outside
 from lowtide.torchside.tracing import compiled
 from lowtide.torchside.units import compiled_model
@@ -125,6 +126,8 @@ class Collector:
         values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
         mutated = mutated_inputs(segment.joint)
         self.forward_bytes = max(self.forward_bytes, forecast.peak_bytes(module.graph))
+        if self.real:
+            draw_high(module)
 
         def run(args: list[Any]) -> list[Any]:
             links = {

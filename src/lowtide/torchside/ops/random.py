@@ -11,6 +11,8 @@ from lowtide.torchside.ops.dropout import eager_dropout
 
 aten = torch.ops.aten
 
+HIGH = 1 - 2**-24
+
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
@@ -21,6 +23,17 @@ def is_random(node: fx.Node) -> bool:
         and torch.Tag.nondeterministic_seeded in node.target.tags
         and not (node.target is aten.native_dropout.default and node.args[2] is False)
     )
+
+
+def draw_high(module: fx.GraphModule) -> None:
+    """Let a graph that is only captured draw single numbers close to 1, in place.
+
+    Models that drop layers do so where a draw is low: the step that drops none is the one to plan for.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=aten.rand.default):
+        if node.meta["val"].numel() == 1:
+            node.target, node.args = aten.full.default, (node.args[0], HIGH)
+    module.recompile()
 
 
 def device_name(node: fx.Node) -> str:
