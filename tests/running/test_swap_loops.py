@@ -9,7 +9,7 @@ import pytest
 import torch
 from swaps import swapped
 from torch import nn
-from training import differences, snapshot, train, twin
+from training import differences, measured_peak, snapshot, train, twin
 
 import lowtide
 from lowtide.errors import StoreError
@@ -118,6 +118,34 @@ def test_a_plan_from_a_file_swaps(plain, plan, tmp_path):
     lowtide.load_plan(tmp_path / "plan.json").apply(target.model)
     assert differences(train(twin(plain)), train(target)) == []
     assert store_of(target).file_bytes >= plan.solution.offload.store_bytes
+
+
+def test_other_batch_sizes_get_plans_of_their_own(plain, plan, planned):
+    """Within the same budget, by what they swap and recompute."""
+    for rows in (ROWS, ROWS // 2, ROWS - 3):
+        smaller = replace(plain, batch=plain.batch[:rows])
+        one, other = twin(smaller), replace(planned, batch=smaller.batch)
+        other.model.load_state_dict(one.model.state_dict())
+        other.optimizer.load_state_dict(one.optimizer.state_dict())
+        assert differences(train(one), train(other)) == []
+        assert measured_peak(other) <= plan.budget_bytes
+    assert runner_of(planned.model).backend.num_graphs == 3
+
+
+def test_a_larger_batch_swaps_though_the_planned_one_did_not(plain, plan):
+    target = twin(replace(plain, batch=plain.batch[:8]))
+    swap = plan.solution.offload.link.store
+    lowtide.checkpoint(
+        target.model,
+        target.batch,
+        budget=plan.budget_bytes,
+        optimizer=target.optimizer,
+        loss=mean_square,
+        swap=swap,
+    )
+    larger = replace(target, batch=plain.batch)
+    assert differences(train(twin(plain)), train(larger)) == []
+    assert measured_peak(larger) <= plan.budget_bytes
 
 
 def test_a_full_disk_is_found_when_the_plan_is_applied(plain, plan):
