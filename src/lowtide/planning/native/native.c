@@ -766,7 +766,7 @@ int lowtide_anneal(const Problem *p, int32_t *order, int length, int room, int64
     int64_t largest = 1;
     for (int s = 0; s < p->num_storages; s++)
         if (p->nbytes[s] > largest) largest = p->nbytes[s];
-    int best_length = write_order(&state, order);
+    int best_length = write_order(&state, order), is_written = 1;
     int64_t best_excess = state.excess;
     double best_seconds = state.seconds;
     *peak = peak_of(&state);
@@ -798,17 +798,22 @@ int lowtide_anneal(const Problem *p, int32_t *order, int length, int room, int64
         }
         if (!state.num_changes) continue;
         const double worse = state.seconds - old_seconds + price * (double)(state.excess - old_excess);
-        if (full(&state) || (worse > 0.0 && draw(&state) >= exp(-worse / temperature))) {
+        int stays = !full(&state) && (worse <= 0.0 || draw(&state) < exp(-worse / temperature));
+        if (stays && state.seconds >= least_seconds &&
+            (state.excess < best_excess || (state.excess == best_excess && state.seconds < best_seconds * (1 - 1e-12)))) {
+            best_excess = state.excess, best_seconds = state.seconds;
+            is_written = 0;
+        } else if (!is_written) {
+            stays = 0; /* no move leads away from the best one before it is written down */
+        }
+        if (!stays) {
             undo(&state);
             state.seconds = old_seconds; /* sums of many small numbers drift */
-        } else if (state.seconds >= least_seconds &&
-                   (state.excess < best_excess || (state.excess == best_excess && state.seconds < best_seconds * (1 - 1e-12)))) {
-            best_excess = state.excess, best_seconds = state.seconds;
-            best_length = write_order(&state, order);
-            *peak = peak_of(&state);
+            if (!is_written) best_length = write_order(&state, order), *peak = peak_of(&state), is_written = 1;
         }
         if (move % 100 == 99) price *= state.excess > 0 ? 1.3 : 0.8;
     }
+    if (!is_written) best_length = write_order(&state, order), *peak = peak_of(&state);
     const int failed = state.failed;
     end(&state);
     *excess = best_excess, *seconds = best_seconds;
