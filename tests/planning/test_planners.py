@@ -1,5 +1,7 @@
 """What every planner promises, on random steps and on steps shaped like real models."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
 from lowtide.facts.plan import PLANNERS
 from lowtide.planning import planner as planners
+from lowtide.planning.anneal.problem import Problem
 from lowtide.planning.planner import Desk, floor, solve
 from lowtide.planning.search.lazy import LazyRuns, lazy_plan
 from lowtide.planning.search.table import make_table
@@ -47,6 +50,26 @@ def check(step, solution):
     assert sum(d.seconds for d in solution.decisions) == pytest.approx(solution.recompute_seconds)
     assert all(d.reason for d in solution.decisions)
     assert all((d.times > 0) == bool(d.method) for d in solution.decisions)
+
+
+@pytest.mark.parametrize("share", (0.6, 0.8))
+def test_what_the_simulator_says_counts_where_the_search_counts_less(monkeypatch, share):
+    """A search that forgets a part of the bytes never gives a plan above the budget."""
+    evaluate, anneal = Problem.evaluate, Problem.anneal
+
+    def less(figures):
+        return dataclasses.replace(figures, peak_bytes=figures.peak_bytes * 9 // 10)
+
+    monkeypatch.setattr(Problem, "evaluate", lambda *args: less(evaluate(*args)))
+    monkeypatch.setattr(
+        Problem, "anneal", lambda *args, **kw: (less((found := anneal(*args, **kw))[0]), found[1])
+    )
+    step = chain(length=12)
+    desk = Desk(step)
+    found = attempt(desk, int(desk.plain.peak_bytes * share), "auto")
+    if not isinstance(found, BudgetTooSmall):
+        check(step, found)
+    assert desk.solve(budget_bytes=desk.floor_bytes).peak_bytes <= desk.floor_bytes
 
 
 @settings(max_examples=25, deadline=None)

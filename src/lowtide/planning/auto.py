@@ -9,41 +9,51 @@ same archive.
    the plan of the level before, the plans of others, and the cuts that prove the level's bound: those say
    what to keep at one moment, which is nearly all that matters at most levels.
 2. Below the last level that was reached, the steps shrink until they fail.
-3. Back up the levels, each from the plan below it.
+3. Back up the levels, each from the plan below it; then on at the levels that are furthest from their bounds.
 4. Between two plans of the archive, a few rungs are worked out when a budget first asks for them. Their
    seconds stay between those of the two, and each rung starts from the one below: so a larger budget is
    never slower, whichever budgets are asked for and in whatever order.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from math import inf
 
 from lowtide.planning.anneal.problem import Ints
 from lowtide.planning.anneal.steps import StepProblem
 from lowtide.planning.bounds.curve import Bounds
+from lowtide.planning.native.library import Figures
 from lowtide.planning.search.archive import Archive, Entry
 from lowtide.planning.search.lazy import lazy_plan
 from lowtide.planning.search.runs import Rerun
+from lowtide.planning.simulate import Timeline
 
 NUM_LEVELS = 16
 NUM_RUNGS = 6
 MOVES_PER_OP = 120
-"""Moves of annealing for each op of a step, at each level."""
-MIN_MOVES = 4000
-"""Moves that large steps get at least."""
-MAX_WORK = 1_000_000_000
-"""Moves at each level times the square of ops: large steps get fewer moves, each of which takes longer."""
-WARMTHS = (0.05, 0.5)
+"""Moves of annealing for each op of a small step, at each level."""
+MANY_MOVES = 3000
+"""Larger steps get these and `FEW_PER_OP` for each op: there, cuts are good starts."""
+FEW_PER_OP = 2
+COLD, WARM, HOT = 0.05, 0.5, 3.0
 """How warm annealing starts: coldly it keeps what is good in its start, warmly it leaves it."""
+ENOUGH = 0.002
+"""How far above its proven bound a plan may be for the search to end."""
 SHORT = 8
 """Starts are compared by what this part of the moves makes of them."""
 NUM_MOMENTS = 2
 """Moments whose cuts are tried at each level."""
-FLOOR_WARMTHS = (0.5, 3.0, 3.0, 3.0)
+RUNG_WARMTHS = (COLD, WARM, HOT)
+"""How warm the searches between two plans start."""
+FLOOR_WARMTHS = (WARM, HOT, HOT, HOT)
 """How warm the search for the floor starts, where only plans far from all others may fit."""
-FLOOR_MOVES = 10_000
-"""Moves there, for small steps."""
+FLOOR_TIMES = 2
+"""Moves of each of these searches, against those at every level."""
 NUM_FAILURES = 4
 """Levels below the lowest plan that may fail before the floor is believed."""
+NUM_REFINEMENTS = 24
+"""Searches where most may still be won, when all levels have a plan, and the moves of each."""
+REFINE_MOVES = 4000
 
 
 class Auto:
@@ -59,19 +69,50 @@ class Auto:
         """`others` are plans that must not be better; `suggest` gives one for a level, if there is any."""
         self._steps, self._bounds, self._suggest = steps, bounds, suggest
         self._uses = frozenset(steps.table.uses)
-        self.archive: Archive[Entry] = Archive()
+        self._timelines: dict[int, tuple[Entry, Timeline]] = {}
         self._rungs: dict[int, list[Entry]] = {}
+        self.archive: Archive[Entry] = Archive()
+        self._found = self.archive
         for plan in (frozenset(), *others):
-            self._record(steps.sequence(plan))
+            order = steps.sequence(plan)
+            self.archive.add(self._entry(steps.problem.evaluate(order, 0), order))
         if steps.recipes:
             levels = self._levels()
             self._walk_down(levels)
             self._look_for_the_floor()
+            levels.append(self.archive.entries[0].peak_bytes)
             self._walk_up(levels)
+            self._refine(levels)
+            self._keep_the_best_of(levels)
+        self._checked(self.archive, self.archive.entries[0].peak_bytes)
+
+    def timeline(self, entry: Entry) -> Timeline:
+        """What the simulator says of a plan."""
+        if id(entry) not in self._timelines:
+            self._timelines[id(entry)] = entry, self._steps.timeline(entry.order)
+        return self._timelines[id(entry)][1]
 
     def best(self, budget_bytes: int) -> Entry | None:
-        """The cheapest plan whose peak is at most `budget_bytes`."""
-        entry = self.archive.best(budget_bytes)
+        """The cheapest plan whose peak is at most `budget_bytes`.
+
+        Of two kinds, each of which is never dearer for a larger budget: all that was found for the levels,
+        and rungs between the best of those.
+        """
+        found = self._checked(self._found, budget_bytes)
+        rung = self._last_rung(budget_bytes)
+        return rung if rung is not None and (found is None or rung.seconds < found.seconds) else found
+
+    def _checked(self, archive: Archive[Entry], budget_bytes: int) -> Entry | None:
+        """The best plan of an archive, once the simulator agrees about its bytes."""
+        while (entry := archive.best(budget_bytes)) is not None:
+            peak_bytes = self.timeline(entry).peak_bytes
+            if peak_bytes == entry.peak_bytes:
+                break
+            archive.replace(entry, replace(entry, peak_bytes=peak_bytes))
+        return entry
+
+    def _last_rung(self, budget_bytes: int) -> Entry | None:
+        entry = self._checked(self.archive, budget_bytes)
         above = self.archive.above(budget_bytes)
         if entry is None or above is None:
             return entry
@@ -81,11 +122,21 @@ class Auto:
         gap = above.peak_bytes - entry.peak_bytes
         levels = [entry.peak_bytes + gap * i // NUM_RUNGS for i in range(NUM_RUNGS)]
         while len(rungs) < NUM_RUNGS and levels[len(rungs)] <= budget_bytes:
-            last = rungs[-1]
-            found = self._anneal(last.order, levels[len(rungs)], least_seconds=above.seconds)
-            is_better = found is not None and above.seconds <= found.seconds < last.seconds
-            rungs.append(found if found is not None and is_better else last)
+            rungs.append(self._rung(rungs[-1], above, levels[len(rungs)]))
         return [rung for rung, level in zip(rungs, levels, strict=False) if level <= budget_bytes][-1]
+
+    def _rung(self, last: Entry, above: Entry, level: int) -> Entry:
+        """A plan within `level`, dearer than `above` and cheaper than `last`; else that one."""
+        known = self._found.best(level)
+        best = start = last if known is None or known.seconds >= last.seconds else known
+        for number, warmth in enumerate(RUNG_WARMTHS, start=1):
+            figures, order = self._anneal(
+                start.order, level, warmth=warmth, seed=number, least_seconds=above.seconds
+            )
+            found = self._entry(figures, order)
+            if not figures.excess_bytes and above.seconds <= found.seconds < best.seconds:
+                best = found
+        return best if self.timeline(best).peak_bytes <= level else last
 
     def _levels(self) -> list[int]:
         """Budgets below the plain peak, from high to low."""
@@ -96,18 +147,10 @@ class Auto:
     def _walk_down(self, levels: list[int]) -> None:
         order = self.archive.entries[-1].order
         for level in levels:
-            found = self._anneal(self._best_start(order, level), level)
-            if found is not None:
-                self.archive.add(found)
-                order = found.order
-
-    def _walk_up(self, levels: list[int]) -> None:
-        """Give what lower plans save, level by level: they may lead where no higher one does."""
-        for level in reversed(levels):
-            below = self.archive.best(level)
-            found = None if below is None else self._anneal(below.order, level, warmths=WARMTHS[:1])
-            if found is not None:
-                self.archive.add(found)
+            figures, found = self._anneal(self._best_start(order, level), level)
+            if not figures.excess_bytes:
+                self.archive.add(self._entry(figures, found))
+                order = found
 
     def _look_for_the_floor(self) -> None:
         """Lower and lower levels, by steps that shrink where they fail."""
@@ -119,11 +162,62 @@ class Auto:
                 return
             level = lowest.peak_bytes - max(1, room >> failures)
             start = self._best_start(lowest.order, level)
-            found = self._anneal(start, level, warmths=FLOOR_WARMTHS, least_moves=FLOOR_MOVES)
-            if found is None:
-                failures += 1
+            moves = FLOOR_TIMES * self._moves()
+            for number, warmth in enumerate(FLOOR_WARMTHS, start=1):
+                figures, found = self._anneal(
+                    start, level, warmth=warmth, seed=number, moves=moves, enough_seconds=inf
+                )
+                if not figures.excess_bytes:
+                    self.archive.add(self._entry(figures, found))
+                    break
             else:
-                self.archive.add(found)
+                failures += 1
+
+    def _walk_up(self, levels: list[int]) -> None:
+        """Search from the plan of the level below, whose slack leads where no plan of this level does."""
+        below = self.archive.entries[0]
+        for warmth in (WARM, HOT):
+            self._improve(below.peak_bytes, below, warmth=warmth, moves=FLOOR_TIMES * self._moves())
+        for level in sorted(levels):
+            self._improve(level, below, warmth=WARM)
+            below = self.archive.best(level) or below
+
+    def _refine(self, levels: list[int]) -> None:
+        """Search on where most of a plan's seconds may still be won, the less the oftener it was tried."""
+        tries = dict.fromkeys(levels, 0)
+        for _ in range(NUM_REFINEMENTS):
+            known = {
+                level: entry for level in levels if (entry := self.archive.best(level)) and entry.seconds > 0
+            }
+            gaps = {
+                level: (1 - self._bounds.seconds(level) / entry.seconds) / (1 + tries[level])
+                for level, entry in known.items()
+            }
+            level = max(gaps, key=lambda level: (gaps[level], level), default=0)
+            if gaps.get(level, 0.0) <= 0:
+                return
+            below = max((lower for lower in known if lower < level), default=level)
+            start, warmth = ((below, WARM), (level, HOT))[tries[level] % 2]
+            tries[level] += 1
+            self._improve(level, known[start], warmth=warmth, seed=1 + tries[level], moves=REFINE_MOVES)
+
+    def _keep_the_best_of(self, levels: list[int]) -> None:
+        """Let rungs stand between the best plans of the levels alone: others would stand in their way, since
+        no rung is cheaper than the plan above it."""
+        best = (self._found.best(level) for level in levels)
+        self.archive = Archive()
+        for entry in (self._found.entries[-1], *best):
+            if entry is not None:
+                self.archive.add(entry)
+
+    def _improve(
+        self, level: int, start: Entry, *, warmth: float, seed: int = 1, moves: int | None = None
+    ) -> None:
+        """Let the archive have what a search for `level` finds, if it is better than what it has."""
+        known = self.archive.best(level)
+        figures, order = self._anneal(start.order, level, warmth=warmth, seed=seed, moves=moves)
+        if not figures.excess_bytes and (known is None or figures.seconds < known.seconds):
+            self.archive.add(self._entry(figures, order))
 
     def _best_start(self, order: Ints, level: int) -> Ints:
         """The order from which a short search gets furthest."""
@@ -134,16 +228,11 @@ class Auto:
         known = self.archive.best(level)
         if known is not None:
             starts.append(known.order)
-        best: tuple[int, float, int] | None = None
-        found = order
-        for number, start in enumerate(starts):
-            figures, better = self._steps.problem.anneal(
-                start, budget_bytes=level, moves=self._moves() // SHORT, warmth=WARMTHS[0]
-            )
-            rank = (figures.excess_bytes, figures.seconds, number)
-            if best is None or rank < best:
-                best, found = rank, better
-        return found
+        tried = [
+            self._steps.problem.anneal(start, budget_bytes=level, moves=self._moves() // SHORT, warmth=COLD)
+            for start in {start.tobytes(): start for start in starts}.values()
+        ]
+        return min(tried, key=lambda found: (found[0].excess_bytes, found[0].seconds))[1]
 
     def _cut_orders(self, level: int) -> list[Ints]:
         """Plans that keep at some moment what a cut there keeps, and all that the cut says nothing about."""
@@ -158,36 +247,27 @@ class Auto:
         order: Ints,
         level: int,
         *,
-        warmths: Sequence[float] = WARMTHS,
-        least_moves: int = 0,
+        warmth: float = COLD,
+        seed: int = 1,
+        moves: int | None = None,
         least_seconds: float = 0.0,
-    ) -> Entry | None:
-        """The best that annealing finds within `level`, None where it finds nothing."""
-        found = [
-            self._steps.problem.anneal(
-                order,
-                budget_bytes=level,
-                moves=max(self._moves(), min(least_moves, MAX_WORK // self._size() ** 2)),
-                warmth=warmth,
-                seed=seed,
-                least_seconds=least_seconds,
-            )
-            for seed, warmth in enumerate(warmths, start=1)
-        ]
-        figures, better = min(found, key=lambda item: (item[0].excess_bytes, item[0].seconds))
-        if figures.excess_bytes:
-            return None
-        entry = self._entry(better)
-        return entry if entry.peak_bytes <= level else None
+        enough_seconds: float = 0.0,
+    ) -> tuple[Figures, Ints]:
+        """The best that annealing finds for `level`, by the figures of the compiled search."""
+        proven = self._bounds.seconds(level) * (1 + ENOUGH)
+        return self._steps.problem.anneal(
+            order,
+            budget_bytes=level,
+            moves=self._moves() if moves is None else moves,
+            warmth=warmth,
+            seed=seed,
+            least_seconds=least_seconds,
+            enough_seconds=max(least_seconds, enough_seconds, proven),
+        )
 
     def _moves(self) -> int:
-        return min(MOVES_PER_OP * self._size(), max(MIN_MOVES, MAX_WORK // self._size() ** 2))
+        size = len(self._steps.problem.seconds)
+        return min(MOVES_PER_OP * size, MANY_MOVES + FEW_PER_OP * size)
 
-    def _size(self) -> int:
-        return len(self._steps.problem.seconds)
-
-    def _record(self, order: Ints) -> None:
-        self.archive.add(self._entry(order))
-
-    def _entry(self, order: Ints) -> Entry:
-        return Entry(self._steps.peak_bytes(order), self._steps.added_seconds(order), order)
+    def _entry(self, figures: Figures, order: Ints) -> Entry:
+        return Entry(figures.peak_bytes, self._steps.added_seconds(order), order)

@@ -109,9 +109,6 @@ class Desk:
     def timeline(self, plan: Plan) -> Timeline:
         return simulate(self.step, without_needless_runs(self.step, schedule_of(self.table, plan)))
 
-    def _auto_timeline(self, entry: Entry) -> Timeline:
-        return simulate(self.step, without_needless_runs(self.step, self.problem.runs(entry.order)))
-
     def _best_timeline(self, entry: Entry, budget_bytes: int) -> Timeline:
         """Of `auto`, or of `mu-two` where that is cheaper for once."""
         other = next((prefix for prefix in self.prefixes if prefix.peak_bytes <= budget_bytes), None)
@@ -119,7 +116,7 @@ class Desk:
             plan = _first_prefix(self, budget_bytes)
             assert plan is not None
             return self.timeline(plan)
-        return self._auto_timeline(entry)
+        return self.auto.timeline(entry)
 
     def best(self, budget_bytes: int) -> Timeline | None:
         """The cheapest way to run the step that `auto` finds with a peak of at most `budget_bytes`."""
@@ -128,7 +125,7 @@ class Desk:
 
     def floor(self) -> Floor:
         """The lowest reachable peak. `solve` with exactly this budget succeeds."""
-        timeline = self._auto_timeline(self.auto.archive.entries[0])
+        timeline = self.auto.timeline(self.auto.archive.entries[0])
         hint = floor_hint(self.step, timeline)
         return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
 

@@ -108,22 +108,24 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
     due = 0
     before: Node | None = None
     for position, run in enumerate(runs):
+        rank, method = run
         try:
             _check_run(step, run, seen)
-            if not run.is_first:
-                waiting.append(nodes[run.node])
+            if method:
+                waiting.append(nodes[rank])
                 continue
-            if nodes[run.node].movable:
-                _check_movable(nodes, run.node, due, before, seen)
-            else:
-                _check_first(nodes, run.node, due)
-            _check_slot(waiting, nodes[run.node], slots[run.node])
+            if nodes[rank].movable:
+                _check_movable(nodes, rank, due, before, seen)
+            elif rank != due:
+                _check_first(nodes, rank, due)
+            if waiting:
+                _check_slot(waiting, nodes[rank], slots[rank])
+                waiting.clear()
         except ValueError as error:
             raise ValueError(f"position {position}: {error}") from None
-        seen.add(run.node)
-        if not nodes[run.node].movable:
-            due, before = run.node + 1, nodes[run.node]
-        waiting.clear()
+        seen.add(rank)
+        if not nodes[rank].movable:
+            due, before = rank + 1, nodes[rank]
     if waiting:
         raise ValueError(f"'{waiting[0].name}' is brought back after the last node of the step")
     for node in nodes[due:]:
@@ -131,17 +133,19 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
             raise ValueError(f"'{node.name}' never runs")
 
 
-def _check_run(step: Step, run: Run, seen: Container[int]) -> None:
-    if not 0 <= run.node < len(step.nodes):
-        raise ValueError(f"there is no rank {run.node}")
-    node = step.nodes[run.node]
-    if not run.is_first and run.node not in seen:
+def _check_run(step: Step, run: Run, seen: set[int]) -> None:
+    rank, method = run
+    if not 0 <= rank < len(step.nodes):
+        raise ValueError(f"there is no rank {rank}")
+    node = step.nodes[rank]
+    if method and rank not in seen:
         raise ValueError(f"'{node.name}' is brought back before it has run")
-    if not run.is_first and node.region is not Region.FORWARD:
+    if method and node.region is not Region.FORWARD:
         raise ValueError(f"'{node.name}' is not a forward node, yet brought back")
-    for read in source_of(step, run).reads:
-        if read not in seen:
-            raise ValueError(f"'{node.name}' reads '{step.nodes[read].name}', which has not run")
+    reads = source_of(step, run).reads if method else node.reads
+    if not seen.issuperset(reads):
+        missing = next(read for read in reads if read not in seen)
+        raise ValueError(f"'{node.name}' reads '{step.nodes[missing].name}', which has not run")
 
 
 def _check_first(nodes: Sequence[Node], rank: int, due: int) -> None:
@@ -189,13 +193,14 @@ def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
     block_storage: list[int] = []
     block_start: list[int] = []
     block_pinned: list[bool] = []
-    workspace = np.zeros(num_runs, dtype=np.int64)
+    workspace: list[int] = []
     seconds: list[float] = []
     added_seconds: list[float] = []
     for position, run in enumerate(runs):
-        rank, node = run.node, nodes[run.node]
-        source = source_of(step, run)
-        first_value[rank] = run.is_first
+        rank, method = run
+        node = nodes[rank]
+        source = source_of(step, run) if method else node
+        first_value[rank] = not method
         whole = tuple_of(step, source) if isinstance(source, Recipe) else None
         if whole is None or not first_value[whole]:
             for read in source.reads:
@@ -206,17 +211,17 @@ def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
                 mine[storage] = len(block_storage)
                 block_storage.append(storage)
                 block_start.append(position)
-                block_pinned.append(storages[storage].pinned and run.is_first)
+                block_pinned.append(not method and storages[storage].pinned)
         for storage in source.holds:
             if not static[storage] and storage not in mine:
                 mine[storage] = _shared_block(
-                    step, node, storage, (held[latest[read]] for read in source.reads)
+                    step, node, storage, [held[latest[read]] for read in source.reads]
                 )
         held.append(mine)
         latest[rank] = position
-        workspace[position] = source.workspace_bytes
+        workspace.append(source.workspace_bytes)
         seconds.append(source.seconds)
-        if not run.is_first or node.on_demand:
+        if method or node.on_demand:
             added_seconds.append(source.seconds)
 
     block_end = list(block_start)
@@ -231,7 +236,7 @@ def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
     traffic = None if step.link is None else walk(step, runs, step.link)
     stalls = [] if traffic is None else [transfer.stall_seconds for transfer in traffic.transfers]
     bytes_by_kind = _count(step, block_storage, block_start, block_end, num_runs)
-    bytes_by_kind[Kind.OTHER] = bytes_by_kind[Kind.OTHER] + workspace
+    bytes_by_kind[Kind.OTHER] = bytes_by_kind[Kind.OTHER] + np.array(workspace, dtype=np.int64)
     bytes_held = sum(bytes_by_kind.values(), start=np.zeros(num_runs, dtype=np.int64))
     peak = int(bytes_held.argmax()) if num_runs else 0
     return Timeline(

@@ -77,10 +77,12 @@ class Problem:
         warmth: float,
         seed: int = 1,
         least_seconds: float = 0.0,
+        enough_seconds: float = 0.0,
         reorder: float = 0.0,
     ) -> tuple[Figures, Ints]:
         """The best sequence that `moves` random changes of `order` lead to: first by excess, then by seconds,
-        of those that add at least `least_seconds`. Losses of about `warmth` of an op are taken at first."""
+        of those that add at least `least_seconds`; fewer moves where one adds at most `enough_seconds`.
+        Losses of about `warmth` of an op are taken at first."""
         return anneal(
             self.native,
             order,
@@ -89,6 +91,7 @@ class Problem:
             heat=warmth * self._mean_seconds(),
             seed=seed,
             least_seconds=least_seconds,
+            enough_seconds=enough_seconds,
             reorder=reorder,
         )
 

@@ -26,6 +26,7 @@ class StepProblem:
         self.table, self._values = table, Values(table)
         self._view_numbers: dict[int, int] = {}
         self._views: list[View] = []
+        self._first_runs = [Run(rank) for rank in range(table.size)]
         first, self.ranks = self._first_ops()
         again, self.recipes = self._recipes()
         storages = table.step.storages
@@ -89,10 +90,10 @@ class StepProblem:
                 last.update((s, op.rank) for s in nodes[read].holds if values.is_dynamic[s])
         return set(last.values())
 
-    def peak_bytes(self, sequence: Ints) -> int:
-        """What a sequence holds at most, by the simulator."""
+    def timeline(self, sequence: Ints) -> Timeline:
+        """What a sequence holds and adds, by the simulator."""
         step = self.table.step
-        return simulate(step, without_needless_runs(step, self.runs(sequence))).peak_bytes
+        return simulate(step, without_needless_runs(step, self.runs(sequence)))
 
     def _recipes(self) -> tuple[list[OpRow], list[int]]:
         """What serves all readers of some storage; what it makes besides is held while it runs."""
@@ -185,16 +186,19 @@ class StepProblem:
                 waiting += [Run(recipe.rank, recipe.method) for recipe in recipes]
                 back.update(recipe.rank for recipe in recipes)
                 continue
-            for rank in range(due, min(self.ranks[op] + 1, table.size)):
+            rank = self.ranks[op]
+            if waiting:
                 # right before the op, or before a view on the way to it that refers to what comes back
-                if waiting and (rank == self.ranks[op] or not back.isdisjoint(table.plain[rank].reads)):
-                    found += waiting
-                    waiting.clear()
-                    back.clear()
-                if rank not in absent:
-                    found.append(Run(rank))
-            due = max(due, self.ranks[op] + 1)
-        return tuple(found)
+                on_the_way = range(due, min(rank, table.size))
+                where = next((r for r in on_the_way if not back.isdisjoint(table.plain[r].reads)), rank)
+                found += self._first_runs[due:where]
+                found += waiting
+                waiting.clear()
+                back.clear()
+                due = max(due, where)
+            found += self._first_runs[due : rank + 1]
+            due = max(due, rank + 1)
+        return tuple(run for run in found if run.method or run.node not in absent)
 
     def _is_view_of(self, view: int, rank: int) -> bool:
         """Whether a view has to be taken again when a rank came back: not where it came back itself."""

@@ -109,6 +109,7 @@ def anneal(
     heat: float,
     seed: int = 1,
     least_seconds: float = 0.0,
+    enough_seconds: float = 0.0,
     reorder: float = 0.0,
 ) -> tuple[Figures, NDArray[np.int32]]:
     """The best sequence that `moves` random changes of `order` lead to; see native.c."""
@@ -124,6 +125,7 @@ def anneal(
         ctypes.c_double(heat),
         ctypes.c_uint64(seed),
         ctypes.c_double(least_seconds),
+        ctypes.c_double(enough_seconds),
         ctypes.c_double(reorder),
         *results.places,
     )

@@ -145,11 +145,13 @@ static int64_t add_to_all(const State *state, Chunk *chunk, int64_t nbytes) {
         return nbytes * chunk->count;
     }
     const int64_t excess = add_within(state, chunk, 0, chunk->count, nbytes);
-    chunk->least = LARGEST, chunk->most = -LARGEST;
+    int64_t least = LARGEST, most = -LARGEST;
     for (int i = 0; i < chunk->count; i++) {
-        if (chunk->held[i] < chunk->least) chunk->least = chunk->held[i];
-        if (chunk->held[i] > chunk->most) chunk->most = chunk->held[i];
+        const int64_t held = chunk->held[i];
+        least = held < least ? held : least;
+        most = held > most ? held : most;
     }
+    chunk->least = least, chunk->most = most;
     return excess;
 }
 
@@ -754,10 +756,11 @@ int lowtide_evaluate(const Problem *p, int32_t *order, int length, int64_t budge
 }
 
 /* Anneal the sequence in `order`, which has `room` places; the best one met takes its place: first by
-   excess, then by seconds, of those that add at least `least_seconds`. Its length, or -1 without memory. */
+   excess, then by seconds, of those that add at least `least_seconds`. Ends before all `moves` where one within
+   the budget adds no more than `enough_seconds`. Its length, or -1 without memory. */
 int lowtide_anneal(const Problem *p, int32_t *order, int length, int room, int64_t budget, int64_t moves, double heat,
-                   uint64_t seed, double least_seconds, double reorder, int64_t *excess, int64_t *peak,
-                   double *seconds) {
+                   uint64_t seed, double least_seconds, double enough_seconds, double reorder, int64_t *excess,
+                   int64_t *peak, double *seconds) {
     State state;
     if (!begin(&state, p, order, length, room, budget, seed)) {
         end(&state);
@@ -772,7 +775,7 @@ int lowtide_anneal(const Problem *p, int32_t *order, int length, int room, int64
     *peak = peak_of(&state);
     double price = heat / (double)largest, temperature = heat;
     for (int64_t move = 0; move < moves && !state.failed; move++) {
-        if (!best_excess && best_seconds <= least_seconds) break; /* nothing is better */
+        if (!best_excess && best_seconds <= enough_seconds) break;
         if (move % 64 == 0) temperature = heat * pow(10.0, -3.0 * (double)move / (double)moves);
         const int64_t old_excess = state.excess;
         const double old_seconds = state.seconds;

@@ -52,6 +52,11 @@ class Archive(Generic[Some]):
         i = bisect_right(self.entries, budget_bytes, key=lambda e: e.peak_bytes)
         return self.entries[i] if i < len(self.entries) else None
 
+    def replace(self, entry: Some, by: Some) -> None:
+        """Have another plan instead of `entry`."""
+        self.entries.remove(entry)
+        self.add(by)
+
     def add(self, entry: Some) -> bool:
         """Keep a plan if nothing at most as large is as cheap; True when kept."""
         there = self.best(entry.peak_bytes)
