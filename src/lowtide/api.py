@@ -20,12 +20,14 @@ from lowtide.distributed.buckets import counting_buckets
 from lowtide.distributed.ranks import Ranks, ranks_of
 from lowtide.errors import LowtideError
 from lowtide.facts import Step
+from lowtide.facts.devices import GPUS, Gpu
 from lowtide.facts.sizes import parse_size
 from lowtide.facts.swap import SwapTo, parse_swap
 from lowtide.plans import Plan, load_plan
 from lowtide.profiles import Profile, load_profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.link import measure_link
+from lowtide.profiling.roofline import estimated_costs
 from lowtide.profiling.whole_run import run_costs
 from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
@@ -106,7 +108,9 @@ class _Training:
             open_store(self.swap_to, next((p.device.type for p in model.parameters()), "cpu"))
         ddp.check(model)
 
-    def capture(self, model: nn.Module, batch: Any, *, paper: Paper | None = None) -> Captured:
+    def capture(
+        self, model: nn.Module, batch: Any, *, paper: Paper | None = None, gpu: Gpu | None = None
+    ) -> Captured:
         leave()
         with display.shown() as line:
             line.stage("capturing the step")
@@ -121,6 +125,7 @@ class _Training:
                 holds_outputs=self.holds_outputs,
                 paper=paper,
                 swap=self.swap_to is not None,
+                gpu=gpu,
             )
 
     def with_link(self, step: Step, *, cache: bool = True) -> Step:
@@ -144,6 +149,7 @@ def profile(
     swap: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
+    device: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Profile:
@@ -169,9 +175,13 @@ def profile(
     without options, for any model of a process that is one of several (of `process_group`, by default of
     all). With `ranks`, the step of one process among so many, if every block of the model and then the model
     were sharded (`fully_shard`): a prediction that needs none of the others.
+
+    With `device`, the step on a GPU that is not there (`a100-40g`): all is estimated from what its maker
+    publishes, and marked so. A plan of it applies on that GPU.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
+    gpu = None if device is None else _gpu_named(device)
     training = _Training(
         optimizer=optimizer,
         loss=loss,
@@ -190,11 +200,26 @@ def profile(
         )
     if ranks is not None and training.swap_to is not None:
         raise LowtideError(SHARDED_SWAP)
-    paper = None if ranks is None else on_paper(model, ranks=ranks, shard=shard)
+    if gpu is not None and training.swap_to is not None:
+        raise LowtideError(
+            f"a store is measured where the step runs, and the {gpu.name} is not there: leave swap or "
+            "device out"
+        )
+    if gpu is not None and mode == "run":
+        raise LowtideError(f"nothing can be run on the {gpu.name}, which is not there: leave mode 'run' out")
+    if gpu is not None and any(tensor.device.type != "cpu" for tensor in user_tensors(model, batch)):
+        raise LowtideError(
+            f"a step is estimated for the {gpu.name} from the CPU: move model and batch there "
+            "(`model.cpu()`), or leave `device` out to measure where they are"
+        )
+    backend = None if gpu is None else "nccl"
+    paper = None if ranks is None else on_paper(model, ranks=ranks, shard=shard, backend=backend)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
-        captured = training.capture(model, batch, paper=paper)
+        captured = training.capture(model, batch, paper=paper, gpu=gpu)
         line.stage("measuring its ops")
         count = progress or line.count
+        if gpu is not None:
+            return Profile(counting_buckets(estimated_costs(captured, gpu), model, group), loop=training.loop)
         if mode == "run":
             tensors = user_tensors(model, batch)
             step, known = run_costs(
@@ -206,6 +231,12 @@ def profile(
             )
         step = training.with_link(step, cache=cache)
     return Profile(counting_buckets(step, model, group), known, loop=training.loop, traced=captured.traced)
+
+
+def _gpu_named(name: str) -> Gpu:
+    if name not in GPUS:
+        raise LowtideError(f"no GPU called '{name}' is known here: choose one of {', '.join(sorted(GPUS))}")
+    return GPUS[name]
 
 
 def checkpoint(

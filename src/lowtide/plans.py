@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import PlanMismatch
 from lowtide.facts import Action, Decision, Solution
+from lowtide.facts.devices import gpu_behind
 from lowtide.facts.serial import load_json, save_json, solution_from_dict, solution_to_dict
 from lowtide.facts.units import format_size
 
@@ -34,9 +35,13 @@ class Plan:
         recomputed = sum(decision.action is Action.RECOMPUTE for decision in self.decisions)
         return (
             f"Plan(budget={format_size(self.budget_bytes)}, peak={format_size(self.peak_bytes)}, "
-            f"overhead={self.overhead:.1%}, planner={self.planner}, "
+            f"overhead={self.overhead:.1%}, planner={self.planner}, {self._estimated_for}"
             f"{recomputed} of {len(self.decisions)} activations recomputed)"
         )
+
+    @property
+    def _estimated_for(self) -> str:
+        return "" if gpu_behind(self.solution.device) is None else f"device={self.solution.device}, "
 
     @property
     def planner(self) -> str:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.facts import Activation, Node, Solution, Step
+from lowtide.facts.devices import ESTIMATED, gpu_behind
 from lowtide.facts.serial import load_step, save_step
 from lowtide.facts.sizes import parse_budget
 from lowtide.facts.units import format_size
 from lowtide.planning.activations import activations
+from lowtide.planning.allocator import reserved_for
 from lowtide.planning.planner import Desk
 from lowtide.planning.schedules import as_eager
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 class Profile:
     """Where the memory and the time of one training step go; made by `lowtide.profile`.
 
-    All bytes are predicted from the captured graphs; `seconds` are measured op by op.
+    All bytes are predicted from the captured graphs; `seconds` are measured op by op, or estimated for a GPU
+    that is not there, which `step.device` says then.
     """
 
     step: Step
@@ -76,7 +79,19 @@ class Profile:
         solution = self._desk.solve(
             budget_bytes=budget_bytes, planner=planner, may_be_eager=bool(self.step.graphs)
         )
-        return self._as_plan(replace(solution, notes=self.step.notes))
+        notes = self.step.notes
+        if gpu_behind(self.step.device) is not None:
+            notes = (*notes, self._allocator_note(solution))
+        return self._as_plan(replace(solution, notes=notes))
+
+    def _allocator_note(self, solution: Solution) -> str:
+        step = as_eager(self.step) if solution.eager else self.step
+        runs = plain_runs(step) if solution.eager else solution.schedule.runs
+        allocated, reserved = reserved_for(step, simulate(step, runs))
+        return (
+            f"the GPU's allocator should reserve {format_size(allocated)} to {format_size(reserved)} for "
+            f"this plan ({ESTIMATED}): the upper end counts the gaps between blocks"
+        )
 
     def tradeoff(self, points: int = 50) -> list[Plan]:
         """Plans from the plain peak down to the floor, evenly spaced in bytes."""

@@ -26,6 +26,7 @@ from lowtide.capture.trace import trace
 from lowtide.capture.traced import TracedModel
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Graph, Kind, Region, Run, Step
+from lowtide.facts.devices import Gpu
 from lowtide.methods import Kept
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import split_batch, tensors_in
@@ -77,19 +78,21 @@ def capture(
     holds_outputs: bool = True,
     paper: Paper | None = None,
     swap: bool = False,
+    gpu: Gpu | None = None,
 ) -> Captured:
     """Capture a step without running it. Needs the memory of the model, not of the step.
 
     `step_in_backward`: the optimizer updates each parameter where its gradient is final. Without
     `holds_outputs`, the loop lets go of all but the loss before the backward pass. With `paper`, as one of
-    many processes would run it. With `swap`, there is a store that values can wait in.
+    many processes would run it. With `swap`, there is a store that values can wait in. With
+    `gpu`, with the attention that torch has there: a step to look at, not to run.
     """
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
     refuse_what_cannot_be_traced(model, (args, kwargs))
     with rarely_collected():
-        traced = trace(model, args, kwargs, loss=loss, paper=paper)
+        traced = trace(model, args, kwargs, loss=loss, paper=paper, gpu=gpu)
         if not holds_outputs:
             traced = only_loss_held(traced)
         updates: dict[int, int] = {}
@@ -103,6 +106,8 @@ def capture(
             analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, paper=paper, swap=swap
         )
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
+        if gpu is not None:
+            captured = replace(captured, traced=None)  # what it calls runs on no CPU
     if OUTSIDE in captured.step.notes:
         logger.warning(
             "%s, so budgets are kept only for the rest: lowtide.verify says what the whole takes", OUTSIDE

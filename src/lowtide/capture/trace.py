@@ -35,12 +35,14 @@ from lowtide.capture.traced import Function, TracedGraph, TracedModel
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
+from lowtide.facts.devices import Gpu
 from lowtide.facts.sharding import Passage
 from lowtide.facts.units import format_size
 from lowtide.torchside import dynamo, hooks, sharded
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.graph_key import key_of
+from lowtide.torchside.ops.gpu_attention import use_gpu_attention
 from lowtide.torchside.ops.random import draw_high
 from lowtide.torchside.outside import held_outside
 from lowtide.torchside.tracing import compiled
@@ -55,7 +57,8 @@ class Collector:
     `forward_bytes`: the most that one of the forward graphs so far holds when it is run for real.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, *, real: bool) -> None:
+    def __init__(self, model: nn.Module, batch: Any, *, real: bool, gpu: Gpu | None = None) -> None:
+        self.gpu = gpu
         self.model = model
         self.batch = batch
         self.real = real
@@ -72,6 +75,8 @@ class Collector:
         origins = describe_inputs(graph, name_tensors(self.model, self.batch), stranger=Kind.OTHER)
         # alive as long as the capture, so that no other tensor gets the identity of one of them
         self._alive.append(hooks.graph_inputs(graph))
+        if self.gpu is not None:
+            use_gpu_attention(graph, has_flash=self.gpu.has_flash)
         casts_once = hooks.casts_weights_once(graph)
         is_whole, key = hooks.reaches_the_end(graph), key_of(graph)
         segment: Segment | None = None
@@ -184,17 +189,23 @@ def trace(
     loss: Callable[[Any], torch.Tensor] | None,
     any_loss: bool = False,
     paper: Paper | None = None,
+    gpu: Gpu | None = None,
 ) -> Trace:
     """Trace one forward pass and its loss; the real forward only where fake values are not enough.
 
     With `any_loss` there may be no `loss` that takes this output: then the loss is left out, and every
     output may get a gradient.
     """
-    collector = Collector(model, (args, kwargs), real=False)
+    collector = Collector(model, (args, kwargs), real=False, gpu=gpu)
     try:
         with collector:
             return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper)
     except failures.NeedsValues as wanted:
+        if gpu is not None:
+            raise CaptureError(
+                f"the model's Python code needs real values between two graphs ({wanted}), which only the "
+                f"{gpu.words} could give: plan it there, or put what reads them behind @torch._dynamo.disable"
+            ) from None
         if any_loss and sharded.units_of(model):
             raise CaptureError(
                 f"the model's Python code needs real values between two graphs ({wanted}), which one process "

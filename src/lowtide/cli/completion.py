@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from lowtide.facts.devices import GPUS
 from lowtide.facts.plan import PLANNERS
 from lowtide.zoo.catalog import CATALOG
 
@@ -21,6 +22,10 @@ def sources(incomplete: str) -> list[str]:
 
 def planners(incomplete: str) -> list[str]:
     return _starting(PLANNERS, incomplete)
+
+
+def devices(incomplete: str) -> list[str]:
+    return _starting(GPUS, incomplete)
 
 
 def optimizers(incomplete: str) -> list[str]:

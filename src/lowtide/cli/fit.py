@@ -11,6 +11,7 @@ from rich.text import Text
 from lowtide.cli.exits import Exit, UsageError
 from lowtide.cli.options import (
     MEMORY_LIMIT,
+    Device,
     ImageSize,
     Json,
     MemoryLimit,
@@ -26,6 +27,7 @@ from lowtide.cli.options import (
 )
 from lowtide.cli.output import table
 from lowtide.cli.terminal import session
+from lowtide.facts.devices import GPUS
 from lowtide.report.words import UNKNOWN, duration, percent, size
 from lowtide.zoo.targets import TargetSpec, check_target
 
@@ -77,6 +79,7 @@ def fit(
     seed: Seed = 0,
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
+    device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -85,7 +88,8 @@ def fit(
 
     All is predicted, and no size is tried by running out of memory: the largest size fits, and the next
     does not. Then the largest size is trained for a few steps with its plan, and the first that does not
-    fit without one; what does not fit into this machine is not, and is said. Exits with 3 where no size
+    fit without one; what does not fit into this machine is not, and is said. With --device all is estimated,
+    and nothing is trained. Exits with 3 where no size
     fits or a measured peak is above the budget, with 4 when results differ.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
@@ -116,7 +120,7 @@ def fit(
         def profile(one: "Source") -> "Profile":
             assert isinstance(one, TargetSpec)
             terminal.note(f"looking at {_words(vary)} {getattr(one, vary.replace('-', '_'))}")
-            return profile_target(one, terminal, memory_limit=memory_limit, cache=not no_cache)
+            return profile_target(one, terminal, memory_limit=memory_limit, cache=not no_cache, device=device)
 
         def at(number: int) -> TargetSpec:
             changes: dict[str, Any] = {vary.replace("-", "_"): number}
@@ -126,11 +130,12 @@ def fit(
             at,
             budget=budget,
             vary=_vary(vary, spec.batch_size, multiple_of=multiple_of, most=most),
-            check=not no_check,
+            check=not no_check and device is None,
             profile=profile,
         )
-        terminal.data(fit_data(found, target=target))
-        terminal.show(*fit_tables(found, name=target))
+        label = "" if device is None else GPUS[device].label
+        terminal.data({**fit_data(found, target=target), "device": label or "here"})
+        terminal.show(*fit_tables(found, name=target if device is None else f"{target}, on {label}"))
         raise typer.Exit(fit_exit(found))
 
 

@@ -9,6 +9,7 @@ import typer
 
 from lowtide.cli import completion
 from lowtide.errors import LowtideError
+from lowtide.facts.devices import GPUS
 from lowtide.facts.plan import PLANNERS
 from lowtide.facts.sizes import BadSize, parse_budget, parse_size
 from lowtide.facts.swap import parse_swap
@@ -53,6 +54,12 @@ def _planner(name: str) -> str:
     if name not in PLANNERS:
         known = ", ".join(PLANNERS)
         raise typer.BadParameter(f"there is no planner '{name}': choose one of {known}")
+    return name
+
+
+def _device(name: str | None) -> str | None:
+    if name is not None and name not in GPUS:
+        raise typer.BadParameter(f"no GPU called '{name}' is known here: choose one of {', '.join(GPUS)}")
     return name
 
 
@@ -137,6 +144,16 @@ Ranks = Annotated[
 Shard = Annotated[
     ShardKind,
     typer.Option(help="How --ranks share parameters. fsdp2: fully_shard on every block and on the model."),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"Estimate for a GPU that is not here: {', '.join(GPUS)}.",
+        autocompletion=completion.devices,
+        callback=_device,
+        show_default=False,
+    ),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew, even if it was before.")]
 StepInBackward = Annotated[

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lowtide.facts.devices import ESTIMATED, gpu_behind
 from lowtide.report.records import Environment
 
 REPORT = "report.html"
@@ -50,6 +51,9 @@ def _versions(*names: str) -> list[tuple[str, str]]:
 
 
 def _device(name: str) -> str:
+    gpu = gpu_behind(name)
+    if gpu is not None:
+        return f"{gpu.words}, {ESTIMATED}: nothing was measured"
     import torch
 
     from lowtide.profiling.device import device_for

@@ -5,6 +5,7 @@ import shlex
 from lowtide.cli.options import (
     MEMORY_LIMIT,
     Budget,
+    Device,
     Folder,
     Force,
     ImageSize,
@@ -41,6 +42,7 @@ def plan(
     seed: Seed = 0,
     ranks: Ranks = None,
     shard: Shard = ShardKind.FSDP2,
+    device: Device = None,
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
@@ -57,7 +59,7 @@ def plan(
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.files import DECISIONS, PLAN, save_plan
-        from lowtide.cli.sources import open_source
+        from lowtide.cli.sources import on_device, open_source
         from lowtide.cli.summaries import plan_summary, plan_tables
 
         out = claim_folder(folder, (PLAN, DECISIONS), force=force)
@@ -71,6 +73,7 @@ def plan(
             seed=seed,
             ranks=ranks,
             shard=shard,
+            device=device,
             memory_limit=memory_limit,
             cache=not no_cache,
             step_in_backward=step_in_backward,
@@ -79,6 +82,7 @@ def plan(
         name = f"{spec.text}, batch {spec.batch_size}" if spec else source
         if ranks is not None:
             name += f", one of {ranks} processes ({shard})"
+        name = on_device(name, profile)
         with terminal.working("planning"):
             made = profile.plan(budget, planner=planner)
         if out is not None:
@@ -88,5 +92,5 @@ def plan(
         terminal.show(*plan_tables(made.solution, name=name))
         if out is not None:
             terminal.note(f"wrote {out / PLAN}, {out / DECISIONS}")
-        if out is not None and ranks is None:
+        if out is not None and ranks is None and device is None:
             terminal.note(f"next: lowtide verify {shlex.quote(str(out / PLAN))}")

@@ -3,6 +3,7 @@
 from lowtide.cli.options import (
     MEMORY_LIMIT,
     BatchSize,
+    Device,
     Folder,
     Force,
     ImageSize,
@@ -37,6 +38,7 @@ def profile(
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
     swap: Swap = "",
+    device: Device = None,
     mode: Mode = ProfileMode.OPS,
     folder: Folder = None,
     force: Force = False,
@@ -52,7 +54,7 @@ def profile(
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.files import ACTIVATIONS, NODES, PROFILE, save_profile
         from lowtide.cli.next_steps import budget_to_try, plan_command
-        from lowtide.cli.sources import profile_target
+        from lowtide.cli.sources import on_device, profile_target
         from lowtide.cli.summaries import profile_summary, profile_tables
 
         out = claim_folder(folder, (PROFILE, NODES, ACTIVATIONS), force=force)
@@ -70,10 +72,11 @@ def profile(
             memory_limit=memory_limit,
             cache=not no_cache,
             mode=mode,
+            device=device,
             step_in_backward=step_in_backward,
             swap=swap,
         )
-        summary = profile_summary(measured, name=f"{target}, batch {batch_size}")
+        summary = profile_summary(measured, name=on_device(f"{target}, batch {batch_size}", measured))
         if out is not None:
             save_profile(out / PROFILE, measured, spec)
             measured.to_csv(out)

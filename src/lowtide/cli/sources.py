@@ -7,6 +7,7 @@ from lowtide.cli.exits import UsageError
 from lowtide.cli.options import MEMORY_LIMIT
 from lowtide.cli.terminal import Terminal
 from lowtide.errors import TargetError
+from lowtide.facts.devices import gpu_behind
 from lowtide.zoo.targets import TargetSpec
 
 if TYPE_CHECKING:
@@ -24,15 +25,18 @@ def profile_target(
     swap: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
+    device: str | None = None,
 ) -> "Profile":
     """Load the target and profile one step of it; in mode `run` by running it, if it fits.
 
-    With `ranks`, the step of one of so many processes.
+    With `ranks`, the step of one of so many processes; with `device`, on a GPU that is not here.
     """
     with terminal.working(f"loading {spec.text}"):
         from lowtide import api
 
         target = spec.load()
+    if mode == "run" and device is not None:
+        raise UsageError(f"--mode run runs the step here, not on the {device}: leave one of them out")
     if mode == "run" and (step_in_backward or swap):
         option = "--step-in-backward" if step_in_backward else "--swap"
         raise UsageError(f"--mode run runs the step as eager does: leave {option} out, or --mode run")
@@ -54,8 +58,14 @@ def profile_target(
             swap=swap,
             ranks=ranks,
             shard=shard,
+            device=device,
             progress=progress,
         )
+
+
+def on_device(name: str, profile: "Profile") -> str:
+    """What a step is called, with the GPU that it was estimated for."""
+    return name if gpu_behind(profile.step.device) is None else f"{name}, on {profile.step.device}"
 
 
 def open_source(
@@ -73,6 +83,7 @@ def open_source(
     swap: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
+    device: str | None = None,
 ) -> tuple["Profile", TargetSpec | None]:
     """A profile from a `profile.json`, or of a TARGET; and what it is a profile of, where known."""
     if source.endswith(".json"):
@@ -85,6 +96,7 @@ def open_source(
             "--optimizer": optimizer is not None,
             "--seed": seed != 0,
             "--ranks": ranks is not None,
+            "--device": device is not None,
             "--memory-limit": memory_limit != MEMORY_LIMIT,
             "--no-cache": not cache,
             "--step-in-backward": step_in_backward,
@@ -113,5 +125,6 @@ def open_source(
         swap=swap,
         ranks=ranks,
         shard=shard,
+        device=device,
     )
     return found, spec

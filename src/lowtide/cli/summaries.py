@@ -8,6 +8,7 @@ from rich.text import Text
 
 from lowtide.cli.output import table
 from lowtide.facts import Action, Activation, Decision, Kind, Solution, Step
+from lowtide.facts.devices import gpu_behind
 from lowtide.planning.simulate import Timeline
 from lowtide.profiles import Profile
 from lowtide.report.palette import LABELS, STACK
@@ -45,7 +46,7 @@ def profile_tables(summary: dict[str, Any]) -> list[RenderableType]:
         f"{summary['num_nodes']} nodes, {summary['num_activations']} activations of "
         f"{size(summary['activation_bytes'])}, step {duration(summary['step_seconds'])}",
     ]
-    if summary["num_estimated"]:
+    if gpu_behind(summary["device"]) is None and summary["num_estimated"]:
         lines.append(f"{summary['num_estimated']} ops too large to time here: scaled from a smaller run")
     kinds = [
         (LABELS[Kind(kind)], size(nbytes), _share(nbytes, peak))
@@ -73,6 +74,7 @@ def plan_summary(solution: Solution, *, name: str) -> dict[str, Any]:
     """Peaks, cost and all decisions of a plan."""
     return {
         "target": name,
+        "device": solution.device,
         "planner": solution.planner,
         "budget_bytes": solution.budget_bytes,
         "peak_bytes": solution.peak_bytes,

@@ -12,7 +12,7 @@ holds that part and not the rest of the tuple.
 """
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum
 
 import numpy as np
@@ -30,6 +30,7 @@ class Timeline:
 
     `bytes_by_kind` adds up to `bytes_held`; workspace inside ops counts as `Kind.OTHER`.
     `last_read[i]` is the position of the last run that reads the value made at `i` (`i` if none).
+    `blocks` are all that are made: the storage, and the positions of the first and the last run that hold it.
     `added_seconds` are those of `seconds` that the plain step does not take; stalls of the `traffic` with a
     store are among them.
     """
@@ -44,6 +45,8 @@ class Timeline:
     peak_node: str
     seconds: float
     added_seconds: float
+    blocks: tuple[tuple[int, int, int], ...] = ()
+    workspace_bytes: Bytes = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     traffic: Traffic | None = None
 
     @property
@@ -251,6 +254,8 @@ def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
         # fsum: the same runs cost the same in whatever order they stand.
         seconds=fsum([*seconds, *stalls]),
         added_seconds=fsum([*added_seconds, *stalls]),
+        blocks=tuple(zip(block_storage, block_start, block_end, strict=True)),
+        workspace_bytes=workspace,
         traffic=traffic,
     )
 

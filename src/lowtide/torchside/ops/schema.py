@@ -66,3 +66,8 @@ def is_view_op(target: Any) -> bool:
     schema = target._schema
     writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments)
     return not writes and bool(schema.returns) and all(ret.alias_info is not None for ret in schema.returns)
+
+
+def argument_names(target: Any) -> list[str]:
+    """What the arguments of an op are called, in order."""
+    return [argument.name for argument in target._schema.arguments]

@@ -1,0 +1,155 @@
+"""torch's caching allocator for GPUs, simulated: what it reserves for a schedule's blocks.
+
+Requests are rounded to 512 bytes. Those of up to 1 MiB are cut from segments of 2 MiB; larger ones from
+segments of 20 MiB, from 10 MiB on from segments of their own size, rounded to 2 MiB. A freed block is joined
+with free neighbours and cut again for the smallest request that it is the best fit for, but a large block
+is not cut where no more than 1 MiB would be left. Segments are never given back.
+
+Shortcomings: one stream, no garbage collection of segments, no `expandable_segments`, and what the process
+did before the step is unknown, which is why what is reserved is the upper end of a range.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.facts import Step
+from lowtide.planning.simulate import Timeline
+
+MIB = 1 << 20
+ROUND_BYTES = 512
+SMALL_BYTES = MIB
+SMALL_SEGMENT_BYTES = 2 * MIB
+LARGE_BYTES = 10 * MIB
+LARGE_SEGMENT_BYTES = 20 * MIB
+SEGMENT_ROUND_BYTES = 2 * MIB
+
+
+def rounded(nbytes: int) -> int:
+    """What the allocator makes of a request; nothing of nothing."""
+    return -(-nbytes // ROUND_BYTES) * ROUND_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    nbytes: int
+    is_small: bool
+    number: int
+    free: bool = False
+    before: "_Block | None" = None
+    after: "_Block | None" = None
+
+
+class Allocator:
+    """Blocks in use and free ones. Nothing of `reserved_bytes` is ever given back."""
+
+    def __init__(self) -> None:
+        self.allocated_bytes = self.peak_allocated_bytes = self.reserved_bytes = 0
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._by_number: dict[int, _Block] = {}
+
+    def allocate(self, nbytes: int) -> _Block | None:
+        """A block for a request; None for one of no bytes."""
+        size = rounded(nbytes)
+        if not size:
+            return None
+        is_small = size <= SMALL_BYTES
+        free = self._free[is_small]
+        place = bisect_left(free, (size, 0))
+        if place < len(free):
+            block = self._by_number[free.pop(place)[1]]
+        else:
+            block = self._new_segment(size, is_small=is_small)
+        left = block.nbytes - size
+        if (is_small and left >= ROUND_BYTES) or (not is_small and left > SMALL_BYTES):
+            self._cut(block, size)
+        block.free = False
+        self.allocated_bytes += block.nbytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def release(self, block: _Block | None) -> None:
+        if block is None:
+            return
+        self.allocated_bytes -= block.nbytes
+        before, after = block.before, block.after
+        if after is not None and after.free:
+            self._forget(after)
+            block.nbytes += after.nbytes
+            block.after = after.after
+            if after.after is not None:
+                after.after.before = block
+        if before is not None and before.free:
+            self._forget(before)
+            before.nbytes += block.nbytes
+            before.after = block.after
+            if block.after is not None:
+                block.after.before = before
+            block = before
+        self._offer(block)
+
+    def _new_segment(self, size: int, *, is_small: bool) -> _Block:
+        nbytes = SMALL_SEGMENT_BYTES
+        if not is_small:
+            whole = -(-size // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+            nbytes = LARGE_SEGMENT_BYTES if size < LARGE_BYTES else whole
+        self.reserved_bytes += nbytes
+        return self._new_block(nbytes, is_small=is_small)
+
+    def _new_block(self, nbytes: int, *, is_small: bool) -> _Block:
+        block = _Block(nbytes, is_small, len(self._by_number))
+        self._by_number[block.number] = block
+        return block
+
+    def _cut(self, block: _Block, size: int) -> None:
+        rest = self._new_block(block.nbytes - size, is_small=block.is_small)
+        rest.before, rest.after, block.after = block, block.after, rest
+        if rest.after is not None:
+            rest.after.before = rest
+        block.nbytes = size
+        self._offer(rest)
+
+    def _offer(self, block: _Block) -> None:
+        block.free = True
+        insort(self._free[block.is_small], (block.nbytes, block.number))
+
+    def _forget(self, block: _Block) -> None:
+        free = self._free[block.is_small]
+        free.pop(bisect_left(free, (block.nbytes, block.number)))
+
+
+class Reserved(NamedTuple):
+    """The most that a schedule has of blocks at once, as the allocator cuts them, and what is reserved."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def reserved_for(step: Step, timeline: Timeline) -> Reserved:
+    """What the allocator makes of a schedule of `step`, whose static blocks are there before."""
+    allocator = Allocator()
+    for storage in step.storages:
+        if storage.static:
+            allocator.allocate(storage.nbytes)
+    starts: list[list[int]] = [[] for _ in timeline.runs]
+    ends: list[list[int]] = [[] for _ in timeline.runs]
+    for number, (_, start, end) in enumerate(timeline.blocks):
+        starts[start].append(number)
+        ends[end].append(number)
+    living: dict[int, _Block | None] = {}
+    for position in range(len(timeline.runs)):
+        inside_bytes = int(timeline.workspace_bytes[position])
+        leaving = [number for number in ends[position] if number in living]
+        if inside_bytes < 0:  # the result is written over what is read last
+            _release_all(allocator, living, leaving)
+        for number in starts[position]:
+            living[number] = allocator.allocate(step.storages[timeline.blocks[number][0]].nbytes)
+        allocator.release(allocator.allocate(max(0, inside_bytes)))
+        _release_all(allocator, living, [number for number in ends[position] if number in living])
+    return Reserved(allocator.peak_allocated_bytes, allocator.reserved_bytes)
+
+
+def _release_all(allocator: Allocator, living: dict[int, "_Block | None"], numbers: Sequence[int]) -> None:
+    for number in numbers:
+        allocator.release(living.pop(number))

@@ -1,0 +1,140 @@
+"""What the ops of a step would cost on a GPU that is not there, from what its maker publishes.
+
+An op takes the longest of its flops, its bytes and a kernel's start. Sizes are those of the captured CPU step
+with what a GPU has otherwise: the allocator's rounding, masks of dropout, workspaces, and the attention that
+capture has put in. Nothing is measured, so that all of it is marked as estimated.
+
+Shortcomings: recurrent layers keep what they keep on a CPU, since cuDNN does not publish its reserve; a
+convolution is taken to copy its operands into the layout of tensor cores where it has another, and to need
+nothing else; fused optimizers count as what they read and write.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from lowtide.capture.step import Captured, with_costs
+from lowtide.facts import Kind, Node, Step, Storage
+from lowtide.facts.devices import Gpu
+from lowtide.facts.units import format_size
+from lowtide.planning.allocator import rounded
+from lowtide.profiling.work import visible_work_of
+from lowtide.torchside.calls import Call, signature, target_name
+from lowtide.torchside.ops.dropout import eager_dropout
+from lowtide.torchside.ops.gpu_attention import HALF_TYPES, backward_bytes
+from lowtide.torchside.ops.schema import argument_names, writes_inputs
+
+SHARE_OF_PEAK = 0.75
+"""What good kernels reach of the published rates."""
+KERNEL_SECONDS = 5e-6
+"""The least that an op takes."""
+
+_CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
+_SORTED_INDICES = "aten.embedding_dense_backward.default"
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm")
+_TEMPORARY_INDICES = 4
+"""Sorted ones, where they were, and the sort's own copies of both."""
+
+
+def estimated_costs(captured: Captured, gpu: Gpu) -> Step:
+    """The step with the seconds and the bytes that it should have on `gpu`."""
+    known: dict[str, tuple[float, int, bool]] = {}
+    costs = {}
+    for run, call in captured.calls.items():
+        name = signature(call)
+        if name not in known:
+            known[name] = (_seconds(call, gpu), _workspace_bytes(call, gpu), True)
+        costs[run] = known[name]
+    multiplies = any(target_name(call.target).startswith(_PRODUCTS) for call in captured.calls.values())
+    return _as_on(gpu, with_costs(captured.step, costs), multiplies=multiplies)
+
+
+def _seconds(call: Call, gpu: Gpu) -> float:
+    work = visible_work_of(call)
+    if not work.outputs and not writes_inputs(call.target):
+        return 0.0  # a view
+    flops = work.flops / (gpu.flops_per_second[_rate(call, gpu)] * SHARE_OF_PEAK)
+    return max(flops, work.nbytes / (gpu.bytes_per_second * SHARE_OF_PEAK), KERNEL_SECONDS)
+
+
+def _rate(call: Call, gpu: Gpu) -> str:
+    """The type that decides how fast an op computes."""
+    types = [tensor.dtype for tensor in call.tensors if tensor.is_floating_point()]
+    name = str(types[0]).removeprefix("torch.") if types else "float32"
+    if name == "float32" and "tf32" in gpu.flops_per_second and _may_round(call):
+        return "tf32"
+    return name if name in gpu.flops_per_second else "float32"
+
+
+def _may_round(call: Call) -> bool:
+    """Whether torch lets tensor cores compute an op of float32, by the settings of this process."""
+    if target_name(call.target) in _CONVOLUTIONS:
+        return bool(torch.backends.cudnn.allow_tf32)
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _workspace_bytes(call: Call, gpu: Gpu) -> int:
+    """What an op holds inside: the one table of what differs between devices."""
+    name = target_name(call.target)
+    if name in _CONVOLUTIONS:
+        return _copied_operands_bytes(call, gpu)
+    if name == _SORTED_INDICES:
+        return _TEMPORARY_INDICES * call.tensors[1].nbytes
+    if len(call.tensors) > 2 and call.tensors[1].dim() == 4:
+        return backward_bytes(call.target, call.tensors[1], call.tensors[2])
+    return 0
+
+
+def _copied_operands_bytes(call: Call, gpu: Gpu) -> int:
+    """Tensor cores read channels last: cuDNN copies what lies otherwise, and its result back."""
+    names = dict(zip(argument_names(call.target), call.args, strict=False))
+    first = call.tensors[0]
+    on_tensor_cores = first.dtype in HALF_TYPES or _rate(call, gpu) == "tf32"
+    lies_so = first.dim() == 4 and first.is_contiguous(memory_format=torch.channels_last)
+    if not on_tensor_cores or lies_so or names.get("groups", 1) != 1 or first.dim() < 4:
+        return 0
+    work = visible_work_of(call)
+    if "output_mask" not in names:
+        return work.input_bytes + work.output_bytes
+    # one kernel at a time: each has two of the operands and makes the third
+    return work.input_bytes
+
+
+def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
+    masks = {made for node in step.nodes if node.op == target_name(eager_dropout) for made in node.makes}
+    storages = [_cut_by_allocator(storage, is_mask=storage.id in masks) for storage in step.storages]
+    if multiplies:
+        for pass_name in ("forward", "backward"):
+            storages.append(
+                Storage(
+                    id=len(storages),
+                    nbytes=gpu.matmul_workspace_bytes,
+                    kind=Kind.OTHER,
+                    name=f"workspace of cuBLAS, {pass_name}",
+                    static=True,
+                )
+            )
+    nodes = tuple(_estimated(node) for node in step.nodes)
+    note = (
+        f"estimated for an {gpu.words}, which is not there: times from its published rates, sizes from the "
+        f"step on {step.device}. It has {format_size(gpu.memory_bytes)}, of which its driver takes some"
+    )
+    return replace(
+        step,
+        storages=tuple(storages),
+        nodes=nodes,
+        device=gpu.label,
+        copy_bytes_per_second=gpu.copy_bytes_per_second,
+        notes=(*step.notes, note),
+    )
+
+
+def _cut_by_allocator(storage: Storage, *, is_mask: bool) -> Storage:
+    """A block as the allocator gives it; a mask of dropout is one of bytes on any GPU."""
+    nbytes = rounded(storage.nbytes)
+    eager = nbytes if is_mask else rounded(storage.nbytes + storage.extra_eager_bytes)
+    return replace(storage, nbytes=nbytes, extra_eager_bytes=eager - nbytes)
+
+
+def _estimated(node: Node) -> Node:
+    return replace(node, estimated=True) if node.seconds or node.workspace_bytes else node

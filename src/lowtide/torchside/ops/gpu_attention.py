@@ -1,0 +1,99 @@
+"""Attention as torch runs it on a GPU, for steps that are planned for one on a machine without.
+
+On a CPU, attention with a mask or with dropout is computed with all scores in memory. A GPU has kernels that
+keep one number for each row of scores. Their fake versions run anywhere.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+LARGEST_FLASH_HEAD = 256
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+def use_gpu_attention(graph: fx.GraphModule, *, has_flash: bool) -> None:
+    """Let a graph of Dynamo call the kernels that a GPU has; preserves all else."""
+    attention = _newer_attention if has_flash else _older_attention
+    for node in graph.graph.find_nodes(
+        op="call_function", target=torch.nn.functional.scaled_dot_product_attention
+    ):
+        node.target = attention
+    graph.recompile()
+
+
+def _newer_attention(*args: Any, **kwargs: Any) -> Tensor:
+    return _attention(*args, has_flash=True, **kwargs)
+
+
+def _older_attention(*args: Any, **kwargs: Any) -> Tensor:
+    return _attention(*args, has_flash=False, **kwargs)
+
+
+def _attention(  # noqa: PLR0917  the arguments of torch's own function
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    has_flash: bool,
+) -> Tensor:
+    if query.dim() != 4:  # no kernel takes these
+        plain = torch.nn.functional.scaled_dot_product_attention
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
+    fits_flash = query.dtype in HALF_TYPES and query.shape[-1] <= LARGEST_FLASH_HEAD and attn_mask is None
+    if has_flash and fits_flash:
+        results = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return _first(results)
+    if enable_gqa:
+        times = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
+    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    results = aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )
+    return _first(results)
+
+
+def _first(results: Any) -> Tensor:
+    result: Tensor = results[0]
+    return result
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """What is added to the scores; no larger than the mask, which is a view of them all."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+    shape = (*query.shape[:2], query.shape[2], key.shape[2])
+    return mask.to(query.dtype).expand(shape)
+
+
+def backward_bytes(target: Any, query: Tensor, key: Tensor) -> int:
+    """What the backward kernels hold inside; 0 for any other op."""
+    rows = query.shape[0] * query.shape[1] * query.shape[2]
+    if target is aten._scaled_dot_product_flash_attention_backward.default:
+        # gradients of the queries are added up in float32, with rows and heads rounded up
+        whole = query.shape[0] * query.shape[1] * _up(query.shape[2], 128)
+        return 4 * whole * (_up(query.shape[3], 32) + 1)
+    if target is aten._scaled_dot_product_efficient_attention_backward.default:
+        sums = 4 * (query.numel() + 2 * key.numel()) if query.dtype in HALF_TYPES else 0
+        return 4 * rows + sums
+    return 0
+
+
+@functools.cache
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

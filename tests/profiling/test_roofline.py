@@ -1,0 +1,143 @@
+"""A step on a GPU that is not there: sizes by rules that are known, times by the published rates."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lowtide
+from lowtide.facts.devices import GPUS
+
+pytestmark = pytest.mark.slow
+
+BATCH, HEADS, LENGTH, WIDTH = 2, 4, 96, 64
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Linear(WIDTH, 3 * WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        parts = self.parts(x).view(BATCH, LENGTH, 3, HEADS, -1)
+        query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=0.1)
+        return x + self.drop(mixed.transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
+
+
+def square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def profile(model: nn.Module, batch: Any, device: str | None = "a100-40g", **loop: Any) -> lowtide.Profile:
+    return lowtide.profile(model, batch, loss=square, device=device, **loop)
+
+
+def attention(dtype: torch.dtype, device: str, *, masked: bool = False) -> lowtide.Profile:
+    mask = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool) if masked else None
+    batch = {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype), "mask": mask}
+    return profile(Attention().to(dtype), batch, device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "masked", "kernel"),
+    [
+        (torch.float32, "a100-40g", False, "efficient"),
+        (torch.bfloat16, "a100-40g", False, "flash"),
+        (torch.bfloat16, "a100-40g", True, "efficient"),
+        (torch.float16, "t4-16g", False, "efficient"),
+    ],
+)
+def test_attention_is_what_the_gpu_has_and_keeps_no_scores(
+    dtype: torch.dtype, device: str, masked: bool, kernel: str
+) -> None:
+    found = attention(dtype, device, masked=masked)
+    ops = {node.op for node in found.nodes if "attention" in node.op}
+    assert ops == {
+        f"aten._scaled_dot_product_{kernel}_attention.default",
+        f"aten._scaled_dot_product_{kernel}_attention_backward.default",
+    }
+    scores_bytes = BATCH * HEADS * LENGTH * LENGTH * dtype.itemsize
+    kept = [a for a in found.activations if "attention" in a.name]
+    assert all(activation.nbytes < scores_bytes for activation in kept)
+
+
+def test_blocks_are_cut_by_the_gpus_allocator_and_masks_are_bytes() -> None:
+    here = profile(Attention(), torch.randn(BATCH, LENGTH, WIDTH), None)
+    there = profile(Attention(), torch.randn(BATCH, LENGTH, WIDTH))
+    assert all(storage.nbytes % 512 == 0 for storage in there.step.storages)
+    assert any(storage.nbytes % 512 for storage in here.step.storages)
+    assert sum(storage.extra_eager_bytes for storage in here.step.storages) > 0
+    assert sum(storage.extra_eager_bytes for storage in there.step.storages) == 0
+
+
+def test_cublas_has_a_workspace_for_each_pass() -> None:
+    found = profile(nn.Linear(8, 8), torch.randn(4, 8))
+    workspaces = [s.nbytes for s in found.step.storages if "cuBLAS" in s.name]
+    assert workspaces == [GPUS["a100-40g"].matmul_workspace_bytes] * 2
+    without = profile(nn.Sequential(nn.LayerNorm(8), nn.GELU()), torch.randn(4, 8))
+    assert not [s for s in without.step.storages if "cuBLAS" in s.name]
+
+
+def test_a_convolution_copies_its_operands_only_for_tensor_cores_that_read_them_otherwise() -> None:
+    def inside(device: str, memory_format: torch.memory_format) -> int:
+        model = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=memory_format)
+        images = torch.randn(2, 8, 16, 16).to(memory_format=memory_format)
+        nodes = profile(model, images, device).nodes
+        return next(node.workspace_bytes for node in nodes if node.op == "aten.convolution.default")
+
+    image_bytes, weight_bytes = 2 * 8 * 16 * 16 * 4, 8 * 8 * 9 * 4 + 8 * 4
+    assert inside("a100-40g", torch.contiguous_format) == 2 * image_bytes + weight_bytes
+    assert inside("a100-40g", torch.channels_last) == 0
+    assert inside("t4-16g", torch.contiguous_format) == 0
+
+
+def test_a_faster_gpu_is_faster_and_half_the_bits_as_well() -> None:
+    def seconds(device: str, dtype: torch.dtype) -> float:
+        x = torch.randn(256, 512, dtype=dtype)
+        return profile(nn.Linear(512, 4096, dtype=dtype), x, device).step_seconds
+
+    assert seconds("h100-80g", torch.float32) < seconds("a100-40g", torch.float32)
+    assert seconds("a100-40g", torch.float32) < seconds("t4-16g", torch.float32)
+    assert seconds("a100-40g", torch.bfloat16) < seconds("a100-40g", torch.float32)
+
+
+def test_all_of_it_says_that_it_is_estimated_and_the_plan_runs_where_there_is_a_device() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Attention() for _ in range(3))), torch.randn(BATCH, LENGTH, WIDTH)
+    found = profile(model, x)
+    assert "estimated" in repr(found)
+    assert all(node.estimated for node in found.nodes if node.seconds)
+    plan = found.plan("98%")
+    assert plan.recompute_seconds > 0
+    assert "device=a100-40g (estimated)" in repr(plan)
+    first, second = plan.solution.notes
+    assert first.startswith("estimated for an NVIDIA A100 40 GB, which is not there")
+    assert "should reserve" in second and "(estimated)" in second
+    planned = copy.deepcopy(model)
+    plan.apply(planned)  # this machine stands for the device: its graphs are planned anew for the budget
+    losses = []
+    for one in (model, planned):
+        torch.manual_seed(1)
+        losses.append(square(one(x)))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), planned.parameters(), strict=True)
+    )
+
+
+def test_what_cannot_be_estimated_is_refused() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with pytest.raises(
+        lowtide.LowtideError, match="no GPU called 'a100' is known here: choose one of a100-40g"
+    ):
+        profile(model, x, "a100")
+    with pytest.raises(lowtide.LowtideError, match="leave mode 'run' out"):
+        profile(model, x, mode="run")
+    with pytest.raises(lowtide.LowtideError, match="move model and batch there"):
+        profile(model.to("meta"), x)
