@@ -139,7 +139,7 @@ def reserved_for(step: Step, timeline: Timeline) -> Reserved:
         ends[end].append(number)
     living: dict[int, _Block | None] = {}
     for position in range(len(timeline.runs)):
-        inside_bytes = int(timeline.workspace_bytes[position])
+        inside_bytes = timeline.workspace_bytes[position]
         leaving = [number for number in ends[position] if number in living]
         if inside_bytes < 0:  # the result is written over what is read last
             _release_all(allocator, living, leaving)

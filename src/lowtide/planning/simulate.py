@@ -12,7 +12,7 @@ holds that part and not the rest of the tuple.
 """
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import fsum
 
 import numpy as np
@@ -46,7 +46,7 @@ class Timeline:
     seconds: float
     added_seconds: float
     blocks: tuple[tuple[int, int, int], ...] = ()
-    workspace_bytes: Bytes = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    workspace_bytes: tuple[int, ...] = ()
     traffic: Traffic | None = None
 
     @property
@@ -255,7 +255,7 @@ def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
         seconds=fsum([*seconds, *stalls]),
         added_seconds=fsum([*added_seconds, *stalls]),
         blocks=tuple(zip(block_storage, block_start, block_end, strict=True)),
-        workspace_bytes=workspace,
+        workspace_bytes=tuple(workspace),
         traffic=traffic,
     )
 
