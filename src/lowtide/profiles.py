@@ -15,6 +15,7 @@ from lowtide.planning.allocator import reserved_for
 from lowtide.planning.planner import Desk
 from lowtide.planning.schedules import as_eager
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.swaps import SwapDesk
 from lowtide.planning.tied import desk_for
 from lowtide.plans import Plan
 
@@ -93,9 +94,15 @@ class Profile:
             f"this plan ({ESTIMATED}): the upper end counts the gaps between blocks"
         )
 
-    def tradeoff(self, points: int = 50) -> list[Plan]:
-        """Plans from the plain peak down to the floor, evenly spaced in bytes."""
-        return [self._as_plan(solution) for solution in self._desk.tradeoff(points=points)]
+    def tradeoff(self, points: int = 50, *, swap: bool = True) -> list[Plan]:
+        """Plans from the plain peak down to the floor, evenly spaced in bytes.
+
+        `swap=False`: those that use no store, where the profile has one.
+        """
+        desk = self._desk
+        if isinstance(desk, SwapDesk) and not swap:
+            desk = desk.without
+        return [self._as_plan(solution) for solution in desk.tradeoff(points=points)]
 
     def to_csv(self, folder: str | Path) -> list[Path]:
         """Write `node_stats.csv` and `activation_stats.csv`."""

@@ -8,10 +8,12 @@ from report_cases import ENVIRONMENT, make_case, store_case
 from report_steps import MIB
 
 from lowtide.facts import Action
+from lowtide.profiles import Profile
 from lowtide.report import csvs
 from lowtide.report.answer import plan_tiles
 from lowtide.report.html import render_report
-from lowtide.report.plots import plot_transfers, write_plots
+from lowtide.report.plots import plot_tradeoff, plot_transfers, write_plots
+from lowtide.report.records import tradeoff_points
 from lowtide.report.times import waiting
 from lowtide.report.trace import chrome_trace
 from lowtide.report.traffic import READ, WAIT, WRITE, run_starts, store_use
@@ -96,6 +98,30 @@ def test_the_page_of_a_step_without_a_store_shows_none():
     )
     assert 'id="store"' not in page and "OFFLOAD" not in page and "Let go after" not in page
     assert all(tile.label != "Offloaded" for tile in plan_tiles(case.solution, None))
+
+
+def test_curves_with_and_without_the_store_are_in_one_picture(case):
+    step = case[0]
+    profile = Profile(step)
+    curve, without = (
+        tradeoff_points(desk.tradeoff(points=4)) for desk in (profile._desk, profile._desk.without)
+    )
+    assert any(point.offloaded for point in curve)
+    assert not any(point.offloaded for point in without)
+    axes = plot_tradeoff(curve, step_seconds=step.seconds, without_swap=without).axes[0]
+    labels = axes.get_legend_handles_labels()[1]
+    assert {"with swap (simulated)", "without swap (simulated)"} <= set(labels)
+    page = render_report(
+        title="a step",
+        environment=ENVIRONMENT,
+        tradeoff=curve,
+        without_swap=without,
+        step_seconds=step.seconds,
+    )
+    assert "The blue curve may use the store" in page
+    assert [p.peak_bytes for p in profile.tradeoff(points=4, swap=False)] == [
+        s.peak_bytes for s in profile._desk.without.tradeoff(points=4)
+    ]
 
 
 def test_the_trace_has_a_row_for_each_direction(case):

@@ -15,7 +15,7 @@ from lowtide.cli.files import (
 )
 from lowtide.cli.pages import PLOTS, REPORT, environment, plots_if_possible
 from lowtide.cli.results import outcome_data
-from lowtide.experiments.curve import distinct_plans, point_of
+from lowtide.experiments.curve import curves_of, point_of
 from lowtide.experiments.measured import Outcome
 from lowtide.facts.files import write_atomic
 from lowtide.facts.serial import save_json
@@ -54,7 +54,8 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcom
     """All other files; the report comes last, so that its being there means that all are."""
     step, before = profile.step, profile.timeline
     after = simulate(step, plan.solution.schedule.runs)
-    curve = [point_of(plan) for plan in distinct_plans(profile.tradeoff(points=CURVE_POINTS))]
+    plans, without_swap = curves_of(profile, points=CURVE_POINTS)
+    curve = [point_of(plan) for plan in plans]
     save_json(folder / VERIFICATION, outcome_data(outcome, name=name))
     files = [folder / VERIFICATION]
     files.append(write_tradeoff(folder / TRADEOFF, curve, step_seconds=profile.step_seconds))
@@ -70,6 +71,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcom
         activations=profile.activations,
         budget_bytes=plan.budget_bytes,
         tradeoff=curve,
+        without_swap=without_swap,
     )
     page = render_report(
         title=name,
@@ -82,6 +84,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcom
         activations=profile.activations,
         measurement=outcome.measurement,
         tradeoff=curve,
+        without_swap=without_swap,
     )
     files.append(write_atomic(folder / REPORT, page))
     return files

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from lowtide.experiments.curve import Curve
     from lowtide.profiles import Profile
+    from lowtide.report.records import TradeoffPoint
 
 CSV, JSON = "tradeoff.csv", "tradeoff.json"
 MAX_ROWS = 20
@@ -75,7 +76,7 @@ def tradeoff(
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.pages import PLOTS, REPORT
         from lowtide.cli.sources import open_source
-        from lowtide.experiments.curve import Curve, distinct_plans, measure_points, point_of
+        from lowtide.experiments.curve import Curve, curves_of, measure_points, point_of
 
         out = claim_folder(folder, (CSV, JSON, REPORT, PLOTS), force=force)
         profile, spec = open_source(
@@ -94,7 +95,7 @@ def tradeoff(
         if measure and spec is None:
             raise TargetError(f"'{source}' does not say what it is a profile of: say --measure 0")
         with terminal.working("planning"):
-            plans = distinct_plans(profile.tradeoff(points=points))
+            plans, without_swap = curves_of(profile, points=points)
         curve = Curve([point_of(plan) for plan in plans])
         reason = why_not(profile.step, peak_bytes=profile.peak_bytes) if measure else ""
         if reason:
@@ -102,11 +103,11 @@ def tradeoff(
         elif measure and spec is not None:
             with terminal.counting(f"measuring {measure} plans") as progress:
                 curve = measure_points(spec, plans, count=measure, timed_runs=timed_runs, progress=progress)
-        data = _data(profile, curve, name=name)
+        data = _data(profile, curve, without_swap, name=name)
         if out is not None:
             with terminal.working("writing the report"):
                 measured = not source.endswith(".json") or any(p.measured_peak_bytes for p in curve.points)
-                _write(out, profile, curve, data, measured=measured)
+                _write(out, profile, curve, without_swap, data, measured=measured)
         terminal.data(data)
         terminal.show(*_tables(data))
         if out is not None:
@@ -116,8 +117,14 @@ def tradeoff(
         raise typer.Exit(Exit.RESULTS_DIFFER if curve.wrong else failed)
 
 
-def _data(profile: "Profile", curve: "Curve", *, name: str) -> dict[str, Any]:
+def _data(
+    profile: "Profile", curve: "Curve", without_swap: "list[TradeoffPoint]", *, name: str
+) -> dict[str, Any]:
     seconds = profile.step_seconds
+
+    def point_data(point: "TradeoffPoint") -> dict[str, Any]:
+        return asdict(point) | {"overhead": point.recompute_seconds / seconds if seconds else None}
+
     return {
         "target": name,
         "baseline_peak_bytes": profile.peak_bytes,
@@ -125,10 +132,8 @@ def _data(profile: "Profile", curve: "Curve", *, name: str) -> dict[str, Any]:
         "step_seconds": seconds,
         "differences": curve.wrong,
         "failures": curve.failed,
-        "points": [
-            asdict(point) | {"overhead": point.recompute_seconds / seconds if seconds else None}
-            for point in curve.points
-        ],
+        "points": [point_data(point) for point in curve.points],
+        **({"without_swap": [point_data(point) for point in without_swap]} if without_swap else {}),
     }
 
 
@@ -186,7 +191,15 @@ def _measured(point: dict[str, Any]) -> tuple[str, str]:
     return size(point["measured_peak_bytes"]), added(point["measured_overhead"], point["measured_noise"])
 
 
-def _write(out: "Path", profile: "Profile", curve: "Curve", data: dict[str, Any], *, measured: bool) -> None:
+def _write(
+    out: "Path",
+    profile: "Profile",
+    curve: "Curve",
+    without_swap: "list[TradeoffPoint]",
+    data: dict[str, Any],
+    *,
+    measured: bool,
+) -> None:
     from lowtide.cli.pages import REPORT, environment, plots_if_possible
     from lowtide.facts.files import write_atomic
     from lowtide.facts.serial import save_json
@@ -195,7 +208,9 @@ def _write(out: "Path", profile: "Profile", curve: "Curve", data: dict[str, Any]
 
     save_json(out / JSON, data)
     write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds)
-    plots_if_possible(out, tradeoff=curve.points, step_seconds=profile.step_seconds)
+    plots_if_possible(
+        out, tradeoff=curve.points, without_swap=without_swap, step_seconds=profile.step_seconds
+    )
     page = render_report(
         title=f"{data['target']}: trade-off",
         environment=environment(profile.step.device, measured=measured),
@@ -203,5 +218,6 @@ def _write(out: "Path", profile: "Profile", curve: "Curve", data: dict[str, Any]
         before=profile.timeline,
         activations=profile.activations,
         tradeoff=curve.points,
+        without_swap=without_swap,
     )
     write_atomic(out / REPORT, page)

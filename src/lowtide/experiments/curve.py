@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from lowtide.errors import FreshProcessError
 from lowtide.facts import Action
 from lowtide.plans import Plan
+from lowtide.profiles import Profile
 from lowtide.report.records import Results, TradeoffPoint, with_why
 from lowtide.report.words import size
 from lowtide.zoo.targets import TargetSpec
@@ -22,8 +23,17 @@ def point_of(plan: Plan) -> TradeoffPoint:
         peak_bytes=plan.peak_bytes,
         recompute_seconds=plan.recompute_seconds,
         recomputed=tuple(d.name for d in plan.decisions if d.action is Action.RECOMPUTE),
+        offloaded=tuple(d.name for d in plan.decisions if d.action is Action.OFFLOAD),
         lower_bound_seconds=plan.lower_bound_seconds,
     )
+
+
+def curves_of(profile: Profile, *, points: int) -> tuple[list[Plan], list[TradeoffPoint]]:
+    """The plans of a profile's curve; and the curve without its store, empty where it has none."""
+    plans = distinct_plans(profile.tradeoff(points=points))
+    if profile.step.link is None:
+        return plans, []
+    return plans, [point_of(plan) for plan in distinct_plans(profile.tradeoff(points=points, swap=False))]
 
 
 def spread_over(count: int, total: int) -> list[int]:

@@ -46,6 +46,7 @@ TRADEOFF_COLUMNS = (
     "peak_bytes", "recompute_s", "overhead", "num_recomputed", "measured_peak_bytes", "measured_overhead",
     "measured_noise", "lower_bound_s",
 )  # fmt: skip
+TRADEOFF_OFFLOAD_COLUMNS = ("num_offloaded",)
 
 
 def write_node_stats(path: Path, step: Step, timeline: Timeline) -> Path:
@@ -139,17 +140,20 @@ def write_compare(path: Path, rows: Sequence[CompareRow]) -> Path:
 
 
 def write_tradeoff(path: Path, points: Sequence[TradeoffPoint], *, step_seconds: float) -> Path:
-    """`tradeoff.csv`: one row per plan; `overhead` is recompute time over the plain step's time."""
+    """`tradeoff.csv`: one row per plan; `overhead` is recompute time over the plain step's time. Where some
+    plan offloads, a last column counts what each does."""
+    offloads = any(point.offloaded for point in points)
     cells = (
         (
             point.peak_bytes, point.recompute_seconds,
             point.recompute_seconds / step_seconds if step_seconds else None,
             len(point.recomputed), point.measured_peak_bytes, point.measured_overhead,
             point.measured_noise, point.lower_bound_seconds,
+            *((len(point.offloaded),) if offloads else ()),
         )
         for point in points
     )  # fmt: skip
-    return _write(path, TRADEOFF_COLUMNS, cells)
+    return _write(path, (*TRADEOFF_COLUMNS, *(TRADEOFF_OFFLOAD_COLUMNS if offloads else ())), cells)
 
 
 def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Path:

@@ -100,17 +100,31 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
 
 
 def plot_tradeoff(
-    points: Sequence[TradeoffPoint], *, step_seconds: float, budget_bytes: int | None = None
+    points: Sequence[TradeoffPoint],
+    *,
+    step_seconds: float,
+    budget_bytes: int | None = None,
+    without_swap: Sequence[TradeoffPoint] = (),
 ) -> "Figure":
-    """Recompute time against peak: the simulated curve, the band down to what is proven, measured points."""
+    """Recompute time against peak: the simulated curve, the band down to what is proven, measured points.
+
+    `without_swap` is the curve of the same step without its store, beside the one with it.
+    """
     figure, axes = new_figure("Time added against peak memory")
     ordered = sorted(points, key=lambda point: (point.peak_bytes, point.recompute_seconds))
     unit, scale = byte_unit(ordered[-1].peak_bytes if ordered else 0)
     overheads = [100 * point.recompute_seconds / step_seconds if step_seconds else 0.0 for point in ordered]
     axes.plot(
         [point.peak_bytes / scale for point in ordered], overheads, "-o", color=palette.AFTER, markersize=4,
-        lw=1.6, label="simulated",
+        lw=1.6, label="with swap (simulated)" if without_swap else "simulated",
     )  # fmt: skip
+    if without_swap and step_seconds:
+        plain = sorted(without_swap, key=lambda point: (point.peak_bytes, point.recompute_seconds))
+        axes.plot(
+            [point.peak_bytes / scale for point in plain],
+            [100 * point.recompute_seconds / step_seconds for point in plain],
+            "-o", color=palette.RECOMPUTE, markersize=4, lw=1.6, label="without swap (simulated)",
+        )  # fmt: skip
     bounds = [point.lower_bound_seconds for point in ordered]
     if step_seconds and all(bound is not None for bound in bounds):
         least = [100 * (bound or 0.0) / step_seconds for bound in bounds]

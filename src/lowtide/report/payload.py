@@ -21,6 +21,7 @@ def page_data(
     after: Timeline | None,
     solution: Solution | None,
     tradeoff: Sequence[TradeoffPoint],
+    without_swap: Sequence[TradeoffPoint],
     activations: Sequence[Activation | Decision],
     step_seconds: float,
 ) -> dict[str, Any]:
@@ -32,6 +33,11 @@ def page_data(
     points = _tradeoff(tradeoff, activations, step_seconds) | {
         "budget": budget,
         "selected": _nearest(tradeoff, solution),
+        "without_swap": [
+            [point.peak_bytes, point.recompute_seconds / step_seconds]
+            for point in without_swap
+            if step_seconds
+        ],
     }
     return {
         "kinds": [{"label": LABELS[kind], "colour": COLOURS[kind]} for kind in STACK],
@@ -97,7 +103,7 @@ def _tradeoff(
 ) -> dict[str, Any]:
     sizes = {activation.name: activation.nbytes for activation in activations}
     for point in points:
-        for name in point.recomputed:
+        for name in (*point.recomputed, *point.offloaded):
             sizes.setdefault(name, 0)
     index = {name: i for i, name in enumerate(sizes)}
     return {
@@ -114,6 +120,7 @@ def _tradeoff(
                 if point.measured_peak_bytes is None or point.measured_overhead is None
                 else [point.measured_peak_bytes, point.measured_overhead],
                 "recomputed": pack_integers(sorted(index[name] for name in point.recomputed)),
+                "offloaded": pack_integers(sorted(index[name] for name in point.offloaded)),
             }
             for point in points
         ],

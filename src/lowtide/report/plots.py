@@ -44,6 +44,7 @@ def write_plots(
     activations: Sequence[Activation] = (),
     budget_bytes: int | None = None,
     tradeoff: Sequence[TradeoffPoint] = (),
+    without_swap: Sequence[TradeoffPoint] = (),
     step_seconds: float | None = None,
     sweep: Sequence[SweepRow] = (),
     formats: Iterable[str] = ("png", "svg"),
@@ -70,7 +71,9 @@ def write_plots(
         figures["activation_sizes"] = plot_activation_sizes(activations)
     if tradeoff:
         plain_seconds = step_seconds or (step.seconds if step is not None else 0.0)
-        figures["tradeoff"] = plot_tradeoff(tradeoff, step_seconds=plain_seconds, budget_bytes=budget_bytes)
+        figures["tradeoff"] = plot_tradeoff(
+            tradeoff, step_seconds=plain_seconds, budget_bytes=budget_bytes, without_swap=without_swap
+        )
     if sweep:
         figures["peak_by_batch_size"] = plot_peak_by_batch_size(sweep)
         figures["latency_by_batch_size"] = plot_latency_by_batch_size(sweep)

@@ -163,7 +163,8 @@ class CompareRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeoffPoint:
-    """One plan of the curve. `recomputed` names the activations that it makes again.
+    """One plan of the curve. `recomputed` names the activations that it makes again, `offloaded` those that
+    leave for a store.
 
     `measured_noise` is how far off `measured_overhead` may be. No plan with such a peak adds less than
     `lower_bound_seconds`.
@@ -172,6 +173,7 @@ class TradeoffPoint:
     peak_bytes: int
     recompute_seconds: float
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     lower_bound_seconds: float | None = None
     measured_peak_bytes: int | None = None
     measured_overhead: float | None = None
@@ -185,6 +187,7 @@ def tradeoff_points(solutions: Iterable[Solution]) -> list[TradeoffPoint]:
             peak_bytes=solution.peak_bytes,
             recompute_seconds=solution.recompute_seconds,
             recomputed=tuple(d.name for d in solution.decisions if d.action is Action.RECOMPUTE),
+            offloaded=tuple(d.name for d in solution.decisions if d.action is Action.OFFLOAD),
             lower_bound_seconds=solution.lower_bound_seconds,
         )
         for solution in solutions

@@ -7,20 +7,22 @@ addEventListener("DOMContentLoaded", () => {
   const data = page.tradeoff;
   const points = data.points.map((point) => ({
     peak: point.peak, overhead: point.overhead, least: point.least, measured: point.measured, recomputed: new Set(Decode.integers(point.recomputed)),
+    offloaded: Decode.integers(point.offloaded),
   }));
   const sizes = Decode.integers(data.sizes);
   const slider = document.getElementById("tradeoff-slider");
   let selected = data.selected;
 
   const measured = points.filter((point) => point.measured);
-  const xs = [...new Set([...points.map((p) => p.peak), ...measured.map((p) => p.measured[0])])].sort((a, b) => a - b);
+  const plain = data.without_swap;
+  const xs = [...new Set([...points.map((p) => p.peak), ...measured.map((p) => p.measured[0]), ...plain.map(([peak]) => peak)])].sort((a, b) => a - b);
   const column = (pairs) => {
     const values = new Map(pairs);
     return xs.map((x) => (values.has(x) ? values.get(x) : null));
   };
   const columns = [xs, column(points.map((p) => [p.peak, p.overhead * 100])), column(measured.map((p) => [p.measured[0], p.measured[1] * 100])),
-    column(points.filter((p) => p.least !== null).map((p) => [p.peak, p.least * 100]))];
-  const top = Math.max(1, ...columns[1], ...columns[2]) * 1.12;
+    column(points.filter((p) => p.least !== null).map((p) => [p.peak, p.least * 100])), column(plain.map(([peak, overhead]) => [peak, overhead * 100]))];
+  const top = Math.max(1, ...columns[1], ...columns[2], ...columns[4]) * 1.12;
   const bottom = Math.min(0, ...columns[2]) * 1.12 - top * 0.06;
   const margin = (xs.at(-1) - xs[0]) * 0.04 || xs[0] * 0.1 || 1;
 
@@ -57,6 +59,7 @@ addEventListener("DOMContentLoaded", () => {
       { label: "simulated", stroke: () => Theme.colour("--accent"), width: 2, spanGaps: true, points: dots(6) },
       { label: "measured", stroke: () => Theme.colour("--before"), width: 2, paths: () => null, points: { ...dots(9), width: 2 } },
       { label: "no plan adds less", stroke: () => Theme.colour("--muted"), width: 1, dash: [4, 4], spanGaps: true, points: { show: false } },
+      { label: "without swap", stroke: () => Theme.colour("--recompute"), width: 2, spanGaps: true, points: { ...dots(5), fill: () => Theme.colour("--card") } },
     ],
     axes: [
       byteAxis({ label: "peak memory", labelSize: 22, labelFont: "12px system-ui" }),
@@ -86,6 +89,7 @@ addEventListener("DOMContentLoaded", () => {
     const total = [...at.recomputed].reduce((sum, i) => sum + sizes[i], 0);
     const words = `plan ${index + 1} of ${points.length}: peak ${Format.bytes(at.peak)}, time ${Format.percent(at.overhead)}, ` +
       `${at.recomputed.size} activations recomputed (${Format.bytes(total)})` +
+      (at.offloaded.length ? `, ${at.offloaded.length} offloaded (${Format.bytes(at.offloaded.reduce((sum, i) => sum + sizes[i], 0))})` : "") +
       (at.least === null ? "" : `; no plan adds less than ${Format.percent(at.least)} (dashed, proven)`) +
       (at.measured ? `; measured ${Format.bytes(at.measured[0])}, ${Format.percent(at.measured[1])}` : "");
     byId("tradeoff-text").textContent = words;
