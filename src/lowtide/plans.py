@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which activations to keep and which to recompute; made by `Profile.plan`.
+    """Which activations to keep, to recompute and to offload; made by `Profile.plan`.
 
     Peaks are predicted; `lowtide.verify` measures them.
     """
@@ -33,10 +33,12 @@ class Plan:
 
     def __repr__(self) -> str:
         recomputed = sum(decision.action is Action.RECOMPUTE for decision in self.decisions)
+        offloaded = sum(decision.action is Action.OFFLOAD for decision in self.decisions)
         return (
             f"Plan(budget={format_size(self.budget_bytes)}, peak={format_size(self.peak_bytes)}, "
             f"overhead={self.overhead:.1%}, planner={self.planner}, {self._estimated_for}"
-            f"{recomputed} of {len(self.decisions)} activations recomputed)"
+            f"{recomputed} of {len(self.decisions)} activations recomputed"
+            f"{f', {offloaded} offloaded' if offloaded else ''})"
         )
 
     @property

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from report_cases import make_case
+from swapping import with_swap
 
 from lowtide.cli.exits import Exit
 from lowtide.cli.files import load_plan, load_profile, save_profile
@@ -12,6 +13,7 @@ from lowtide.cli.output import table
 from lowtide.cli.summaries import NUM_LARGEST, profile_summary, profile_tables
 from lowtide.cli.terminal import Terminal
 from lowtide.errors import LowtideError
+from lowtide.facts import Link
 from lowtide.planning.activations import activations
 from lowtide.planning.simulate import plain_runs, simulate
 from lowtide.profiles import Profile
@@ -136,3 +138,33 @@ def test_the_profile_tables_show_what_a_user_asks_for(step, capsys):
 def test_a_table_without_names_has_no_head():
     assert not table("T", ("", ">"), [("a", 1)]).show_header
     assert table("T", ("a", ">"), [("a", 1)]).show_header
+
+
+FAST = Link(store="disk:/scratch", write_bytes_per_second=1e15, read_bytes_per_second=1e15)
+
+
+def test_a_plan_tells_what_leaves_for_a_store(run_lowtide, step, tmp_path):
+    path, out = tmp_path / "profile.json", tmp_path / "out"
+    save_profile(path, Profile(with_swap(step, FAST)), SPEC)
+    code, stdout, _ = run_lowtide("plan", str(path), "--budget", "60%", "-o", str(out))
+    assert code == 0 and "to disk:/scratch" in stdout and "activations that are offloaded" in stdout
+    code, stdout, _ = run_lowtide("plan", str(path), "--budget", "60%", "--json")
+    found = json.loads(stdout)
+    assert found["num_offloaded"] > 0 and found["offload"]["link"]["store"] == "disk:/scratch"
+    with (out / "ac_decisions.csv").open() as file:
+        decisions = [row["decision"] for row in csv.DictReader(file)]
+    assert decisions.count("OFFLOAD") == found["num_offloaded"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("tiny-gpt2", "-b", "2", "--swap", "ram"), "cannot swap to 'ram'"),
+        (("{profile}", "--swap", "disk:/tmp"), "--swap is for a TARGET"),
+        (("tiny-gpt2", "-b", "2", "--swap", "disk:/nowhere/at/all"), "'/nowhere/at/all' to swap to"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused(run_lowtide, profile, arguments, told):
+    given = [str(profile) if argument == "{profile}" else argument for argument in arguments]
+    code, _, stderr = run_lowtide("plan", *given, "--budget", "60%")
+    assert code in (Exit.ERROR, Exit.USAGE) and told in " ".join(stderr.split())

@@ -36,6 +36,7 @@ def profile_summary(profile: Profile, *, name: str) -> dict[str, Any]:
         "num_estimated": sum(node.estimated for node in step.nodes),
         "largest_activations": [_activation(activation) for activation in largest],
         "notes": list(step.notes),
+        **({} if step.link is None else {"link": asdict(step.link)}),
     }
 
 
@@ -48,6 +49,9 @@ def profile_tables(summary: dict[str, Any]) -> list[RenderableType]:
     ]
     if gpu_behind(summary["device"]) is None and summary["num_estimated"]:
         lines.append(f"{summary['num_estimated']} ops too large to time here: scaled from a smaller run")
+    if link := summary.get("link"):
+        write, read = (size(int(link[f"{way}_bytes_per_second"])) for way in ("write", "read"))
+        lines.append(f"{link['store']}: {write}/s written, {read}/s read, past the page cache")
     kinds = [
         (LABELS[Kind(kind)], size(nbytes), _share(nbytes, peak))
         for kind, nbytes in summary["peak_bytes_by_kind"].items()
@@ -90,37 +94,72 @@ def plan_summary(solution: Solution, *, name: str) -> dict[str, Any]:
         "num_recomputed": sum(d.action is Action.RECOMPUTE for d in solution.decisions),
         "decisions": [asdict(decision) for decision in solution.decisions],
         "notes": list(solution.notes),
+        **_offload_summary(solution),
     }
 
 
 def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
-    recomputed = sorted(
-        (d for d in solution.decisions if d.action is Action.RECOMPUTE),
-        key=lambda d: (-d.nbytes, d.creation_rank, d.name),
-    )
+    recomputed, offloaded = (_largest(solution, action) for action in (Action.RECOMPUTE, Action.OFFLOAD))
     saved = solution.peak_bytes / solution.baseline_peak_bytes - 1 if solution.baseline_peak_bytes else None
     figures = [
         ("budget", size(solution.budget_bytes), ""),
         ("predicted peak", size(solution.peak_bytes), f"{percent(saved)}, at '{solution.peak_node}'"),
         ("peak without recompute", size(solution.baseline_peak_bytes), ""),
         *_floor(solution),
-        ("recompute", duration(solution.recompute_seconds), f"{percent(solution.overhead)} of the step"),
+        (
+            "recompute" if solution.offload is None else "time added",
+            duration(solution.recompute_seconds),
+            f"{percent(solution.overhead)} of the step",
+        ),
         *_bound(solution),
         (
             "activations recomputed",
             len(recomputed),
             f"of {len(solution.decisions)}, {size(sum(d.nbytes for d in recomputed))} in all",
         ),
+        *_offload(solution, offloaded),
     ]
-    title = (
-        f"Largest activations that are recomputed ({min(NUM_LARGEST, len(recomputed))} of {len(recomputed)})"
-    )
-    columns = ("name", "bytes>", "time>", "module", "why")
-    rows = [_decision(d) for d in recomputed[:NUM_LARGEST]]
     tables: list[RenderableType] = [table(f"Plan for {name} ({solution.planner})", ("", ">", ""), figures)]
-    if rows:
-        tables.append(table(title, columns, rows))
+    columns = ("name", "bytes>", "time>", "module", "why")
+    for action, found in (("recomputed", recomputed), ("offloaded", offloaded)):
+        if found:
+            title = f"Largest activations that are {action} ({min(NUM_LARGEST, len(found))} of {len(found)})"
+            tables.append(table(title, columns, [_decision(d) for d in found[:NUM_LARGEST]]))
     return [*tables, *(Text(f"note: {note}") for note in solution.notes)]
+
+
+def _largest(solution: Solution, action: Action) -> list[Decision]:
+    return sorted(
+        (decision for decision in solution.decisions if decision.action is action),
+        key=lambda d: (-d.nbytes, d.creation_rank, d.name),
+    )
+
+
+def _offload_summary(solution: Solution) -> dict[str, Any]:
+    """What leaves for a store; nothing where there is none."""
+    if solution.offload is None:
+        return {}
+    num_offloaded = sum(d.action is Action.OFFLOAD for d in solution.decisions)
+    return {"num_offloaded": num_offloaded, "offload": asdict(solution.offload)}
+
+
+def _offload(solution: Solution, offloaded: list[Decision]) -> list[tuple[str, object, str]]:
+    found = solution.offload
+    if found is None:
+        return []
+    hidden = max(0.0, found.transfer_seconds - found.stall_seconds)
+    return [
+        (
+            "activations offloaded",
+            len(offloaded),
+            f"to {found.link.store}, {size(found.store_bytes)} in all",
+        ),
+        (
+            "transfers",
+            duration(found.transfer_seconds),
+            f"{duration(hidden)} behind the compute, {duration(found.stall_seconds)} waited for",
+        ),
+    ]
 
 
 def _floor(solution: Solution) -> list[tuple[str, str, str]]:
