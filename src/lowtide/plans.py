@@ -5,10 +5,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.errors import PlanMismatch
-from lowtide.facts import Action, Decision, Solution
+from lowtide.facts import Action, Decision, Solution, Step
 from lowtide.facts.devices import gpu_behind
+from lowtide.facts.files import write_atomic
 from lowtide.facts.serial import load_json, save_json, solution_from_dict, solution_to_dict
 from lowtide.facts.units import format_size
+from lowtide.planning.activations import activations
+from lowtide.planning.schedules import as_eager
+from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.report.environment import environment_here
+from lowtide.report.notebook import card, timeline_svg
+from lowtide.report.records import Measurement
+from lowtide.report.summary import as_text, plan_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +38,7 @@ class Plan:
     known: "Known | None" = field(default=None, repr=False, compare=False)
     loop: "Loop | None" = field(default=None, repr=False, compare=False)
     traced: "TracedModel | None" = field(default=None, repr=False, compare=False)
+    step: Step | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         recomputed = sum(decision.action is Action.RECOMPUTE for decision in self.decisions)
@@ -112,6 +121,22 @@ class Plan:
         guard_ranks(model, process_group)
         return model
 
+    def summary(self) -> str:
+        """Budget, peak, what is saved and what it costs, in a few lines."""
+        return as_text(f"Plan by '{self.planner}'", plan_rows(self.solution))
+
+    def report(self, path: str | Path) -> Path:
+        """Write a page with the timelines without and with the plan, and every decision; returns its path.
+
+        A plan from a file knows its decisions only: plan the profile again for the rest.
+        """
+        return write_report(path, self, title=f"Plan for {format_size(self.budget_bytes)}")
+
+    def _repr_html_(self) -> str:
+        before, after = timelines(self)
+        picture = timeline_svg(after, other=before, budget_bytes=self.budget_bytes) if after else ""
+        return card(repr(self), plan_rows(self.solution), picture)
+
     def to_csv(self, folder: str | Path) -> list[Path]:
         """Write `ac_decisions.csv`."""
         from lowtide.report.csvs import write_decisions
@@ -121,6 +146,32 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write a `plan.json` that `lowtide.load_plan` reads; the same plan gives the same bytes."""
         save_json(Path(path), solution_to_dict(self.solution))
+
+
+def timelines(plan: Plan) -> tuple[Timeline | None, Timeline | None]:
+    """Of the step as eager runs it and by the plan; None where only the plan's file was read."""
+    if plan.step is None:
+        return None, None
+    before = simulate(as_eager(plan.step), plain_runs(plan.step))
+    return before, simulate(plan.step, plan.solution.schedule.runs)
+
+
+def write_report(path: str | Path, plan: Plan, *, title: str, measurement: Measurement | None = None) -> Path:
+    """The page of a plan, with what was measured of it."""
+    from lowtide.report.html import render_report
+
+    before, after = timelines(plan)
+    page = render_report(
+        title=title,
+        environment=environment_here(machine=plan.solution.device),
+        step=plan.step,
+        before=before,
+        after=after,
+        solution=plan.solution,
+        activations=activations(plan.step) if plan.step is not None else (),
+        measurement=measurement,
+    )
+    return write_atomic(Path(path), page)
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.facts import Activation, Node, Solution, Step
 from lowtide.facts.devices import ESTIMATED, gpu_behind
+from lowtide.facts.files import write_atomic
 from lowtide.facts.serial import load_step, save_step
 from lowtide.facts.sizes import parse_budget
 from lowtide.facts.units import format_size
@@ -18,6 +19,9 @@ from lowtide.planning.simulate import Timeline, plain_runs, simulate
 from lowtide.planning.swaps import SwapDesk
 from lowtide.planning.tied import desk_for
 from lowtide.plans import Plan
+from lowtide.report.environment import environment_here
+from lowtide.report.notebook import card, timeline_svg
+from lowtide.report.summary import as_text, profile_rows
 
 if TYPE_CHECKING:
     from lowtide.capture.loop import Loop
@@ -114,12 +118,32 @@ class Profile:
             write_activation_stats(out / "activation_stats.csv", self.activations),
         ]
 
+    def summary(self) -> str:
+        """The peak, where it is and what of, in a few lines."""
+        return as_text("Profile of one training step", profile_rows(self.step, self.timeline))
+
+    def report(self, path: str | Path) -> Path:
+        """Write a page with the timeline, the peak and where the time goes; returns its path."""
+        from lowtide.report.html import render_report
+
+        page = render_report(
+            title="Profile of one training step",
+            environment=environment_here(machine=self.step.device),
+            step=self.step,
+            before=self.timeline,
+            activations=self.activations,
+        )
+        return write_atomic(Path(path), page)
+
+    def _repr_html_(self) -> str:
+        return card(repr(self), profile_rows(self.step, self.timeline), timeline_svg(self.timeline))
+
     def save(self, path: str | Path) -> None:
         """Write a `profile.json` that `lowtide.load_profile` reads."""
         save_step(path, self.step)
 
     def _as_plan(self, solution: Solution) -> Plan:
-        return Plan(solution, known=self.known, loop=self.loop, traced=self.traced)
+        return Plan(solution, known=self.known, loop=self.loop, traced=self.traced, step=self.step)
 
     @cached_property
     def _desk(self) -> Desk:

@@ -13,7 +13,7 @@ from lowtide.checking.fresh import run_fresh
 from lowtide.checking.peak import (
     RESIDENT_ENVIRONMENT,
     can_measure_resident,
-    peak_above_start,
+    peak_and_op,
     resident_peak,
 )
 from lowtide.checking.train_step import device_of, static_bytes, train_step
@@ -29,6 +29,7 @@ class Measured:
     """Peaks count everything that torch holds: `static_bytes` (parameters, buffers, batch, optimizer
     state) plus what the step adds on top. `resident_peak_bytes` is None where it cannot be measured:
     on a GPU, outside Linux, or not in a fresh process. `timing` is None when no runs were asked for.
+    `peak_op` ran at the peak, by torch's own name; empty where nobody knows.
     """
 
     peak_bytes: int
@@ -37,6 +38,7 @@ class Measured:
     with_optimizer: bool
     fresh_process: bool
     timing: Timing | None = None
+    peak_op: str = ""
 
 
 def measure_step(
@@ -124,7 +126,7 @@ def _measure(target: Target, *, resident: bool) -> Measured:
         _step(target)
     device = device_of(target.model, target.batch)
     above = resident_peak(lambda: _step(target)) if resident and device.type == "cpu" else None
-    peak = peak_above_start(lambda: _step(target), device=device)
+    peak, op = peak_and_op(lambda: _step(target), device=device)
     static = static_bytes(target.model, target.batch, target.optimizer)
     return Measured(
         peak_bytes=static + peak,
@@ -132,6 +134,7 @@ def _measure(target: Target, *, resident: bool) -> Measured:
         static_bytes=static,
         with_optimizer=target.optimizer is not None,
         fresh_process=False,
+        peak_op=op,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lowtide.profiling.device import device_for
+from lowtide.profiling.device import device_for, memory_events, op_at_peak, peak_of, recorded
 
 CPU = torch.device("cpu")
 RESIDENT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -27,6 +27,15 @@ def peak_above_start(step: Callable[[], object], *, device: torch.device = CPU) 
     """
     gc.collect()
     return device_for(device).measured(step)[1]
+
+
+def peak_and_op(step: Callable[[], object], *, device: torch.device = CPU) -> tuple[int, str]:
+    """As `peak_above_start`, with the op that ran at the peak; empty where only the allocator counts."""
+    if device.type != "cpu":
+        return peak_above_start(step, device=device), ""
+    gc.collect()
+    session = recorded(step)[1]
+    return peak_of(memory_events(session)), op_at_peak(session)
 
 
 def can_measure_resident() -> bool:

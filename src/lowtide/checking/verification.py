@@ -10,7 +10,7 @@ not the plan that makes them differ from eager's.
 import copy
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,15 @@ from lowtide.capture.sums import specialised
 from lowtide.checking.clock import Timing, time_steps
 from lowtide.checking.fresh import run_fresh
 from lowtide.checking.measure import Measured, measure_here, measure_step
+from lowtide.checking.peak_notes import agreement_note, prediction_note
+from lowtide.checking.records import measurement_of
 from lowtide.checking.train_step import device_of, train_step
+from lowtide.checking.verdict import verdict
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.facts.units import format_size
-from lowtide.plans import Plan, check_identity
+from lowtide.plans import Plan, check_identity, timelines, write_report
+from lowtide.report.notebook import card, timeline_svg
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.loop_watch import Held
 from lowtide.running.replan import apply_plan
@@ -60,6 +64,7 @@ class Verification:
 
     `exact`: planned training equals eager training to the last bit. `recompute_exact` is weaker: it
     equals the captured graph without any recompute, which some models make another path in their code.
+    `peak_op` and `baseline_peak_op` ran at the peaks that torch counted. `plan` is what was verified.
     """
 
     exact: bool
@@ -75,6 +80,9 @@ class Verification:
     step_timing: Timing | None
     baseline_step_timing: Timing | None
     fresh_process: bool
+    peak_op: str = ""
+    baseline_peak_op: str = ""
+    plan: Plan | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return (
@@ -105,6 +113,50 @@ class Verification:
         if self.step_timing is None or self.baseline_step_timing is None:
             return None
         return self.step_timing.noise_beside(self.baseline_step_timing)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where a prediction is off by more than a percent, and by which op; where the two measured peaks
+        disagree, and why."""
+        rows = (
+            (
+                "without the plan",
+                self.baseline_predicted_peak_bytes,
+                self.baseline_measured_peak_bytes,
+                self.baseline_resident_peak_bytes,
+                self.baseline_peak_op,
+            ),
+            (
+                "with the plan",
+                self.predicted_peak_bytes,
+                self.measured_peak_bytes,
+                self.resident_peak_bytes,
+                self.peak_op,
+            ),
+        )
+        notes = [
+            note
+            for which, predicted, measured, resident, op in rows
+            for note in (
+                prediction_note(which, predicted=predicted, measured=measured, op=op),
+                agreement_note(which, measured=measured, resident=resident),
+            )
+        ]
+        return tuple(filter(None, notes))
+
+    def summary(self) -> str:
+        """Does it fit, is it exact, and what was not measured well, in a few lines."""
+        return "\n".join(verdict(self))
+
+    def report(self, path: str | Path) -> Path:
+        """Write a page with what was measured, and the plan's timelines and decisions; returns its path."""
+        assert self.plan is not None, "a verification is of a plan"
+        return write_report(path, self.plan, title="Verified plan", measurement=measurement_of(self))
+
+    def _repr_html_(self) -> str:
+        before, after = timelines(self.plan) if self.plan is not None else (None, None)
+        picture = timeline_svg(after, other=before, budget_bytes=self.budget_bytes) if after else ""
+        return card(repr(self), [("", line) for line in verdict(self)], picture)
 
     @property
     def fits(self) -> bool:
@@ -144,6 +196,9 @@ def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> V
         step_timing=comparison.timings.get("planned"),
         baseline_step_timing=comparison.timings.get("eager"),
         fresh_process=planned.fresh_process,
+        peak_op=planned.peak_op,
+        baseline_peak_op=baseline.peak_op,
+        plan=plan,
     )
 
 

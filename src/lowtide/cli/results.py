@@ -1,21 +1,20 @@
 """What a verification tells: as data for `--json` and as a table."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.checking.verdict import kept, verdict
 from lowtide.cli.exits import Exit
 from lowtide.cli.output import table
 from lowtide.report.records import relative_increase
 from lowtide.report.words import (
     HOW_TIMED,
-    NOT_BY_RECOMPUTING,
     UNKNOWN,
     added,
     duration,
-    is_noisy,
     percent,
     size,
 )
@@ -24,15 +23,13 @@ if TYPE_CHECKING:
     from lowtide.checking.verification import Verification
     from lowtide.experiments.measured import Outcome
 
-MAX_DIFFERENCES = 5
-
 
 def outcome_data(outcome: "Outcome", *, name: str) -> dict[str, Any]:
     result = outcome.verification
     if result is None:
         return {"target": name, "not_compared": outcome.reason, **asdict(outcome.measurement)}
     figures = {"fits": result.fits, "overhead": result.overhead, "noise": result.noise}
-    return {"target": name, **figures, **asdict(result)}
+    return {"target": name, **figures, **asdict(replace(result, plan=None)), "notes": list(result.notes)}
 
 
 def outcome_tables(outcome: "Outcome", *, budget_bytes: int, name: str) -> list[RenderableType]:
@@ -44,7 +41,7 @@ def outcome_tables(outcome: "Outcome", *, budget_bytes: int, name: str) -> list[
     if planned.measured_peak_bytes is None:
         lines.append("nothing was run, since the planned step does not fit into this machine either")
     else:
-        lines.append(f"with the plan: {_kept(planned.measured_peak_bytes, budget_bytes)}")
+        lines.append(f"with the plan: {kept(planned.measured_peak_bytes, budget_bytes)}")
         lines.append(f"step: {duration(planned.seconds_median)}")
         lines.append("results: not compared")
     return [Text(line) for line in lines]
@@ -86,30 +83,6 @@ def verification_tables(result: "Verification", *, name: str) -> list[Renderable
         tables.append(table(f"{name}, step time", ("plan", "step>", "time>"), times))
         tables.append(Text(HOW_TIMED))
     return [*tables, *(Text(line) for line in verdict(result))]
-
-
-def verdict(result: "Verification") -> list[str]:
-    """The answer in a few lines: does it fit, is it exact, and what was not measured as it should be."""
-    lines = [_kept(result.measured_peak_bytes, result.budget_bytes)]
-    if result.exact:
-        lines.append("results: equal to eager training to the last bit")
-    else:
-        lines.append(f"results: DIFFERENT from eager training in {len(result.differences)} places")
-        lines += [f"  {difference}" for difference in result.differences[:MAX_DIFFERENCES]]
-        if result.recompute_exact:
-            lines.append(f"note: {NOT_BY_RECOMPUTING}")
-    if is_noisy(result.overhead, result.noise):
-        lines.append(
-            "note: the time added is too noisy to tell: the machine is busy, or it adds next to none"
-        )
-    if not result.fresh_process:
-        lines.append("note: measured in this process, since the model cannot be sent to a fresh one")
-    return lines
-
-
-def _kept(peak_bytes: int, budget_bytes: int) -> str:
-    over = "at or below" if peak_bytes <= budget_bytes else "ABOVE"
-    return f"peak: {size(peak_bytes)}, {over} the budget of {size(budget_bytes)}"
 
 
 def _timing(timing: Any) -> str:

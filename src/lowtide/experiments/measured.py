@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from lowtide.checking import verification
-from lowtide.checking.clock import Timing
 from lowtide.checking.measure import measure_step
+from lowtide.checking.records import measurement_of, step_measurement
 from lowtide.checking.verification import Verification
 from lowtide.experiments.machine import why_not
 from lowtide.plans import Plan
@@ -47,33 +47,3 @@ def run_plain(spec: TargetSpec | Target, *, predicted: int, timed_runs: int) -> 
     """The step without any plan, in fresh processes."""
     found = measure_step(spec, timed_runs=timed_runs)
     return step_measurement(predicted=predicted, measured=found.peak_bytes, timing=found.timing)
-
-
-def measurement_of(result: Verification) -> Measurement:
-    """A verified plan, next to the plain step."""
-    return Measurement(
-        baseline=step_measurement(
-            predicted=result.baseline_predicted_peak_bytes,
-            measured=result.baseline_measured_peak_bytes,
-            timing=result.baseline_step_timing,
-        ),
-        planned=step_measurement(
-            predicted=result.predicted_peak_bytes,
-            measured=result.measured_peak_bytes,
-            timing=result.step_timing,
-        ),
-        noise=result.noise,
-        exact=result.exact,
-        recompute_exact=result.recompute_exact,
-        differences=result.differences,
-        method="torch's count of bytes, " + ("fresh processes" if result.fresh_process else "in one process"),
-    )
-
-
-def step_measurement(*, predicted: int, measured: int, timing: Timing | None) -> StepMeasurement:
-    return StepMeasurement(
-        predicted_peak_bytes=predicted,
-        measured_peak_bytes=measured,
-        seconds_median=timing.median_seconds if timing else None,
-        seconds_spread=timing.spread_seconds if timing else None,
-    )

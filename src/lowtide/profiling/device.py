@@ -107,10 +107,7 @@ class Cpu(Device):
         return result, OpTiming(stop - start, _interruptions() - before)
 
     def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        # Read when the first session starts; without it every session writes two lines to stderr.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as session:
-            result = run()
+        result, session = recorded(run)
         return result, peak_of(memory_events(session))
 
     @cache  # noqa: B019  one instance for the whole process
@@ -171,6 +168,15 @@ def device_for(torch_device: torch.device) -> Device:
     raise ValueError(f"no way to measure on device '{torch_device}': use cpu or cuda")
 
 
+def recorded(run: Callable[[], Any]) -> tuple[Any, torch.autograd.profiler.profile]:
+    """The result of `run`, and what torch's profiler saw of its ops and its memory."""
+    # Read when the first session starts; without it every session writes two lines to stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as session:
+        result = run()
+    return result, session
+
+
 def memory_events(session: torch.autograd.profiler.profile) -> list[tuple[int, int]]:
     """Time in ns and bytes (negative when freed) of all that a profiler session saw, in order."""
     results = session.kineto_results
@@ -186,6 +192,25 @@ def peak_of(events: Sequence[tuple[int, int]]) -> int:
         held += nbytes
         peak = max(peak, held)
     return peak
+
+
+def op_at_peak(session: torch.autograd.profiler.profile) -> str:
+    """What ran when the most bytes were held: `aten::mm in AddmmBackward0`; empty between ops."""
+    held = peak = peak_ns = 0
+    for time_ns, nbytes in memory_events(session):
+        held += nbytes
+        if held > peak:
+            peak, peak_ns = held, time_ns
+    results = session.kineto_results
+    assert results is not None
+    events: list[Any] = [
+        e for e in results.events() if e.start_ns() <= peak_ns <= e.start_ns() + e.duration_ns()
+    ]
+    names = [e.name() for e in sorted(events, key=lambda e: e.start_ns())]
+    op = next((name for name in names if "::" in name and not name.startswith("autograd::")), "")
+    around = [name for name in names if "Backward" in name and "::" not in name]
+    around += [name.partition("#")[2] for name in names if name.startswith("Optimizer.step#")]
+    return " in ".join(filter(None, (op, *around[:1])))
 
 
 def _interruptions() -> int:

@@ -7,5 +7,6 @@ Nothing here imports torch: a report can be made on another machine than the one
 - `plots`, `step_plots`, `experiment_plots`, `figures`, `palette`: static plots
 - `html`, `answer`, `payload`, `embed`: the page, its first lines, the data of its charts
 - `traffic`: transfers to a store and back
+- `summary`, `notebook`, `environment`: what the library itself shows: text, notebooks, when and with what
 - `times`, `words`: where the time goes; how numbers are written
 """

@@ -44,11 +44,13 @@ def with_why(status: str, why: str) -> str:
 class StepMeasurement:
     """One way to run the step: its predicted (simulated) and its measured figures.
 
-    `seconds_spread` is the distance between the first and the third quartile of the step's time.
+    `resident_peak_bytes` is the kernel's figure beside torch's own count. `seconds_spread` is the
+    distance between the first and the third quartile of the step's time.
     """
 
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    resident_peak_bytes: int | None = None
     seconds_median: float | None = None
     seconds_spread: float | None = None
 
@@ -69,6 +71,7 @@ class Measurement:
     `noise` is how far off `overhead` may be, None where nobody can tell. `exact` is None where nobody
     compared. `differences` name what was not equal to the last bit. `recompute_exact`: it is equal to the
     captured graph without any recompute, so that the plan is not to blame for differences.
+    `notes` say where peaks disagree, and why.
     """
 
     baseline: StepMeasurement
@@ -78,6 +81,7 @@ class Measurement:
     recompute_exact: bool | None = None
     differences: tuple[str, ...] = ()
     method: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def overhead(self) -> float | None:

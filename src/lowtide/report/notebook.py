@@ -1,0 +1,94 @@
+"""What a notebook shows of a profile, a plan or a verification: a few figures and the timeline, as SVG.
+
+Without scripts, which notebooks do not run for others, and with every text escaped.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from markupsafe import Markup
+
+from lowtide.planning.simulate import Bytes, Timeline
+from lowtide.report import palette
+from lowtide.report.words import size
+
+WIDTH, HEIGHT = 720, 220
+LEFT, TOP, BOTTOM = 70, 10, 22
+MOST_POINTS = 240
+"""More would only be overdrawn; of the ops in between, the highest is shown."""
+
+
+def card(title: str, rows: Sequence[tuple[str, str]], picture: str = "") -> str:
+    """A title, a table of figures and a picture."""
+    cells = [
+        Markup(
+            '<tr><td style="text-align:left">{}</td><td style="text-align:left"><b>{}</b></td></tr>'
+        ).format(name, value)
+        for name, value in rows
+    ]
+    table = Markup("<table>{}</table>").format(Markup("").join(cells))
+    return str(Markup("<div><b>{}</b>{}{}</div>").format(title, table, Markup(picture)))
+
+
+def timeline_svg(shown: Timeline, *, other: Timeline | None = None, budget_bytes: int | None = None) -> str:
+    """Bytes held over the ops of `shown`, by kind; the total of `other` as a line, the budget as another."""
+    if not shown.runs:
+        return ""
+    top = max(shown.peak_bytes, other.peak_bytes if other else 0, budget_bytes or 0, 1)
+    columns = _columns(shown.bytes_held)
+    drawn = []
+    below = np.zeros(len(columns), dtype=np.int64)
+    for kind in palette.STACK:
+        above = below + shown.bytes_by_kind[kind][columns]
+        if above.any() and (above != below).any():
+            points = [*_points(above, top), *reversed(_points(below, top))]
+            drawn.append(
+                Markup('<polygon points="{}" fill="{}"><title>{}</title></polygon>').format(
+                    " ".join(points), palette.COLOURS[kind], palette.LABELS[kind]
+                )
+            )
+        below = above
+    if other is not None:
+        points = _points(other.bytes_held[_columns(other.bytes_held)], top)
+        drawn.append(_line(points, palette.BEFORE, "without a plan"))
+    if budget_bytes is not None:
+        y = _y(budget_bytes, top)
+        drawn.append(_line([f"{LEFT},{y:.1f}", f"{WIDTH},{y:.1f}"], palette.BUDGET, "budget"))
+    drawn += [
+        Markup('<text x="{}" y="{:.1f}" text-anchor="end" font-size="11" fill="#777">{}</text>').format(
+            LEFT - 6, _y(value, top) + 4, size(value)
+        )
+        for value in (0, top // 2, top)
+    ]
+    peak = f"peak {size(shown.peak_bytes)} at {shown.peak_node}"
+    caption = f"bytes held over {len(shown.runs)} ops, simulated; {peak}"
+    drawn.append(
+        Markup('<text x="{}" y="{}" font-size="11" fill="#777">{}</text>').format(LEFT, HEIGHT - 6, caption)
+    )
+    return str(
+        Markup(
+            '<svg viewBox="0 0 {w} {h}" style="max-width:{w}px;width:100%" role="img">{drawn}</svg>'
+        ).format(w=WIDTH, h=HEIGHT, drawn=Markup("").join(drawn))
+    )
+
+
+def _columns(held: Bytes) -> Bytes:
+    """Positions to draw: all, or of every few the one that holds most."""
+    edges = np.linspace(0, len(held), min(len(held), MOST_POINTS) + 1).astype(np.int64)
+    return np.array([low + held[low:high].argmax() for low, high in pairwise(edges)], dtype=np.int64)
+
+
+def _points(values: Bytes, top: int) -> list[str]:
+    step = (WIDTH - LEFT) / max(1, len(values) - 1)
+    return [f"{LEFT + i * step:.1f},{_y(int(value), top):.1f}" for i, value in enumerate(values)]
+
+
+def _y(value: int, top: int) -> float:
+    return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top)
+
+
+def _line(points: Sequence[str], colour: str, title: str) -> Markup:
+    return Markup(
+        '<polyline points="{}" fill="none" stroke="{}" stroke-width="1.5"><title>{}</title></polyline>'
+    ).format(" ".join(points), colour, title)
