@@ -4,8 +4,9 @@ Three searches, each with plans for all budgets, of which a budget takes the che
 
 1. without the store, as the planner does it for a step that has none;
 2. with the store alone: values are offloaded until the step fits (`planning/swap_sets.py`);
-3. mixed: starting from plans of the first search, and from those of a search in which a value comes back
-   from the store for the seconds of its transfers, more values are offloaded until the step fits.
+3. mixed: starting from plans of the first search, from those of a search in which a value comes back from
+   the store for the seconds of its transfers, and from those of `mu-two`, more values are offloaded until
+   the step fits.
 
 Every plan of the last two has its transfers placed for a level of bytes (`planning/placing.py`) and is judged
 by the simulator, with the link. Since each search serves larger budgets by what it has for smaller ones, a
@@ -33,6 +34,8 @@ from lowtide.planning.swap_sets import Swaps
 NUM_LEVELS = 24
 """Budgets for which transfers are placed, from the plain peak to the lowest."""
 
+NUM_MU_TWO = 6
+"""Budgets for which `mu-two` gives a plan to start from."""
 SLACK = 1.5
 """How much longer transfers may take than they were measured, where there is room for that."""
 
@@ -81,7 +84,10 @@ class SwapDesk(Desk):
     def mixed(self) -> Archive[Offloading]:
         others = [self.without.problem.runs(entry.order) for entry in self.without.auto.archive.entries]
         seeds = [self.problem.sequence(plan_of_runs(self.table, runs)) for runs in others]
-        return self._search([*seeds, *(entry.order for entry in self._priced.auto.archive.entries)])
+        priced = [entry.order for entry in self._priced.auto.archive.entries]
+        low, high = self.without.floor_bytes, self.plain.peak_bytes
+        levels = {high - (high - low) * i // NUM_MU_TWO for i in range(1, NUM_MU_TWO + 1)}
+        return self._search([*seeds, *priced, *(self._mu_two(level) for level in sorted(levels))])
 
     def best(self, budget_bytes: int) -> Timeline | None:
         """The cheapest way to run the step in that many bytes."""
@@ -131,9 +137,11 @@ class SwapDesk(Desk):
     def _other(self, planner: str, budget_bytes: int) -> Timeline | None:
         if planner != "mu-two":
             return super()._other(planner, budget_bytes)
+        return self._placed(self.problem.runs(self._mu_two(budget_bytes)), budget_bytes)
+
+    def _mu_two(self, budget_bytes: int) -> Ints:
         assert self.step.link is not None
-        order = policy_with_swap(self.problem, self._swaps, self.step.link, budget_bytes=budget_bytes)
-        return self._placed(self.problem.runs(order), budget_bytes)
+        return policy_with_swap(self.problem, self._swaps, self.step.link, budget_bytes=budget_bytes)
 
     def _placed(self, runs: Sequence[Run], budget_bytes: int) -> Timeline:
         return placed(self.step, without_needless_runs(self.step, runs), budget_bytes=budget_bytes)
