@@ -1,11 +1,15 @@
-"""A captured step with its costs: what is said of a machine that was too busy to time."""
+"""A captured step with its costs: what is said of a busy machine, and blocks on a GPU."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from lowtide.api import profile
+from lowtide.capture.step import capture
 from lowtide.profiling import trials
+from lowtide.profiling.costing import estimate_costs, measure_costs
 from lowtide.profiling.device import OpTiming
 
 
@@ -18,3 +22,11 @@ def test_a_busy_machine_is_noted_in_the_profile_and_its_plans(interruptions, num
     told = [note for note in found.step.notes if "too busy to time" in note]
     assert len(told) == num_notes
     assert [note for note in found.plan("200%").solution.notes if "too busy" in note] == told
+
+
+def test_blocks_on_a_gpu_are_as_its_allocator_cuts_them():
+    captured = capture(nn.Linear(8, 8), torch.randn(4, 8), loss=torch.sum)
+    here, known = measure_costs(captured)
+    there = estimate_costs(replace(captured, step=replace(captured.step, device="cuda:0")), known)
+    assert any(storage.nbytes % 512 for storage in here.storages)
+    assert not any(storage.nbytes % 512 for storage in there.storages)

@@ -11,10 +11,10 @@ did before the step is unknown, which is why what is reserved is the upper end o
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lowtide.facts import Step
+from lowtide.facts import Step, Storage
 from lowtide.planning.simulate import Timeline
 
 MIB = 1 << 20
@@ -29,6 +29,17 @@ SEGMENT_ROUND_BYTES = 2 * MIB
 def rounded(nbytes: int) -> int:
     """What the allocator makes of a request; nothing of nothing."""
     return -(-nbytes // ROUND_BYTES) * ROUND_BYTES
+
+
+def cut_by_allocator(step: Step) -> Step:
+    """The same step with blocks as large as the allocator gives them."""
+    return replace(step, storages=tuple(map(_cut, step.storages)))
+
+
+def _cut(storage: Storage) -> Storage:
+    nbytes = rounded(storage.nbytes)
+    eager = rounded(storage.nbytes + storage.extra_eager_bytes)
+    return replace(storage, nbytes=nbytes, extra_eager_bytes=eager - nbytes)
 
 
 @dataclass(slots=True, eq=False)

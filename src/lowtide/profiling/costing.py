@@ -7,6 +7,7 @@ import torch
 
 from lowtide.capture.step import Captured, with_costs, with_values
 from lowtide.facts import Run, Step
+from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import device_for
 from lowtide.profiling.known import Known
@@ -81,7 +82,8 @@ def _made(step: Step, run: Run) -> tuple[int, ...]:
 
 def _fill(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:
     plain = {run: (cost.seconds, cost.workspace_bytes, cost.estimated) for run, cost in costs.items()}
-    return _with_real_sizes(with_costs(captured.step, plain), calls, costs)
+    step = _with_real_sizes(with_costs(captured.step, plain), calls, costs)
+    return cut_by_allocator(step) if torch.device(step.device).type == "cuda" else step
 
 
 def _with_real_sizes(step: Step, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:

@@ -17,7 +17,7 @@ from lowtide.capture.step import Captured, with_costs
 from lowtide.facts import Kind, Node, Step, Storage
 from lowtide.facts.devices import Gpu
 from lowtide.facts.units import format_size
-from lowtide.planning.allocator import rounded
+from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.work import visible_work_of
 from lowtide.torchside.calls import Call, signature, target_name
 from lowtide.torchside.ops.dropout import eager_dropout
@@ -101,8 +101,9 @@ def _copied_operands_bytes(call: Call, gpu: Gpu) -> int:
 
 
 def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
+    # a mask of dropout is one of bytes on any GPU
     masks = {made for node in step.nodes if node.op == target_name(eager_dropout) for made in node.makes}
-    storages = [_cut_by_allocator(storage, is_mask=storage.id in masks) for storage in step.storages]
+    storages = [replace(s, extra_eager_bytes=0) if s.id in masks else s for s in step.storages]
     if multiplies:
         for pass_name in ("forward", "backward"):
             storages.append(
@@ -120,20 +121,12 @@ def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
         f"step on {step.device}. It has {format_size(gpu.memory_bytes)}, of which its driver takes some"
     )
     return replace(
-        step,
-        storages=tuple(storages),
+        cut_by_allocator(replace(step, storages=tuple(storages))),
         nodes=nodes,
         device=gpu.label,
         copy_bytes_per_second=gpu.copy_bytes_per_second,
         notes=(*step.notes, note),
     )
-
-
-def _cut_by_allocator(storage: Storage, *, is_mask: bool) -> Storage:
-    """A block as the allocator gives it; a mask of dropout is one of bytes on any GPU."""
-    nbytes = rounded(storage.nbytes)
-    eager = nbytes if is_mask else rounded(storage.nbytes + storage.extra_eager_bytes)
-    return replace(storage, nbytes=nbytes, extra_eager_bytes=eager - nbytes)
 
 
 def _estimated(node: Node) -> Node:
