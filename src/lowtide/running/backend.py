@@ -10,7 +10,7 @@ from torch import fx
 from lowtide.capture.graphs import Origin, Segment, has_gradients, new_segment
 from lowtide.capture.sums import specialised, sums_of
 from lowtide.capture.traced import TracedGraph
-from lowtide.facts import Run
+from lowtide.facts import Kind, Run
 from lowtide.running.backward import Backward, FirstCalls
 from lowtide.running.executor import EAGER_OPS, Executor, ExecutorInParts, Function
 from lowtide.running.fans import fanned
@@ -237,6 +237,10 @@ class _PlannedGraph:
             first_calls=self.first_calls,
             used=used,
             gates=self.gates,
+            skips_parameters=any(
+                origin.kind is Kind.PARAMETER and not has_gradient
+                for origin, has_gradient in zip(self.segment.origins, self.gradients, strict=False)
+            ),
         )
 
         def call(values: list[Any]) -> Any:

@@ -14,6 +14,7 @@ from lowtide.running.executor import Executor, ExecutorInParts, Parts
 from lowtide.running.handover import Gates, waiting_chain, with_handovers
 from lowtide.running.rewrite import Rewritten, plain_schedule, rewrite
 from lowtide.torchside import hooks
+from lowtide.torchside.silent_hooks import silence_hooks
 
 
 class _Start(NamedTuple):
@@ -65,6 +66,7 @@ class Backward:
     """`used` collects the outputs that got a gradient though the plan counts on none.
 
     Where inputs came through `gates`, it returns with the first gradients and lets those run the rest.
+    `skips_parameters`: some get no gradient whatever the loss is.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Backward:
         first_calls: FirstCalls,
         used: set[int],
         gates: Gates | None = None,
+        skips_parameters: bool = False,
     ) -> None:
         self.rewritten = rewritten
         self.planned_missing = planned_missing
@@ -87,6 +90,7 @@ class Backward:
         self.first_calls = first_calls
         self.used = used
         self.gates = gates
+        self.skips_parameters = skips_parameters
         self._functions = {planned_missing: executor(rewritten.backward, inputs, is_backward=True)}
         self._parts: dict[frozenset[int], Parts] = {}
 
@@ -99,6 +103,8 @@ class Backward:
             return self._from_the_start(args, missing)
         if self.first_calls.segment is not None:
             self.first_calls.are_as_planned()
+        if missing or self.skips_parameters:
+            silence_hooks()
         chain = None if self.gates is None else waiting_chain(self.gates)
         if chain is not None:
             return chain.begin(self._in_parts(missing), args)
