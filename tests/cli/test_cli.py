@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -18,7 +19,7 @@ from lowtide.zoo import CATALOG
 
 
 def test_version_and_help(run_lowtide):
-    assert run_lowtide("--version") == (0, f"lowtide {__version__}\n", "")
+    assert run_lowtide("--version") == (0, f"lowtide {__version__} (torch {version('torch')})\n", "")
     for arguments in ((), ("--help",), ("-h",)):
         code, out, err = run_lowtide(*arguments)
         assert code == 0 and "models" in out and err == ""
@@ -38,7 +39,7 @@ def test_answers_without_torch(arguments):
 def test_python_m_lowtide():
     command = [sys.executable, "-m", "lowtide", "--version"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout == f"lowtide {__version__}\n"
+    assert run.stdout == f"lowtide {__version__} (torch {version('torch')})\n"
 
 
 @pytest.mark.parametrize("arguments", [("nope",), ("--nope",), ("models", "--nope"), ("models", "more")])

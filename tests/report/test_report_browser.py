@@ -164,6 +164,24 @@ def test_timeline_zooms_and_comes_back(open_page):
     assert find(browser, "#timeline-range").text == whole
 
 
+def test_what_is_zoomed_in_on_stays_in_sight(open_page, case):
+    browser = open_page("run")
+    centre(browser, "[data-zoom=backward]").click()
+    zoomed = find(browser, "#timeline-range").text
+    browser.execute_script("document.querySelector('[data-stack=before]').click()")
+    same = [float(word) for word in zoomed.split() if word.replace(".", "").isdigit()]
+    now = [
+        float(word)
+        for word in find(browser, "#timeline-range").text.split()
+        if word.replace(".", "").isdigit()
+    ]
+    assert now == pytest.approx(same, rel=0.05), "the other areas, at the same place"
+    browser.execute_script("document.querySelector('[data-axis=order]').click()")
+    words = find(browser, "#timeline-range").text.split()
+    first = next(i for i, run in enumerate(case.after.runs) if case.step.nodes[run.node].region == "backward")
+    assert words[0] == "runs" and abs(int(words[1]) - first) <= 2
+
+
 def test_timeline_by_op_goes_from_run_to_run_by_keys(open_page, case):
     browser = open_page("run")
     centre(browser, "[data-axis=order]").click()

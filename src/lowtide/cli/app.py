@@ -1,6 +1,7 @@
 """The `lowtide` command: its subcommands and what is common to them."""
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from lowtide import __version__
 from lowtide.cli.compare import compare
 from lowtide.cli.doctor import doctor
 from lowtide.cli.exits import Exit
+from lowtide.cli.explain import explain
 from lowtide.cli.fit import fit
 from lowtide.cli.models import models
 from lowtide.cli.plan import plan
@@ -26,13 +28,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (run, profile, plan, verify, fit, tradeoff, sweep, compare, solve, models, doctor):
+for command in (run, profile, plan, verify, explain, fit, tradeoff, sweep, compare, solve, models, doctor):
     app.command()(command)
+
+
+def _installed(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lowtide {__version__}")
+        typer.echo(f"lowtide {__version__} (torch {_installed('torch')})")
         raise typer.Exit
 
 
@@ -40,7 +49,8 @@ def _version(wanted: bool) -> None:
 def lowtide(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and torch's."),
     ] = False,
 ) -> None:
     """Train a PyTorch model inside a memory budget given in bytes.

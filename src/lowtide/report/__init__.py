@@ -8,5 +8,6 @@ Nothing here imports torch: a report can be made on another machine than the one
 - `html`, `answer`, `payload`, `embed`: the page, its first lines, the data of its charts
 - `traffic`: transfers to a store and back
 - `summary`, `notebook`, `environment`: what the library itself shows: text, notebooks, when and with what
+- `held`, `around`, `explain`: who holds the peak; the graph around an activation; one decision in words
 - `times`, `words`: where the time goes; how numbers are written
 """

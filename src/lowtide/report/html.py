@@ -15,16 +15,21 @@ from jinja2 import FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
+from lowtide.planning.schedules import as_eager
 from lowtide.planning.simulate import Timeline
 from lowtide.report import palette, times, words
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict, unfinished_verdict
 from lowtide.report.embed import script_json
+from lowtide.report.held import Held, by_module, by_source, flame, held_at_peak
 from lowtide.report.payload import WITH, WITHOUT, page_data
 from lowtide.report.records import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
 from lowtide.report.traffic import store_use
 
 STORE_PICTURE = (1000, 180)
 """Width and height of the picture of what goes to the store and back."""
+
+MOST_TENSORS = 60
+"""Rows of the table of tensors at the peak."""
 
 _SCRIPTS = ("theme.js", "decode.js", "timeline.js", "tradeoff.js", "table.js")
 
@@ -76,6 +81,8 @@ def render_report(
     if compare:
         verdicts.append(compare_verdict(compare))
     use = store_use(step, after) if step is not None else None
+    holders = _holders(step, before, after)
+    held_tree = by_module(holders)
     style = Markup(_text("vendor/uplot/uPlot.min.css") + _text("templates/style.css"))
     scripts = [_text("vendor/uplot/uPlot.iife.min.js"), *(_text(f"templates/{name}") for name in _SCRIPTS)]
     return (
@@ -115,6 +122,11 @@ def render_report(
             decisions=sorted(decisions, key=_decision_order),
             offloads=any(decision.action is Action.OFFLOAD for decision in decisions),
             breakdown=_breakdown(before, after),
+            holders=holders[:MOST_TENSORS],
+            num_holders=len(holders),
+            held_tree=held_tree,
+            held_sources=by_source(holders),
+            held_boxes=flame(held_tree),
             time_groups=_time_groups(step, after if after is not None else before) if step else [],
             time_parts=[(str(part), _PART_COLOURS[part]) for part in times.PARTS],
             notes=list(
@@ -173,6 +185,13 @@ def _decision_order(decision: Decision) -> tuple[bool, int, int, str]:
 def _regions(step: Step) -> list[str]:
     present = {node.region for node in step.nodes}
     return [str(region) for region in Region if region in present]
+
+
+def _holders(step: Step | None, before: Timeline | None, after: Timeline | None) -> list[Held]:
+    """What is there at the peak of the plan, or else of the plain step as eager runs it."""
+    if step is not None and after is not None:
+        return held_at_peak(step, after)
+    return held_at_peak(as_eager(step), before) if step is not None and before is not None else []
 
 
 def _largest(values: Sequence[float | None]) -> float:

@@ -259,7 +259,20 @@ addEventListener("DOMContentLoaded", () => {
     });
   };
   const reset = () => { shown = null; zoom(0, axes[axis].end); show(peakIndex(stacked)); };
-  const redo = () => { merge(); chart.setData(series(), false); reset(); };
+  // What is in sight stays in sight: the same ops, wherever they stand on the other axis.
+  const redo = (change) => {
+    const { min, max } = chart.scales.x;
+    const all = min <= 0 && max >= axes[axis].end * 0.9999;
+    const [from, to, at] = [floor(min), floor(max), current].map((i) => positions(longest)[i]);
+    change();
+    merge();
+    chart.setData(series(), false);
+    if (all) return reset();
+    const index = (p) => positions(longest).findIndex((q) => q >= p);
+    shown = null;
+    zoom(xs[index(from)], xs[Math.min(xs.length - 1, index(to) + 1)]);
+    show(index(at));
+  };
 
   const press = (name, act) => {
     const buttons = [...document.querySelectorAll(`[data-${name}]`)];
@@ -270,8 +283,8 @@ addEventListener("DOMContentLoaded", () => {
       });
     }
   };
-  press("axis", (value) => { axis = value; redo(); });
-  press("stack", (value) => { stacked = value === "before" ? before : after; redo(); });
+  press("axis", (value) => redo(() => { axis = value; }));
+  press("stack", (value) => redo(() => { stacked = value === "before" ? before : after; }));
   for (const button of document.querySelectorAll("[data-zoom]")) {
     button.addEventListener("click", () => {
       const target = button.dataset.zoom;
