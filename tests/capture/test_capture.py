@@ -104,3 +104,12 @@ def test_parameters_in_one_storage_are_counted_once() -> None:
         parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
     assert capture(model, rows()).step.static_bytes == alone
+
+
+def test_what_a_hook_keeps_counts_as_held() -> None:
+    model, kept = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), []
+    plain = capture(model, torch.randn(64, 8)).step
+    model[1].register_forward_hook(lambda _module, _args, output: kept.append(output.detach()))
+    step = capture(model, torch.randn(64, 8)).step
+    pinned = [sum(s.nbytes for s in each.storages if s.pinned) for each in (plain, step)]
+    assert pinned[1] - pinned[0] == 64 * 32 * 4

@@ -1,4 +1,4 @@
-"""numpy in forward runs as eager runs it, and nobody's random state is moved by a capture."""
+"""numpy in forward runs as eager runs it, as does what fails, and a capture moves no random state."""
 
 import copy
 import random
@@ -40,14 +40,44 @@ class Computes(nn.Module):
         return self.last(torch.tanh(self.first(x)) * scale).square().sum()
 
 
+class Scales(nn.Module):
+    """Gives torch a number that numpy has made: the same each time, or another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        high = np.log(3.0)
+        noise = torch.empty(WIDTH).uniform_(-high, high)
+        return (self.last(torch.tanh(self.first(x)) * np.random.uniform()) * noise).sum()
+
+
+class Catches(nn.Module):
+    """Tries what fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self._rows_of_seven(torch.tanh(self.first(x)))).square().sum()
+
+    def _rows_of_seven(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.view(7, -1)
+        except RuntimeError:
+            return x.sin()
+
+
 def seed() -> None:
     torch.manual_seed(1)
     np.random.seed(2)
     random.seed(3)
 
 
-@pytest.mark.parametrize("kind", [Draws, Computes])
-def test_numpy_runs_as_in_eager(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [Draws, Computes, Scales, Catches])
+def test_code_that_torch_cannot_follow_runs_as_in_eager(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     plain, batch = kind(), torch.randn(8, WIDTH)
     planned = lowtide.checkpoint(copy.deepcopy(plain), batch, budget="1GB")

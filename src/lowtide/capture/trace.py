@@ -266,6 +266,11 @@ def _trace(
             for leaf in tensors_in((output, [vars(module) for module in model.modules()]))
             if (place := collector.where(leaf)) is not None
         )
+        if num_in_model == 1 and collector.traced is not None:
+            # what a graph returns that goes to the end, and is not in the output, somebody else asked for
+            segment = collector.traced.segment
+            changed = mutated_inputs(segment.joint)
+            returned |= {(0, place) for place in range(segment.num_forward_outputs) if place not in changed}
         value = own_loss(output) if loss is None else None
         if value is None and any_loss:
             value = _loss_if_it_fits(loss, output, collector)

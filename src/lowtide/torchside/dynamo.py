@@ -4,6 +4,7 @@ Like `hooks`, one of the few files to read when torch changes.
 """
 
 import contextlib
+import gc
 import re
 import sys
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch._dynamo
 from torch import fx
@@ -27,12 +29,14 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._decomp import decompositions
-from torch._dynamo import convert_frame, trace_rules
+from torch._dynamo import convert_frame, trace_rules, utils
 from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import counters
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.builder import VariableBuilder
 
 from lowtide.errors import LowtideError
 
@@ -78,8 +82,31 @@ def settings() -> Iterator[None]:
         ),
         # torch would run a whole function without graphs where one of them ends inside of a loop
         unittest.mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_backedge),
+        # torch would give up on a model with an op that fails: its code may catch that, or run without fakes
+        unittest.mock.patch.object(utils, "_wrap_graph_break_with_torch_runtime_err", _break_graph),
+        unittest.mock.patch.object(VariableBuilder, "_wrap", _wrap),
     ):
         yield
+
+
+def _break_graph(unimplemented: Callable[[], None]) -> None:
+    unimplemented()
+
+
+_torchs_wrap = VariableBuilder._wrap
+_numbers: weakref.WeakKeyDictionary[types.CodeType, dict[str, float]] = weakref.WeakKeyDictionary()
+"""Numbers of numpy that a function was traced with, by their names in it."""
+
+
+def _wrap(builder: VariableBuilder, value: Any) -> Any:
+    """A number of numpy that is a `float`, too, is one, as long as it stays the same: torch would make a
+    tensor of it, and then an array, which not all take that take a number."""
+    if isinstance(value, numpy.float64):
+        known = _numbers.setdefault(builder.tx.f_code, {}).setdefault(builder.name, float(value))
+        if known == value:
+            builder.install_guards(GuardBuilder.EQUALS_MATCH)
+            return ConstantVariable.create(known)
+    return _torchs_wrap(builder, value)
 
 
 def _no_backedge(_translator: InstructionTranslatorBase) -> bool:
@@ -164,6 +191,8 @@ class Compiled:
         batch, say, that made the user's own code raise. What was compiled before stays.
         """
         _let_go_of_frames(sys.exc_info()[1])
+        if self._attempts:
+            gc.collect()  # what torch gave up on before the user's own error came holds the batch, too
         own = self.code
         if own is not None:
             set_code_exec_strategy(own, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
