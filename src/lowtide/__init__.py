@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lowtide.profiles import Profile, load_profile
     from lowtide.running.runner import remove
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BudgetTooSmall",

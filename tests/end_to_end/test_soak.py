@@ -15,11 +15,6 @@ def test_steps_and_shapes_hold_nothing() -> None:
     assert soak.many_shapes(2, both) == 0
 
 
-def test_plans_that_come_and_go() -> None:
-    storages, _ = soak.many_plans(2)
-    assert storages <= 0
-
-
 def test_two_models_in_two_threads() -> None:
     soak.two_threads(5)
 

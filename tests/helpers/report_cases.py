@@ -164,7 +164,7 @@ ENVIRONMENT = Environment(
     command="lowtide run resnet152 --batch-size 4 --budget 60% -o out",
     date="2026-01-31 12:00 UTC",
     machine="x86-64, 2 cores, 7.8 GiB",
-    versions=(("lowtide", "0.1.0"), ("torch", "2.13.0"), ("python", "3.11.2")),
+    versions=(("lowtide", "0.2.0"), ("torch", "2.13.0"), ("python", "3.11.2")),
 )
 
 
