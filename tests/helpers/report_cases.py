@@ -1,5 +1,6 @@
 """Everything a report can show, made up around `report_steps.residual_step`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,3 +220,18 @@ def compare_rows() -> tuple[CompareRow, ...]:
         CompareRow(method="budget 0.0", verdict=Results.CRASHED, why="RuntimeError: no <decomposition>"),
         CompareRow(method="auto", peak_bytes=430 * MIB, time_ratio=1.12, verdict=Results.EXACT),
     )
+
+
+def tradeoff_points(solutions: Iterable[Solution]) -> list[TradeoffPoint]:
+    """The points of a curve, by falling peak. Budgets that gave the same plan give one point."""
+    points = {
+        (solution.peak_bytes, solution.recompute_seconds): TradeoffPoint(
+            peak_bytes=solution.peak_bytes,
+            recompute_seconds=solution.recompute_seconds,
+            recomputed=tuple(d.name for d in solution.decisions if d.action is Action.RECOMPUTE),
+            offloaded=tuple(d.name for d in solution.decisions if d.action is Action.OFFLOAD),
+            lower_bound_seconds=solution.lower_bound_seconds,
+        )
+        for solution in solutions
+    }
+    return sorted(points.values(), key=lambda point: (-point.peak_bytes, point.recompute_seconds))

@@ -6,13 +6,13 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_cases import ENVIRONMENT, compare_rows, make_case, measurement_of, sweep_rows
+from report_cases import ENVIRONMENT, compare_rows, make_case, measurement_of, sweep_rows, tradeoff_points
 
 from lowtide.report import times, words
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
 from lowtide.report.embed import pack_integers, script_json
 from lowtide.report.html import render_report
-from lowtide.report.records import Environment, SweepStatus, tradeoff_points
+from lowtide.report.records import Environment, SweepStatus
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'<!--"
 

@@ -2,7 +2,7 @@ import builtins
 from dataclasses import replace
 
 import pytest
-from report_cases import make_case, sweep_rows
+from report_cases import compare_rows, make_case, sweep_rows
 
 from lowtide.errors import LowtideError
 from lowtide.report import plots
@@ -20,6 +20,7 @@ NAMES = {
     "tradeoff",
     "peak_by_batch_size",
     "latency_by_batch_size",
+    "methods",
 }
 
 
@@ -37,6 +38,8 @@ def everything(case):
         "budget_bytes": case.solution.budget_bytes,
         "tradeoff": case.tradeoff,
         "sweep": sweep_rows(),
+        "compare": compare_rows(),
+        "name": "bert-base, batch 16",
     }
 
 
@@ -56,6 +59,21 @@ def test_all_plots_in_both_formats(case, tmp_path):
     # Nothing of the caller's matplotlib is touched.
     assert (dict(matplotlib.rcParams), matplotlib.get_backend()) == (settings, backend)
     assert pyplot.get_fignums() == []
+
+
+def test_every_plot_says_of_what_it_is(case, tmp_path):
+    for path in plots.write_plots(tmp_path, **everything(case), formats=["svg"]):
+        assert "bert-base, batch 16" in path.read_text().replace("<!-- ", ""), path.name
+
+
+def test_methods_have_their_peak_time_and_what_is_wrong():
+    rows = [row for row in compare_rows() if row.peak_bytes is not None]
+    texts = written_texts(plots.plot_methods(compare_rows()))
+    assert {row.method for row in rows} <= set(texts)
+    wrong = [row for row in rows if not row.exact]
+    assert sum("(" in text and "×" in text for text in texts) == len(
+        [r for r in wrong if r.time_ratio is not None]
+    )
 
 
 def test_the_same_data_give_the_same_bytes(case, tmp_path):

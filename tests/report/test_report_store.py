@@ -4,7 +4,7 @@ import csv
 from itertools import pairwise
 
 import pytest
-from report_cases import ENVIRONMENT, make_case, store_case
+from report_cases import ENVIRONMENT, make_case, store_case, tradeoff_points
 from report_steps import MIB
 
 from lowtide.facts import Action
@@ -13,7 +13,6 @@ from lowtide.report import csvs
 from lowtide.report.answer import plan_tiles
 from lowtide.report.html import render_report
 from lowtide.report.plots import plot_tradeoff, plot_transfers, write_plots
-from lowtide.report.records import tradeoff_points
 from lowtide.report.times import waiting
 from lowtide.report.trace import chrome_trace
 from lowtide.report.traffic import READ, WAIT, WRITE, run_starts, store_use

@@ -72,6 +72,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcom
         budget_bytes=plan.budget_bytes,
         tradeoff=curve,
         without_swap=without_swap,
+        name=name,
     )
     page = render_report(
         title=name,

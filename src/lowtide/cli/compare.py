@@ -61,7 +61,7 @@ def compare(
 
     None, torch.utils.checkpoint around every repeated block, PyTorch's partitioner at memory budgets
     from 0.9 to 0, and then mu-two and auto at the peaks that these reach. Each runs in a fresh process,
-    timed in turn with eager. With -o writes compare.csv, compare.json and a report. Exits with 4 when
+    timed in turn with eager. With -o writes compare.csv, compare.json, a plot and a report. Exits with 4 when
     results of lowtide's own differ, with 3 when one of its plans is above its budget.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
@@ -143,7 +143,7 @@ def _time(ratio: float | None, noise: float | None) -> str:
 
 def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: str, device: str) -> None:
     """All files for the methods so far; before the last they say that more are to come."""
-    from lowtide.cli.pages import REPORT, environment
+    from lowtide.cli.pages import REPORT, environment, plots_if_possible
     from lowtide.facts.files import write_atomic
     from lowtide.facts.serial import save_json
     from lowtide.report.csvs import write_compare
@@ -152,6 +152,8 @@ def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: 
     rows = [result.row for result in found]
     write_compare(out / CSV, rows if finished else [*rows, MORE])
     save_json(out / JSON, compare_data(found, finished=finished, name=name))
+    if finished:
+        plots_if_possible(out, compare=rows, name=name)
     page = render_report(
         title=f"{name}: methods",
         environment=environment(device),

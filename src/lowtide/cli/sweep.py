@@ -261,7 +261,7 @@ def _write(
 
     write_sweep(out / CSV, [*rows, *(_pending(batch_size) for batch_size in pending)])
     save_json(out / JSON, _data(rows, settings, finished=not pending))
-    plots_if_possible(out, sweep=rows)
+    plots_if_possible(out, sweep=rows, name=name)
     page = render_report(
         title=f"{name}: batch sizes",
         environment=environment(device),

@@ -209,7 +209,11 @@ def _write(
     save_json(out / JSON, data)
     write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds)
     plots_if_possible(
-        out, tradeoff=curve.points, without_swap=without_swap, step_seconds=profile.step_seconds
+        out,
+        tradeoff=curve.points,
+        without_swap=without_swap,
+        step_seconds=profile.step_seconds,
+        name=data["target"],
     )
     page = render_report(
         title=f"{data['target']}: trade-off",

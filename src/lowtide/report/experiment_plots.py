@@ -14,7 +14,7 @@ from lowtide.report.figures import (
     time_unit,
     write_beside,
 )
-from lowtide.report.records import SweepRow, SweepStatus, TradeoffPoint
+from lowtide.report.records import CompareRow, SweepRow, SweepStatus, TradeoffPoint
 from lowtide.report.words import added, percent, size
 
 if TYPE_CHECKING:
@@ -96,6 +96,30 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     label_axes(axes, "batch size", f"step time ({unit})")
     if timed:
         legend(axes)
+    return figure
+
+
+def plot_methods(rows: Sequence[CompareRow]) -> "Figure":
+    """Peak of every method that ran, with its time beside it; those that are not exact are grey."""
+    ran = [row for row in rows if row.peak_bytes is not None]
+    figure, axes = new_figure("Peak memory and time of each method (measured)", height=1.8 + 0.5 * len(ran))
+    unit, scale = byte_unit(max((row.peak_bytes or 0 for row in ran), default=0))
+    peaks = [(row.peak_bytes or 0) / scale for row in ran]
+    axes.barh(
+        range(len(ran)),
+        peaks,
+        height=0.62,
+        color=[palette.AFTER if row.exact else palette.BEFORE for row in ran],
+    )
+    for index, (row, peak) in enumerate(zip(ran, peaks, strict=True)):
+        ratio = f", × {row.time_ratio:.2f}" if row.time_ratio is not None else ""
+        words = f" {size(row.peak_bytes)}{ratio}" + ("" if row.exact else f" ({row.verdict})")
+        axes.text(peak, index, words, va="center", fontsize=9, color=INK)
+    axes.set_yticks(range(len(ran)), [row.method for row in ran])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.5 * max(peaks, default=1))
+    axes.grid(visible=False)
+    label_axes(axes, f"peak memory ({unit})", "")
     return figure
 
 

@@ -38,7 +38,7 @@ def new_panels(
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=list(heights))
     panels: list[Axes] = [row[0] for row in grid]
-    panels[0].set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=18)
+    _set_title(panels[0], title)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(MUTED)
@@ -46,6 +46,16 @@ def new_panels(
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
     return figure, panels
+
+
+def name_figure(figure: "Figure", name: str) -> None:
+    """Say above the title which model and batch a figure is of."""
+    axes = figure.axes[0]
+    _set_title(axes, f"{name}\n{axes.get_title(loc='left')}")
+
+
+def _set_title(axes: "Axes", title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=18)
 
 
 def byte_unit(largest: float) -> tuple[str, int]:

@@ -5,9 +5,14 @@ from pathlib import Path
 
 from lowtide.facts import Activation, Step
 from lowtide.planning.simulate import Timeline
-from lowtide.report.experiment_plots import plot_latency_by_batch_size, plot_peak_by_batch_size, plot_tradeoff
-from lowtide.report.figures import save_figure
-from lowtide.report.records import SweepRow, TradeoffPoint
+from lowtide.report.experiment_plots import (
+    plot_latency_by_batch_size,
+    plot_methods,
+    plot_peak_by_batch_size,
+    plot_tradeoff,
+)
+from lowtide.report.figures import name_figure, save_figure
+from lowtide.report.records import CompareRow, SweepRow, TradeoffPoint
 from lowtide.report.step_plots import (
     plot_activation_sizes,
     plot_before_after,
@@ -24,6 +29,7 @@ __all__ = [
     "plot_before_after",
     "plot_latency_by_batch_size",
     "plot_memory_by_rank",
+    "plot_methods",
     "plot_node_memory",
     "plot_node_seconds",
     "plot_peak_breakdown",
@@ -47,10 +53,13 @@ def write_plots(
     without_swap: Sequence[TradeoffPoint] = (),
     step_seconds: float | None = None,
     sweep: Sequence[SweepRow] = (),
+    compare: Sequence[CompareRow] = (),
+    name: str = "",
     formats: Iterable[str] = ("png", "svg"),
 ) -> list[Path]:
     """Write every plot that the arguments allow into `folder`; returns the files, in order.
 
+    `name` says of which model and batch they are.
     LowtideError where matplotlib is not installed.
     """
     figures = {}
@@ -77,6 +86,11 @@ def write_plots(
     if sweep:
         figures["peak_by_batch_size"] = plot_peak_by_batch_size(sweep)
         figures["latency_by_batch_size"] = plot_latency_by_batch_size(sweep)
+    if any(row.peak_bytes is not None for row in compare):
+        figures["methods"] = plot_methods(compare)
+    if name:
+        for figure in figures.values():
+            name_figure(figure, name)
     chosen = tuple(formats)
     return [
         path

@@ -4,11 +4,8 @@ All of them are plain frozen records, so that any command can fill them and any 
 report can be left out. None stands for "not measured"; it is never shown as a number.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-
-from lowtide.facts import Action, Solution
 
 
 class SweepStatus(StrEnum):
@@ -182,21 +179,6 @@ class TradeoffPoint:
     measured_peak_bytes: int | None = None
     measured_overhead: float | None = None
     measured_noise: float | None = None
-
-
-def tradeoff_points(solutions: Iterable[Solution]) -> list[TradeoffPoint]:
-    """The points of a curve, by falling peak. Budgets that gave the same plan give one point."""
-    points = {
-        (solution.peak_bytes, solution.recompute_seconds): TradeoffPoint(
-            peak_bytes=solution.peak_bytes,
-            recompute_seconds=solution.recompute_seconds,
-            recomputed=tuple(d.name for d in solution.decisions if d.action is Action.RECOMPUTE),
-            offloaded=tuple(d.name for d in solution.decisions if d.action is Action.OFFLOAD),
-            lower_bound_seconds=solution.lower_bound_seconds,
-        )
-        for solution in solutions
-    }
-    return sorted(points.values(), key=lambda point: (-point.peak_bytes, point.recompute_seconds))
 
 
 def relative_increase(before: float | None, after: float | None) -> float | None:
