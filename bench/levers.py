@@ -1,16 +1,23 @@
-"""What each lever below the floor of recompute wins: the lowest peak, its time, one lever after the other.
+"""What each lever below the floor of recompute wins: the lowest peak and its time, one lever after the other.
 
-    python bench/levers.py resnet152:4 bert-base:16 gpt2:4 transformer:32 -o levers.csv
+    python bench/levers.py resnet152:4 bert-base:16 gpt2:4 transformer:32 --swap disk:/scratch -o levers.csv
+    python bench/levers.py bert-base:16 --swap disk:/scratch --picture bert.png
 
-A lever that every plan has by now is switched off inside of this process for the first rows, whose peaks and
-times are therefore predicted only. The rows from `pieces` on are what users get, and are verified in fresh
-processes unless `--predict` is given: three optimizer steps compared with eager by torch.equal, peaks by
-torch's own count, times in turn. Rows that the file has already are not made again: a run can be resumed.
+The row of a lever has those before it, too. A lever that every plan has by now is switched off inside of the
+process for the first rows, whose peaks and times are therefore predicted only. The rows from `pieces` on are
+what users get, and are verified in fresh processes unless `--predict` is given: three optimizer steps are
+compared with eager by torch.equal, peaks are those of torch's own count, times are taken in turn. `--at 50%`
+asks for that share of eager's peak instead of the floor, and says what is missing where it cannot be reached.
+Every row is made in a process of its own, and not again where the file has it already: a run can be resumed.
+`--picture` draws what every budget costs, with and without the store.
 """
 
 import argparse
 import csv
+import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,16 +32,21 @@ from lowtide.zoo.targets import TargetSpec
 COLUMNS = (
     "target",
     "levers",
+    "at",
     "eager_mib",
-    "floor_mib",
+    "peak_mib",
     "percent_of_eager",
     "set_by",
     "predicted_overhead_percent",
+    "swapped_mib",
+    "transfer_seconds",
+    "hidden_percent",
     "measured_mib",
     "measured_eager_mib",
     "measured_overhead_percent",
     "exact",
 )
+KEY = COLUMNS[:3]
 MIB = 2**20
 PACKED = ("bits", "sign", "narrow")
 
@@ -43,8 +55,10 @@ LEVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "+ packed": (("slices", "pieces"), {}),
     "+ slices": (("pieces",), {}),
     "+ pieces": ((), {}),
-    "+ step in backward": ((), {"step_in_backward": True}),
-    "+ outputs let go": ((), {"step_in_backward": True, "holds_outputs": False}),
+    "+ swap": ((), {"swap": True}),
+    "+ step in backward": ((), {"swap": True, "step_in_backward": True}),
+    "all (+ outputs let go)": ((), {"swap": True, "step_in_backward": True, "holds_outputs": False}),
+    "all without swap": ((), {"step_in_backward": True, "holds_outputs": False}),
 }
 """Which levers are switched off, and what is asked for."""
 
@@ -65,73 +79,117 @@ def without(levers: tuple[str, ...]) -> Iterator[None]:
         yield
 
 
-def row(name: str, batch_size: int, levers: str, *, timed_runs: int, measured: bool) -> tuple[str, ...]:
-    """The lowest peak of one target with some levers."""
-    spec = TargetSpec(text=name, batch_size=batch_size, optimizer="adam")
-    target = spec.load()
-    absent, options = LEVERS[levers]
+def profiled(target: str, levers: str, swap: str) -> tuple[TargetSpec, lowtide.Profile]:
+    """`name:batch size` with some levers."""
+    name, _, batch_size = target.partition(":")
+    spec = TargetSpec(text=name, batch_size=int(batch_size), optimizer="adam")
+    made = spec.load()
+    options = dict(LEVERS[levers][1])
+    if options.pop("swap", False):
+        options["swap"] = swap
+    found = lowtide.profile(made.model, made.batch, optimizer=made.optimizer, loss=made.loss, **options)
+    return spec, found
+
+
+def row(target: str, levers: str, at: str, *, swap: str, timed_runs: int, measured: bool) -> list[str]:
+    """What one target needs with some levers: at the floor, or at a share of eager's peak."""
+    absent = LEVERS[levers][0]
     with without(absent):
-        profile = lowtide.profile(
-            target.model, target.batch, optimizer=target.optimizer, loss=target.loss, **options
-        )
-        plan = profile.plan(profile.floor_bytes)
-    del target
-    head = (
-        f"{name}:{batch_size}",
-        levers,
-        f"{profile.peak_bytes / MIB:.1f}",
+        spec, profile = profiled(target, levers, swap)
+        head = [target, levers, at, f"{profile.peak_bytes / MIB:.1f}"]
+        try:
+            plan = profile.plan(profile.floor_bytes if at == "floor" else at)
+        except lowtide.BudgetTooSmall as error:
+            short = f"not below {error.floor_bytes / MIB:.1f}"
+            return [*head, short, "", error.node, *[""] * (len(COLUMNS) - len(head) - 3)]
+    head += [
         f"{plan.peak_bytes / MIB:.1f}",
         f"{100 * plan.peak_bytes / profile.peak_bytes:.1f}",
         plan.solution.peak_node,
         f"{100 * plan.overhead:.1f}",
-    )
+        *_transfers(plan),
+    ]
     if absent or not measured:
-        return (*head, "", "", "", "")
+        return [*head, "", "", "", ""]
     found = verify(spec, plan, timed_runs=timed_runs)
-    return (
+    return [
         *head,
         f"{found.measured_peak_bytes / MIB:.1f}",
         f"{found.baseline_measured_peak_bytes / MIB:.1f}",
         "" if found.overhead is None else f"{100 * found.overhead:.1f}",
         "yes" if found.exact else found.differences[0],
-    )
+    ]
 
 
-def done_already(path: Path) -> set[tuple[str, str]]:
+def _transfers(plan: lowtide.Plan) -> list[str]:
+    offload = plan.solution.offload
+    if offload is None or not offload.store_bytes:
+        return ["", "", ""]
+    hidden = 1 - offload.stall_seconds / offload.transfer_seconds
+    return [f"{offload.store_bytes / MIB:.1f}", f"{offload.transfer_seconds:.3f}", f"{100 * hidden:.0f}"]
+
+
+def draw(target: str, *, swap: str, path: Path) -> None:
+    """What every budget costs, with and without the store, in one picture."""
+    from lowtide.report.experiment_plots import plot_tradeoff
+    from lowtide.report.records import tradeoff_points
+
+    found = [profiled(target, levers, swap)[1] for levers in ("+ swap", "+ pieces")]
+    curves = [tradeoff_points(plan.solution for plan in profile.tradeoff(points=30)) for profile in found]
+    figure = plot_tradeoff(curves[0], step_seconds=found[0].step_seconds, without_swap=curves[1])
+    figure.savefig(path, dpi=150)
+
+
+def done_already(path: Path) -> set[tuple[str, ...]]:
     if not path.exists():
         return set()
     with path.open(newline="") as file:
-        return {(line["target"], line["levers"]) for line in csv.DictReader(file)}
+        return {tuple(line[column] for column in KEY) for line in csv.DictReader(file)}
+
+
+def in_a_process(arguments: list[str]) -> list[str]:
+    """A row that a process of its own makes."""
+    command = [sys.executable, __file__, "--one", *arguments]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: list[str] = json.loads(ended.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("targets", nargs="+", help="name:batch size")
     parser.add_argument("--levers", default=",".join(LEVERS), help="which rows, separated by commas")
+    parser.add_argument("--at", default="floor", help="floor, or shares of eager's peak, separated by commas")
+    parser.add_argument("--swap", default=f"disk:{tempfile.gettempdir()}", help="disk:FOLDER")
     parser.add_argument("--timed-runs", type=int, default=3)
     parser.add_argument("--predict", action="store_true", help="measure nothing")
+    parser.add_argument("--picture", type=Path, help="draw the curves of the one target, and nothing else")
+    parser.add_argument("--one", action="store_true", help="make one row in this process, and print it")
     parser.add_argument("-o", "--output", type=Path, default=Path("levers.csv"))
     options = parser.parse_args()
+    if options.picture is not None:
+        draw(options.targets[0], swap=options.swap, path=options.picture)
+        return
+    settings = {"swap": options.swap, "timed_runs": options.timed_runs, "measured": not options.predict}
+    if options.one:
+        print(json.dumps(row(options.targets[0], options.levers, options.at, **settings)))
+        return
     done = done_already(options.output)
     with options.output.open("a", newline="") as file:
         writer = csv.writer(file)
         if not done:
             writer.writerow(COLUMNS)
         for target in options.targets:
-            name, _, batch_size = target.partition(":")
             for levers in options.levers.split(","):
-                if (target, levers) in done:
-                    continue
-                found = row(
-                    name,
-                    int(batch_size),
-                    levers,
-                    timed_runs=options.timed_runs,
-                    measured=not options.predict,
-                )
-                writer.writerow(found)
-                file.flush()
-                print(*found, sep="\t", file=sys.stdout, flush=True)
+                for at in options.at.split(","):
+                    if (target, levers, at) in done:
+                        continue
+                    given = [target, "--levers", levers, "--at", at, "--swap", options.swap]
+                    given += ["--timed-runs", str(options.timed_runs), *["--predict"] * options.predict]
+                    found = in_a_process(given)
+                    writer.writerow(found)
+                    file.flush()
+                    print(*found, sep="\t", flush=True)
 
 
 if __name__ == "__main__":
