@@ -145,8 +145,11 @@ def least_peak(step: Step) -> int:
     return high
 
 
-def random_step(random: Random, *, most: int = 5) -> Step:
-    """A step of up to twice `most` ops, with every kind of op that steps have."""
+def random_step(random: Random, *, most: int = 5, overwrites: bool = False) -> Step:
+    """A step of up to twice `most` ops, with every kind of op that steps have.
+
+    With `overwrites`, most backward ops write their result over the gradient that they read last.
+    """
     build = StepBuilder()
     values = [build.given(random.randint(1, 9), Kind.INPUT)]
     mine: list[int] = []
@@ -170,13 +173,18 @@ def random_step(random: Random, *, most: int = 5) -> Step:
             new = [build.op("op", reads, size, seconds, workspace=room, pinned=kind == "out")]
         mine += new
         values += new[:1]
-    gradient = build.backward()
+    gradient, gradient_bytes = build.backward(), 0
     for rank in reversed(mine[-most:]):
         if random.random() < 0.85:
             others = [random.choice(mine)] if random.random() < 0.3 else []
             pinned = random.random() < 0.25
-            made = build.grad((gradient, rank, *others), random.randint(1, 15), 1, pinned=pinned)
-            gradient = gradient if pinned else made
+            nbytes = random.randint(1, 15)
+            room = 0
+            if overwrites and not pinned and gradient_bytes and random.random() < 0.8:
+                room = -min(nbytes, gradient_bytes)
+            made = build.grad((gradient, rank, *others), nbytes, 1, pinned=pinned, workspace=room)
+            if not pinned:
+                gradient, gradient_bytes = made, nbytes
     return build.step()
 
 

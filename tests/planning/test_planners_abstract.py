@@ -43,14 +43,14 @@ def test_an_order_fits_and_its_figures_are_true(graph, share):
     assert referee(graph, range(len(graph.nbytes))) == (graph.peak_bytes, sum(graph.costs))
     budget = graph.floor_bytes + int((graph.peak_bytes - graph.floor_bytes) * share)
     try:
-        solution = solve_graph(graph, budget_bytes=budget, work=20_000)
+        solution = solve_graph(graph, budget_bytes=budget, moves=1000)
     except BudgetTooSmall as error:
         assert error.floor_bytes > budget
         return
     peak, cost = referee(graph, solution.order)
     assert peak == solution.peak_bytes <= budget
     assert cost == solution.total_cost + solution.extra_cost
-    assert solution == solve_graph(graph, budget_bytes=budget, work=20_000)
+    assert solution == solve_graph(graph, budget_bytes=budget, moves=1000)
 
 
 def train_chain(length):
@@ -63,7 +63,7 @@ def train_chain(length):
 
 def test_a_chain_is_recomputed_to_a_third_of_its_peak():
     graph = train_chain(18)
-    solution = solve_graph(graph, budget_bytes=graph.peak_bytes // 3, work=200_000)
+    solution = solve_graph(graph, budget_bytes=graph.peak_bytes // 3, moves=1500)
     assert referee(graph, solution.order)[0] <= graph.peak_bytes // 3
     assert 0 < solution.extra_cost <= 20
 
@@ -73,13 +73,13 @@ def test_reordering_alone_is_free():
     graph = AbstractGraph(
         name="two", nbytes=(50, 50, 1, 1, 1), costs=(5,) * 5, parents=((), (), (0,), (1,), (2, 3))
     )
-    solution = solve_graph(graph, budget_bytes=60, work=20_000)
+    solution = solve_graph(graph, budget_bytes=60, moves=1000)
     assert (solution.extra_cost, solution.peak_bytes <= 60) == (0, True)
 
 
 def test_a_budget_below_the_largest_node_is_refused():
     with pytest.raises(BudgetTooSmall, match="No order holds less than 30 bytes"):
-        solve_graph(train_chain(6), budget_bytes=29, work=20_000)
+        solve_graph(train_chain(6), budget_bytes=29, moves=1000)
 
 
 def test_graphs_are_read_and_checked(tmp_path):

@@ -18,11 +18,11 @@ from lowtide.facts.serial import load_json
 from lowtide.facts.units import size_and_bytes
 from lowtide.planning.anneal.problem import Ints, OpRow, Problem, flatten
 
-WORK = 400_000_000
-"""Moves of annealing times nodes and edges, in all: seconds for a graph of any size."""
-
 MOVES_PER_NODE = 6_000
-"""More are no use for a graph of a few nodes, which would else take as long as one of thousands."""
+"""Moves of annealing for each node of a small graph."""
+
+MANY_MOVES, FEW_PER_NODE = 300_000, 1_300
+"""Larger graphs get these and so many for each node: some seconds for hundreds of nodes, growing with them."""
 
 WARMTHS = (0.03, 0.3, 3.0)
 """How warm annealing starts, of the mean cost of a node."""
@@ -113,14 +113,16 @@ def load_graph(path: str | Path) -> AbstractGraph:
         raise LowtideError(f"{path}: not a graph, {error}") from error
 
 
-def solve_graph(graph: AbstractGraph, *, budget_bytes: int, work: int = WORK) -> GraphSolution:
-    """The cheapest order found whose peak is at most `budget_bytes`; BudgetTooSmall when none is."""
+def solve_graph(graph: AbstractGraph, *, budget_bytes: int, moves: int | None = None) -> GraphSolution:
+    """The cheapest order found whose peak is at most `budget_bytes`; BudgetTooSmall when none is.
+
+    `moves` of annealing in all; without it, as many as a graph of this size deserves.
+    """
     size = len(graph.nbytes)
     if not size:
         raise LowtideError(f"graph '{graph.name}' has no nodes")
-    num_reads = sum(map(len, graph.parents))
-    moves = max(1000, min(work // (size + num_reads), MOVES_PER_NODE * size))
-    order = _search(graph, budget_bytes, moves)
+    enough = min(MOVES_PER_NODE * size, MANY_MOVES + FEW_PER_NODE * size)
+    order = _search(graph, budget_bytes, enough if moves is None else moves)
     figures = graph.problem.evaluate(order, budget_bytes)
     if figures.excess_bytes:
         held = graph.problem.held(order)

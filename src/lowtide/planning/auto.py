@@ -185,6 +185,7 @@ class Auto:
     def _refine(self, levels: list[int]) -> None:
         """Search on where most of a plan's seconds may still be won, the less the oftener it was tried."""
         tries = dict.fromkeys(levels, 0)
+        moves = min(REFINE_MOVES, self._moves())
         for _ in range(NUM_REFINEMENTS):
             known = {
                 level: entry for level in levels if (entry := self.archive.best(level)) and entry.seconds > 0
@@ -199,7 +200,7 @@ class Auto:
             below = max((lower for lower in known if lower < level), default=level)
             start, warmth = ((below, WARM), (level, HOT))[tries[level] % 2]
             tries[level] += 1
-            self._improve(level, known[start], warmth=warmth, seed=1 + tries[level], moves=REFINE_MOVES)
+            self._improve(level, known[start], warmth=warmth, seed=1 + tries[level], moves=moves)
 
     def _keep_the_best_of(self, levels: list[int]) -> None:
         """Let rungs stand between the best plans of the levels alone: others would stand in their way, since
