@@ -1,6 +1,7 @@
 """How good and how fast `auto` is: recorded steps, published graphs, small instances, planning times.
 
     python bench/planner.py steps PROFILE.json...     # recompute, bound and gap at shares of the peak
+    python bench/planner.py curve PROFILE.json...     # time of one budget and of a curve of 50
     python bench/planner.py graphs GRAPH.json...      # cost increase of abstract graphs
     python bench/planner.py layered NODES...          # the same for random layered graphs of any size
     python bench/planner.py small COUNT               # against every schedule of small random steps
@@ -51,6 +52,28 @@ def steps(paths: list[str]) -> None:
             yield Path(path).parent.name, *cells, f"{floor:.1f} % ({said})", f"{took:.1f} s"
 
     show(("step", *(f"{share} %" for share in SHARES), "floor", "planned in"), rows())
+
+
+def curve(paths: list[str]) -> None:
+    """One core's seconds for one budget (60 % of the peak above what is always there), and for 50."""
+
+    def rows() -> Iterator[tuple[object, ...]]:
+        for path in paths:
+            step = load_step(path)
+            start = time.process_time()
+            desk = Desk(step)
+            static, peak = desk.table.static_bytes, desk.plain.peak_bytes
+            _cell(desk, static + (peak - static) * 60 // 100)
+            one = time.process_time() - start
+            desk.tradeoff(points=50)
+            yield (
+                Path(path).parent.name,
+                len(step.nodes),
+                f"{one:.1f}",
+                f"{time.process_time() - start:.1f}",
+            )
+
+    show(("step", "nodes", "one budget", "50 budgets"), rows())
 
 
 def _cell(desk: Desk, budget_bytes: int) -> str:
@@ -152,7 +175,14 @@ def layers(counts: list[str]) -> None:
 
 
 def main() -> None:
-    what = {"steps": steps, "graphs": graphs, "layered": layered, "small": small, "layers": layers}
+    what = {
+        "steps": steps,
+        "curve": curve,
+        "graphs": graphs,
+        "layered": layered,
+        "small": small,
+        "layers": layers,
+    }
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

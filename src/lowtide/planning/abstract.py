@@ -22,7 +22,7 @@ MOVES_PER_NODE = 6_000
 """Moves of annealing for each node of a small graph."""
 
 MANY_MOVES, FEW_PER_NODE = 300_000, 1_300
-"""Larger graphs get these and so many for each node: some seconds for hundreds of nodes, growing with them."""
+"""Larger graphs get these and so many for each node: seconds for hundreds of nodes, growing with them."""
 
 WARMTHS = (0.03, 0.3, 3.0)
 """How warm annealing starts, of the mean cost of a node."""

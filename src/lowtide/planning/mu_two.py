@@ -66,6 +66,8 @@ def update_chosen(t: Candidate, chosen: list[Candidate]) -> None:
 def update_candidates(t: Candidate, candidates: list[Candidate], chosen: list[Candidate]) -> None:
     """Algorithm F: what the choice of `t` (already among `chosen`) means for those that remain."""
     for c in candidates:
+        if t.name not in c.sources and c.name not in t.sources:
+            continue
         alive = (
             t.activation.first_backward_use
             <= c.activation.first_backward_use
