@@ -3,7 +3,7 @@
 import pytest
 import torch
 from processes import on_processes
-from sharded_cases import WORDS, Net, peaks
+from sharded_cases import MIXED, WORDS, Net, peaks
 from torch.nn import functional
 
 import lowtide
@@ -39,7 +39,9 @@ def test_peaks_are_as_predicted_with_and_without_the_other_processes(tmp_path, r
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"root": False}])
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": False}, {"root": False}, {"mp_policy": MIXED, "batch": (4, 64)}]
+)
 def test_peaks_are_as_predicted_for_other_ways_to_shard(tmp_path, options):
     for rows in on_processes(peaks, 2, tmp_path / "ranks", {**SIZE, **options}):
         for row in rows:

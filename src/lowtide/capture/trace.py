@@ -143,7 +143,7 @@ class Collector:
             from_outside = any(
                 isinstance(arg, torch.Tensor) and arg.requires_grad and origin.kind is Kind.OTHER
                 for index, (arg, origin) in enumerate(zip(args, segment.origins, strict=False))
-                if index not in links
+                if index not in links or not self._passes_on(links[index])
             )
             origins = own_origins(self.model, segment, args) if self.passages else None
             self.executions.append(Execution(segment, links, from_outside=from_outside, origins=origins))
@@ -158,6 +158,11 @@ class Collector:
             return results
 
         return run
+
+    def _passes_on(self, place: tuple[int, int]) -> bool:
+        """Whether a gradient reaches the graph that made a value: none that ran inside of the forward of a
+        `torch.autograd.Function`, whose own backward is outside of the graphs."""
+        return self.executions[place[0]].segment.differentiable
 
     def watch(self, unit: int, begins: bool, tensors: Any) -> None:
         """A unit of the model begins or ends its forward."""
