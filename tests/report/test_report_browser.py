@@ -104,6 +104,19 @@ def test_loads_and_fits_the_screen(browser, open_page, name, width):
     assert overflow <= 0
 
 
+def test_nothing_scrolls_sideways_on_a_wide_screen(browser, open_page):
+    screen = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    open_page("run")
+    wide = browser.execute_script(
+        "document.querySelectorAll('details').forEach(d => d.open = true);"
+        "return [...document.querySelectorAll('.scroll, #decisions-box, .flame, section')]"
+        ".filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.className + e.id + e.scrollWidth)"
+    )
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert wide == []
+
+
 def test_charts_follow_the_window(open_page):
     browser = open_page("run")
     width = "return document.querySelector('#timeline-chart .uplot').getBoundingClientRect().width"
@@ -272,6 +285,22 @@ def test_decisions_search_and_filter(open_page, case):
     )
     again = sum(d.action == "RECOMPUTE" for d in case.solution.decisions)
     assert find(browser, "#decisions-count").text == f"{again} of {count} activations"
+
+
+def test_a_chosen_row_shows_the_graph_around_it(open_page, case):
+    browser = open_page("run")
+    recomputed = next(d for d in case.solution.decisions if d.action == "RECOMPUTE")
+    rows = browser.find_elements("css selector", "#decisions-table tbody tr")
+    row = next(r for r in rows if r.find_element("css selector", "td").text == recomputed.name)
+    browser.execute_script("arguments[0].click()", row)
+    pictures = browser.find_elements("css selector", "#around svg")
+    assert [p.get_attribute("aria-label") for p in pictures] == [
+        "Without the plan",
+        "With the plan: let go, and made again",
+    ]
+    for picture in pictures:
+        titles = [t.get_attribute("textContent") for t in picture.find_elements("css selector", "g title")]
+        assert recomputed.name in titles and len(titles) >= 3
 
 
 def test_light_and_dark(open_page):

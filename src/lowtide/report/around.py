@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.facts import Activation, Region, Run, Step
+from lowtide.facts import Activation, Decision, Region, Run, Step
+from lowtide.planning.activations import activations
 from lowtide.planning.simulate import source_of
+from lowtide.report.embed import pack_integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +62,20 @@ class Neighbourhoods:
                 found[rank] = self._again[rank]
                 waiting += source_of(self.step, found[rank]).reads
         return tuple(found[rank] for rank in sorted(found))
+
+
+def pack_around(step: Step, runs: Sequence[Run], decisions: Sequence[Decision]) -> str:
+    """What `templates/around.js` draws: every decision's maker, then five lists, each after its length."""
+    found = {activation.name: activation for activation in activations(step)}
+    neighbourhoods = Neighbourhoods(step, runs)
+    flat: list[int] = []
+    for decision in decisions:
+        if decision.name not in found:
+            flat += [decision.creation_rank, 0, 0, 0, 0, 0]
+            continue
+        around = neighbourhoods.of(found[decision.name])
+        again = tuple(run.node for run in around.again)
+        flat.append(around.maker)
+        for ranks in (around.made_from, around.forward, around.backward, again, around.again_from):
+            flat += [len(ranks), *ranks]
+    return pack_integers(flat)

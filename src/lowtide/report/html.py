@@ -19,6 +19,7 @@ from lowtide.planning.schedules import as_eager
 from lowtide.planning.simulate import Timeline
 from lowtide.report import palette, times, words
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict, unfinished_verdict
+from lowtide.report.around import pack_around
 from lowtide.report.embed import script_json
 from lowtide.report.held import Held, by_module, by_source, flame, held_at_peak
 from lowtide.report.payload import WITH, WITHOUT, page_data
@@ -31,7 +32,7 @@ STORE_PICTURE = (1000, 180)
 MOST_TENSORS = 60
 """Rows of the table of tensors at the peak."""
 
-_SCRIPTS = ("theme.js", "decode.js", "timeline.js", "tradeoff.js", "table.js")
+_SCRIPTS = ("theme.js", "decode.js", "timeline.js", "tradeoff.js", "table.js", "around.js")
 
 
 def render_report(
@@ -62,7 +63,7 @@ def render_report(
     """
     plain_seconds = step_seconds or (solution.step_seconds if solution else step.seconds if step else 0.0)
     points = sorted(tradeoff, key=lambda point: (point.peak_bytes, point.recompute_seconds))
-    decisions = solution.decisions if solution else ()
+    decisions = sorted(solution.decisions, key=_decision_order) if solution else []
     data = page_data(
         step=step,
         before=before,
@@ -73,6 +74,8 @@ def render_report(
         activations=activations or decisions,
         step_seconds=plain_seconds,
     )
+    if step is not None and before is not None and solution:
+        data["around"] = pack_around(step, solution.schedule.runs, decisions)
     verdicts = [unfinished_verdict(unfinished)] if unfinished else []
     if solution:
         verdicts.append(plan_verdict(solution, measurement))
@@ -119,7 +122,7 @@ def render_report(
             sweep_slowest=_largest([s.seconds_median for row in sweep for s in (row.baseline, row.planned)]),
             compare=compare,
             compare_whole=_largest([row.peak_bytes for row in compare]),
-            decisions=sorted(decisions, key=_decision_order),
+            decisions=decisions,
             offloads=any(decision.action is Action.OFFLOAD for decision in decisions),
             breakdown=_breakdown(before, after),
             holders=holders[:MOST_TENSORS],

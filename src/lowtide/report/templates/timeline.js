@@ -86,6 +86,22 @@ addEventListener("DOMContentLoaded", () => {
   const lowest = after && after.transfers.length ? -0.14 * highest : 0;
   const lanes = [["to the store", 1], ["from the store", 0]];
 
+  // Words at the first of their spots (left end, base line) where none stand yet.
+  let written = [];
+  const write = (u, text, spots) => {
+    const ctx = u.ctx, width = ctx.measureText(text).width, height = 15 * devicePixelRatio;
+    const apart = (a, b) => a.x + a.width < b.x || b.x + b.width < a.x || Math.abs(a.y - b.y) >= height;
+    const fitting = spots.map(([x, y]) => ({
+      x: Math.max(u.bbox.left, Math.min(x, u.bbox.left + u.bbox.width - width)), y, width,
+    }));
+    const spot = fitting.find((one) => written.every((other) => apart(one, other))) || fitting[0];
+    written.push(spot);
+    ctx.textAlign = "left";
+    ctx.strokeStyle = Theme.colour("--card");
+    ctx.lineWidth = 4 * devicePixelRatio;
+    ctx.strokeText(text, spot.x, spot.y);
+    ctx.fillText(text, spot.x, spot.y);
+  };
   const mark = (u, x, y, text, colour) => {
     const ctx = u.ctx, px = u.valToPos(x, "x", true), py = u.valToPos(y, "y", true);
     if (px < u.bbox.left || px > u.bbox.left + u.bbox.width) return;
@@ -93,12 +109,8 @@ addEventListener("DOMContentLoaded", () => {
     ctx.strokeStyle = Theme.colour("--card");
     ctx.lineWidth = 2 * devicePixelRatio;
     ctx.beginPath(); ctx.arc(px, py, 5 * devicePixelRatio, 0, 7); ctx.fill(); ctx.stroke();
-    const half = ctx.measureText(text).width / 2;
-    const left = Math.max(u.bbox.left + half, Math.min(px, u.bbox.left + u.bbox.width - half));
-    ctx.textAlign = "center";
-    ctx.lineWidth = 4 * devicePixelRatio;
-    ctx.strokeText(text, left, py - 10 * devicePixelRatio);
-    ctx.fillText(text, left, py - 10 * devicePixelRatio);
+    const left = px - ctx.measureText(text).width / 2, below = py + 20 * devicePixelRatio;
+    write(u, text, [[left, py - 10 * devicePixelRatio], [left, below], [px + 8 * devicePixelRatio, below]]);
   };
   const dashed = (u, x0, y0, x1, y1, colour) => {
     const ctx = u.ctx;
@@ -130,11 +142,6 @@ addEventListener("DOMContentLoaded", () => {
     if (showsBudget) {
       const y = u.valToPos(data.budget, "y", true);
       dashed(u, left, y, left + width, y, Theme.colour("--bad"));
-      ctx.fillStyle = Theme.colour("--bad"); ctx.textAlign = "right";
-      ctx.strokeStyle = Theme.colour("--card"); ctx.lineWidth = 4 * devicePixelRatio;
-      const words = "budget " + Format.bytes(data.budget), right = left + width - 4 * devicePixelRatio;
-      ctx.strokeText(words, right, y - 6 * devicePixelRatio);
-      ctx.fillText(words, right, y - 6 * devicePixelRatio);
     }
     for (const [lane, [words, write]] of lowest ? lanes.entries() : []) {
       const y = u.valToPos(lowest * (0.28 + 0.48 * lane), "y", true), thick = 9 * devicePixelRatio;
@@ -154,9 +161,16 @@ addEventListener("DOMContentLoaded", () => {
         ctx.fillText(words, side, base);
       }
     }
+    written = [];
     for (const run of [before, after].filter(Boolean)) {
       const x = axes[axis][run === before ? "before" : "after"][run.peak];
       mark(u, x, run.total[run.peak], Format.bytes(run.total[run.peak]), Theme.colour(run === before ? "--before" : "--accent"));
+    }
+    if (showsBudget) {
+      const y = u.valToPos(data.budget, "y", true), gap = 6 * devicePixelRatio;
+      const [above, below] = [y - gap, y + 2.6 * gap], near = left + gap, far = left + width;
+      ctx.fillStyle = Theme.colour("--bad");
+      write(u, "budget " + Format.bytes(data.budget), [[far, above], [near, above], [far, below], [near, below]]);
     }
     ctx.restore();
   };
