@@ -147,6 +147,23 @@ def test_a_call_before_the_last_one_was_differentiated_is_told_once(
     assert "called again before the backward pass of its last call" in words and "smaller by" in words
 
 
+def test_a_graph_that_is_kept_is_told_once(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    planned = Classifier()
+    found = lowtide.profile(planned, batch)
+    found.plan((found.floor_bytes + found.peak_bytes) // 2).apply(planned)
+    planned(**batch)["loss"].backward()
+    assert told(caplog) == []
+    for _ in range(2):
+        planned.zero_grad()
+        loss = planned(**batch)["loss"]
+        loss.backward(retain_graph=True)
+        loss.backward()
+    (words,) = told(caplog)
+    assert "backward(retain_graph=True) holds" in words and "smaller by" in words
+
+
 # without the plan
 
 

@@ -5,7 +5,7 @@
 - `backend`: the torch.compile backend that rewrites every graph by its plan
 - `backward`: backward passes, for whichever outputs got a gradient
 - `fans`: gradients of several graphs that autograd adds up in eager's order
-- `loop_watch`, `bypass`: notice what the loop does that the plan does not count on
+- `loop_watch`, `kept_graphs`, `bypass`: notice what the loop does that the plan does not count on
 - `runner`: what a planned model calls instead of its own code
 - `replan`: plans for graphs that come later: other batch shapes, other situations
 - `steps`: the facts of a step around such graphs

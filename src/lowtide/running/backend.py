@@ -16,6 +16,7 @@ from lowtide.running.executor import EAGER_OPS, Executor, ExecutorInParts, Funct
 from lowtide.running.fans import fanned
 from lowtide.running.handover import Gates, gated, gates_of
 from lowtide.running.held_outputs import HeldOutputs
+from lowtide.running.kept_graphs import KeptGraphs
 from lowtide.running.loop_watch import Held, LoopWatch
 from lowtide.running.rewrite import Rewritten, forward_only, rewrite
 from lowtide.stores import Store, number_of
@@ -57,12 +58,14 @@ class Progress:
     held: Held | None = None
     used: dict[str, set[int]] = field(default_factory=dict)
     outputs: HeldOutputs = field(default_factory=HeldOutputs)
+    kept: KeptGraphs = field(default_factory=KeptGraphs)
 
     def begin_call(self) -> None:
         self.forwards_before, self.saved_bytes = self.forwards, 0
 
     def begin_backward(self, gradients: Sequence[Any]) -> None:
         self.backwards += 1
+        self.kept.look(self.saved_bytes)
         if self.watch is not None:
             peak_bytes, live_bytes, _ = self.watch.end()
             arrived = sum(value.nbytes for value in gradients if value is not None)

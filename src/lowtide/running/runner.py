@@ -108,6 +108,7 @@ class Runner:
             self._plan_of, origins=self._origins, executor=executor, updates=updates, store=store
         )
         self.guard: Guard = _unguarded
+        self.backend.progress.kept.spare_bytes = spare_bytes
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
