@@ -3,7 +3,7 @@
 - `case`: what a case is, and the steps of a loop
 - `architectures`, `shrink`: the models of transformers, made tiny
 - `constructions`: plain torch.nn models
-- `loops`: ways to train one
+- `net`, `loops`, `forwards`: a small model, ways to train it, and what its code does besides computing
 - `examine`: with and without lowtide, compared and measured
 - `outcome`, `table`: rows, and how they are shown
 """
@@ -20,9 +20,10 @@ def every_case() -> list[Case]:
     """All of them; importing transformers takes seconds, so only when asked."""
     from .architectures import architectures
     from .constructions import CONSTRUCTIONS
+    from .forwards import FORWARDS
     from .loops import LOOPS
 
-    return [*LOOPS, *CONSTRUCTIONS, *architectures()]
+    return [*LOOPS, *FORWARDS, *CONSTRUCTIONS, *architectures()]
 
 
 def find_case(name: str) -> Case:

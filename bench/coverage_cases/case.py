@@ -24,7 +24,8 @@ class Training:
     as it is at that moment.
 
     `batch` and `loss` are what lowtide plans for; a loop may use others besides. `loop_bytes` is what
-    the loop holds of its own beside the step, such as other batches: no plan is about that.
+    the loop holds of its own beside the step, such as other batches: no plan is about that. `accumulate`:
+    gradients are there when a step begins, and lowtide is told so.
     """
 
     model: nn.Module
@@ -33,6 +34,7 @@ class Training:
     loss: Callable[[Any], torch.Tensor] | None = None
     loop: Callable[["Training"], Values] = plain_loop
     loop_bytes: int = 0
+    accumulate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,13 @@ def examine(case: Case) -> Outcome:
 def _train_planned(row: Outcome, training: Training, expected: list[Any]) -> None:
     planned = twin(training)
     start = time.perf_counter()
-    found = lowtide.profile(planned.model, planned.batch, optimizer=planned.optimizer, loss=planned.loss)
+    found = lowtide.profile(
+        planned.model,
+        planned.batch,
+        optimizer=planned.optimizer,
+        loss=planned.loss,
+        accumulate=planned.accumulate,
+    )
     row.num_nodes = len(found.step.nodes)
     row.num_graphs = sum(graph.in_model for graph in found.step.graphs)
     row.eager_peak_bytes = found.peak_bytes

@@ -1,64 +1,27 @@
-"""Ways to train: what loops do around a model, and what forwards do besides computing."""
+"""Ways to train: what loops do around a model."""
 
 import itertools
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from .case import STEPS, Case, Training, Values, adam, forward, gradients, plain_loop, step, update
-
-WIDTH, ROWS, CLASSES, LENGTH, NOISE = 24, 128, 5, 6, 4
-"""So many rows that activations set the peak, and not the optimizer: else a plan would recompute nothing."""
-SENTENCES = 32
-ROW_BYTES = WIDTH * 4
-
-
-class Net(nn.Module):
-    """Two blocks and a head; `middle` is called between the blocks."""
-
-    def __init__(self, middle: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.drop = nn.Dropout(0.1)
-        self.last = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, CLASSES))
-        self.middle = middle
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.drop(self.norm(self.first(x)))
-        if self.middle is not None:
-            hidden = self.middle(self, hidden)
-        result: torch.Tensor = self.last(hidden)
-        return result
-
-
-NET_BYTES = sum(tensor.nbytes for tensor in (*Net().parameters(), *Net().buffers())) + 8
-GENERATOR_BYTES = 4 * (ROWS * NOISE + WIDTH * NOISE + WIDTH)
-
-
-def _loss(output: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output, torch.arange(len(output)) % CLASSES)
-
-
-def _training(
-    loop: Callable[[Training], Values] | None = None,
-    *,
-    model: Callable[[], nn.Module] = Net,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer | None] = adam,
-    loss: Callable[[Any], torch.Tensor] | None = _loss,
-    batch: Callable[[], Any] = lambda: torch.randn(ROWS, WIDTH),
-    loop_bytes: int = 0,
-) -> Training:
-    torch.manual_seed(0)
-    made = model()
-    return Training(made, batch(), optimizer(made), loss, loop or plain_loop, loop_bytes)
+from .case import STEPS, Case, Training, Values, forward, gradients, step, update
+from .net import (
+    GENERATOR_BYTES,
+    LENGTH,
+    NET_BYTES,
+    NOISE,
+    ROW_BYTES,
+    ROWS,
+    SENTENCES,
+    WIDTH,
+    Net,
+    classes_loss,
+    training_of,
+)
 
 
 def _state(training: Training) -> Values:
@@ -191,7 +154,7 @@ def _gan(training: Training) -> Values:
 def _several_losses(training: Training) -> Values:
     for _ in range(STEPS):
         output = training.model(training.batch)
-        value = _loss(output) + 0.1 * output.square().mean() + output.abs().max()
+        value = classes_loss(output) + 0.1 * output.square().mean() + output.abs().max()
         value.backward()
         yield from _state(training)
         update(training)
@@ -200,7 +163,7 @@ def _several_losses(training: Training) -> Values:
 def _two_backwards(training: Training) -> Values:
     for _ in range(STEPS):
         output = training.model(training.batch)
-        _loss(output).backward(retain_graph=True)
+        classes_loss(output).backward(retain_graph=True)
         output.square().mean().backward()
         yield from _state(training)
         update(training)
@@ -361,72 +324,6 @@ def _infinite(training: Training) -> Values:
         yield from step(training, rows)
 
 
-def _numpy(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * torch.from_numpy(numpy.random.rand(x.shape[-1]).astype("float32"))
-
-
-def _python_random(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * random.random()
-
-
-def _item(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return x / max(1.0, x.detach().abs().max().item())
-
-
-def _prints(model: Any, x: torch.Tensor) -> torch.Tensor:
-    print(end="")
-    return x.tanh()
-
-
-def _branches_on_values(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return x.tanh() if x.sum() > 0 else x.sin()
-
-
-def _counts_calls(model: Any, x: torch.Tensor) -> torch.Tensor:
-    model.calls += 1
-    return x.tanh()
-
-
-def _drops_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return x if torch.rand([]) < 0.5 else x.tanh()
-
-
-def _never_drops_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return x if torch.rand([]) < 0.0 else x.tanh()
-
-
-def _asks_whether_it_is_compiled(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return x.sin() if torch.compiler.is_compiling() else x.tanh()
-
-
-def _catches(model: Any, x: torch.Tensor) -> torch.Tensor:
-    try:
-        return x.view(7, -1)
-    except RuntimeError:
-        return x.tanh()
-
-
-@torch._dynamo.disable
-def _not_followed(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return x.tanh()
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * x.exp()
-
-
-def _own_function(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return _Function.apply(x)
-
-
 class Sequences(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -471,10 +368,6 @@ def _square(output: Any) -> torch.Tensor:
     return value
 
 
-def _with(middle: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[], Training]:
-    return partial(_training, model=partial(Net, middle))
-
-
 def _sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
@@ -499,37 +392,40 @@ def _groups(model: Any) -> torch.optim.Optimizer:
 
 schedulers = torch.optim.lr_scheduler
 LOOP: dict[str, Callable[[], Training]] = {
-    "plain": _training,
-    "no-optimizer": partial(_training, optimizer=lambda model: None),
-    "sgd-momentum": partial(_training, optimizer=partial(_sgd, momentum=0.9, nesterov=True)),
-    "adam-one-by-one": partial(_training, optimizer=_optimizer(torch.optim.Adam, foreach=False)),
-    "adam-fused": partial(_training, optimizer=_optimizer(torch.optim.Adam, fused=True)),
-    "adamw-amsgrad": partial(_training, optimizer=_optimizer(torch.optim.AdamW, amsgrad=True)),
-    "rmsprop": partial(_training, optimizer=_optimizer(torch.optim.RMSprop, lr=1e-3)),
-    "adagrad": partial(_training, optimizer=_optimizer(torch.optim.Adagrad, lr=1e-2)),
-    "adafactor": partial(_training, optimizer=_optimizer(torch.optim.Adafactor)),
-    "lbfgs": partial(_training, _closure, optimizer=_optimizer(CopiedLBFGS, max_iter=2)),
-    "parameter-groups": partial(_training, optimizer=_groups),
-    "accumulation": partial(_training, _accumulate),
-    "accumulation-in-one-backward": partial(_training, _accumulate_sums),
-    "update-every-other-step": partial(_training, _only_now_and_then),
-    "clip-norm": partial(_training, partial(_clip, by=nn.utils.clip_grad_norm_)),
-    "clip-value": partial(_training, partial(_clip, by=nn.utils.clip_grad_value_)),
-    "autocast-bfloat16": partial(_training, _autocast),
-    "autocast-float16": partial(_training, partial(_autocast, dtype=torch.float16)),
-    "grad-scaler": partial(_training, _scaled),
+    "plain": training_of,
+    "no-optimizer": partial(training_of, optimizer=lambda model: None),
+    "sgd-momentum": partial(training_of, optimizer=partial(_sgd, momentum=0.9, nesterov=True)),
+    "adam-one-by-one": partial(training_of, optimizer=_optimizer(torch.optim.Adam, foreach=False)),
+    "adam-fused": partial(training_of, optimizer=_optimizer(torch.optim.Adam, fused=True)),
+    "adamw-amsgrad": partial(training_of, optimizer=_optimizer(torch.optim.AdamW, amsgrad=True)),
+    "rmsprop": partial(training_of, optimizer=_optimizer(torch.optim.RMSprop, lr=1e-3)),
+    "adagrad": partial(training_of, optimizer=_optimizer(torch.optim.Adagrad, lr=1e-2)),
+    "adafactor": partial(training_of, optimizer=_optimizer(torch.optim.Adafactor)),
+    "lbfgs": partial(training_of, _closure, optimizer=_optimizer(CopiedLBFGS, max_iter=2)),
+    "parameter-groups": partial(training_of, optimizer=_groups),
+    "accumulation": partial(training_of, _accumulate, accumulate=True),
+    "accumulation-not-told": partial(training_of, _accumulate),
+    "accumulation-in-one-backward": partial(training_of, _accumulate_sums),
+    "update-every-other-step": partial(training_of, _only_now_and_then, accumulate=True),
+    "clip-norm": partial(training_of, partial(_clip, by=nn.utils.clip_grad_norm_)),
+    "clip-value": partial(training_of, partial(_clip, by=nn.utils.clip_grad_value_)),
+    "autocast-bfloat16": partial(training_of, _autocast),
+    "autocast-float16": partial(training_of, partial(_autocast, dtype=torch.float16)),
+    "grad-scaler": partial(training_of, _scaled),
     "cosine-schedule": partial(
-        _training, partial(_scheduled, make=lambda opt: schedulers.CosineAnnealingLR(opt, 10))
+        training_of, partial(_scheduled, make=lambda opt: schedulers.CosineAnnealingLR(opt, 10))
     ),
     "one-cycle": partial(
-        _training, partial(_scheduled, make=lambda opt: schedulers.OneCycleLR(opt, 0.1, total_steps=10))
+        training_of, partial(_scheduled, make=lambda opt: schedulers.OneCycleLR(opt, 0.1, total_steps=10))
     ),
     "smaller-last-batch": partial(
-        _training, partial(_sizes, sizes=(ROWS, ROWS, 5)), loop_bytes=ROWS * ROW_BYTES
+        training_of, partial(_sizes, sizes=(ROWS, ROWS, 5)), loop_bytes=ROWS * ROW_BYTES
     ),
-    "larger-batch": partial(_training, partial(_sizes, sizes=(ROWS, ROWS + 4)), loop_bytes=ROWS * ROW_BYTES),
+    "larger-batch": partial(
+        training_of, partial(_sizes, sizes=(ROWS, ROWS + 4)), loop_bytes=ROWS * ROW_BYTES
+    ),
     "changing-lengths": partial(
-        _training,
+        training_of,
         _lengths,
         model=Sequences,
         loss=_square,
@@ -537,7 +433,7 @@ LOOP: dict[str, Callable[[], Training]] = {
         loop_bytes=SENTENCES * LENGTH * ROW_BYTES,
     ),
     "changing-masks": partial(
-        _training,
+        training_of,
         _masks,
         model=Masked,
         loss=_square,
@@ -546,44 +442,32 @@ LOOP: dict[str, Callable[[], Training]] = {
             torch.ones(SENTENCES, LENGTH, dtype=torch.long),
         ),
     ),
-    "evaluation-between": partial(_training, _evaluates),
-    "no-grad-in-training-mode": partial(_training, _without_gradients_in_training_mode),
-    "inference-mode-between": partial(_training, _inference_mode),
-    "frozen-part": partial(_training, model=_frozen_first),
-    "low-rank-adapters": partial(_training, model=_low_rank),
-    "frozen-later": partial(_training, _freezes_later),
-    "requires-grad-toggled": partial(_training, _toggles, loop_bytes=2 * ROWS * ROW_BYTES),
-    "gan": partial(_training, _gan, loop_bytes=ROWS * ROW_BYTES + GENERATOR_BYTES),
-    "several-losses": partial(_training, _several_losses),
-    "two-backward-passes": partial(_training, _two_backwards),
-    "another-loss-later": partial(_training, _other_losses),
-    "autograd-grad": partial(_training, _grad_function),
-    "gradient-of-the-batch": partial(_training, _penalty_on_inputs),
-    "gradient-hooks": partial(_training, _hooks_on_gradients),
-    "step-in-backward": partial(_training, _step_in_hooks, optimizer=lambda model: None),
-    "forward-hooks": partial(_training, _forward_hooks),
-    "load-state-dict": partial(_training, _loads_a_state),
-    "averaged-weights": partial(_training, _averages, loop_bytes=NET_BYTES),
-    "bad-batch-caught": partial(_training, _raises_once),
-    "infinite-loss-skipped": partial(_training, _skips_what_is_not_finite, loop_bytes=ROWS * ROW_BYTES),
-    "zeroed-gradients": partial(_training, _zeroes_instead_of_none),
-    "anomaly-detection": partial(_training, _anomalies),
-    "other-number-of-threads": partial(_training, _threads),
-    "noise-on-weights": partial(_training, _adds_noise_to_weights),
-    "weight-replaced": partial(_training, _replaces_a_weight),
-    "data-loader": partial(_training, _loader, loop_bytes=(3 * ROWS + ROWS // 2) * ROW_BYTES),
-    "endless-batches": partial(_training, _infinite, loop_bytes=ROWS * ROW_BYTES),
-    "numpy-in-forward": _with(_numpy),
-    "python-random-in-forward": _with(_python_random),
-    "item-in-forward": _with(_item),
-    "print-in-forward": _with(_prints),
-    "branch-on-values": _with(_branches_on_values),
-    "counts-its-calls": _with(_counts_calls),
-    "drops-layers": _with(_drops_layers),
-    "never-drops-layers": _with(_never_drops_layers),
-    "asks-whether-compiled": _with(_asks_whether_it_is_compiled),
-    "exception-in-forward": _with(_catches),
-    "function-not-followed": _with(_not_followed),
-    "own-autograd-function": _with(_own_function),
+    "evaluation-between": partial(training_of, _evaluates),
+    "no-grad-in-training-mode": partial(training_of, _without_gradients_in_training_mode),
+    "inference-mode-between": partial(training_of, _inference_mode),
+    "frozen-part": partial(training_of, model=_frozen_first),
+    "low-rank-adapters": partial(training_of, model=_low_rank),
+    "frozen-later": partial(training_of, _freezes_later),
+    "requires-grad-toggled": partial(training_of, _toggles, loop_bytes=2 * ROWS * ROW_BYTES),
+    "gan": partial(training_of, _gan, loop_bytes=ROWS * ROW_BYTES + GENERATOR_BYTES),
+    "several-losses": partial(training_of, _several_losses),
+    "two-backward-passes": partial(training_of, _two_backwards),
+    "another-loss-later": partial(training_of, _other_losses),
+    "autograd-grad": partial(training_of, _grad_function),
+    "gradient-of-the-batch": partial(training_of, _penalty_on_inputs),
+    "gradient-hooks": partial(training_of, _hooks_on_gradients),
+    "step-in-backward": partial(training_of, _step_in_hooks, optimizer=lambda model: None),
+    "forward-hooks": partial(training_of, _forward_hooks),
+    "load-state-dict": partial(training_of, _loads_a_state),
+    "averaged-weights": partial(training_of, _averages, loop_bytes=NET_BYTES),
+    "bad-batch-caught": partial(training_of, _raises_once),
+    "infinite-loss-skipped": partial(training_of, _skips_what_is_not_finite, loop_bytes=ROWS * ROW_BYTES),
+    "zeroed-gradients": partial(training_of, _zeroes_instead_of_none, accumulate=True),
+    "anomaly-detection": partial(training_of, _anomalies),
+    "other-number-of-threads": partial(training_of, _threads),
+    "noise-on-weights": partial(training_of, _adds_noise_to_weights),
+    "weight-replaced": partial(training_of, _replaces_a_weight),
+    "data-loader": partial(training_of, _loader, loop_bytes=(3 * ROWS + ROWS // 2) * ROW_BYTES),
+    "endless-batches": partial(training_of, _infinite, loop_bytes=ROWS * ROW_BYTES),
 }
 LOOPS = [Case(name, "loop", build) for name, build in LOOP.items()]
