@@ -94,8 +94,20 @@ def test_a_fast_link_takes_what_recomputing_would_cost():
 
 
 def test_a_slow_link_is_left_alone():
-    step = with_swap(chain(length=8), link(1e3))
-    desk = SwapDesk(step)
+    """Also between the levels of bytes for which transfers are placed."""
+    build = StepBuilder(link=link(1e-3))
+    value, made = build.given(1, Kind.INPUT), []
+    for number in range(9):
+        value = build.swappable(build.op("op", (value,), 1000 + 137 * number**2 % 911, 1.0 + number % 4))
+        made.append(value)
+    gradient = build.backward()
+    for rank in reversed(made):
+        gradient = build.grad((gradient, rank), 5, 1.0)
+    desk = SwapDesk(build.step())
+    for budget in budgets(desk.without, 40):
+        best, without = desk.best(budget), desk.without.best(budget)
+        assert best is not None and without is not None
+        assert best.added_seconds <= without.added_seconds
     solution = desk.solve(budget_bytes=desk.without.floor_bytes)
     assert solution.offload is not None
     assert solution.offload.store_bytes == solution.offload.transfer_seconds == 0
