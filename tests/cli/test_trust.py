@@ -68,7 +68,7 @@ def test_no_command_and_no_child_asks_for_the_network(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "default-src 'none'" in page
+    assert "default-src &#39;none&#39;" in page
 
 
 def test_reading_a_file_runs_nothing(run_lowtide: Any, tmp_path: Path) -> None:

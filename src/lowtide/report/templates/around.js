@@ -37,7 +37,7 @@ addEventListener("DOMContentLoaded", () => {
   };
   const picture = (title, columns, links) => {
     const rows = Math.max(...columns.map((column) => column.length), 1);
-    const drawn = svg("svg", { viewBox: `0 0 ${2 * COLUMN + WIDE + 2} ${24 + rows * ROW}`, width: "100%", role: "img", "aria-label": title });
+    const drawn = svg("svg", { viewBox: `0 0 ${2 * COLUMN + WIDE + 2} ${24 + rows * ROW}`, width: "100%", style: `max-width:${2 * COLUMN + WIDE + 60}px`, role: "img", "aria-label": title });
     drawn.append(svg("text", { x: 0, y: 12, "font-size": 13, "font-weight": 600, fill: "var(--ink)" }, title));
     const boxes = columns.map((column, c) => column.map((one, r) => one && box(one.name, c, r, one.colour || "var(--soft)", one.extra)));
     for (const [c, r, c2, r2] of links) {
