@@ -21,6 +21,8 @@ from transformers import (  # noqa: E402
     GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -234,6 +236,18 @@ def test_outputs_that_a_trainer_lets_go_need_no_room(
     logits_bytes = 2 * LENGTH * VOCABULARY * 4
     (line,) = [text for record in caplog.records if "holds_outputs" in (text := record.getMessage())]
     assert f"({logits_bytes} bytes) of the model's outputs" in line
+
+
+def test_activations_may_wait_on_a_disk(tmp_path: Path) -> None:
+    with pytest.raises(lowtide.LowtideError, match="cannot swap to 'ram'"):
+        Lowtide("80%", swap="ram")
+    model, callback = bert(), Lowtide("90%", swap=f"disk:{tmp_path}")
+    state, arguments = TrainerState(), TrainingArguments(str(tmp_path / "out"), report_to="none")
+    optimizer = torch.optim.SGD(model.parameters())
+    callback.on_train_begin(arguments, state, TrainerControl(), model=model, optimizer=optimizer)
+    tokens = torch.randint(VOCABULARY, (2, LENGTH))
+    model(input_ids=tokens, labels=torch.tensor([0, 1])).loss.backward()
+    assert callback.plan.solution.offload.link.store == f"disk:{tmp_path}"
 
 
 def test_evaluate_save_and_resume(tmp_path: Path) -> None:

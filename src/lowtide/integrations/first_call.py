@@ -14,6 +14,7 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.facts.sizes import parse_budget
+from lowtide.facts.swap import parse_swap
 from lowtide.facts.units import format_size
 from lowtide.plans import Plan
 from lowtide.running.runner import remove
@@ -59,6 +60,11 @@ def checked_budget(budget: str | int) -> str | int:
     """A budget that can be read; BadSize at once where it cannot, not when the first batch comes."""
     parse_budget(budget, whole=sys.maxsize)
     return budget
+
+
+def checked_swap(swap: str) -> str:
+    """Where to swap to, if anywhere; refused at once where it cannot be read."""
+    return str(parse_swap(swap)) if swap else ""
 
 
 def tell(plan: Plan) -> None:

@@ -17,7 +17,13 @@ from torch import nn
 
 from lowtide.api import checkpoint
 from lowtide.errors import LowtideError
-from lowtide.integrations.first_call import await_first_call, checked_budget, no_longer_await, tell
+from lowtide.integrations.first_call import (
+    await_first_call,
+    checked_budget,
+    checked_swap,
+    no_longer_await,
+    tell,
+)
 from lowtide.plans import Plan
 from lowtide.running.replan import plan_of_model
 from lowtide.running.runner import remove
@@ -39,15 +45,19 @@ class Lowtide(Callback):
     model is the plain one again when the training ends.
 
     `holds_outputs=False`: `training_step` returns the loss alone, and nothing else holds what the network
-    returned through the backward pass, which then needs less.
+    returned through the backward pass, which then needs less. `swap="disk:FOLDER"`: activations may also wait
+    there.
 
     Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
     """
 
-    def __init__(self, budget: str | int, *, planner: str = "auto", holds_outputs: bool = True) -> None:
+    def __init__(
+        self, budget: str | int, *, planner: str = "auto", holds_outputs: bool = True, swap: str = ""
+    ) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
+        self.swap = checked_swap(swap)
         self.plan: Plan | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,6 +101,7 @@ class Lowtide(Callback):
             accumulate=trainer.accumulate_grad_batches > 1,
             reserve=_state_bytes(pl_module) - _state_bytes(module),
             holds_outputs=self.holds_outputs,
+            swap=self.swap,
         )
         self.plan = plan_of_model(module)
         if self.plan is not None and trainer.is_global_zero:

@@ -16,7 +16,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lowtide.api import checkpoint
 from lowtide.errors import LowtideError
-from lowtide.integrations.first_call import await_first_call, checked_budget, no_longer_await, tell
+from lowtide.integrations.first_call import (
+    await_first_call,
+    checked_budget,
+    checked_swap,
+    no_longer_await,
+    tell,
+)
 from lowtide.plans import Plan
 from lowtide.running.replan import plan_of_model
 from lowtide.running.runner import remove
@@ -34,12 +40,16 @@ class Lowtide(TrainerCallback):
 
     `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` holds what the model
     returns (logits, say) through the backward pass. Trainer itself does not; one that does is warned.
+    `swap="disk:FOLDER"`: activations may also wait there.
     """
 
-    def __init__(self, budget: str | int, *, planner: str = "auto", holds_outputs: bool = False) -> None:
+    def __init__(
+        self, budget: str | int, *, planner: str = "auto", holds_outputs: bool = False, swap: str = ""
+    ) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
+        self.swap = checked_swap(swap)
         self.plan: Plan | None = None
 
     def on_train_begin(
@@ -66,6 +76,7 @@ class Lowtide(TrainerCallback):
                 optimizer=optimizer,
                 accumulate=args.gradient_accumulation_steps > 1,
                 holds_outputs=self.holds_outputs,
+                swap=self.swap,
             )
             self.plan = plan_of_model(module)
             if self.plan is not None and state.is_world_process_zero:
