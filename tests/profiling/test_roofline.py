@@ -131,6 +131,13 @@ def test_all_of_it_says_that_it_is_estimated_and_the_plan_runs_where_there_is_a_
     )
 
 
+def test_what_is_not_known_of_recurrent_layers_is_said() -> None:
+    found = lowtide.profile(
+        nn.GRU(8, 8), torch.randn(4, 2, 8), loss=lambda results: square(results[0]), device="t4-16g"
+    )
+    assert any(note.startswith("recurrent layers are counted") for note in found.step.notes)
+
+
 def test_what_cannot_be_estimated_is_refused() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     with pytest.raises(

@@ -29,6 +29,11 @@ SHARE_OF_PEAK = 0.75
 KERNEL_SECONDS = 5e-6
 """The least that an op takes."""
 
+RECURRENT = (
+    "recurrent layers are counted with what they keep on a CPU, since cuDNN does not publish what it keeps: "
+    "the peak on the GPU can be another"
+)
+
 _CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 _SORTED_INDICES = "aten.embedding_dense_backward.default"
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm")
@@ -116,6 +121,7 @@ def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
                 )
             )
     nodes = tuple(_estimated(node) for node in step.nodes)
+    recurrent = [RECURRENT] if any(node.op.startswith("lowtide.recurrent_") for node in nodes) else []
     note = (
         f"estimated for an {gpu.words}, which is not there: times from its published rates, sizes from the "
         f"step on {step.device}. It has {format_size(gpu.memory_bytes)}, of which its driver takes some"
@@ -125,7 +131,7 @@ def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
         nodes=nodes,
         device=gpu.label,
         copy_bytes_per_second=gpu.copy_bytes_per_second,
-        notes=(*step.notes, note),
+        notes=(*step.notes, note, *recurrent),
     )
 
 
