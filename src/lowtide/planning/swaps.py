@@ -25,7 +25,7 @@ from lowtide.planning.link import swapped_bytes
 from lowtide.planning.mu_two_swap import policy_with_swap
 from lowtide.planning.placing import placed
 from lowtide.planning.planner import Carried, Desk, Floor, Plan
-from lowtide.planning.schedules import Releases, graph_schedules, runs_of_schedules, without_needless_runs
+from lowtide.planning.schedules import graph_schedules, runs_of_schedules, without_needless_runs
 from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.runs import schedule_of
 from lowtide.planning.simulate import Timeline, simulate
@@ -120,13 +120,10 @@ class SwapDesk(Desk):
     def timeline(self, plan: Plan, *, budget_bytes: int = 0) -> Timeline:
         return self._placed(schedule_of(self.table, plan), budget_bytes)
 
-    def carry(
-        self, schedules: Sequence[Sequence[Run]], releases: Sequence[Releases] = (), *, budget_bytes: int
-    ) -> Carried | None:
+    def carry(self, schedules: Sequence[Sequence[Run]], *, budget_bytes: int) -> Carried | None:
         """As any desk does, but transfers are placed anew: where they hide depends on the sizes."""
         try:
-            runs = runs_of_schedules(self.step, schedules, releases)
-            plan = carried(self.table, runs, budget_bytes=budget_bytes)
+            plan = carried(self.table, runs_of_schedules(self.step, schedules), budget_bytes=budget_bytes)
         except (KeyError, ValueError):  # the ops are others
             return None
         if plan is None:
