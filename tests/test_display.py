@@ -1,6 +1,8 @@
 """The line on a terminal: there while the library works, and gone afterwards, however that ends."""
 
 import io
+import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 
@@ -78,3 +80,26 @@ def test_a_command_shows_its_own_line_alone() -> None:
     with terminal() as screen, session(as_json=False, quiet=True, verbose=False):
         checkpoint()
     assert screen.getvalue() == ""
+
+
+def test_a_notebook_has_a_line_that_goes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    class ZMQInteractiveShell:
+        pass
+
+    kernel = types.SimpleNamespace(get_ipython=ZMQInteractiveShell)
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    with display.shown() as line:
+        line.stage("measuring")
+        for done in range(1, 100):
+            line.count(done, 99)
+    said = capsys.readouterr().err
+    assert "measuring 99/99" in said and said.count("measuring") < 40, "not once for every op"
+    assert said.endswith(" \r"), "nothing stays"
+
+
+def test_no_notebook_no_line(capsys: pytest.CaptureFixture) -> None:
+    with display.shown() as line:
+        line.stage("measuring")
+    assert capsys.readouterr().err == ""

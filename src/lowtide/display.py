@@ -1,9 +1,11 @@
 """What the library is doing, in one line on stderr, where somebody is looking.
 
-Nothing is shown where stderr is no terminal. The line goes when the work ends, fails or is interrupted.
+A terminal has a bar, a notebook the same as text; elsewhere nothing is shown. The line goes when the work
+ends, fails or is interrupted.
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
 REFRESHES_PER_SECOND = 4
 """Each takes time from the ops that are measured meanwhile."""
+WIDTH = 60
 
 
 class Display:
@@ -33,6 +36,31 @@ class Display:
             self._bar.update(self._task, completed=done, total=total)
 
 
+class Line(Display):
+    """The line in a notebook: text that is written over itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text = ""
+        self._written = 0.0
+
+    def stage(self, text: str) -> None:
+        self._text = text
+        self._write(text)
+
+    def count(self, done: int, total: int) -> None:
+        if done >= total or time.monotonic() - self._written > 1 / REFRESHES_PER_SECOND:
+            self._write(f"{self._text} {done}/{total}")
+
+    def clear(self) -> None:
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        self._written = time.monotonic()
+        sys.stderr.write(f"\r{text:<{WIDTH}}\r{text}")
+        sys.stderr.flush()
+
+
 _current: list[Display] = []
 
 
@@ -41,6 +69,14 @@ def shown() -> Iterator[Display]:
     """The line of whoever called us, or else one of our own for as long as this lasts."""
     if _current:
         yield _current[-1]
+        return
+    if in_notebook():
+        line = Line()
+        try:
+            with _as_current(line):
+                yield line
+        finally:
+            line.clear()
         return
     if not sys.stderr.isatty():
         yield Display()
@@ -57,6 +93,12 @@ def shown() -> Iterator[Display]:
     )
     with bar, _as_current(Display(bar)) as display:
         yield display
+
+
+def in_notebook() -> bool:
+    """Whether a notebook's kernel runs this."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 @contextmanager
