@@ -9,6 +9,8 @@ addEventListener("DOMContentLoaded", () => {
     peak: point.peak, overhead: point.overhead, least: point.least, measured: point.measured, recomputed: new Set(Decode.integers(point.recomputed)),
     offloaded: Decode.integers(point.offloaded),
   }));
+  for (const point of points) point.gone = new Set([...point.recomputed, ...point.offloaded]);
+  const brought = points.some((point) => point.offloaded.length) ? "Recomputed or offloaded" : "Recomputed";
   const sizes = Decode.integers(data.sizes);
   const slider = document.getElementById("tradeoff-slider");
   let selected = data.selected;
@@ -84,7 +86,7 @@ addEventListener("DOMContentLoaded", () => {
   const byId = (id) => document.getElementById(id);
   const select = (index) => {
     selected = index;
-    const at = points[index], from = index + 1 < points.length ? points[index + 1] : { recomputed: new Set() };
+    const at = points[index], from = index + 1 < points.length ? points[index + 1] : { gone: new Set() };
     slider.value = String(index);
     const total = [...at.recomputed].reduce((sum, i) => sum + sizes[i], 0);
     const words = `plan ${index + 1} of ${points.length}: peak ${Format.bytes(at.peak)}, time ${Format.percent(at.overhead)}, ` +
@@ -94,12 +96,12 @@ addEventListener("DOMContentLoaded", () => {
       (at.measured ? `; measured ${Format.bytes(at.measured[0])}, ${Format.percent(at.measured[1])}` : "");
     byId("tradeoff-text").textContent = words;
     slider.setAttribute("aria-valuetext", words);
-    const added = [...at.recomputed].filter((i) => !from.recomputed.has(i));
-    const kept = [...from.recomputed].filter((i) => !at.recomputed.has(i));
+    const added = [...at.gone].filter((i) => !from.gone.has(i));
+    const kept = [...from.gone].filter((i) => !at.gone.has(i));
     const than = index + 1 < points.length ? "in the next plan with more memory" : "in the plain step";
-    fill(byId("tradeoff-added"), byId("tradeoff-added-head"), added, `Recomputed here, kept ${than}`);
+    fill(byId("tradeoff-added"), byId("tradeoff-added-head"), added, `${brought} here, kept ${than}`);
     byId("tradeoff-same").hidden = added.length + kept.length > 0 || index + 1 === points.length;
-    fill(byId("tradeoff-kept"), byId("tradeoff-kept-head"), kept, `Kept here, recomputed ${than}`);
+    fill(byId("tradeoff-kept"), byId("tradeoff-kept-head"), kept, `Kept here, ${brought.toLowerCase()} ${than}`);
     chart.redraw(false);
   };
   slider.addEventListener("input", () => select(Number(slider.value)));
