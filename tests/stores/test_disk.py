@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import signal
+import threading
 import weakref
 
 import pytest
@@ -188,6 +189,47 @@ def test_a_fork_has_a_file_of_its_own(store):
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(parcel.fetch().value(), value)
+
+
+def test_a_fork_that_drops_what_is_on_its_way_does_not_wait(store, monkeypatch):
+    going, plain = threading.Event(), os.pwrite
+
+    def slow(*args):
+        going.wait(30)
+        return plain(*args)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    parcel = store.send(torch.ones(5000))
+
+    def work():
+        nonlocal parcel
+        parcel = None
+        return True
+
+    child = child_of(work)
+    assert os.waitpid(child, 0)[1] == 0
+    going.set()
+    parcel.let_go()
+    assert torch.equal(parcel.fetch().value(), torch.ones(5000))
+
+
+def test_what_nobody_waits_for_holds_no_memory(store, monkeypatch):
+    going, plain = threading.Event(), os.pwrite
+
+    def slow(*args):
+        going.wait(30)
+        return plain(*args)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    values = [torch.ones(5000) for _ in range(3)]
+    blocks = [weakref.ref(value.untyped_storage()) for value in values]
+    parcels = [store.send(value) for value in values]
+    del values
+    threading.Timer(0.05, going.set).start()
+    parcels.clear()
+    gc.collect()
+    assert [block() for block in blocks] == [None] * 3
+    assert store._file.slots.take(3 * 20_480) == 0
 
 
 def test_a_handle_stands_for_a_value_and_gives_its_place_back(store):

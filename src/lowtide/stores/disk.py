@@ -135,6 +135,7 @@ class _Copy:
     def __init__(
         self, thread: ThreadPoolExecutor, run: Callable[..., None], block: Tensor, start: int
     ) -> None:
+        self._process = os.getpid()
         self._box = [block.numpy().data]
         self._future = thread.submit(run, self._box, start)
 
@@ -145,14 +146,15 @@ class _Copy:
         """Nobody needs it: see to it that it holds no memory any more."""
         if self._future.cancel():
             self._box.clear()
-        elif not threading.current_thread().name.startswith(THREADS):
-            # a thread of the store that collects garbage must not wait for itself
+        elif self._process == os.getpid() and not threading.current_thread().name.startswith(THREADS):
+            # a fork has no such thread, and one that collects garbage must not wait for itself
             self._future.exception()
 
 
 class _DiskParcel(Parcel):
     start = -1
     """where it lies in the file, once it has a place there"""
+    _writing: _Copy | None = None
 
     def __init__(self, file: _File, value: Tensor) -> None:
         self.layout = Layout.of(value)
@@ -162,6 +164,7 @@ class _DiskParcel(Parcel):
         self._writing = _Copy(file.writer, file.write, bytes_of(value), self.start)
 
     def let_go(self) -> None:
+        assert self._writing is not None
         self.finish(self._writing, "write")
         self._value = None
 
@@ -184,16 +187,20 @@ class _DiskParcel(Parcel):
             raise self._file.failed(f"{what} {size_and_bytes(self.layout.nbytes)}", error) from error
 
     def __del__(self) -> None:
-        if self.start >= 0:
+        if self._writing is not None:
             self._writing.drop()
+        if self.start >= 0:
             self._file.slots.give_back(self.start, self.layout.nbytes)
 
 
 class _DiskArrival(Arrival):
+    _parcel: _DiskParcel | None = None
+    """what it comes from, until it is there"""
+
     def __init__(self, parcel: _DiskParcel) -> None:
-        self._parcel: _DiskParcel | None = parcel
         self._block = torch.empty(parcel.layout.nbytes, dtype=torch.uint8, device="cpu")
         self._reading = parcel.read(self._block)
+        self._parcel = parcel
 
     def value(self) -> Tensor:
         parcel = self._parcel
