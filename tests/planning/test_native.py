@@ -5,9 +5,9 @@ from random import Random
 
 import numpy as np
 import pytest
-from exact import random_step
+from exact import least_peak, random_step
 from hypothesis import given, settings
-from strategies import steps
+from strategies import StepBuilder, steps
 
 from lowtide.errors import LowtideError
 from lowtide.planning.native import library
@@ -33,6 +33,24 @@ def test_a_sequence_holds_and_adds_what_the_simulator_says(step):
     again = problem.evaluate(order, budget)
     assert (again.excess_bytes, again.peak_bytes) == (figures.excess_bytes, figures.peak_bytes)
     assert (figures.excess_bytes == 0) == (figures.peak_bytes <= budget)
+
+
+def test_a_value_stays_until_the_last_view_of_the_forward_pass_is_taken():
+    """A view that nothing of the forward pass reads: its value cannot be brought back before it."""
+    build = StepBuilder()
+    source = build.given(2)
+    first = build.op("a", (source,), 21, 1)
+    wide = build.op("wide", (source,), 25, 1)
+    view = build.view(first)
+    gradient = build.grad((build.backward(), wide), 1, 1)
+    build.grad((gradient, view), 1, 1)
+    step = build.step()
+    desk = Desk(step)
+    figures, order = desk.problem.problem.anneal(
+        desk.problem.sequence(()), budget_bytes=30, moves=2000, warmth=1.0
+    )
+    assert figures.peak_bytes == desk.problem.timeline(order).peak_bytes == least_peak(step)
+    assert desk.floor_bytes == least_peak(step)
 
 
 def test_the_same_seed_gives_the_same_sequence():

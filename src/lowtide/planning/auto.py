@@ -47,8 +47,8 @@ RUNG_WARMTHS = (COLD, WARM, HOT)
 """How warm the searches between two plans start."""
 FLOOR_WARMTHS = (WARM, HOT, HOT, HOT)
 """How warm the search for the floor starts, where only plans far from all others may fit."""
-FLOOR_TIMES = 2
-"""Moves of each of these searches, against those at every level."""
+FLOOR_TIMES, FLOOR_MOVES = 2, 10_000
+"""Moves of each of these searches, against those at every level; and how many they are at least."""
 NUM_FAILURES = 4
 """Levels below the lowest plan that may fail before the floor is believed."""
 NUM_REFINEMENTS = 24
@@ -162,7 +162,7 @@ class Auto:
                 return
             level = lowest.peak_bytes - max(1, room >> failures)
             start = self._best_start(lowest.order, level)
-            moves = FLOOR_TIMES * self._moves()
+            moves = max(FLOOR_MOVES, FLOOR_TIMES * self._moves())
             for number, warmth in enumerate(FLOOR_WARMTHS, start=1):
                 figures, found = self._anneal(
                     start, level, warmth=warmth, seed=number, moves=moves, enough_seconds=inf

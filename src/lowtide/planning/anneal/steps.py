@@ -82,12 +82,15 @@ class StepProblem:
         return rows, ranks
 
     def _last_readers(self) -> set[int]:
-        """Ranks after whose first run nothing reads some storage any more."""
+        """Ranks after whose first run nothing reads some storage any more, or nothing of the forward pass:
+        until there it cannot be brought back."""
         nodes, values = self.table.step.nodes, self._values
-        last: dict[int, int] = {}
+        last: dict[tuple[int, bool], int] = {}
         for op in self.table.plain:
+            is_forward = op.rank < self.table.first_backward
             for read in op.reads:
-                last.update((s, op.rank) for s in nodes[read].holds if values.is_dynamic[s])
+                held = [s for s in nodes[read].holds if values.is_dynamic[s]]
+                last.update(((s, is_forward), op.rank) for s in held)
         return set(last.values())
 
     def timeline(self, sequence: Ints) -> Timeline:
