@@ -130,8 +130,8 @@ def _frame(step: Step, runs: Sequence[Run]) -> _Frame:
         kept.append(run)
     slots = _slot_starts(step, kept)
     fetches = [
-        fetch._replace(earliest=max(fetch.earliest, slots[step.nodes[fetch.run.node].segment]))
-        for fetch in fetches
+        _Fetch(run, max(earliest, slots[step.nodes[run.node].segment]), latest, nbytes)
+        for run, earliest, latest, nbytes in fetches
     ]
     return _Frame(
         runs=tuple(kept),
@@ -247,7 +247,7 @@ def _walk(
         clock += takes
         for transfer in begins(position):
             free = max(clock, free) + transfer.end
-            waiting.append(transfer._replace(end=free))
+            waiting.append(_Waiting(free, transfer.number, transfer.nbytes, transfer.since, transfer.until))
     for transfer in waiting:
         places[transfer.number] = max(transfer.since, min(transfer.until, len(seconds) - 1))
     return places

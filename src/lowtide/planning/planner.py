@@ -156,7 +156,7 @@ class Desk:
         """
         if planner not in PLANNERS:
             raise LowtideError(f"there is no planner '{planner}': choose one of {', '.join(PLANNERS)}")
-        timeline = self.best(budget_bytes) if planner == "auto" else self._other(planner, budget_bytes)
+        timeline = self.best(budget_bytes) if planner == "auto" else self.by_another(planner, budget_bytes)
         if timeline is None or timeline.peak_bytes > budget_bytes:
             if may_be_eager and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
                 plain = self._solution(planner, self.plain, budget_bytes)
@@ -164,7 +164,7 @@ class Desk:
             raise _too_small(self, planner, budget_bytes, timeline)
         return self._solution(planner, timeline, budget_bytes)
 
-    def _other(self, planner: str, budget_bytes: int) -> Timeline | None:
+    def by_another(self, planner: str, budget_bytes: int) -> Timeline | None:
         """What a planner besides `auto` makes of a budget; None where it finds nothing within."""
         plan = _first_prefix(self, budget_bytes) if planner == "mu-two" else BASELINES[planner](self.table)
         return None if plan is None else self.timeline(plan)

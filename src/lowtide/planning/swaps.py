@@ -131,9 +131,9 @@ class SwapDesk(Desk):
         timeline = self.timeline(plan, budget_bytes=budget_bytes)
         return Carried(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
 
-    def _other(self, planner: str, budget_bytes: int) -> Timeline | None:
+    def by_another(self, planner: str, budget_bytes: int) -> Timeline | None:
         if planner != "mu-two":
-            return super()._other(planner, budget_bytes)
+            return super().by_another(planner, budget_bytes)
         return self._placed(self.problem.runs(self._mu_two(budget_bytes)), budget_bytes)
 
     def _mu_two(self, budget_bytes: int) -> Ints:
