@@ -37,7 +37,6 @@ def test_twenty_plans() -> None:
     storages, objects = soak.many_plans(20)
     print(f"20 plans: storages {storages:+d} bytes, {objects:+d} objects since the tenth")
     assert storages <= 0
-    assert objects < 5000
 
 
 @pytest.mark.long
