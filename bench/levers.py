@@ -131,12 +131,13 @@ def _transfers(plan: lowtide.Plan) -> list[str]:
 
 def draw(target: str, *, swap: str, path: Path) -> None:
     """What every budget costs, with and without the store, in one picture."""
+    from lowtide.experiments.curve import curves_of, point_of
     from lowtide.report.experiment_plots import plot_tradeoff
-    from lowtide.report.records import tradeoff_points
 
-    found = [profiled(target, levers, swap)[1] for levers in ("+ swap", "+ pieces")]
-    curves = [tradeoff_points(plan.solution for plan in profile.tradeoff(points=30)) for profile in found]
-    figure = plot_tradeoff(curves[0], step_seconds=found[0].step_seconds, without_swap=curves[1])
+    _, profile = profiled(target, "+ swap", swap)
+    plans, without_swap = curves_of(profile, points=30)
+    points = [point_of(plan) for plan in plans]
+    figure = plot_tradeoff(points, step_seconds=profile.step_seconds, without_swap=without_swap)
     figure.savefig(path, dpi=150)
 
 
