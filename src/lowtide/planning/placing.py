@@ -9,7 +9,6 @@ done by a run is a write that begins after it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,8 @@ from lowtide.planning.releases import last_forward_reads
 from lowtide.planning.simulate import Timeline, recompute_slots, simulate, source_of
 
 
-class _Fetch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Fetch:
     """A run that reads a value back: before run `latest` of the frame, and not before run `earliest`."""
 
     run: Run
@@ -29,7 +29,8 @@ class _Fetch(NamedTuple):
     nbytes: int
 
 
-class _Release(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Release:
     """A movable node: after run `earliest` of the frame, and not after run `latest`. The value was made by
     run `made`."""
 
@@ -128,15 +129,16 @@ def _frame(step: Step, runs: Sequence[Run]) -> _Frame:
             first_run[run.node] = len(kept)
         last_read[run.node] = len(kept)
         kept.append(run)
+    fetched = {fetch.run.node for fetch in fetches}
     slots = _slot_starts(step, kept)
     fetches = [
-        _Fetch(run, max(earliest, slots[step.nodes[run.node].segment]), latest, nbytes)
-        for run, earliest, latest, nbytes in fetches
+        replace(fetch, earliest=max(fetch.earliest, slots[step.nodes[fetch.run.node].segment]))
+        for fetch in fetches
     ]
     return _Frame(
         runs=tuple(kept),
         seconds=tuple(source_of(step, run).seconds for run in kept),
-        releases=_releases(step, leaves, first_run),
+        releases=_releases(step, [leave for leave in leaves if value_of(step, leave) in fetched], first_run),
         fetches=tuple(fetches),
     )
 
@@ -170,7 +172,8 @@ def _releases(step: Step, leaves: Sequence[int], first_run: Mapping[int, int]) -
     return tuple(sorted(found, key=lambda release: (release.made, release.node)))
 
 
-class _Waiting(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Waiting:
     """A transfer that ends at `end`, and until then takes its bytes; the `number` of a release or fetch."""
 
     end: float
@@ -247,7 +250,7 @@ def _walk(
         clock += takes
         for transfer in begins(position):
             free = max(clock, free) + transfer.end
-            waiting.append(_Waiting(free, transfer.number, transfer.nbytes, transfer.since, transfer.until))
+            waiting.append(replace(transfer, end=free))
     for transfer in waiting:
         places[transfer.number] = max(transfer.since, min(transfer.until, len(seconds) - 1))
     return places
