@@ -132,3 +132,32 @@ def test_the_step_that_is_captured_drops_no_layer(seed: int) -> None:
     nodes = capture(model, batch).step.nodes
     assert sum(node.op == "aten.tanh.default" for node in nodes) == len(model.layers)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class SameGraphTwice(nn.Module):
+    """Whose second run gives an output that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    @torch._dynamo.disable
+    def stop(self) -> None:
+        """End a graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        others = []
+        for _ in range(2):
+            self.stop()
+            hidden = self.layer(x)
+            x, other = hidden.tanh(), hidden.sin()
+            self.stop()
+            others.append(other)
+        return x + others[0]
+
+
+def test_a_graph_that_runs_twice_is_planned_for_all_that_either_run_gives() -> None:
+    batch = rows().requires_grad_()  # or the first run would have one gradient less to make
+    first, second, *_ = capture(SameGraphTwice(), batch).step.graphs
+    assert first.fingerprint == second.fingerprint
+    assert first.missing == second.missing

@@ -1,5 +1,6 @@
 """Which nodes of a joint graph run forward and which backward, for the gradients that are asked for."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -9,7 +10,26 @@ from lowtide.capture.tangents import drop_missing, tangent_outputs
 
 
 def specialise(trace: Trace) -> tuple[list[Execution], list[frozenset[int]]]:
-    """The captured graphs without the gradients that nobody asks for, and which outputs those are of."""
+    """The captured graphs without the gradients that nobody asks for, and which outputs those are of.
+
+    A graph that runs several times in one process has the same ones each time: those that no run asks for.
+    """
+    absent: dict[str, frozenset[int]] = {}
+    while True:
+        executions, missing = _specialise(trace, absent)
+        found: dict[str, frozenset[int]] = {}
+        for execution, without in zip(executions, missing, strict=True):
+            name = execution.segment.fingerprint
+            found[name] = found.get(name, without) & without
+        pairs = zip(executions, missing, strict=True)
+        if trace.sharding is not None or all(found[e.segment.fingerprint] == each for e, each in pairs):
+            return executions, missing
+        absent = found
+
+
+def _specialise(
+    trace: Trace, at_most: Mapping[str, frozenset[int]]
+) -> tuple[list[Execution], list[frozenset[int]]]:
     wanted: set[tuple[int, int]] = set(trace.given)
     executions: list[Execution] = []
     missing: list[frozenset[int]] = []
@@ -20,6 +40,7 @@ def specialise(trace: Trace) -> tuple[list[Execution], list[frozenset[int]]]:
         passed = {storages[output] for place, output in wanted if place == index}
         outputs = tangent_outputs(execution.segment.joint).values()
         absent = frozenset(output for output in outputs if storages[output] not in passed)
+        absent &= at_most.get(execution.segment.fingerprint, absent)
         segment = without_tangents(execution.segment, absent)
         if execution.origins is not None:
             segment = replace(segment, origins=execution.origins)
