@@ -29,6 +29,7 @@ from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.link import measure_link
 from lowtide.profiling.roofline import estimated_costs
 from lowtide.profiling.whole_run import run_costs
+from lowtide.running.inductor import executor_named
 from lowtide.running.loop_watch import leave
 from lowtide.running.runner import attach, remove, runner_of
 from lowtide.stores import open_store
@@ -252,12 +253,14 @@ def checkpoint(
     step_in_backward: bool = False,
     holds_outputs: bool = True,
     swap: str = "",
+    executor: str = "eager",
     process_group: ProcessGroup | None = None,
 ) -> nn.Module:
     """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
 
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
-    `accumulate`, `reserve`, `step_in_backward`, `holds_outputs` and `swap` are those of `profile`.
+    `accumulate`, `reserve`, `step_in_backward`, `holds_outputs` and `swap` are those of `profile`, `executor`
+    is that of `Profile.plan`.
 
     `model` may be a DistributedDataParallel, or become one later. Where several processes train it (those of
     `process_group`, by default of the wrapper's, or all), each has to call this: rank 0 makes the plan, for
@@ -272,6 +275,7 @@ def checkpoint(
         holds_outputs=holds_outputs,
         swap=swap,
     )
+    executor_named(executor)  # there, or refused before the model is captured
     ranks = ranks_of(model, process_group)
 
     def capture_step() -> Captured:
@@ -286,7 +290,7 @@ def checkpoint(
             step = counting_buckets(training.with_link(step), model, ranks)
             line.stage("planning")
             found = Profile(step, known, loop=training.loop, traced=captured.traced)
-            return found.plan(budget, planner)
+            return found.plan(budget, planner, executor=executor)
 
         if ranks is None:
             plan = make(capture_step())
@@ -294,7 +298,12 @@ def checkpoint(
             plan = plan_together(
                 ranks,
                 capture=capture_step,
-                settings=[("budget", str(budget)), ("planner", planner), *training.settings],
+                settings=[
+                    ("budget", str(budget)),
+                    ("planner", planner),
+                    ("executor", executor),
+                    *training.settings,
+                ],
                 make=make,
                 loop=training.loop,
             )

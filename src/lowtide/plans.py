@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lowtide.capture.loop import Loop, Optimizers
     from lowtide.capture.traced import TracedModel
     from lowtide.profiling.costing import Known
+    from lowtide.running.executor import Executor
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Plan:
     loop: "Loop | None" = field(default=None, repr=False, compare=False)
     traced: "TracedModel | None" = field(default=None, repr=False, compare=False)
     step: Step | None = field(default=None, repr=False, compare=False)
+    executor: "Executor | None" = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         recomputed = sum(decision.action is Action.RECOMPUTE for decision in self.decisions)

@@ -5,7 +5,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.facts import Activation, Node, Solution, Step
+from lowtide.errors import LowtideError
+from lowtide.facts import UPDATE, Activation, Node, Solution, Step
 from lowtide.facts.devices import ESTIMATED, gpu_behind
 from lowtide.facts.files import write_atomic
 from lowtide.facts.serial import load_step, save_step
@@ -75,12 +76,15 @@ class Profile:
     def step_seconds(self) -> float:
         return self.timeline.seconds
 
-    def plan(self, budget: str | int, planner: str = "auto") -> Plan:
+    def plan(self, budget: str | int, planner: str = "auto", *, executor: str = "eager") -> Plan:
         """What to recompute so that the step's peak is at most `budget`.
 
-        `budget`: bytes, a size (`"8GiB"`) or a share of the plain peak (`"60%"`).
+        `budget`: bytes, a size (`"8GiB"`) or a share of the plain peak (`"60%"`). `executor`: who runs the
+        graphs; with `"inductor"` they are compiled here, and the peak is that of the compiled code.
         """
         budget_bytes = parse_budget(budget, whole=self.peak_bytes)
+        if executor != "eager":
+            return self._compiled_plan(budget_bytes, planner, executor)
         solution = self._desk.solve(
             budget_bytes=budget_bytes, planner=planner, may_be_eager=bool(self.step.graphs)
         )
@@ -141,6 +145,32 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write a `profile.json` that `lowtide.load_profile` reads."""
         save_step(path, self.step)
+
+    def _compiled_plan(self, budget_bytes: int, planner: str, name: str) -> Plan:
+        from lowtide.running.inductor import InductorOps, executor_named, solve_compiled
+
+        executor = executor_named(name)
+        assert isinstance(executor, InductorOps)
+        self._check_compilable()
+        assert self.traced is not None
+        solution = solve_compiled(
+            self._desk, self.traced.graph.segment, executor, budget_bytes=budget_bytes, planner=planner
+        )
+        return replace(self._as_plan(replace(solution, notes=self.step.notes)), executor=executor)
+
+    def _check_compilable(self) -> None:
+        """Refuse what Inductor's code is not counted for."""
+        reason = ""
+        if sum(graph.in_model for graph in self.step.graphs) > 1:
+            reason = "is for models of one graph, and this one breaks into several"
+        elif self.step.link is not None:
+            reason = "cannot swap: leave `swap` out"
+        elif any(node.op == UPDATE for node in self.step.nodes):
+            reason = "cannot step in backward: leave `step_in_backward` out"
+        elif self.traced is None:
+            reason = "compiles the graphs that `lowtide.profile` has just captured, and this profile has none"
+        if reason:
+            raise LowtideError(f"executor 'inductor' {reason}; or choose executor 'eager'")
 
     def _as_plan(self, solution: Solution) -> Plan:
         return Plan(solution, known=self.known, loop=self.loop, traced=self.traced, step=self.step)

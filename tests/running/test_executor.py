@@ -20,6 +20,7 @@ class Interpreted:
     """Runs graphs node by node with torch's interpreter."""
 
     name = "interpreted"
+    in_place = True
 
     def __init__(self) -> None:
         self.compiled: list[bool] = []

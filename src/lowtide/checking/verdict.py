@@ -12,7 +12,9 @@ MAX_DIFFERENCES = 5
 
 def verdict(result: "Verification") -> list[str]:
     lines = [kept(result.measured_peak_bytes, result.budget_bytes)]
-    if result.exact:
+    if result.exact and result.from_eager:
+        lines.append("results: equal to the compiled step without recompute, to the last bit")
+    elif result.exact:
         lines.append("results: equal to eager training to the last bit")
     else:
         lines.append(f"results: DIFFERENT from eager training in {len(result.differences)} places")

@@ -12,6 +12,8 @@ from lowtide.cli.exits import Exit
 from lowtide.cli.options import (
     MEMORY_LIMIT,
     BatchSize,
+    Executor,
+    ExecutorName,
     Folder,
     Force,
     ImageSize,
@@ -50,6 +52,7 @@ def compare(
     seed: Seed = 0,
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
+    executor: Executor = ExecutorName.EAGER,
     timed_runs: TimedRuns = 5,
     folder: Folder = None,
     force: Force = False,
@@ -61,14 +64,17 @@ def compare(
 
     None, torch.utils.checkpoint around every repeated block, PyTorch's partitioner at memory budgets
     from 0.9 to 0, and then mu-two and auto at the peaks that these reach. Each runs in a fresh process,
-    timed in turn with eager. With -o writes compare.csv, compare.json, a plot and a report. Exits with 4 when
+    timed in turn with eager. With --executor inductor also torch.compile, alone and with memory budgets, and
+    auto on Inductor. With -o writes compare.csv, compare.json, a plot and a report. Exits with 4 when
     results of lowtide's own differ, with 3 when one of its plans is above its budget.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.pages import REPORT
         from lowtide.cli.sources import profile_target
         from lowtide.experiments import compare as experiment
+        from lowtide.running.inductor import executor_named
 
+        executor_named(executor)
         out = claim_folder(folder, (CSV, JSON, REPORT), force=force)
         spec = TargetSpec(
             text=target,
@@ -81,7 +87,9 @@ def compare(
         name = f"{target}, batch {batch_size}"
         profile = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache)
         found: list[MethodResult] = []
-        results = experiment.compare(spec, profile, timed_runs=timed_runs, working=terminal.working)
+        results = experiment.compare(
+            spec, profile, executor=executor, timed_runs=timed_runs, working=terminal.working
+        )
         for result in results:
             found.append(result)
             terminal.note(f"{result.method}: {result.row.verdict_text}")

@@ -72,6 +72,11 @@ class ShardKind(StrEnum):
     FSDP2 = "fsdp2"
 
 
+class ExecutorName(StrEnum):
+    EAGER = "eager"
+    INDUCTOR = "inductor"
+
+
 TargetText = Annotated[
     str,
     typer.Argument(
@@ -171,6 +176,13 @@ Swap = Annotated[
         help="Let activations wait outside of memory: disk:FOLDER, a folder on a local disk; or host, the "
         "host's memory, for a model on an accelerator.",
         callback=_swap,
+    ),
+]
+Executor = Annotated[
+    ExecutorName,
+    typer.Option(
+        help="Who runs the graphs. eager: their ops, one by one. inductor: what Inductor compiles of them, "
+        "which needs a C++ compiler."
     ),
 ]
 TimedRuns = Annotated[int, typer.Option(min=0, help="Steps to time, without and with the plan in turn.")]

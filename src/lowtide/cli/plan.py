@@ -6,6 +6,8 @@ from lowtide.cli.options import (
     MEMORY_LIMIT,
     Budget,
     Device,
+    Executor,
+    ExecutorName,
     Folder,
     Force,
     ImageSize,
@@ -47,6 +49,7 @@ def plan(
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
     swap: Swap = "",
+    executor: Executor = ExecutorName.EAGER,
     folder: Folder = None,
     force: Force = False,
     as_json: Json = False,
@@ -84,7 +87,7 @@ def plan(
             name += f", one of {ranks} processes ({shard})"
         name = on_device(name, profile)
         with terminal.working("planning"):
-            made = profile.plan(budget, planner=planner)
+            made = profile.plan(budget, planner=planner, executor=executor)
         if out is not None:
             save_plan(out / PLAN, made, spec)
             made.to_csv(out)

@@ -8,6 +8,8 @@ from lowtide.cli.options import (
     MEMORY_LIMIT,
     BatchSize,
     Budget,
+    Executor,
+    ExecutorName,
     Force,
     ImageSize,
     Json,
@@ -46,6 +48,7 @@ def run(
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
     swap: Swap = "",
+    executor: Executor = ExecutorName.EAGER,
     timed_runs: TimedRuns = 5,
     folder: OutputFolder = Path("lowtide-out"),
     force: Force = False,
@@ -90,7 +93,7 @@ def run(
         files = write_profile(out, spec=spec, profile=profile)
         try:
             with terminal.working("planning"):
-                plan = profile.plan(budget, planner=planner)
+                plan = profile.plan(budget, planner=planner, executor=executor)
         except BudgetTooSmall as error:
             terminal.note(f"wrote {', '.join(map(str, files))}; there is no plan")
             budget = round_up_size(error.floor_bytes)

@@ -22,6 +22,7 @@ PLANNERS = ("mu-two", "auto")
 NEAR = 1e-5
 EAGER = Method(name="none (eager)", kind="eager")
 BLOCKS = Method(name="checkpoint per block", kind="blocks")
+COMPILED = Method(name="torch.compile", kind="inductor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +58,25 @@ class MethodResult:
         )
 
 
-def rivals(memory_budgets: Sequence[float] = MEMORY_BUDGETS) -> list[Method]:
+def rivals(memory_budgets: Sequence[float] = MEMORY_BUDGETS, *, executor: str = "eager") -> list[Method]:
     """Everything but lowtide."""
     partitioner = [
         Method(name=f"partitioner {budget:g}", kind="partitioner", memory_budget=budget)
         for budget in memory_budgets
     ]
-    return [EAGER, BLOCKS, *partitioner]
+    inductor = [
+        Method(name=f"torch.compile {budget:g}", kind="inductor", memory_budget=budget)
+        for budget in memory_budgets
+    ]
+    compiled = [COMPILED, *inductor] if executor == "inductor" else []
+    return [EAGER, BLOCKS, *partitioner, *compiled]
 
 
 def compare(
     source: TargetSpec,
     profile: Profile,
     *,
+    executor: str = "eager",
     timed_runs: int = 5,
     memory_budgets: Sequence[float] = MEMORY_BUDGETS,
     working: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
@@ -77,14 +84,20 @@ def compare(
     """One method after the other, each in a fresh process. NotEnoughMemory where eager does not fit."""
     check_memory(profile.step, peak_bytes=profile.peak_bytes, what="the step without a plan")
     found: list[MethodResult] = []
-    for method in rivals(memory_budgets):
+    for method in rivals(memory_budgets, executor=executor):
         with working(f"measuring {method.name}"):
             found.append(_try(source, method, timed_runs))
         yield found[-1]
     for budget_bytes in budgets_of(found, floor_bytes=profile.floor_bytes):
-        for planner in PLANNERS:
-            with working(f"measuring {planner} at {size(budget_bytes)}"):
-                result = _plan(source, profile, planner, budget_bytes=budget_bytes, timed_runs=timed_runs)
+        ways = [(planner, "eager") for planner in PLANNERS]
+        if executor != "eager":
+            ways.append(("auto", executor))
+        for planner, runs_by in ways:
+            name = planner if runs_by == "eager" else f"{planner}, {runs_by}"
+            with working(f"measuring {name} at {size(budget_bytes)}"):
+                result = _plan(
+                    source, profile, name, planner, runs_by, budget_bytes=budget_bytes, timed_runs=timed_runs
+                )
             yield result
 
 
@@ -137,11 +150,18 @@ def _first(trial: Trial) -> str:
 
 
 def _plan(
-    source: TargetSpec, profile: Profile, planner: str, *, budget_bytes: int, timed_runs: int
+    source: TargetSpec,
+    profile: Profile,
+    what: str,
+    planner: str,
+    executor: str,
+    *,
+    budget_bytes: int,
+    timed_runs: int,
 ) -> MethodResult:
-    name = f"{planner} ≤ {size(budget_bytes)}"
+    name = f"{what} ≤ {size(budget_bytes)}"
     try:
-        plan = profile.plan(budget_bytes, planner)
+        plan = profile.plan(budget_bytes, planner, executor=executor)
     except BudgetTooSmall as error:
         return MethodResult(
             method=name,

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.checking.verification import PlainPlans, planned
 from lowtide.errors import LowtideError
-from lowtide.facts.serial import solution_to_dict
+from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.plans import Plan
+from lowtide.running.inductor import executor_named
 from lowtide.running.runner import Runner, install, remove, runner_of
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.route import call_model, set_route
@@ -27,10 +28,11 @@ class NotApplicable(LowtideError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """`blocks`: torch.utils.checkpoint around every repeated block. `partitioner`: torch's own, where
-    `memory_budget` is a share of the saved bytes. `plan`: lowtide's, with its `solution`."""
+    `memory_budget` is a share of the saved bytes. `inductor`: the same, compiled by Inductor. `plan`:
+    lowtide's, with its `solution`."""
 
     name: str
-    kind: Literal["eager", "blocks", "partitioner", "plan"]
+    kind: Literal["eager", "blocks", "partitioner", "inductor", "plan"]
     memory_budget: float | None = None
     solution: dict[str, Any] | None = None
 
@@ -56,7 +58,9 @@ def switch_for(method: Method, target: Target) -> Switch:
         case "blocks":
             return _around_blocks(repeated_blocks(model))
         case "partitioner":
-            return _route(model, _partitioned(model, method.memory_budget))
+            return _route(model, _compiled(model, hooks.partitioned_by_torch, method.memory_budget))
+        case "inductor":
+            return _route(model, _compiled(model, _by_inductor, method.memory_budget))
         case "plan":
             assert method.solution is not None
             runner = _taken(planned(target, solution=method.solution).model)
@@ -70,10 +74,13 @@ def reference_for(method: Method, target: Target) -> Switch | None:
     """
     model = target.model
     if method.kind == "partitioner":
-        return _route(model, _partitioned(model, None))
+        return _route(model, _compiled(model, hooks.partitioned_by_torch, None))
+    if method.kind == "inductor" and method.memory_budget is not None:
+        return _route(model, _compiled(model, _by_inductor, None))
     if method.kind == "plan":
         assert method.solution is not None
-        install(model, PlainPlans(method.solution))
+        executor = executor_named(solution_from_dict(method.solution).executor)
+        install(model, PlainPlans(method.solution), executor=executor)
         return _route(model, _taken(model))
     return None
 
@@ -111,8 +118,16 @@ def _around_blocks(blocks: list[nn.Module]) -> Switch:
     return Switch(on, off)
 
 
-def _partitioned(model: nn.Module, memory_budget: float | None) -> Callable[..., Any]:
-    backend = partial(hooks.partitioned_by_torch, memory_budget=memory_budget)
+def _by_inductor(graph: Any, inputs: Any, *, memory_budget: float | None) -> Callable[..., Any]:
+    from lowtide.torchside.inductor import compiled_by_torch  # Inductor takes seconds to import
+
+    return compiled_by_torch(graph, inputs, memory_budget=memory_budget)
+
+
+def _compiled(
+    model: nn.Module, compiler: Callable[..., Any], memory_budget: float | None
+) -> Callable[..., Any]:
+    backend = partial(compiler, memory_budget=memory_budget)
     call = compiled(dynamo.own_code(call_model), backend)
 
     def route(*args: Any, backend: object = backend, **kwargs: Any) -> Any:

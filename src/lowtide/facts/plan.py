@@ -7,6 +7,9 @@ from lowtide.facts.step import Action, Graph, Link, Run
 PLANNERS = ("auto", "mu-two", "none", "all", "every-block", "sqrt")
 """Names of the planners; `none` recomputes nothing, `all` whatever can be."""
 
+EXECUTORS = ("eager", "inductor")
+"""Who can run a plan's graphs: the ops one by one, or what Inductor compiles of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -97,8 +100,9 @@ class Solution:
     `eager`: nothing needs as little as eager PyTorch itself, so that the plan is to leave the model to it.
     `step_in_backward`: the optimizer updates every parameter as soon as its gradient is final.
     `holds_outputs` is that of the step. `optimizer_in_pieces`: the optimizer's step takes a few parameters at
-    a time, since all at once do not fit. `offload` is there where values may leave for a store; waiting for
-    them is among `recompute_seconds`.
+    a time, since all at once do not fit. `executor` runs the graphs, one of `EXECUTORS`; `peak_bytes` is that
+    of its code. `offload` is there where values may leave for a store; waiting for them is among
+    `recompute_seconds`.
     """
 
     planner: str
@@ -122,6 +126,7 @@ class Solution:
     step_in_backward: bool = False
     holds_outputs: bool = True
     optimizer_in_pieces: bool = False
+    executor: str = "eager"
     lower_bound_seconds: float | None = None
     floor_bound_bytes: int | None = None
     offload: Offload | None = None

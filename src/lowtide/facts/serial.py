@@ -36,6 +36,7 @@ LATER = (
     "step_in_backward",
     "holds_outputs",
     "optimizer_in_pieces",
+    "executor",
     "lower_bound_seconds",
     "floor_bound_bytes",
     "offload",

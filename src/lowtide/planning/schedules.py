@@ -56,7 +56,7 @@ def graph_schedules(step: Step, runs: Sequence[Run]) -> tuple[Graph, ...]:
     position = {
         rank: place
         for segment in range(len(step.graphs))
-        for place, rank in enumerate(_scheduled_ranks(step, segment))
+        for place, rank in enumerate(scheduled_ranks(step, segment))
     }
     schedules: list[list[Run]] = [[] for _ in step.graphs]
     for run in runs:
@@ -89,7 +89,7 @@ def runs_of_schedules(
     """
     scheduled: list[list[Run]] = []
     for segment, schedule in enumerate(schedules):
-        ranks = _scheduled_ranks(step, segment)
+        ranks = scheduled_ranks(step, segment)
         if not all(0 <= run.node < len(ranks) for run in schedule):
             raise ValueError("the schedule is for a graph with more ops")
         scheduled.append([Run(ranks[run.node], run.method) for run in schedule])
@@ -113,7 +113,7 @@ def _places(step: Step, releases: Sequence[Releases]) -> dict[int, int]:
     places = last_forward_reads(step)
     leave_of = {value_of(step, leave): leave for leave in places}
     for segment, some in enumerate(releases):
-        ranks = _scheduled_ranks(step, segment)
+        ranks = scheduled_ranks(step, segment)
         for op, after in some:
             if not (op < len(ranks) and after < len(ranks) and ranks[op] in leave_of):
                 raise ValueError("the releases are for a graph with other ops")
@@ -164,7 +164,7 @@ def _with_ends(runs: Iterable[Run], ends: list[Run]) -> list[Run]:
     return found + ends
 
 
-def _scheduled_ranks(step: Step, segment: int) -> list[int]:
+def scheduled_ranks(step: Step, segment: int) -> list[int]:
     """Ranks of a graph's ops, forward and then backward: what positions in its schedule count."""
     return [
         node.rank

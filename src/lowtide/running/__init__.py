@@ -2,6 +2,7 @@
 
 - `rewrite`: the forward and backward graphs of a schedule
 - `executor`: who runs them
+- `inductor`: those that Inductor compiles, and plans that count with what its code holds
 - `backend`: the torch.compile backend that rewrites every graph by its plan
 - `backward`: backward passes, for whichever outputs got a gradient
 - `fans`: gradients of several graphs that autograd adds up in eager's order

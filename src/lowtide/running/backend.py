@@ -205,7 +205,14 @@ class _PlannedGraph:
         self.progress = progress
         self.updates_number = updates.number if updates is not None else 0
         wanted = specialised(segment, missing=plan.missing, apart=plan.apart)
-        self.rewritten = rewrite(wanted, plan.schedule, releases=plan.releases, updates=updates, store=store)
+        self.rewritten = rewrite(
+            wanted,
+            plan.schedule,
+            releases=plan.releases,
+            updates=updates,
+            store=store,
+            in_place=executor.in_place,
+        )
         sums = sums_of(segment)
         self.fans = {place: sums.get(place, 1) for place in sorted(plan.apart)}
         self.gradients = has_gradients(self.rewritten.backward, 0)

@@ -138,7 +138,7 @@ class Backward:
         segment, start = self.first_calls.take(min(surprising))
         self.used |= surprising
         plain = specialised(segment, missing=missing, apart=self.apart)
-        rewritten = rewrite(plain, plain_schedule(plain))
+        rewritten = rewrite(plain, plain_schedule(plain), in_place=self.executor.in_place)
         given = args[self.rewritten.num_saved :]
         args.clear()
         now = torch.get_rng_state()

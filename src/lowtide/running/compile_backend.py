@@ -17,16 +17,18 @@ from torch import fx, nn
 from lowtide.capture.graphs import Origin, Segment
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind, Reserve
-from lowtide.facts.plan import PLANNERS
+from lowtide.facts.plan import EXECUTORS, PLANNERS
 from lowtide.facts.sizes import parse_budget, parse_size
 from lowtide.planning.planner import Desk
 from lowtide.running.backend import Backend, GraphPlan
+from lowtide.running.inductor import InductorOps, executor_named, solve_compiled
 from lowtide.running.steps import step_of
 from lowtide.torchside import hooks
 
 OPTIONS = {
     "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); else LOWTIDE_BUDGET",
     "planner": f"one of {', '.join(PLANNERS)}",
+    "executor": f"one of {', '.join(EXECUTORS)}",
     "reserve": "bytes held besides the graph: optimizer state, other models",
 }
 
@@ -56,6 +58,7 @@ def lowtide(
         )
     reserve = parse_size(chosen["reserve"]) if "reserve" in chosen else 0
     planner = str(chosen.get("planner", "auto"))
+    executor = executor_named(str(chosen.get("executor", "eager")))
 
     def plan_graph(segment: Segment) -> GraphPlan:
         step = step_of(
@@ -63,10 +66,14 @@ def lowtide(
         )
         desk = Desk(step)
         budget = parse_budget(wanted, whole=desk.eager_peak_bytes)
-        (planned,) = desk.solve(budget_bytes=budget, planner=planner).graphs
+        if isinstance(executor, InductorOps):
+            solution = solve_compiled(desk, segment, executor, budget_bytes=budget, planner=planner)
+        else:
+            solution = desk.solve(budget_bytes=budget, planner=planner)
+        (planned,) = solution.graphs
         return GraphPlan(schedule=planned.schedule, missing=frozenset(planned.missing))
 
-    return Backend(plan_graph, origins=_origins)(graph, inputs)
+    return Backend(plan_graph, origins=_origins, executor=executor)(graph, inputs)
 
 
 def _is_symbolic(value: Any) -> bool:

@@ -22,6 +22,10 @@ class Executor(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def in_place(self) -> bool:
+        """Whether its graphs may have ops that write over what they read last."""
+
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function: ...
 
 
@@ -40,6 +44,7 @@ class EagerOps:
     """Runs the ops one by one, each as eager PyTorch does: equal to it to the last bit."""
 
     name = "eager"
+    in_place = True
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function:
         return direct_function(module)

@@ -26,6 +26,7 @@ from lowtide.planning.tied import desk_for
 from lowtide.plans import Plan, check_identity
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
+from lowtide.running.inductor import executor_named
 from lowtide.running.loop_watch import Held
 from lowtide.running.runner import install, runner_of
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
@@ -47,10 +48,10 @@ def apply_plan(
     plan: Plan,
     model: nn.Module,
     *,
-    executor: Executor = EAGER_OPS,
+    executor: Executor | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> nn.Module:
-    """Route `model`'s calls through `plan`, in place; `executor` runs the graphs.
+    """Route `model`'s calls through `plan`, in place; `executor` runs the graphs, by default the plan's own.
 
     A plan that steps in backward or in pieces needs the `optimizer`, unless it was made for one that is
     still there.
@@ -70,7 +71,7 @@ def apply_plan(
         model,
         PlanBook(plan, model, updates=updates),
         spare_bytes=spare_bytes,
-        executor=executor,
+        executor=executor or plan.executor or executor_named(plan.solution.executor),
         eager_batch=batch if plan.solution.eager else None,
         planned_batch=batch,
         updates=updates,
@@ -137,6 +138,7 @@ class PlanBook:
         self._alike: dict[str, Graph] = {}
         self._peak_bytes = plan.peak_bytes
         self._dropped: dict[str, str] = {}
+        self._told_of_executor = False
 
     def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
         kind = structure(segment.joint)
@@ -362,6 +364,13 @@ class PlanBook:
                 cause,
                 format_size(peak_bytes),
                 format_size(self.budget_bytes),
+            )
+        if self.plan.solution.executor != EAGER_OPS.name and not self._told_of_executor:
+            self._told_of_executor = True
+            logger.warning(
+                "a graph without a plan (%s) is planned as if its ops ran one by one, and what Inductor "
+                "compiles of it may hold more: plan for this shape, or choose executor 'eager'",
+                cause,
             )
 
 

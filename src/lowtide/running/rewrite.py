@@ -96,11 +96,12 @@ def rewrite(
     releases: Sequence[tuple[int, int]] = (),
     updates: Updates | None = None,
     store: int = 0,
+    in_place: bool = True,
 ) -> Rewritten:
     """The forward and backward graphs of `segment` under `schedule` and `releases` (see `facts.Graph`).
 
     `updates` takes the steps of the parameters whose gradients are then not returned. `store` is the number
-    of the store that values leave for.
+    of the store that values leave for. `in_place`: ops may write over what they read last.
     """
     forward_ops, backward_ops = split(segment)
     tangents = tangent_outputs(segment.joint)
@@ -110,7 +111,7 @@ def rewrite(
         forward=_forward_graph(
             segment, forward_ops, keepers, saved, tangents, releases=dict(releases), store=store
         ),
-        backward=_backward_graph(segment, steps, saved, tangents, updates),
+        backward=_backward_graph(segment, steps, saved, tangents, updates=updates, in_place=in_place),
         num_saved=len(saved.all),
         saved_bytes=_bytes_of(saved, segment),
         tangents=tuple(tangents.values()),
@@ -249,11 +250,13 @@ def _backward_graph(
     steps: list[_Step],
     saved: _Saved,
     tangents: Mapping[fx.Node, int],
+    *,
     updates: Updates | None,
+    in_place: bool,
 ) -> fx.GraphModule:
     graph = fx.Graph()
     latest: dict[fx.Node | Kept, fx.Node] = {}
-    written_over = overwrites(segment)
+    written_over = overwrites(segment) if in_place else {}
     for value in (*saved.all, *tangents):
         latest[value] = graph.placeholder(saved.kept[value] if isinstance(value, Kept) else value.name)
         latest[value].meta = {"val": value.value} if isinstance(value, Kept) else dict(value.meta)

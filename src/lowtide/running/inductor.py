@@ -1,0 +1,181 @@
+"""Graphs that Inductor compiles, and plans that count with what its code holds.
+
+Inductor fuses ops and orders them anew, so that its code holds other bytes than the ops one by one. What it
+will hold is found without running it, and where that is more than the budget, the plan is made again for as
+much less.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from lowtide.capture.graphs import Segment
+from lowtide.capture.overwrites import overwrites
+from lowtide.capture.regions import split
+from lowtide.capture.sums import specialised
+from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.facts import Graph, Node, Region, Run, Solution, Step
+from lowtide.facts.plan import EXECUTORS
+from lowtide.facts.units import size_and_bytes
+from lowtide.planning.planner import Desk
+from lowtide.planning.schedules import scheduled_ranks, whole_step_bytes
+from lowtide.planning.simulate import simulate, source_of
+from lowtide.running.executor import EAGER_OPS, Executor, Function
+from lowtide.running.rewrite import rewrite
+
+if TYPE_CHECKING:
+    from lowtide.torchside.inductor import CompiledGraph
+
+ROUNDS = 6
+"""How often a plan is made anew for Inductor's code before the budget is given up."""
+
+POSITION = "lowtide_position"
+"""Where a node's metadata say which op of its graph it is, or brings back."""
+
+
+class InductorOps:
+    """Runs graphs as Inductor compiles them; one that was compiled before is not compiled again.
+
+    A value that is brought back has the bits that it had: what adds numbers up runs as eager runs it, and
+    only ops that work number by number are fused, which gives each number the same bits in any company.
+    """
+
+    name = "inductor"
+    in_place = False
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[str, bool], CompiledGraph] = {}
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function:
+        return self.compiled(module, inputs, is_backward=is_backward)
+
+    def compiled(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool
+    ) -> "CompiledGraph":
+        from lowtide.torchside.inductor import CompiledGraph  # Inductor takes seconds to import
+
+        key = (f"{module.graph}{[_layout(value) for value in inputs]}", is_backward)
+        if key not in self._compiled:
+            self._compiled[key] = CompiledGraph(module, inputs, is_backward=is_backward)
+        return self._compiled[key]
+
+
+def executor_named(name: str) -> Executor:
+    """The executor that plans and options call `name`."""
+    if name not in EXECUTORS:
+        raise LowtideError(f"there is no executor '{name}': choose one of {', '.join(EXECUTORS)}")
+    if name == EAGER_OPS.name:
+        return EAGER_OPS
+    from lowtide.torchside.inductor import has_compiler
+
+    if not has_compiler():
+        raise LowtideError(
+            "executor 'inductor' needs a C++ compiler, and there is none: install g++, or choose 'eager'"
+        )
+    return InductorOps()
+
+
+def solve_compiled(
+    desk: Desk, segment: Segment, executor: InductorOps, *, budget_bytes: int, planner: str
+) -> Solution:
+    """The plan of a step of one graph whose peak is at most `budget_bytes` as Inductor's code runs it.
+
+    BudgetTooSmall where a few plans do not get there.
+    """
+    wanted_bytes = budget_bytes
+    lowest: Solution | None = None
+    for _ in range(ROUNDS):
+        try:
+            solution = desk.solve(budget_bytes=wanted_bytes, planner=planner)
+        except BudgetTooSmall:
+            if lowest is None:
+                raise
+            break
+        one_by_one_bytes = solution.peak_bytes
+        peak_bytes = compiled_peak(desk.step, solution, segment, executor)
+        solution = replace(solution, budget_bytes=budget_bytes, peak_bytes=peak_bytes, executor=executor.name)
+        if peak_bytes <= budget_bytes:
+            return solution
+        if lowest is None or peak_bytes < lowest.peak_bytes:
+            lowest = solution
+        wanted_bytes = one_by_one_bytes - (peak_bytes - budget_bytes)
+    assert lowest is not None
+    raise BudgetTooSmall(
+        budget_bytes=budget_bytes,
+        floor_bytes=lowest.peak_bytes,
+        node=lowest.peak_node,
+        hint=f"So much Inductor's code holds; executor 'eager' reaches {size_and_bytes(desk.floor_bytes)}.",
+    )
+
+
+def compiled_peak(step: Step, solution: Solution, segment: Segment, executor: InductorOps) -> int:
+    """The peak of a step whose only graph of the model runs as Inductor's code."""
+    number = next(number for number, graph in enumerate(step.graphs) if graph.in_model)
+    rises = _rises(step, number, solution.graphs[number], segment, executor)
+    timeline = simulate(step, solution.schedule.runs)
+    in_pieces = solution.optimizer_in_pieces or solution.step_in_backward
+    peak_bytes = 0 if in_pieces else whole_step_bytes(step, timeline)
+    begun: set[Region] = set()
+    for position, run in enumerate(timeline.runs):
+        region = _region(step, run)
+        node, held_bytes = step.nodes[run.node], int(timeline.bytes_held[position])
+        if region not in rises or node.segment != number or node.op == "placeholder":
+            peak_bytes = max(peak_bytes, held_bytes)
+        elif region not in begun:
+            begun.add(region)
+            source = source_of(step, run)
+            made = sum(step.storages[i].nbytes for i in source.makes if not step.storages[i].static)
+            peak_bytes = max(peak_bytes, held_bytes - made - source.workspace_bytes + rises[region])
+    return peak_bytes
+
+
+def _rises(
+    step: Step, number: int, graph: Graph, segment: Segment, executor: InductorOps
+) -> dict[Region, int]:
+    """The most that each pass of a graph holds beyond what the plan holds when it begins."""
+    from lowtide.torchside.inductor import Bytes, doubles, storage_bytes
+
+    wanted = specialised(segment, missing=frozenset(graph.missing), apart=frozenset(graph.apart))
+    ranks = scheduled_ranks(step, number)
+    for position, node in enumerate(itertools.chain(*split(wanted))):
+        node.meta[POSITION] = position
+    rewritten = rewrite(wanted, graph.schedule, in_place=False)
+
+    in_place = {node.meta[POSITION] for node in overwrites(wanted)}
+
+    def costs(node: fx.Node) -> Bytes:
+        position, method = node.meta[POSITION], node.meta.get("lowtide_method", "")
+        source = source_of(step, Run(ranks[position], method))
+        inside = source.workspace_bytes
+        if isinstance(source, Node) and position in in_place:
+            inside += source.extra_eager_bytes
+        return Bytes(tuple(step.storages[storage].nbytes for storage in source.makes), max(0, inside))
+
+    inputs = [node.meta["val"] for node in rewritten.forward.graph.find_nodes(op="placeholder")]
+    forward = executor.compiled(rewritten.forward, inputs, is_backward=False)
+    read = [node.meta["val"] for node in rewritten.backward.graph.find_nodes(op="placeholder")]
+    backward = executor.compiled(rewritten.backward, read, is_backward=True)
+    given = doubles(inputs)
+    results, forward_bytes = forward.dry_run(list(given), costs=costs)
+    returned = [results[place] for place in graph.returned]
+    planned = [node.meta["val"] for node in rewritten.forward.graph.output_node().all_input_nodes]
+    more_bytes = storage_bytes(results, besides=given) - storage_bytes(planned, besides=inputs)
+    saved = results[wanted.num_forward_outputs :]
+    passed = [*saved, *doubles(read[len(saved) :])]
+    del results, saved
+    _, backward_bytes = backward.dry_run(passed, costs=costs)
+    del returned
+    return {Region.FORWARD: forward_bytes, Region.BACKWARD: backward_bytes + more_bytes}
+
+
+def _region(step: Step, run: Run) -> Region:
+    """Where a run takes place: what is brought back, in the backward pass."""
+    return step.nodes[run.node].region if run.is_first else Region.BACKWARD
+
+
+def _layout(value: Any) -> str:
+    stride = value.stride() if hasattr(value, "stride") else ""
+    return f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', value)}{stride}"

@@ -1,0 +1,180 @@
+"""Graphs compiled by Inductor: as functions, and what these hold.
+
+All that is Inductor's own is used here alone. Nothing is left to it but fusing and ordering the ops of one
+graph that work number by number; a graph gets its inputs and gives its outputs in the layouts that it was
+traced with, all other ops run as they are (`opaque`), and numbers of less than 32 bits are rounded wherever
+eager would: so a value does not depend on what it is fused with.
+"""
+
+import itertools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lowtide.torchside.calls import iter_tensors, storage_key
+from lowtide.torchside.hooks import FakeTensor, FakeTensorMode, StorageWeakRef, TorchDispatchMode, quiet
+from lowtide.torchside.opaque import OpaqueGraph, call_numbered
+
+SETTINGS = {
+    "fallback_random": True,
+    "emulate_precision_casts": True,
+    "layout_optimization": False,
+    # A graph's text does not tell what its opaque calls return.
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+}
+
+STUBS: dict[str, Callable[..., Any]] = {
+    "empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+    "reinterpret_tensor": torch.as_strided,
+    "assert_size_stride": lambda *_: None,
+    "assert_alignment": lambda *_: None,
+}
+"""What Inductor's code calls besides its kernels and ops, as it goes with fake tensors."""
+KERNEL = "cpp_fused"
+"""How the names of its kernels begin."""
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler for Inductor."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+def compiled_by_torch(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, memory_budget: float | None
+) -> Callable[..., Any]:
+    """torch.compile's own backend, for comparison; `memory_budget` is `activation_memory_budget`, None
+    torch's default."""
+    settings: dict[str, Any] = {"enable_autograd_cache": False}
+    if memory_budget is not None:
+        settings["activation_memory_budget"] = memory_budget
+    with quiet(), functorch_config.patch(settings), inductor_config.patch(fallback_random=True):
+        compiled: Any = compile_fx(graph, list(inputs))
+    return compiled  # type: ignore[no-any-return]
+
+
+class Bytes(NamedTuple):
+    """What an op holds: the storages that it makes, which may be larger than fake ones, and inside of it."""
+
+    made: tuple[int, ...]
+    inside: int
+
+
+class CompiledGraph:
+    """A graph as a function of a list of inputs, which it empties."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> None:
+        self._opaque = OpaqueGraph(module)
+        self._mode = _mode_of(inputs)
+        with quiet(), inductor_config.patch(SETTINGS):
+            with self._mode:
+                trace = make_fx(self._opaque.module, decomposition_table=select_decomp_table())
+                traced = trace(*inputs)
+            output: Any = traced.graph.output_node()
+            output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+            with tracing(TracingContext(self._mode)):
+                self._compiled: Any = compile_fx_inner(traced, list(inputs), is_backward=is_backward)
+
+    def __call__(self, values: list[Any]) -> Any:
+        return self._compiled(values)
+
+    def dry_run(self, inputs: list[Any], *, costs: Callable[[fx.Node], Bytes]) -> tuple[list[Any], int]:
+        """What it returns for fake tensors, and the most that it holds at once beyond what is there when it
+        begins. An input that nobody else holds leaves room when it was read last: `inputs` is emptied.
+        `costs` says what a node holds that is no op of Inductor's.
+
+        Runs Inductor's own code, whose kernels do nothing then.
+        """
+        runner = self._compiled.compiled_fn_runner
+        code = runner.call.__func__
+        kernels = {name: _nothing for name in code.__globals__ if name.startswith(KERNEL)}
+        call = types.FunctionType(code.__code__, {**code.__globals__, **STUBS, **kernels})
+        with self._mode, torch.no_grad(), _Rise(inputs, costs) as rise:
+            results = call(runner, inputs)
+        return list(results), int(rise.peak_bytes)
+
+
+class _Rise(TorchDispatchMode):
+    """Counts the bytes that ops make, less those of `inputs` that are gone."""
+
+    def __init__(self, inputs: Iterable[Any], costs: Callable[[fx.Node], Bytes]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._costs = costs
+        self._live: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.peak_bytes = 0
+        for tensor in iter_tensors(inputs):
+            self._note(tensor)
+        self._first_bytes = self._live_bytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        costs, results = Bytes((), 0), result
+        if func is torch.ops.lowtide.opaque.default:
+            costs = self._costs(call_numbered(args[2]))
+            results = result[1:]  # its token has no bytes
+        self._live_bytes()  # forgets what is gone, since a new storage may have the same key
+        made = [tensor for tensor in iter_tensors(results) if storage_key(tensor) not in self._live]
+        for tensor, nbytes in itertools.zip_longest(made, costs.made[: len(made)], fillvalue=0):
+            assert isinstance(tensor, Tensor)
+            self._note(tensor, nbytes)
+        if made:
+            held = self._live_bytes() - self._first_bytes + costs.inside
+            self.peak_bytes = max(self.peak_bytes, held)
+        return result
+
+    def _note(self, tensor: Tensor, nbytes: int = 0) -> None:
+        storage = tensor.untyped_storage()
+        nbytes = max(nbytes, storage.nbytes())
+        self._live[storage_key(tensor)] = (nbytes, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+
+    def _live_bytes(self) -> int:
+        self._live = {key: (n, ref) for key, (n, ref) in self._live.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+        return sum(nbytes for nbytes, _ in self._live.values())
+
+
+def doubles(values: Sequence[Any]) -> list[Any]:
+    """Fake tensors of the same layouts in storages of their own, one for each of the originals'."""
+    storages: dict[int, Tensor] = {}
+
+    def double(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        key = storage_key(value)
+        if key not in storages:
+            storages[key] = torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8)
+        whole = storages[key].view(value.dtype)
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    with _mode_of(values), torch.no_grad():
+        return [double(value) for value in values]
+
+
+def storage_bytes(values: Iterable[Any], *, besides: Iterable[Any] = ()) -> int:
+    """Bytes of the storages of these tensors, those of others left out."""
+    known = {storage_key(tensor) for tensor in iter_tensors(list(besides))}
+    sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in iter_tensors(list(values))}
+    return sum(nbytes for key, nbytes in sizes.items() if key not in known)
+
+
+def _mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
+    mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
+    return mode if mode is not None else FakeTensorMode()
+
+
+def _nothing(*_: Any) -> None:
+    """A kernel that is not run."""

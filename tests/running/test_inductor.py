@@ -1,0 +1,120 @@
+"""Graphs that Inductor compiles: the same bits, and the peak that was predicted."""
+
+import pytest
+import torch
+from torch import nn
+from training import differences, measured_peak, train, twin
+
+import lowtide
+from lowtide.running import inductor
+from lowtide.torchside.inductor import has_compiler
+from lowtide.zoo.targets import Target
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler"),
+]
+
+
+class Branches(nn.Module):
+    """Ops that are fused, ops that are not, and random ones that no data puts into an order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(5) for _ in range(3))
+        self.convolutions = nn.ModuleList(nn.Conv2d(5, 5, 3, padding=1) for _ in range(3))
+        self.linear = nn.Linear(5 * 49, 33)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = images
+        for norm, convolution in zip(self.norms, self.convolutions, strict=True):
+            hidden = nn.functional.gelu(norm(convolution(hidden)))
+            hidden = self.drop(hidden).tanh() * self.drop(hidden).sigmoid() + hidden.exp()
+        rows = self.linear(hidden.flatten(1))
+        return rows.log_softmax(1).exp().square().mean()
+
+
+def make_target(dtype: torch.dtype = torch.float32) -> Target:
+    torch.manual_seed(0)
+    model = Branches().to(dtype)
+    batch = torch.randn(16, 5, 7, 7, dtype=dtype)
+    return Target("branches", model, batch, torch.optim.Adam(model.parameters()))
+
+
+def profile_of(target: Target, **options: object) -> lowtide.Profile:
+    return lowtide.profile(target.model, target.batch, optimizer=target.optimizer, **options)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
+)
+def test_recompute_changes_no_bit_and_the_peak_is_as_predicted(dtype: torch.dtype) -> None:
+    eager = make_target(dtype)
+    plain, planned = twin(eager), twin(eager)
+    found = profile_of(plain)
+    found.plan("200%", "none", executor="inductor").apply(plain.model)
+    found = profile_of(planned)
+    budget = (found.floor_bytes + found.plan("200%").peak_bytes) // 2
+    plan = found.plan(budget, executor="inductor")
+    assert plan.recompute_seconds > 0
+    assert plan.solution.executor == "inductor"
+    plan.apply(planned.model)
+    expected = train(plain)
+    assert differences(expected, train(planned)) == []
+    assert all(
+        torch.allclose(one, other, rtol=0.05, atol=0.05)
+        for (_, one), (_, other) in zip(expected, train(eager), strict=True)
+    )
+    measured = measured_peak(planned)
+    assert measured <= budget
+    assert abs(measured / plan.peak_bytes - 1) < 0.01
+
+
+def test_a_budget_that_compiled_code_cannot_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "compiled_peak", lambda *_: 10**9)
+    with pytest.raises(lowtide.BudgetTooSmall, match="executor 'eager' reaches"):
+        profile_of(make_target()).plan("90%", executor="inductor")
+
+
+def test_plans_are_made_again_until_compiled_code_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = profile_of(make_target())
+    budget = (found.floor_bytes + 3 * found.peak_bytes) // 4
+    asked = []
+
+    def peak_of(step: object, solution: object, *_: object) -> int:
+        asked.append(solution.peak_bytes)
+        return solution.peak_bytes + 4096
+
+    monkeypatch.setattr(inductor, "compiled_peak", peak_of)
+    plan = found.plan(budget, executor="inductor")
+    assert plan.budget_bytes == budget >= plan.peak_bytes == asked[-1] + 4096
+    assert asked == sorted(asked, reverse=True)
+
+
+def test_what_it_cannot_run_is_refused_in_one_line(tmp_path) -> None:
+    target = make_target()
+    profile_of(target).save(tmp_path / "profile.json")
+    with pytest.raises(lowtide.LowtideError, match=r"^executor 'inductor' compiles the graphs .* has none;"):
+        lowtide.load_profile(tmp_path / "profile.json").plan("90%", executor="inductor")
+    with pytest.raises(lowtide.LowtideError, match="cannot step in backward"):
+        profile_of(target, step_in_backward=True).plan("90%", executor="inductor")
+    with pytest.raises(lowtide.LowtideError, match="there is no executor 'triton'"):
+        lowtide.checkpoint(target.model, target.batch, budget="90%", executor="triton")
+
+
+def test_without_a_compiler_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.torchside.inductor.has_compiler", lambda: False)
+    target = make_target()
+    with pytest.raises(lowtide.LowtideError, match="needs a C\\+\\+ compiler"):
+        lowtide.checkpoint(target.model, target.batch, budget="90%", executor="inductor")
+
+
+@pytest.mark.long
+def test_as_an_option_of_torch_compile() -> None:
+    plain = make_target()
+    planned = twin(plain)
+    for target, budget in ((plain, "200%"), (planned, "75%")):
+        options = {"budget": budget, "executor": "inductor"}
+        target.model.compile(backend="lowtide", dynamic=False, options=options)
+    assert differences(train(plain), train(planned)) == []
