@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,14 @@ def idle_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Tests keep their own machine busy: what they time is good enough for them, and is remembered."""
     if request.node.get_closest_marker("busy") is None:
         monkeypatch.setattr(Trial, "noisy", False)
+
+
+@pytest.fixture(autouse=True)
+def young_heap() -> Iterator[None]:
+    """Whatever looks for garbage, looks at what this test has made: torch leaves a million objects behind."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ print(json.dumps([profile.peak_bytes, plan.peak_bytes, plan.budget_bytes, plan.o
 """
 
 
+@pytest.mark.long
 def test_a_step_of_more_than_100_gib_is_planned_within_2_gib() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -88,6 +88,7 @@ def test_nothing_fits():
     assert found.lowest_bytes > 1000
 
 
+@pytest.mark.long
 def test_multiples_and_a_limit(budget_bytes):
     found = lowtide.fit(make, budget=budget_bytes, multiple_of=8, check=False)
     assert found.largest_plain == 32 and found.largest % 8 == 0 and found.checks == ()
@@ -103,6 +104,7 @@ def test_what_the_machine_cannot_hold_is_said_and_not_run(budget_bytes, monkeypa
     assert all(check.measured_peak_bytes is None and "are free" in check.reason for check in found.checks)
 
 
+@pytest.mark.long
 def test_a_step_whose_ops_change_with_the_size_is_found_by_halving(budget_bytes):
     class Odd(nn.Module):
         def __init__(self):

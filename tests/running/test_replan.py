@@ -65,7 +65,7 @@ def _gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor | Non
     return found
 
 
-@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
+@pytest.mark.parametrize("adam", [pytest.param(False, marks=pytest.mark.long), True], ids=["sgd", "adam"])
 @pytest.mark.parametrize("make, batch", [(stack, rows), (SharedModule, rows), (BatchNorms, images)])
 def test_smaller_batches_stay_within_a_plan_at_the_floor(
     make: Callable[[], nn.Module],

@@ -140,7 +140,7 @@ def test_a_change_gets_a_plan_of_its_own(name: str, caplog: pytest.LogCaptureFix
     assert "got one of its own" not in caplog.text, "plans are kept"
 
 
-@pytest.mark.parametrize("reads", ["at the end", "in a loop"])
+@pytest.mark.parametrize("reads", [pytest.param("at the end", marks=pytest.mark.long), "in a loop"])
 def test_several_graphs_in_other_shapes_and_situations(reads: str) -> None:
     pair = Pair(Net(reads))
     pair.check(rows(BATCH - 56))

@@ -125,6 +125,7 @@ def test_a_plan_from_a_file_asks_for_the_optimizer(tmp_path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(steps(plain), steps(other), strict=True))
 
 
+@pytest.mark.long
 def test_verify_compares_what_is_left(tmp_path) -> None:
     target = target_with(OPTIMIZERS["adam"])
     plan = planned(target)
