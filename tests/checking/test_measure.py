@@ -60,7 +60,7 @@ def is_running(pid):
     return not state.startswith(" Z")
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=120):
     """What `condition` gives as soon as it is true."""
     end = time.monotonic() + seconds
     while not (found := condition()):

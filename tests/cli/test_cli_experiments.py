@@ -254,7 +254,7 @@ def test_how_a_sweep_ends(rows, code):
 def methods(*last):
     """A comparison of eager, a rival that crashes, and `last`, which is a result or an interruption."""
 
-    def run(spec, profile, *, timed_runs, working):
+    def run(spec, profile, *, executor, timed_runs, working):
         yield MethodResult(method="none", kind="eager", verdict=Results.EXACT, peak_bytes=200, time_ratio=1.0)
         yield MethodResult(method="rival", kind="partitioner", verdict=Results.CRASHED, why="oh")
         for result in last:

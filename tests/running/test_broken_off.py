@@ -42,6 +42,7 @@ class Interrupted:
     """Runs one of the passes op by op, and is interrupted before op `stop` of it."""
 
     name = "interrupted"
+    in_place = True
     stop = -1
 
     def __init__(self, *, in_backward: bool = True) -> None:
