@@ -47,8 +47,8 @@ def _check(target: Target, found: Profile, shares: tuple[float, ...] = SHARES) -
         assert differences(expected, train(planned)) == [], budget
         measured = measured_peak(planned)
         assert measured <= plan.budget_bytes, budget
-        # the bytes are for models of a few hundred kilobytes, where the scalars beside a graph count
-        assert measured == pytest.approx(plan.peak_bytes, rel=0.01, abs=2100), budget
+        # the bytes are for models of a few hundred kilobytes, where scalars and vectors beside a graph count
+        assert measured == pytest.approx(plan.peak_bytes, rel=0.01, abs=2300), budget
 
 
 @pytest.mark.parametrize("name", TROUBLE)

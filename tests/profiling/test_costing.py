@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide.api import profile
 from lowtide.capture.step import capture
-from lowtide.profiling import trials
+from lowtide.profiling import costing, trials
 from lowtide.profiling.costing import estimate_costs, measure_costs
 from lowtide.profiling.device import OpTiming
 
@@ -30,3 +30,25 @@ def test_blocks_on_a_gpu_are_as_its_allocator_cuts_them():
     there = estimate_costs(replace(captured, step=replace(captured.step, device="cuda:0")), known)
     assert any(storage.nbytes % 512 for storage in here.storages)
     assert not any(storage.nbytes % 512 for storage in there.storages)
+
+
+def test_only_ops_with_tensors_of_other_types_are_measured_later(monkeypatch):
+    """Kernels of another type hold other bytes inside, which no scaling tells."""
+
+    def step_of(rows, dtype):
+        return capture(nn.Linear(8, 8).to(dtype), torch.randn(rows, 8, dtype=dtype), loss=torch.sum)
+
+    _, known = measure_costs(step_of(4, torch.float32))
+    measured = []
+    real = costing.measure_calls
+    monkeypatch.setattr(
+        costing, "measure_calls", lambda calls, **how: measured.extend(calls) or real(calls, **how)
+    )
+    for _ in range(2):
+        estimate_costs(step_of(6, torch.float32), known)
+        assert not measured
+    estimate_costs(step_of(6, torch.bfloat16), known)
+    assert any("addmm" in str(call.target) for call in measured)
+    measured.clear()
+    estimate_costs(step_of(4, torch.bfloat16), known)
+    assert not measured

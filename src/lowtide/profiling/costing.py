@@ -61,7 +61,11 @@ def measure_costs(
 
 
 def estimate_costs(captured: Captured, known: Known) -> Step:
-    """Costs from ops that were measured before, scaled where the shape is new; measures nothing."""
+    """Costs from ops that were measured before, scaled where the shape is new.
+
+    Only an op whose like was never measured, or only with tensors of other types, is measured.
+    """
+    _measure_new(captured, known)
     by_signature: dict[str, OpCost] = {}
     costs = {}
     for run, call in captured.calls.items():
@@ -70,6 +74,28 @@ def estimate_costs(captured: Captured, known: Known) -> Step:
             by_signature[name] = known.cost_of(call, name, _made(captured.step, run))
         costs[run] = by_signature[name]
     return _fill(captured, captured.calls, costs)
+
+
+def _measure_new(captured: Captured, known: Known) -> None:
+    new: dict[str, tuple[Run, Call]] = {}
+    for run, call in captured.calls.items():
+        if not known.has_like(call):
+            new.setdefault(signature(call), (run, call))
+    if new:
+        _measure(captured, list(new.values()), known)
+
+
+@one_at_a_time
+def _measure(captured: Captured, new: list[tuple[Run, Call]], known: Known) -> None:
+    with real_tensors():
+        measured = measure_calls(
+            [call for _, call in new],
+            memory_limit_bytes=MEMORY_LIMIT_BYTES,
+            cache=CostCache(device_for(torch.device(captured.step.device))),
+        )
+    known.add(
+        (call, cost, _made(captured.step, run)) for (run, call), cost in zip(new, measured.costs, strict=True)
+    )
 
 
 def _made(step: Step, run: Run) -> tuple[int, ...]:

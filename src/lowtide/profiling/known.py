@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from math import log
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowtide.profiling.ops import cost_by_bytes
@@ -13,6 +14,8 @@ from lowtide.torchside.calls import Call, OpCost, map_leaves, signature
 
 Made = tuple[int, ...]
 """Bytes of each block that a call makes."""
+Kind = tuple[Any, tuple[torch.dtype, ...]]
+"""An op and the types of its tensors: kernels of another type hold other bytes inside."""
 
 
 class Known:
@@ -23,28 +26,38 @@ class Known:
 
     def __init__(self, measured: Iterable[tuple[Call, OpCost, Made]]) -> None:
         self._costs: dict[str, OpCost] = {}
-        self._calls: dict[Any, list[tuple[Call, OpCost, Made]]] = {}
-        self._works: dict[Any, list[tuple[str, Work, OpCost]]] = {}
+        self._calls: dict[Kind, list[tuple[Call, OpCost, Made]]] = {}
+        self._works: dict[Kind, list[tuple[str, Work, OpCost]]] = {}
+        self.add(measured)
+
+    def add(self, measured: Iterable[tuple[Call, OpCost, Made]]) -> None:
         for call, cost, made in measured:
             name = signature(call)
+            kind = kind_of(call)
             if name not in self._costs:
-                self._calls.setdefault(call.target, []).append((call, cost, made))
+                self._calls.setdefault(kind, []).append((call, cost, made))
+                self._works.pop(kind, None)
             self._costs[name] = cost
+
+    def has_like(self, call: Call) -> bool:
+        """Whether the op of a call was measured with tensors of the same types."""
+        return call.target is operator.getitem or kind_of(call) in self._calls
 
     def cost_of(self, call: Call, name: str, made: Made) -> OpCost:
         """The cost of a call whose signature is `name` and that makes blocks of these bytes.
 
-        Measured, or else scaled from the measured call of the same op nearest in bytes, or else from its
-        bytes alone; the last two are `estimated`.
+        Measured, or else scaled from the measured call of the same op and types that is nearest in bytes, or
+        else from its bytes alone; the last two are `estimated`.
         """
         if name in self._costs:
             return self._costs[name]
         if call.target is operator.getitem:
             return OpCost(0.0, 0, estimated=False)
-        if call.target not in self._calls:
+        kind = kind_of(call)
+        if kind not in self._calls:
             return cost_by_bytes(call)
         work, constants = work_making(call, made), _constants(call)
-        works = self._works_of(call.target)
+        works = self._works_of(kind)
         # which gradients a convolution gives, say, changes what it holds more than its size does
         alike = [each for each in works if each[0] == constants] or works
         _, near, cost = min(alike, key=lambda each: abs(log((each[1].nbytes + 1) / (work.nbytes + 1))))
@@ -57,12 +70,20 @@ class Known:
             hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
         )
 
-    def _works_of(self, target: Any) -> list[tuple[str, Work, OpCost]]:
-        if target not in self._works:
-            self._works[target] = [
-                (_constants(call), work_making(call, made), cost) for call, cost, made in self._calls[target]
+    def _works_of(self, kind: Kind) -> list[tuple[str, Work, OpCost]]:
+        if kind not in self._works:
+            self._works[kind] = [
+                (_constants(call), work_making(call, made), cost) for call, cost, made in self._calls[kind]
             ]
-        return self._works[target]
+        return self._works[kind]
+
+
+def kind_of(call: Call) -> Kind:
+    types: list[torch.dtype] = []
+    map_leaves(
+        lambda leaf: types.append(leaf.dtype) if isinstance(leaf, Tensor) else None, (call.args, call.kwargs)
+    )
+    return call.target, tuple(types)
 
 
 def _constants(call: Call) -> str:
