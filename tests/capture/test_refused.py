@@ -1,5 +1,6 @@
 """What cannot be captured is refused in one line that says why, and where in the user's code."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from nets import ROWS, WIDTH, Net, rows
 from torch import nn
+from torch.nn import functional as F
 
 from lowtide.capture.step import capture
 from lowtide.errors import CaptureError
@@ -101,6 +103,30 @@ def test_a_graph_break_inside_a_loop_is_followed() -> None:
     captured = capture(Loop(), rows())
     assert any("outside of its graphs" in note for note in captured.step.notes), "the layer with the hook"
     assert sum(graph.in_model for graph in captured.step.graphs) == 1, "the other one"
+
+
+def test_a_loop_that_goes_on_after_a_graph_may_ask_for_identities() -> None:
+    class Layer(nn.Linear):
+        def chunk(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.weight, self.bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert len(inspect.signature(self.chunk).parameters) == 1  # which compares identities
+            torch._dynamo.graph_break()
+            return self.chunk(x)
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _, layer in enumerate(self.layers):
+                x = layer(x)
+            return x
+
+    captured = capture(Loop(), rows())
+    assert sum(graph.in_model for graph in captured.step.graphs) == 3
 
 
 def test_sparse_gradients_are_refused() -> None:
