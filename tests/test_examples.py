@@ -1,17 +1,14 @@
 """Every example runs as it is, at a tiny size."""
 
-import importlib.util
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torchrun import ROOT, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 ALONE = {
     "resnet_images.py": ("transformers", ["--steps", "2"]),
@@ -20,12 +17,8 @@ ALONE = {
     "unet_lightning.py": ("lightning", []),
 }
 TRAINERS = ("bert_trainer.py", "unet_lightning.py")
-TOGETHER = {"ddp.py": "lowtide.api", "fsdp2.py": "lowtide.torchside.sharded"}
-"""Examples for several processes, each with the module that it needs of lowtide."""
-
-
-def is_there(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+TOGETHER = ("ddp.py", "fsdp2.py")
+"""Examples for several processes."""
 
 
 @pytest.mark.parametrize(
@@ -45,25 +38,9 @@ def test_an_example(
 @pytest.mark.long
 @pytest.mark.parametrize("name", TOGETHER)
 def test_an_example_for_two_processes(name: str) -> None:
-    if not is_there(TOGETHER[name]):
-        pytest.skip(f"this version has no {TOGETHER[name]}")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            EXAMPLES / name,
-        ],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(f"rank {rank}, step 2: loss" in done.stdout for rank in (0, 1))
+    done = torchrun(EXAMPLES / name)
+    assert done.status == 0, done.err
+    assert all(f"rank {rank}, step 2: loss" in done.out for rank in (0, 1))
 
 
 def test_examples_are_short_and_listed() -> None:

@@ -14,7 +14,7 @@ FEW = ["accumulation, own hook, small buckets", "unused parameters, bucket views
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
     folder = str(tmp_path_factory.mktemp("plans"))
-    names = ("launches", "collectives", "batches_of_all_sizes")
+    names = ("launches", "collectives", "batches_of_all_sizes", "sync_batch_norm")
     groups = {
         "orders": Group("ddp_cases:both_orders", {"folder": folder, "names": FEW}),
         "peaks": Group("ddp_cases:peaks", {"folder": folder}),
@@ -63,6 +63,13 @@ def test_what_talks_to_other_ranks_is_never_run_again(ended: dict[str, list[Rank
     for exact, (plain, planned) in values(ended, "collectives"):
         assert exact
         assert plain == planned > 0
+
+
+def test_sync_batch_norm_is_refused_on_a_cpu_by_torch_itself(ended: dict[str, list[Rank]]) -> None:
+    """Where a torch runs it, this goes red, and `AcrossRanks` can be the module itself."""
+    for plain, planned in values(ended, "sync_batch_norm"):
+        assert plain.startswith("SyncBatchNorm expected input tensor to be on GPU")
+        assert plain in planned
 
 
 def test_ranks_may_have_batches_of_other_sizes(ended: dict[str, list[Rank]]) -> None:

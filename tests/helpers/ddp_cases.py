@@ -4,9 +4,9 @@ import copy
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ import lowtide
 from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import static_bytes, train_step
 from lowtide.running.runner import runner_of
+from lowtide.torchside import ddp
 
 ROWS, WIDTH = 48, 16
 
@@ -225,7 +226,7 @@ def peaks(rank: int, folder: str) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def in_group(rank: int, trouble: str, folder: str = "") -> Any:
+def in_group(rank: int, trouble: str) -> Any:
     """One agreement of all ranks with the given trouble on one of them; what it ends with."""
     torch.manual_seed(0)
     net, batch, budget = Blocks(width=16, depth=1), torch.randn(32, 16), "90%"
@@ -237,9 +238,6 @@ def in_group(rank: int, trouble: str, folder: str = "") -> Any:
         budget = 1000
     if rank == 1 and trouble == "no model":
         net = None
-    if rank == 1 and trouble == "does not come":
-        time.sleep(6)
-        return None
     if trouble == "another plan":
         plan = lowtide.profile(net, batch).plan("95%" if rank else "90%")
         return plan.apply(net)
@@ -247,6 +245,22 @@ def in_group(rank: int, trouble: str, folder: str = "") -> Any:
         batch = torch.randn(48, 16)
     lowtide.checkpoint(net, batch, budget=budget)
     return runner_of(net).plans.budget_bytes
+
+
+def does_not_come(rank: int, seconds: float) -> str:
+    """What rank 0 says of rank 1, which is there and plans nothing, when the group's time-out is over."""
+    store = ddp.store_of(torch.distributed.group.WORLD)
+    patience, said = store.timeout, ""
+    store.set_timeout(timedelta(seconds=seconds))
+    if rank == 1:
+        store.wait(["said"], patience)
+        return said
+    try:
+        lowtide.checkpoint(Blocks(width=16, depth=1), torch.randn(32, 16), budget="90%")
+    except lowtide.LowtideError as error:
+        said = str(error)
+    store.set("said", "")
+    return said
 
 
 def batches_of_all_sizes(rank: int) -> tuple[bool, list[str]]:
@@ -392,5 +406,5 @@ def sync_batch_norm(rank: int) -> list[str]:
             else:
                 net(torch.randn(4, 8))
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            said.append(str(error))
     return said

@@ -3,13 +3,15 @@
 import multiprocessing
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60
+SECONDS = 300
+"""Long enough for a machine that is busy with much else."""
 
 
 def on_processes(function: Callable[..., Any], ranks: int, folder: Path, *args: Any) -> list[Any]:
@@ -22,12 +24,25 @@ def on_processes(function: Callable[..., Any], ranks: int, folder: Path, *args: 
     ]
     for process in started:
         process.start()
-    for process in started:
-        process.join()
-    answers = [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(ranks)]
+    deadline = time.monotonic() + 2 * SECONDS
+    try:
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    answers = [_answer(folder / f"rank{rank}", process.exitcode) for rank, process in enumerate(started)]
     for failed, value in answers:
         assert not failed, value
     return [value for _, value in answers]
+
+
+def _answer(path: Path, status: int | None) -> tuple[bool, Any]:
+    if not path.exists():
+        return True, f"{path.name} ended with {status} and said nothing"
+    failed, value = pickle.loads(path.read_bytes())
+    return failed, value
 
 
 def _follow(function: Callable[..., Any], rank: int, ranks: int, folder: Path, args: tuple[Any, ...]) -> None:

@@ -19,8 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-GROUP_SECONDS = 20
-LIMIT_SECONDS = 400
+GROUP_SECONDS = 300
+LIMIT_SECONDS = 900
+"""Long enough for a machine that is busy with much else: nothing that goes well waits for these."""
 
 
 @dataclass(frozen=True, slots=True)

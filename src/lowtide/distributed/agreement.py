@@ -48,10 +48,16 @@ def plan_together(
 
 
 def check_together(ranks: Ranks, plan: Plan, check: Callable[[], None]) -> None:
-    """Stop all ranks where `check` fails on one of them, or where one has another plan for its graphs."""
-    _, told = together(ranks, check, tell=lambda _: [digest(plan), plan.solution.fingerprint])
+    """Stop all ranks where `check` fails on one of them, or where one has another plan for its graphs.
+
+    Those that hold parts of a model may each have made one from a profile of their own.
+    """
+    own = ranks.divided and plan.step is not None
+    _, told = together(ranks, check, tell=lambda _: ["" if own else digest(plan), plan.solution.fingerprint])
     first: dict[str, int] = {}
     for rank, (found, graphs) in enumerate(told):
+        if not found:
+            continue
         other = first.setdefault(graphs, rank)
         if told[other][0] != found:
             raise PlanMismatch(

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 import torch.distributed as dist
 from torch import nn
 
+from lowtide.distributed.ranks import group_for
 from lowtide.errors import RankError
 from lowtide.running.runner import runner_of
 from lowtide.torchside import ddp, engine
@@ -115,7 +116,7 @@ def guard_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Let the planned `model` of one of several processes name the rank that fails."""
     if not dist.is_available() or not dist.is_initialized():
         return
-    group = group or ddp.default_group(model)
+    group = group or group_for(model)
     runner = runner_of(model)
     if runner is None or dist.get_world_size(group) == 1:
         return

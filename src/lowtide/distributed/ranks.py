@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowtide.errors import LowtideError, RankError
-from lowtide.torchside import ddp
-from lowtide.torchside.sharded import units_of
+from lowtide.torchside import ddp, sharded
 
 T = TypeVar("T")
 
@@ -28,25 +27,29 @@ _rounds: Counter[str] = Counter()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of a group, as one of them sees it."""
+    """The processes of a group, as one of them sees it; `divided` where each holds a part of the model."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
+    divided: bool = False
 
 
 def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
-    """Who trains `model`: the processes of `group`, else of its DistributedDataParallel, else of the default
-    group; None for a process alone, and for one that holds a part of the model, whose plan is its own."""
+    """Who trains `model`: the processes of `group`, else of `group_for(model)`; None for a process alone."""
     if not dist.is_available() or not dist.is_initialized():
         _check_alone()
         return None
-    if group is None:
-        group = ddp.default_group(model)
-    if isinstance(model, nn.Module) and units_of(model):
-        return None
+    group = group or group_for(model)
     size = dist.get_world_size(group)
-    return Ranks(group, dist.get_rank(group), size) if size > 1 else None
+    divided = isinstance(model, nn.Module) and bool(sharded.units_of(model))
+    return Ranks(group, dist.get_rank(group), size, divided) if size > 1 else None
+
+
+def group_for(model: nn.Module) -> dist.ProcessGroup:
+    """The processes of a model's DistributedDataParallel, or those that it is divided among, else all."""
+    divided = sharded.group_of(model) if isinstance(model, nn.Module) else None
+    return divided or ddp.default_group(model)
 
 
 def _check_alone() -> None:

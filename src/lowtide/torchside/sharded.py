@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -106,6 +107,13 @@ def _alone(model: nn.Module) -> Iterator[None]:
     finally:
         for group, comm in zip(groups, before, strict=True):
             group._all_gather_comm = comm
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The processes among which a model is divided; None where it is not."""
+    found = (group for unit in units_of(model) for group in _groups(unit))
+    group: dist.ProcessGroup | None = next((group._all_gather_process_group for group in found), None)
+    return group
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
