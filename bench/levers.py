@@ -2,31 +2,37 @@
 
     python bench/levers.py resnet152:4 bert-base:16 gpt2:4 transformer:32 --swap disk:/scratch -o levers.csv
     python bench/levers.py bert-base:16 --swap disk:/scratch --picture bert.png
+    python bench/levers.py --page docs/results/levers.md -o levers.csv
 
-The row of a lever has those before it, too. A lever that every plan has by now is switched off inside of the
-process for the first rows, whose peaks and times are therefore predicted only. The rows from `pieces` on are
-what users get, and are verified in fresh processes unless `--predict` is given: three optimizer steps are
-compared with eager by torch.equal, peaks are those of torch's own count, times are taken in turn. `--at 50%`
-asks for that share of eager's peak instead of the floor, and says what is missing where it cannot be reached.
-Every row is made in a process of its own, and not again where the file has it already: a run can be resumed.
-`--picture` draws what every budget costs, with and without the store.
+The row of a lever has those before it, too. A lever that every plan has by now is switched off for the first
+rows; the rows from `pieces` on are what users get. Each is verified in fresh processes unless `--predict` is
+given: three optimizer steps are compared with eager by torch.equal, peaks are those of torch's own count,
+times are taken in turn. Where values are swapped, the time that steps waited for the store is taken as well.
+`--at 50%` asks for that share of eager's peak instead of the floor, and says what is missing where it cannot
+be reached. Every row is made in a process of its own, and not again where the file has it already: a run can
+be resumed. `--page` makes a page of the file. `--picture` draws what every budget costs, with and without the
+store.
 """
 
 import argparse
 import csv
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
 import lowtide
-from lowtide import methods
+from levers_off.switches import without
+from levers_page import render_page
+from lowtide.checking.train_step import train_step
 from lowtide.checking.verification import verify
+from lowtide.stores import disk
 from lowtide.zoo.targets import TargetSpec
 
 COLUMNS = (
@@ -41,6 +47,8 @@ COLUMNS = (
     "swapped_mib",
     "transfer_seconds",
     "hidden_percent",
+    "waited_seconds",
+    "measured_waited_seconds",
     "measured_mib",
     "measured_eager_mib",
     "measured_overhead_percent",
@@ -48,7 +56,6 @@ COLUMNS = (
 )
 KEY = COLUMNS[:3]
 MIB = 2**20
-PACKED = ("bits", "sign", "narrow")
 
 LEVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "recompute": (("packed", "slices", "pieces"), {}),
@@ -61,22 +68,6 @@ LEVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "all without swap": ((), {"step_in_backward": True, "holds_outputs": False}),
 }
 """Which levers are switched off, and what is asked for."""
-
-
-@contextmanager
-def without(levers: tuple[str, ...]) -> Iterator[None]:
-    """Profile and plan as if these levers were not there."""
-    with ExitStack() as stack:
-        if "packed" in levers:
-            others = tuple(method for method in methods.METHODS if method.name not in PACKED)
-            stack.enter_context(mock.patch.object(methods, "METHODS", others))
-        if "slices" in levers:
-            stack.enter_context(mock.patch("lowtide.torchside.ops.use_loss_rows", lambda graph: None))
-            stack.enter_context(mock.patch("lowtide.torchside.ops.use_score_rows", lambda graph: None))
-            stack.enter_context(mock.patch("lowtide.capture.analyse.overwrites", lambda segment: {}))
-        if "pieces" in levers:
-            stack.enter_context(mock.patch("lowtide.capture.step._piece_bytes", lambda *_: None))
-        yield
 
 
 def profiled(target: str, levers: str, swap: str) -> tuple[TargetSpec, lowtide.Profile]:
@@ -109,11 +100,15 @@ def row(target: str, levers: str, at: str, *, swap: str, timed_runs: int, measur
         f"{100 * plan.overhead:.1f}",
         *_transfers(plan),
     ]
-    if absent or not measured:
-        return [*head, "", "", "", ""]
+    if not measured:
+        return [*head, *[""] * (len(COLUMNS) - len(head))]
+    if absent:  # for the fresh processes
+        os.environ["LEVERS_OFF"] = ",".join(absent)
+        sys.path.insert(0, str(Path(__file__).parent / "levers_off"))
     found = verify(spec, plan, timed_runs=timed_runs)
     return [
         *head,
+        f"{waited_seconds(spec, plan, timed_runs):.3f}" if plan.solution.offload else "",
         f"{found.measured_peak_bytes / MIB:.1f}",
         f"{found.baseline_measured_peak_bytes / MIB:.1f}",
         "" if found.overhead is None else f"{100 * found.overhead:.1f}",
@@ -124,9 +119,39 @@ def row(target: str, levers: str, at: str, *, swap: str, timed_runs: int, measur
 def _transfers(plan: lowtide.Plan) -> list[str]:
     offload = plan.solution.offload
     if offload is None or not offload.store_bytes:
-        return ["", "", ""]
+        return ["", "", "", ""]
     hidden = 1 - offload.stall_seconds / offload.transfer_seconds
-    return [f"{offload.store_bytes / MIB:.1f}", f"{offload.transfer_seconds:.3f}", f"{100 * hidden:.0f}"]
+    return [
+        f"{offload.store_bytes / MIB:.1f}",
+        f"{offload.transfer_seconds:.3f}",
+        f"{100 * hidden:.0f}",
+        f"{offload.stall_seconds:.3f}",
+    ]
+
+
+def waited_seconds(spec: TargetSpec, plan: lowtide.Plan, steps: int) -> float:
+    """How long a step waits for transfers, after one in which the store's blocks are new."""
+    target = spec.load()
+    plan.apply(target.model, optimizer=target.optimizer)
+    waits: list[float] = []
+    wait = disk._Copy.wait
+
+    def timed(copy: disk._Copy) -> None:
+        begin = time.perf_counter()
+        wait(copy)
+        waits[-1] += time.perf_counter() - begin
+
+    with mock.patch.object(disk._Copy, "wait", timed):
+        for _ in range(1 + max(1, steps)):
+            waits.append(0.0)
+            train_step(
+                target.model,
+                target.batch,
+                target.optimizer,
+                target.loss,
+                holds_outputs=plan.solution.holds_outputs,
+            )
+    return median(waits[1:])
 
 
 def draw(target: str, *, swap: str, path: Path) -> None:
@@ -158,16 +183,20 @@ def in_a_process(arguments: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("targets", nargs="+", help="name:batch size")
+    parser.add_argument("targets", nargs="*", help="name:batch size")
     parser.add_argument("--levers", default=",".join(LEVERS), help="which rows, separated by commas")
     parser.add_argument("--at", default="floor", help="floor, or shares of eager's peak, separated by commas")
     parser.add_argument("--swap", default=f"disk:{tempfile.gettempdir()}", help="disk:FOLDER")
     parser.add_argument("--timed-runs", type=int, default=3)
     parser.add_argument("--predict", action="store_true", help="measure nothing")
     parser.add_argument("--picture", type=Path, help="draw the curves of the one target, and nothing else")
+    parser.add_argument("--page", type=Path, help="make a page of the file, and nothing else")
     parser.add_argument("--one", action="store_true", help="make one row in this process, and print it")
     parser.add_argument("-o", "--output", type=Path, default=Path("levers.csv"))
     options = parser.parse_args()
+    if options.page is not None:
+        options.page.write_text(render_page(options.output))
+        return
     if options.picture is not None:
         draw(options.targets[0], swap=options.swap, path=options.picture)
         return

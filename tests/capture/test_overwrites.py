@@ -50,6 +50,18 @@ def upcast(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.bfloat16().float(), labels)
 
 
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels, label_smoothing=0.1, ignore_index=3)
+
+
+def of_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, F.one_hot(labels, CLASSES).float())
+
+
+def capped(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(30 * torch.tanh(logits / 30), labels, label_smoothing=0.1)
+
+
 def with_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return F.cross_entropy(logits, labels), logits
 
@@ -75,6 +87,9 @@ HEADS = [
     of_every_row,
     weighted,
     upcast,
+    smoothed,
+    of_probabilities,
+    capped,
     with_logits,
     returned,
     read_again,
@@ -127,8 +142,9 @@ def test_logits_that_are_read_again_stay() -> None:
         assert (log_probabilities in targets) is is_over
 
 
-def test_the_loss_no_longer_sets_the_floor() -> None:
-    target, _ = pair(cross_entropy)
+@pytest.mark.parametrize("head", [cross_entropy, smoothed])
+def test_the_loss_no_longer_sets_the_floor(head: Head) -> None:
+    target, _ = pair(head)
     found = lowtide.profile(target.model, target.batch, optimizer=target.optimizer)
     logits_bytes = ROWS * CLASSES * 4
     others = found.step.static_bytes

@@ -43,6 +43,17 @@ class Pools(nn.Module):
         return x.square().mean()
 
 
+class Hashed(nn.Module):
+    """Rows of a table, of which the model itself computes the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(300, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(self.table(x * 7919 % 300))).square().mean()
+
+
 def dropped(x: torch.Tensor) -> torch.Tensor:
     return F.dropout(x, 0.3)
 
@@ -77,6 +88,7 @@ CASES = {
     "sort": (Layers(sorted_rows), torch.randn(ROWS, WIDTH)),
     "pool": (Pools(), torch.randn(2, 3, 40, 40)),
     "both": (Layers(read_twice), torch.randn(ROWS, WIDTH)),
+    "lookup": (Hashed(), torch.randint(0, 1 << 20, (ROWS, WIDTH))),
 }
 METHOD = {
     "bits": "bits",
@@ -86,6 +98,7 @@ METHOD = {
     "sort": "narrow",
     "pool": "narrow",
     "both": "sign",
+    "lookup": "narrow",
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import said
 from torch import nn
 from torch.nn import functional as F
 from training import measured_peak, twin
@@ -109,6 +110,7 @@ def test_another_batch_shape_is_planned_the_same_way() -> None:
     smaller = torch.randn(ROWS - 5, WIDTH)
     plain, other = replace(plain, batch=smaller), replace(other, batch=smaller)
     assert all(torch.equal(one, two) for one, two in zip(steps(plain), steps(other), strict=True))
+    other.optimizer.zero_grad()
     other.model(other.batch).backward()
     assert other.model.last.weight.grad is not None and "Used" in repr(other.model.last.weight.grad)
 
@@ -174,6 +176,53 @@ def test_what_needs_the_gradients_is_refused_when_it_is_tried(call: Callable[[Ta
     target.model(target.batch).backward()
     with pytest.raises(lowtide.LowtideError, match="leave step_in_backward out"):
         call(target)
+
+
+def set_rate(target: Target) -> None:
+    target.optimizer.param_groups[0]["lr"] *= 0.5
+    target.optimizer.step()
+
+
+def step_twice(target: Target) -> None:
+    target.optimizer.step()
+    target.optimizer.step()
+
+
+def zero_nothing(target: Target) -> None:
+    target.optimizer.step()
+    target.model(target.batch).backward()
+
+
+def look_later(target: Target) -> None:
+    target.optimizer.step()
+    target.model.last.weight.grad.norm()
+
+
+@pytest.mark.parametrize("call", [set_rate, step_twice, zero_nothing, look_later])
+def test_loops_that_would_silently_get_other_parameters_are_refused(call: Callable[[Target], None]) -> None:
+    target = target_with(OPTIMIZERS["sgd"])
+    planned(target)
+    target.model(target.batch).backward()
+    with pytest.raises(lowtide.LowtideError, match=r"leave step_in_backward out"):
+        call(target)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_zeroed_wherever_a_loop_does_it(
+    set_to_none: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = target_with(OPTIMIZERS["foreach"])
+    other = twin(plain)
+    planned(other)
+    for target in (plain, other):
+        torch.manual_seed(1)
+        for _ in range(3):
+            target.optimizer.zero_grad(set_to_none=set_to_none)
+            target.model(target.batch).backward()
+            target.optimizer.step()
+    pairs = zip(plain.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+    assert not any("of gradients are there" in line for line in said(caplog))
 
 
 def test_a_scaler_a_kept_graph_and_gradients_that_are_there_are_refused_before_anything_changes() -> None:

@@ -27,6 +27,7 @@ def arguments(target: object, shape: tuple[int, ...], dtype: torch.dtype) -> tup
         aten.hardtanh_backward.default: (grad, value, -0.5, 0.5),
         aten.elu_backward.default: (grad, 1.0, 1.0, 1.0, False, value),
         aten._softmax_backward_data.default: (grad, value.softmax(-1), len(shape) - 1, dtype),
+        aten._log_softmax_backward_data.default: (grad, value.log_softmax(0), 0, dtype),
         apply_mask: (grad, mask, 0.3),
     }
     return special.get(target, (grad, value))
@@ -87,8 +88,11 @@ def compare(shape: tuple[int, ...], dtype: torch.dtype, reduction: str) -> None:
     grad = torch.randn_like(loss)
     backward = aten.nll_loss_backward if len(shape) == 2 else aten.nll_loss2d_backward
     between = backward(grad, scores, target, weight, number, -100, total)
-    expected = aten._log_softmax_backward_data(between, scores, 1, dtype)
     args = (target, weight, number, -100, total, 1, dtype)
+    term = torch.randn_like(scores[:, :1]).expand_as(scores)
+    smoothed = aten._log_softmax_backward_data(term + between, scores, 1, dtype)
+    assert torch.equal(loss_gradient(grad, scores, *args, term), smoothed)
+    expected = aten._log_softmax_backward_data(between, scores, 1, dtype)
     assert torch.equal(loss_gradient(grad, scores, *args), expected)
     assert torch.equal(loss_gradient(grad, scores, *args, out=scores), expected)
 

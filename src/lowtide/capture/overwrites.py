@@ -11,7 +11,7 @@ from lowtide.capture.graphs import Segment, results_of
 from lowtide.capture.regions import split
 from lowtide.capture.tangents import stands_for
 from lowtide.torchside.calls import Call, storage_key
-from lowtide.torchside.ops.in_place import WITH_OUT, overwriting
+from lowtide.torchside.ops.in_place import ROUND_ONCE, WITH_OUT, overwriting
 from lowtide.torchside.ops.loss_rows import loss_gradient
 from lowtide.torchside.ops.packed import layout_of
 
@@ -100,7 +100,8 @@ def _tensors(node: fx.Node) -> Iterator[Tensor]:
 
 
 def _same(value: fx.Node, result: fx.Node) -> bool:
-    """Whether a result fits exactly over a value, and is computed in the same order in memory."""
+    """Whether a result fits exactly over a value, and is computed in the same order in memory, unless that
+    does not matter: `alpha` of a sum is a second rounding."""
     here, there = value.meta.get("val"), result.meta.get("val")
     if not isinstance(here, Tensor) or not isinstance(there, Tensor) or here.dtype is not there.dtype:
         return False
@@ -111,7 +112,8 @@ def _same(value: fx.Node, result: fx.Node) -> bool:
         for tensor in _tensors(source)
         if tensor.shape == here.shape
     ]
-    return layout is not None and layout == layout_of(there) and len(set(alike)) == 1
+    in_any_order = result.target in (*ROUND_ONCE, loss_gradient) and not result.kwargs
+    return layout is not None and layout == layout_of(there) and (in_any_order or len(set(alike)) == 1)
 
 
 def _count(reader: fx.Node, value: fx.Node) -> int:

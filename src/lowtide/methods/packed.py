@@ -152,6 +152,9 @@ def _narrowest(node: fx.Node) -> torch.dtype | None:
 
 def _index_bound(node: fx.Node) -> int | None:
     """What all values of `node` are below, where it holds indices, which are never negative."""
+    looked_up = [user.args[0] for user in node.users if _looks_up(user, node)]
+    if looked_up:  # an index that is outside of the table raises there
+        return min(int(table.meta["val"].shape[0]) for table in looked_up)
     source: Any = node
     part: Any = 0
     if node.target is operator.getitem:
@@ -169,6 +172,10 @@ def _index_bound(node: fx.Node) -> int | None:
     if name in ("argsort", "argmax", "argmin") and shape:
         return max(1, prod(shape))
     return None
+
+
+def _looks_up(user: fx.Node, node: fx.Node) -> bool:
+    return user.target is aten.embedding.default and user.args[1] is node and not is_backward(user)
 
 
 PLANES = {

@@ -35,7 +35,7 @@ from lowtide.torchside.pieces import Pieces
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
 from lowtide.torchside.sharded import units_of
 from lowtide.torchside.units import CompiledUnits, compiled_model
-from lowtide.torchside.updates import Updates
+from lowtide.torchside.updates import Updates, gradient_bytes
 
 logger = logging.getLogger("lowtide")
 
@@ -323,7 +323,7 @@ class Runner:
     def _warn_of_gradients(self) -> None:
         if self.spare_bytes is None or "gradients" in self._warned:
             return
-        nbytes = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
+        nbytes = sum(gradient_bytes(p) for p in self._parameters)
         if nbytes > max(0, self.spare_bytes):
             self._warned.add("gradients")
             logger.warning(

@@ -29,7 +29,12 @@ _OPEN: "weakref.WeakValueDictionary[int, Updates]" = weakref.WeakValueDictionary
 
 
 class UsedGradient(Tensor):
-    """Stands where a gradient was that the step in backward has used: it has no memory and cannot be read."""
+    """Stands where a gradient was that the step in backward has used: it has no memory and cannot be read.
+
+    It stays after `optimizer.step()`, as gradients do, until `zero_grad` takes it away or makes it zero.
+    """
+
+    is_zero = False
 
     @staticmethod
     def of(parameter: Tensor) -> "UsedGradient":
@@ -52,6 +57,9 @@ class UsedGradient(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name in ZEROING:
+            for gradient in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
+                if isinstance(gradient, UsedGradient) and "zero" in name:
+                    gradient.is_zero = True
             return args[0]
         raise Unsupported(
             f"{name}() reads a gradient that the step in backward has used already: for clipping by norm, "
@@ -71,6 +79,12 @@ ZEROING = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
 """What `zero_grad` does."""
 
 
+def gradient_bytes(parameter: Tensor) -> int:
+    """What a parameter's gradient takes."""
+    gradient = parameter.grad
+    return 0 if gradient is None or isinstance(gradient, UsedGradient) else gradient.nbytes
+
+
 class Updates:
     """What takes the steps of one model's parameters. `index` is a parameter's place in `parameters`."""
 
@@ -88,14 +102,18 @@ class Updates:
         self.parameters = [parameter for _, parameter in named]
         self.place = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.number = next(_NUMBERS)
-        self.is_pending = False
+        self._settings: dict[int, list[dict[str, Any]]] = {}
+        """by optimizer whose `step()` is still to come, what the backward pass found in its groups"""
+        self._used: dict[int, list[tuple[Tensor, UsedGradient]]] = {}
         self._hooks: list[Any] = []
 
     def open(self) -> None:
         """Let `optimizer.step()` of the user's loop find nothing left to do."""
         self._refuse_hooks()
         _OPEN[self.number] = self
-        self._hooks = [optimizer.register_step_pre_hook(self._clear) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         _watch_scalers()
 
     def close(self) -> None:
@@ -112,20 +130,21 @@ class Updates:
             raise Unsupported(
                 f"backward(retain_graph=True) would run again with parameters that change now: {LEAVE_OUT}"
             )
-        if self.is_pending:
+        if self._settings:
             raise Unsupported(
                 "a second backward pass before optimizer.step(), as in gradient accumulation: its gradients "
                 "must be summed before the parameters change. Call optimizer.step() after each, or "
                 + LEAVE_OUT
             )
-        there = [n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
+        there = [n for n, p in zip(self.names, self.parameters, strict=True) if not _is_zero(p.grad)]
         if there:
             raise Unsupported(
                 f"'{there[0]}' has a gradient before the backward pass, to which this one would be added: "
                 f"call zero_grad() first, or {LEAVE_OUT}"
             )
         self._refuse_hooks()
-        self.is_pending = True
+        self._clear()
+        self._settings = {id(optimizer): _settings_of(optimizer) for optimizer in self.optimizers}
 
     def update(self, index: int, gradient: Tensor) -> None:
         parameter = self.parameters[index]
@@ -150,8 +169,37 @@ class Updates:
                 len(self.parameters),
             )
 
-    def _clear(self, *_: Any) -> None:
-        self.is_pending = False
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse a step that does not do what the backward pass has done by now, and hide what it used."""
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        used = [(p, p.grad) for p in own if isinstance(p.grad, UsedGradient)]
+        if any(given is not None for given in (*args[1:], *kwargs.values())):
+            raise Unsupported(
+                "optimizer.step(closure) runs a backward pass inside of the step: call it without a closure, "
+                f"or {LEAVE_OUT}"
+            )
+        found = self._settings.pop(id(optimizer), None)
+        if found is None and any(not gradient.is_zero for _, gradient in used):
+            raise Unsupported(
+                "optimizer.step() a second time with the gradients of one backward pass, which has used "
+                f"them: call zero_grad() between two steps, or {LEAVE_OUT}"
+            )
+        changed = [] if found is None else _changed(found, _settings_of(optimizer))
+        if changed:
+            raise Unsupported(
+                f"'{changed[0]}' of the optimizer changed between backward() and optimizer.step(), and the "
+                f"backward pass has used the old one: change it before backward(), or {LEAVE_OUT}"
+            )
+        self._used[id(optimizer)] = used
+        for parameter, _ in used:
+            parameter.grad = None
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        for parameter, gradient in self._used.pop(id(optimizer), ()):
+            parameter.grad = gradient
+
+    def _clear(self) -> None:
+        self._settings = {}
         for parameter in self.parameters:
             if isinstance(parameter.grad, UsedGradient):
                 parameter.grad = None
@@ -163,6 +211,33 @@ class Updates:
                     f"'{name}' has a hook that waits for its gradient, which the step in backward uses up: "
                     f"remove the hook, or {LEAVE_OUT}"
                 )
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    """Whether adding to a gradient is as good as having none before."""
+    return gradient is None or (isinstance(gradient, UsedGradient) and gradient.is_zero)
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Learning rate and the like of every group, as they are now."""
+    return [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    """The names of the settings that are others."""
+    pairs = zip(before, now, strict=False)
+    return [
+        name for one, other in pairs for name in other if name in one and not _same(one[name], other[name])
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 def _has_hooks(parameter: Tensor) -> bool:

@@ -31,11 +31,22 @@ WITH_OUT: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
     aten.tanh_backward.default: (aten.tanh_backward.grad_input, (0,)),
     aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, (0,)),
     aten._softmax_backward_data.default: (aten._softmax_backward_data.out, (0,)),
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, (0,)),
     apply_mask: (apply_mask, (0,)),
     loss_gradient: (loss_gradient, (1,)),
 }
 """The variant of an op that writes where it is told to, or over its first argument, and which of its
 arguments that may be."""
+
+ROUND_ONCE = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.masked_fill.Scalar,
+    aten.where.self,
+)
+"""Those of them that round each element once at most, in whatever order they go through memory."""
 
 
 def write_over(op: OpOverload, place: int, *args: Any, **kwargs: Any) -> Tensor:

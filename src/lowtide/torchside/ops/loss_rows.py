@@ -31,13 +31,14 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
     total_weight: Tensor,
     dim: int,
     dtype: torch.dtype,
+    plus: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
     """What `nll_loss_backward` and then `_log_softmax_backward_data` give for the log-probabilities `scores`.
 
-    `out` may be `scores` itself. It is left alone where autograd keeps what it has saved for another
-    backward pass.
+    `plus` is added in between, as the gradient of label smoothing is. `out` may be `scores` itself. It is
+    left alone where autograd keeps what it has saved for another backward pass.
     """
     if isinstance(scores, FakeTensor):
         return torch.empty_like(scores) if out is None else out
@@ -57,6 +58,8 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
             ignore_index,
             total_weight,
         )
+        if plus is not None:
+            some.add_(plus[rows])
         aten._log_softmax_backward_data.out(some, scores[rows], dim, dtype, out=out[rows])
         del some  # or two of them would be there at once
     return out
@@ -79,13 +82,32 @@ def use_loss_rows(graph: fx.Graph) -> None:
     """Let the gradient of a cross entropy be made in slices of rows; preserves every bit."""
     for target, dims in LOSSES.items():
         for loss in graph.find_nodes(op="call_function", target=target):
-            softmax = next(iter(loss.users), None)
-            if softmax is None or len(loss.users) > 1 or not _fits(loss, softmax, dims):
+            whole, plus = _with_term(loss)
+            softmax = _only_user(whole)
+            if softmax is None or not _fits(whole, softmax, dims):
                 continue
             _grad, _scores, dim, dtype = softmax.args
             softmax.target = loss_gradient
-            softmax.args = (loss.args[0], softmax.args[1], *loss.args[2:], dim, dtype)
-            graph.erase_node(loss)
+            softmax.args = (loss.args[0], softmax.args[1], *loss.args[2:], dim, dtype, plus)
+            for node in dict.fromkeys((whole, loss)):
+                graph.erase_node(node)
+
+
+def _with_term(loss: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """The sum of a loss's gradient and one number for each row, and these; else the gradient alone."""
+    user = _only_user(loss)
+    if user is None or user.target is not aten.add.Tensor or user.kwargs:
+        return loss, None
+    terms = [arg for arg in user.args if arg is not loss]
+    if len(terms) != 1 or not isinstance(terms[0], fx.Node) or terms[0].target is not aten.expand.default:
+        return loss, None
+    own, other, both = (node.meta["val"] for node in (loss, terms[0], user))
+    is_like = isinstance(other, Tensor) and other.shape == own.shape and other.dtype is own.dtype
+    return (user, terms[0]) if is_like and both.dtype is own.dtype else (loss, None)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _fits(loss: fx.Node, softmax: fx.Node, dims: int) -> bool:

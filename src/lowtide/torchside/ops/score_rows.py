@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.torchside.calls import iter_tensors
 from lowtide.torchside.hooks import FakeTensor
-from lowtide.torchside.ops.loss_rows import rows_at_a_time
+from lowtide.torchside.ops.loss_rows import LEAST_SLICES, rows_at_a_time
 from lowtide.torchside.ops.readers import is_backward
 from lowtide.torchside.ops.schema import is_view_op
 
@@ -63,7 +64,20 @@ def _logits_of(softmax: fx.Node) -> fx.Node | None:
     if not isinstance(source, fx.Node) or source.target not in PRODUCTS or len(source.users) != 1:
         return None
     fits = value.is_contiguous() and not source.kwargs and source.meta["val"].is_contiguous()
-    return source if fits and source.meta["val"].numel() == value.numel() else None
+    fits = fits and source.meta["val"].numel() == value.numel()
+    return source if fits and _is_small_between(source, softmax) else None
+
+
+def _is_small_between(product: fx.Node, softmax: fx.Node) -> bool:
+    """Whether little is made between the two: eager holds the logits beside it, and they come later here."""
+    nbytes = softmax.meta["val"].nbytes
+    node = product.next
+    while node is not softmax:
+        made = [] if _is_view(node) else iter_tensors(node.meta.get("val"))
+        if any(tensor.nbytes * LEAST_SLICES > nbytes for tensor in made):
+            return False
+        node = node.next
+    return True
 
 
 def _is_view(node: fx.Node) -> bool:
