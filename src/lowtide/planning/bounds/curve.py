@@ -113,6 +113,7 @@ class Bounds:
         self.table = table
         self._needs = needs_of(table)
         self._known: dict[int, Tangents] = {}
+        self._proven: dict[int, float] = {}
 
     def at(self, rank: int) -> Tangents:
         """The cuts at the first run of `rank`."""
@@ -144,8 +145,10 @@ class Bounds:
             return inf
         if not self.moments:
             return 0.0
-        best = max(self.moments, key=lambda found: found.seconds(budget_bytes))
-        return best.best_seconds(budget_bytes)
+        if budget_bytes not in self._proven:
+            best = max(self.moments, key=lambda found: found.seconds(budget_bytes))
+            self._proven[budget_bytes] = best.best_seconds(budget_bytes)
+        return self._proven[budget_bytes]
 
     @cached_property
     def floor_bytes(self) -> int:
