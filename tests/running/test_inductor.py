@@ -1,5 +1,7 @@
 """Graphs that Inductor compiles: the same bits, and the peak that was predicted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -118,3 +120,27 @@ def test_as_an_option_of_torch_compile() -> None:
         options = {"budget": budget, "executor": "inductor"}
         target.model.compile(backend="lowtide", dynamic=False, options=options)
     assert differences(train(plain), train(planned)) == []
+
+
+@pytest.mark.long
+def test_another_batch_size_is_counted_as_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, planned = make_target(), make_target()
+    profile_of(plain).plan("200%", "none", executor="inductor").apply(plain.model)
+    plan = profile_of(planned).plan("80%", executor="inductor")
+    plan.apply(planned.model)
+    counted = []
+
+    def peak_of(*given: object) -> int:
+        counted.append(compiled_peak(*given))
+        return counted[-1]
+
+    compiled_peak = inductor.compiled_peak
+    monkeypatch.setattr(inductor, "compiled_peak", peak_of)
+    batch = torch.randn(14, 5, 7, 7)
+    smaller = [replace(target, batch=batch) for target in (plain, planned)]
+    assert differences(train(smaller[0]), train(smaller[1])) == []
+    assert counted and min(counted) <= plan.budget_bytes
+    assert measured_peak(smaller[1]) <= plan.budget_bytes
+    assert "one by one" not in caplog.text
