@@ -73,6 +73,24 @@ def test_recompute_changes_no_bit_and_the_peak_is_as_predicted(dtype: torch.dtyp
     assert abs(measured / plan.peak_bytes - 1) < 0.01
 
 
+def test_the_gradient_of_a_loss_is_counted_once() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(500, 8)
+            self.linear = nn.Linear(8, 500)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            scores = self.linear(self.embedding(words)).flatten(0, 1)
+            return nn.functional.cross_entropy(scores, words.flatten())
+
+    torch.manual_seed(0)
+    target = Target("words", Words(), torch.randint(0, 500, (16, 16)))
+    plan = profile_of(target).plan("200%", "none", executor="inductor")
+    plan.apply(target.model)
+    assert abs(measured_peak(target) / plan.peak_bytes - 1) < 0.01
+
+
 def test_a_budget_that_compiled_code_cannot_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "compiled_peak", lambda *_: 10**9)
     with pytest.raises(lowtide.BudgetTooSmall, match="executor 'eager' reaches"):

@@ -12,8 +12,7 @@ from lowtide.facts import Action, Link, Step
 from lowtide.profiles import Profile
 from lowtide.profiling.device import device_for
 from lowtide.report.records import relative_increase
-from lowtide.zoo.build import build
-from lowtide.zoo.targets import Target
+from lowtide.zoo.build import Built, build
 
 MODEL, BATCH_SIZE = "tiny-transformer", 8
 """Dropout, attention and layer norm; needs no library but torch."""
@@ -103,7 +102,7 @@ def check_device(name: str) -> Checkup:
     )
 
 
-def _check_swap(name: str, made: Target) -> SwapCheckup:
+def _check_swap(name: str, made: Built) -> SwapCheckup:
     """Plan as if transfers took no time, so that values do leave for the store, and verify that plan."""
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         swap = f"disk:{folder}" if name == "cpu" else "host"
