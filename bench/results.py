@@ -6,7 +6,7 @@
     python bench/results.py --tiny -o page.md       # minutes instead of hours: does it work?
 
 A piece is a `lowtide` command in a process of its own; its JSON goes to bench/out/results/. Delete a
-file there to run its piece again.
+file there to run its piece again. Pictures go into a folder beside the page, named like it.
 """
 
 import argparse
@@ -16,12 +16,12 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowtide.facts.files import write_atomic
 from results_page import Piece, render_page
+from results_pictures import draw
 
 ROOT = Path(__file__).parent.parent
 FINISHED = (0, 3, 4)
@@ -30,48 +30,55 @@ FINISHED = (0, 3, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is asked of one target. `predicted` are the sizes of others that no CPU here can hold."""
+    """What is asked of one target. Of `sizes` that this machine cannot hold, what it can is measured.
+
+    `compiled`: methods that Inductor compiles are compared as well.
+    """
 
     name: str
-    sizes: tuple[int, ...]
-    budget: str
-    predicted: tuple[int, ...]
-    profiled: int
     compared: int
+    compiled: bool = False
+    profiled: int | None = None
+    sizes: tuple[int, ...] = ()
+    budget: str = "70%"
+    fits: tuple[str, ...] = ()
 
 
+FITS = ("1.5GB", "2GB", "4GB")
 MODELS = (
-    Model(name="resnet152", sizes=(4, 8, 16), budget="70%", predicted=(32, 64), profiled=16, compared=4),
-    Model(name="bert-base", sizes=(8, 16, 32), budget="70%", predicted=(64,), profiled=16, compared=8),
-    Model(
-        name="transformer",
-        sizes=(2, 4, 8, 16, 32, 64),
-        budget="70%",
-        predicted=(128, 256),
-        profiled=32,
-        compared=16,
-    ),
+    Model(name="resnet152", sizes=(4, 8, 16, 32, 64), fits=FITS, profiled=16, compared=4, compiled=True),
+    Model(name="bert-base", sizes=(8, 16, 32, 64), fits=FITS, profiled=16, compared=8, compiled=True),
+    Model(name="transformer", sizes=(2, 4, 8, 16, 32, 64, 128, 256), fits=FITS, profiled=32, compared=16),
+    Model(name="gpt2", compared=4, compiled=True),
 )
 
 
 def tiny(model: Model) -> Model:
-    return replace(model, name=f"tiny-{model.name}", sizes=(4, 8), predicted=(16,), profiled=8, compared=8)
+    return replace(
+        model,
+        name=f"tiny-{model.name}",
+        sizes=model.sizes and (4, 8),
+        fits=model.fits and ("8MiB", "16MiB"),
+        profiled=model.profiled and 8,
+        compared=8,
+    )
 
 
-def pieces(model: Model, *, timed_runs: int) -> list[Piece]:
+def pieces(model: Model, *, timed_runs: int, check: bool = True) -> list[Piece]:
     """The commands for one model, cheapest first."""
-
-    def sizes(numbers: Sequence[int]) -> str:
-        return ",".join(map(str, numbers))
-
     name, runs = model.name, ("--timed-runs", str(timed_runs))
-    sweep = ("sweep", name, "--budget", model.budget)
-    return [
-        Piece(name, "profile", ("profile", name, "-b", str(model.profiled))),
-        Piece(name, "predicted", (*sweep, "-b", sizes(model.predicted), "--predict")),
-        Piece(name, "sweep", (*sweep, "-b", sizes(model.sizes), *runs)),
-        Piece(name, "compare", ("compare", name, "-b", str(model.compared), *runs)),
-    ]
+    found = []
+    if model.profiled:
+        found.append(Piece(name, "profile", ("profile", name, "-b", str(model.profiled))))
+    for budget in model.fits:
+        checks = () if check else ("--no-check",)
+        found.append(Piece(name, "fit", ("fit", name, "--budget", budget, *checks), budget))
+    if model.sizes:
+        sizes = ",".join(map(str, model.sizes))
+        found.append(Piece(name, "sweep", ("sweep", name, "--budget", model.budget, "-b", sizes, *runs)))
+    executor = ("--executor", "inductor") if model.compiled else ()
+    found.append(Piece(name, "compare", ("compare", name, "-b", str(model.compared), *executor, *runs)))
+    return found
 
 
 def run(piece: Piece, folder: Path) -> bool:
@@ -109,18 +116,25 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="run nothing, write the page from what is there")
     parser.add_argument("--tiny", action="store_true", help="small variants of the models")
     parser.add_argument("--timed-runs", type=int, default=5)
+    parser.add_argument("--no-check", action="store_true", help="what fits is predicted, and not run")
     parser.add_argument("--folder", type=Path, default=ROOT / "bench" / "out" / "results")
     parser.add_argument("-o", "--output", type=Path, help="the page; docs/results/DATE.md without it")
     options = parser.parse_args()
     models = [tiny(model) for model in MODELS] if options.tiny else list(MODELS)
-    found = [piece for model in models for piece in pieces(model, timed_runs=options.timed_runs)]
+    found = [
+        piece
+        for model in models
+        for piece in pieces(model, timed_runs=options.timed_runs, check=not options.no_check)
+    ]
     chosen = [piece for piece in found if piece.name.startswith(tuple(options.only))]
     if not chosen:
         parser.error(f"no piece starts with {options.only}: there are {', '.join(p.name for p in found)}")
     failed = [] if options.page else [piece.name for piece in chosen if not run(piece, options.folder)]
     output = options.output or ROOT / "docs" / "results" / f"{today()}.md"
     command = shlex.join(["python", "bench/results.py", *sys.argv[1:]])
-    write_atomic(output, render_page(found, options.folder, date=today(), command=command))
+    pictures = draw(found, options.folder, output.with_suffix(""))
+    page = render_page(found, options.folder, date=today(), command=command, pictures=pictures)
+    write_atomic(output, page)
     print(output)
     sys.exit(1 if failed else 0)
 

@@ -2,9 +2,10 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lowtide.cli.pages import environment
@@ -18,15 +19,17 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """One `lowtide` command of the page. Its `name` is also that of its file."""
+    """One `lowtide` command of the page. Its `name` is also that of its file; `of` tells those of one kind
+    apart."""
 
     model: str
     kind: str
     command: tuple[str, ...]
+    of: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.kind}"
+        return "-".join(filter(None, (self.model, self.kind, self.of)))
 
     def path(self, folder: Path) -> Path:
         return folder / f"{self.name}.json"
@@ -60,7 +63,15 @@ PUBLISHED = (
 )
 
 
-def render_page(pieces: Sequence[Piece], folder: Path, *, date: str, command: str) -> str:
+def render_page(
+    pieces: Sequence[Piece],
+    folder: Path,
+    *,
+    date: str,
+    command: str,
+    pictures: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> str:
+    """`pictures`: in Markdown, by the name of the piece that they are of."""
     found = {piece.name: data for piece in pieces if (data := piece.load(folder)) is not None}
     where = environment("cpu")
     versions = ", ".join(f"{name} {version}" for name, version in where.versions)
@@ -76,9 +87,10 @@ def render_page(pieces: Sequence[Piece], folder: Path, *, date: str, command: st
     ]
     for model in dict.fromkeys(piece.model for piece in pieces):
         parts.append(f"## {model}")
-        own = [piece for piece in pieces if piece.model == model]
+        own = [piece for piece in pieces if piece.model == model and piece.kind in _SECTIONS]
         for piece in sorted(own, key=lambda piece: list(_SECTIONS).index(piece.kind)):
             parts += _SECTIONS[piece.kind](found[piece.name]["data"]) if piece.name in found else []
+            parts += pictures.get(piece.name, [])
             parts.append(f"`lowtide {shlex.join(piece.command)}` ({_status(found.get(piece.name))})")
     sweeps = [
         (piece.model, row)
@@ -86,6 +98,7 @@ def render_page(pieces: Sequence[Piece], folder: Path, *, date: str, command: st
         if piece.kind == "sweep" and piece.name in found
         for row in found[piece.name]["data"]["rows"]
     ]
+    parts += larger_batches([piece for piece in pieces if piece.kind == "fit"], found)
     parts += _predictions(sweeps)
     parts += _published()
     return "\n\n".join(parts) + "\n"
@@ -141,7 +154,7 @@ def _again(activation: dict[str, Any]) -> str:
     return "never" if activation["fixed"] else duration(activation["recompute_seconds"])
 
 
-def _sweep(data: dict[str, Any], *, title: str = "Batch sizes") -> list[str]:
+def _sweep(data: dict[str, Any]) -> list[str]:
     rows = [
         (
             row["batch_size"],
@@ -171,11 +184,7 @@ def _sweep(data: dict[str, Any], *, title: str = "Batch sizes") -> list[str]:
         "predicted",
         "results",
     )
-    return [f"### {title}, budget {data['settings']['budget']}", _table(columns, rows)]
-
-
-def _predicted(data: dict[str, Any]) -> list[str]:
-    return _sweep(data, title="Larger batch sizes, predicted")
+    return [f"### Batch sizes, budget {data['settings']['budget']}", _table(columns, rows)]
 
 
 def _peak(step: dict[str, Any]) -> str:
@@ -207,6 +216,61 @@ def _compare(data: dict[str, Any]) -> list[str]:
         f"### Methods: {data['target']}",
         _table(("method", "measured peak", "memory", "time", "results"), rows),
     ]
+
+
+def larger_batches(pieces: Sequence[Piece], found: Mapping[str, dict[str, Any]]) -> list[str]:
+    """How much larger a batch a plan allows in a few gigabytes, and what throughput that gains or loses."""
+    if not pieces:
+        return []
+    rows = [
+        (piece.model, piece.of, *_larger(found[piece.name]["data"]))
+        for piece in pieces
+        if piece.name in found
+    ]
+    columns = (
+        "model",
+        "budget",
+        "largest batch without",
+        "with",
+        "larger",
+        "samples/s without",
+        "with",
+        "throughput",
+        "fastest batch",
+        "measured with its plan",
+    )
+    ran = [f"`lowtide {shlex.join(piece.command)}` ({_status(found.get(piece.name))})" for piece in pieces]
+    return [
+        "## How much larger a batch in so many bytes?",
+        "Sizes and throughputs are predicted: the largest batch fits, and the next does not. Throughput is "
+        "that of the largest batch with its plan against that of the largest without one.",
+        *([_table(columns, rows)] if rows else []),
+        "; ".join(ran),
+    ]
+
+
+def _larger(data: dict[str, Any]) -> tuple[str, ...]:
+    plain, largest = data["largest_plain"], data["largest"]
+    rates = {row["size"]: row["per_second"] for row in data["rows"]}
+    before, after = rates.get(plain), rates.get(largest)
+    checks = [check for check in data["checks"] if check["planned"]]
+    return (
+        str(plain or "none"),
+        str(largest or "none"),
+        f"× {largest / plain:.2f}" if plain else "–",
+        "–" if before is None else f"~{before:.3g}",
+        "–" if after is None else f"~{after:.3g}",
+        percent(after / before - 1) if before and after else "–",
+        str(data["fastest"] or "–"),
+        "; ".join(map(_checked, checks)) or "–",
+    )
+
+
+def _checked(check: dict[str, Any]) -> str:
+    if check["measured_peak_bytes"] is None:
+        return "not measured"
+    exact = {True: "exact", False: "**differ**", None: "not compared"}[check["exact"]]
+    return f"{size(check['measured_peak_bytes'])}, {exact}"
 
 
 def _predictions(sweeps: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -247,5 +311,5 @@ def _published() -> list[str]:
     ]
 
 
-_SECTIONS = {"profile": _profile, "sweep": _sweep, "predicted": _predicted, "compare": _compare}
+_SECTIONS = {"profile": _profile, "sweep": _sweep, "compare": _compare}
 """By kind of piece, in the order of the page."""

@@ -112,7 +112,7 @@ class Plan:
         from lowtide.distributed.agreement import check_together
         from lowtide.distributed.lost import guard_ranks
         from lowtide.distributed.ranks import ranks_of
-        from lowtide.running.replan import apply_plan
+        from lowtide.running.apply import apply_plan
         from lowtide.torchside.ddp import unwrapped
         from lowtide.torchside.optimizers import as_one
 

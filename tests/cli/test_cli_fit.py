@@ -7,8 +7,9 @@ import pytest
 
 from lowtide.cli.exits import Exit
 from lowtide.experiments import checkup, fit
-from lowtide.experiments.checkup import Checkup
+from lowtide.experiments.checkup import Checkup, SwapCheckup
 from lowtide.experiments.fit import Check, Fit, FitRow
+from lowtide.facts import Link
 
 
 def row(size, *, recompute=0.0, profiled=True):
@@ -123,6 +124,15 @@ def test_what_makes_no_sense(run_lowtide, finds, arguments, words):
 
 # doctor
 
+SWAPPED = SwapCheckup(
+    link=Link(store="disk", write_bytes_per_second=2e9, read_bytes_per_second=1 << 30, latency_seconds=0.001),
+    num_offloaded=3,
+    budget_bytes=120,
+    predicted_peak_bytes=119,
+    measured_peak_bytes=119,
+    exact=True,
+    differences=(),
+)
 FINE = Checkup(
     device="cpu",
     identity="a processor",
@@ -137,6 +147,7 @@ FINE = Checkup(
     measured_overhead=0.12,
     fresh_process=True,
     notes=(),
+    swap=SWAPPED,
 )
 
 
@@ -144,6 +155,14 @@ FINE = Checkup(
     ("found", "code", "words"),
     [
         (FINE, Exit.DONE, "all is well"),
+        (FINE, Exit.DONE, "1.00 GiB/s back"),
+        (
+            replace(FINE, swap=replace(SWAPPED, exact=False, differences=("loss",))),
+            Exit.RESULTS_DIFFER,
+            "results: DIFFERENT: loss",
+        ),
+        (replace(FINE, swap=replace(SWAPPED, num_offloaded=0)), Exit.DOES_NOT_FIT, "NOT as promised"),
+        (replace(FINE, swap=replace(SWAPPED, measured_peak_bytes=121)), Exit.DOES_NOT_FIT, "NOT as promised"),
         (replace(FINE, exact=False, differences=("loss, step 1",)), Exit.RESULTS_DIFFER, "DIFFERENT: loss"),
         (replace(FINE, measured_peak_bytes=(200, 151)), Exit.DOES_NOT_FIT, "NOT as promised"),
         (replace(FINE, measured_peak_bytes=(190, 150)), Exit.DOES_NOT_FIT, "NOT as promised"),

@@ -42,11 +42,24 @@ METHOD = {
 }
 
 
+FIT = {
+    "largest_plain": 8,
+    "largest": 20,
+    "fastest": 8,
+    "rows": [{"size": 8, "per_second": 10.0}, {"size": 20, "per_second": 9.0}],
+    "checks": [
+        {"planned": False, "measured_peak_bytes": 9 << 20, "exact": None},
+        {"planned": True, "measured_peak_bytes": 8 << 20, "exact": True},
+    ],
+}
+
+
 @pytest.fixture
 def answers():
     return {
         "profile": profile_summary(Profile(make_case().step), name="tiny, batch 8"),
         "sweep": {"settings": {"budget": "75%"}, "rows": [ROW]},
+        "fit": FIT,
         "compare": {"target": "tiny, batch 8", "methods": [METHOD]},
     }
 
@@ -75,26 +88,43 @@ def run(monkeypatch, tmp_path, answers):
 
 def test_all_pieces_of_all_models(run):
     code, page, ran = run()
-    assert code == 0 and len(ran) == 12 and "**not run**" not in page
-    assert ran[2][:6] == ["sweep", "resnet152", "--budget", "70%", "-b", "4,8,16"]
-    assert "--resume" in ran[2] and "--predict" in ran[1]
+    assert code == 0 and len(ran) == 19 and "**not run**" not in page
+    assert ran[4][:6] == ["sweep", "resnet152", "--budget", "70%", "-b", "4,8,16,32,64"]
+    assert "--resume" in ran[4] and ran[1][:4] == ["fit", "resnet152", "--budget", "1.5GB"]
+    assert ran[-1][:6] == ["compare", "gpt2", "-b", "4", "--executor", "inductor"]
     for text in ("## resnet152", "## bert-base", "## transformer", "| +1.00 % |", "wrong: a/b", "ResNet-152"):
         assert text in page
     assert "| 4 | 100.0 MiB | 200.0 MiB | 100.0 MiB | −50.0 % |" in page
+
+
+def test_how_much_larger_a_batch_may_be(run, answers):
+    page = run("--only", "bert-base-fit-2GB")[1]
+    assert "| bert-base | 2GB | 8 | 20 | × 2.50 | ~10 | ~9 | −10.0 % | 8 | 8.0 MiB, exact |" in page
+    answers["fit"] = FIT | {"largest_plain": 0, "largest": 0, "fastest": None, "rows": [], "checks": []}
+    page = run("--only", "bert-base-fit-4GB", "--no-check")[1]
+    assert "| bert-base | 4GB | none | none | – | – | – | – | – | – |" in page
+    assert "fit bert-base --budget 4GB --no-check" in page
+
+
+def test_pictures_stand_beside_the_page_that_shows_them(run, tmp_path):
+    _, page, _ = run("--only", "bert-base")
+    names = ("peak_by_batch_size", "latency_by_batch_size", "methods")
+    assert [f"(page/bert-base/{name}.png)" in page for name in names] == [True] * 3
+    assert {path.stem for path in (tmp_path / "page" / "bert-base").iterdir()} == set(names)
 
 
 def test_what_is_there_is_not_run_again(run):
     first = run("--only", "bert-base-profile", "bert-base-compare")
     assert [words[0] for words in first[2]] == ["profile", "compare"] and "**not run**" in first[1]
     again = run("--only", "bert-base")
-    assert again[0] == 0 and [words[0] for words in again[2]] == ["sweep", "sweep"]
+    assert again[0] == 0 and [words[0] for words in again[2]] == ["fit", "fit", "fit", "sweep"]
     assert run("--page")[2] == []
 
 
 def test_a_piece_of_another_command_counts_as_missing(run):
     run("--only", "bert-base-sweep", "--timed-runs", "3")
     code, page, ran = run("--only", "bert-base-profile", "--timed-runs", "5")
-    assert code == 0 and len(ran) == 1 and page.count("**not run**") == 11
+    assert code == 0 and len(ran) == 1 and page.count("**not run**") == 18
     assert len(run("--only", "bert-base-sweep", "--timed-runs", "5")[2]) == 1
 
 

@@ -82,6 +82,19 @@ def test_a_size_on_paper_is_the_captured_one():
     assert step_at(29, {8: steps[8]}, degree=1) is None
 
 
+def test_few_sizes_are_captured_and_the_others_told_from_them(found, budget_bytes):
+    captured = []
+
+    def source(size):
+        captured.append(size)
+        return Target("small", *make(size))
+
+    again = find_fit(source, budget=budget_bytes, vary=Vary(), check=False)
+    assert (again.largest_plain, again.largest) == (found.largest_plain, found.largest)
+    assert len(captured) == len(set(captured)) <= 5 and 38 not in captured
+    assert {row.size: row.profiled for row in again.rows}[37] is (37 in captured)
+
+
 def test_nothing_fits():
     found = lowtide.fit(make, budget=1000, check=False)
     assert (found.largest_plain, found.largest, found.rows) == (0, 0, ()) and found.fastest is None

@@ -11,8 +11,8 @@ from storages import storage_bytes
 from torch import fx, nn
 
 import lowtide
+from lowtide.running.apply import apply_plan
 from lowtide.running.executor import EAGER_OPS, Function
-from lowtide.running.replan import apply_plan
 
 pytestmark = pytest.mark.slow
 

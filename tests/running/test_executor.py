@@ -9,8 +9,8 @@ from torch import fx, nn
 from training import differences, train, twin
 
 import lowtide
+from lowtide.running.apply import apply_plan
 from lowtide.running.executor import Function
-from lowtide.running.replan import apply_plan
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow

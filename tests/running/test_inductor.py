@@ -1,5 +1,7 @@
 """Graphs that Inductor compiles: the same bits, and the peak that was predicted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,24 @@ def test_recompute_changes_no_bit_and_the_peak_is_as_predicted(dtype: torch.dtyp
     assert abs(measured / plan.peak_bytes - 1) < 0.01
 
 
+def test_the_gradient_of_a_loss_is_counted_once() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(500, 8)
+            self.linear = nn.Linear(8, 500)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            scores = self.linear(self.embedding(words)).flatten(0, 1)
+            return nn.functional.cross_entropy(scores, words.flatten())
+
+    torch.manual_seed(0)
+    target = Target("words", Words(), torch.randint(0, 500, (16, 16)))
+    plan = profile_of(target).plan("200%", "none", executor="inductor")
+    plan.apply(target.model)
+    assert abs(measured_peak(target) / plan.peak_bytes - 1) < 0.01
+
+
 def test_a_budget_that_compiled_code_cannot_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "compiled_peak", lambda *_: 10**9)
     with pytest.raises(lowtide.BudgetTooSmall, match="executor 'eager' reaches"):
@@ -118,3 +138,27 @@ def test_as_an_option_of_torch_compile() -> None:
         options = {"budget": budget, "executor": "inductor"}
         target.model.compile(backend="lowtide", dynamic=False, options=options)
     assert differences(train(plain), train(planned)) == []
+
+
+@pytest.mark.long
+def test_another_batch_size_is_counted_as_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, planned = make_target(), make_target()
+    profile_of(plain).plan("200%", "none", executor="inductor").apply(plain.model)
+    plan = profile_of(planned).plan("80%", executor="inductor")
+    plan.apply(planned.model)
+    counted = []
+
+    def peak_of(*given: object) -> int:
+        counted.append(compiled_peak(*given))
+        return counted[-1]
+
+    compiled_peak = inductor.compiled_peak
+    monkeypatch.setattr(inductor, "compiled_peak", peak_of)
+    batch = torch.randn(14, 5, 7, 7)
+    smaller = [replace(target, batch=batch) for target in (plain, planned)]
+    assert differences(train(smaller[0]), train(smaller[1])) == []
+    assert counted and min(counted) <= plan.budget_bytes
+    assert measured_peak(smaller[1]) <= plan.budget_bytes
+    assert "one by one" not in caplog.text

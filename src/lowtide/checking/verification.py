@@ -33,11 +33,11 @@ from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.facts.units import format_size
 from lowtide.plans import Plan, check_identity, timelines, write_report
 from lowtide.report.notebook import card, timeline_svg
+from lowtide.running.apply import apply_plan
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.inductor import executor_named
 from lowtide.running.loop_watch import Held
-from lowtide.running.replan import apply_plan
 from lowtide.running.rewrite import plain_schedule
 from lowtide.running.runner import install, remove, runner_of
 from lowtide.torchside.batch import call, loss_of, split_batch

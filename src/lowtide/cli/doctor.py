@@ -16,13 +16,13 @@ from lowtide.cli.terminal import Terminal, session
 from lowtide.report.words import percent, size
 
 if TYPE_CHECKING:
-    from lowtide.experiments.checkup import Checkup
+    from lowtide.experiments.checkup import Checkup, SwapCheckup
 
 LIBRARIES = ("lowtide", "torch", "transformers", "numpy")
 
 
 def doctor(*, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
-    """Check capture, timing, peak and exactness with a small model on this machine, in two minutes.
+    """Check capture, timing, peak, exactness and swap with a small model on this machine, in two minutes.
 
     Prints a block to paste into an issue. Uses the CPU, and a CUDA device where there is one. Exits with 4
     when results differ, with 3 when a peak is not as promised, with 1 when a check fails.
@@ -85,9 +85,21 @@ def _device(found: "Checkup") -> list[str]:
         f"  results: {results}",
         f"  time added: predicted {percent(found.predicted_overhead)}, "
         f"measured {percent(found.measured_overhead)}",
+        *_swap(found.swap),
         f"  measured in: {'fresh processes' if found.fresh_process else 'this process'}",
         *(f"  note: {note}" for note in found.notes),
         f"  {'all is well' if found.is_fine else 'NOT as promised'}",
+    ]
+
+
+def _swap(found: "SwapCheckup") -> list[str]:
+    results = "exact" if found.exact else "DIFFERENT: " + "; ".join(found.differences[:3])
+    link = found.link
+    return [
+        f"  swap to {link.store}: {size(int(link.write_bytes_per_second))}/s there, "
+        f"{size(int(link.read_bytes_per_second))}/s back",
+        f"  peak with {found.num_offloaded} values swapped: predicted {size(found.predicted_peak_bytes)}, "
+        f"measured {size(found.measured_peak_bytes)}, budget {size(found.budget_bytes)}; results: {results}",
     ]
 
 
@@ -98,7 +110,7 @@ def _peaks(found: "Checkup", index: int) -> str:
 
 def _exit(results: dict[str, Any]) -> Exit:
     checked = [found for found in results.values() if not isinstance(found, str)]
-    if any(not found.exact for found in checked):
+    if any(not (found.exact and found.swap.exact) for found in checked):
         return Exit.RESULTS_DIFFER
     if any(isinstance(found, str) and found.startswith("FAILED") for found in results.values()):
         return Exit.ERROR

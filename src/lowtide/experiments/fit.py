@@ -1,8 +1,9 @@
 """How large a batch fits into a budget, without and with a plan, and which size is the fastest.
 
 Nothing is run to find out. Two small sizes are captured and profiled; from them a step of any size is made
-on paper (`between`), and the sizes where it should stop to fit are captured in turn, until one fits and the
-next does not. What was found can then be measured.
+on paper (`between`), and the largest that should fit with a plan is captured as the third. It shows how far
+off paper is, and sizes that are further than that from the budget need no capture of their own. Others are
+captured in turn, until one fits and the next does not. What was found can then be measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,121 +11,36 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
+from math import inf
 from typing import Any
 
 from lowtide import api
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.experiments.between import step_at
+from lowtide.experiments.fit_records import MOST, Check, Fit, FitRow, Vary
 from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
 from lowtide.facts import Step
 from lowtide.facts.sizes import parse_size
-from lowtide.facts.units import format_size
 from lowtide.planning.bounds.curve import Bounds
 from lowtide.planning.search.table import make_table
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
 from lowtide.zoo.targets import Target, TargetSpec, call_factory
 
+__all__ = ["MOST", "Check", "Fit", "FitRow", "Source", "Vary", "find_fit", "fit"]
+
 FIRST = (8, 16)
 """What is captured first, in multiples of the size's unit. Smaller steps lack some ways to save memory, which
 pay for large values alone, so that nothing can be told from them."""
-MOST = 1 << 20
-"""No larger size is looked at, unless said otherwise."""
+MOST_ERROR = 0.01
+"""Paper that is further off than this share tells nothing."""
 NUM_BETWEEN = 4
 """Sizes between the largest without and the largest with a plan that are planned on paper."""
 
 Source = TargetSpec | Target
 Profiler = Callable[[Source], Profile]
 Working = Callable[[str], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vary:
-    """What grows: its name, what throughput counts, and how many of these a step of some size has.
-
-    `degree`: that of the polynomial by which bytes grow. All sizes are multiples of `multiple_of`.
-    """
-
-    name: str = "batch size"
-    unit: str = "samples"
-    amount: Callable[[int], int] = lambda size: size
-    degree: int = 1
-    multiple_of: int = 1
-    most: int = MOST
-
-    def __post_init__(self) -> None:
-        if self.multiple_of < 1:
-            raise LowtideError(f"sizes cannot be multiples of {self.multiple_of}: say 1 or more")
-        if self.most < self.multiple_of:
-            raise LowtideError(
-                f"there is no multiple of {self.multiple_of} up to {self.most}: allow larger sizes"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitRow:
-    """One size that fits, all of it predicted. `peak_bytes` and `recompute_seconds` are with a plan that
-    meets the budget, or without any where none is needed. Of sizes that were not `profiled` themselves,
-    all figures are from those around them, and the peak is at most `peak_bytes`.
-    """
-
-    size: int
-    plain_peak_bytes: int
-    peak_bytes: int
-    step_seconds: float
-    recompute_seconds: float
-    per_second: float | None
-    profiled: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """What running a size showed. `exact` is None where nobody compared; where nothing was measured,
-    `reason` says why. `planned`: with its plan, else without any.
-    """
-
-    size: int
-    planned: bool
-    predicted_peak_bytes: int
-    measured_peak_bytes: int | None = None
-    exact: bool | None = None
-    differences: tuple[str, ...] = ()
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What fits into a budget; made by `lowtide.fit`.
-
-    `largest_plain` and `largest` fit without and with a plan, and the next size does not, by prediction; 0
-    where no size fits. No plan of the smallest size that was looked at needs less than `lowest_bytes`.
-    Nothing above `most` was looked at. `rows` are by size, `checks` were measured.
-    """
-
-    budget_bytes: int
-    vary: str
-    unit: str
-    multiple_of: int
-    most: int
-    largest_plain: int
-    largest: int
-    lowest_bytes: int
-    rows: tuple[FitRow, ...] = field(repr=False)
-    checks: tuple[Check, ...] = field(default=(), repr=False)
-
-    @property
-    def fastest(self) -> FitRow | None:
-        """Of the rows that fit, the one with the highest predicted throughput; the smallest of equals."""
-        fitting = [row for row in self.rows if row.per_second is not None]
-        return max(fitting, key=lambda row: (row.per_second, -row.size), default=None)
-
-    def __repr__(self) -> str:
-        fastest = "" if self.fastest is None else f", fastest={self.fastest.size}"
-        return (
-            f"Fit(budget={format_size(self.budget_bytes)}, {self.vary}: largest without a plan="
-            f"{self.largest_plain}, largest={self.largest}{fastest}, {len(self.rows)} rows)"
-        )
 
 
 def fit(
@@ -170,10 +86,9 @@ def find_fit(
         profile=profile or _profile,
         working=working,
     )
-    for size in FIRST:
-        search.probe(min(size * vary.multiple_of, search.most))
-    largest_plain = search.largest(lambda probe: probe.fits_plain, search.plain_bytes)
-    largest = search.largest(lambda probe: probe.fits, search.lowest_bytes, low=largest_plain)
+    search.begin()
+    largest_plain = search.largest(lambda probe: probe.fits_plain, search.plain_bytes, search.plain_on_paper)
+    largest = search.largest_with_a_plan(largest_plain)
     rows = search.rows(largest_plain, largest)
     return Fit(
         budget_bytes=search.budget_bytes,
@@ -249,6 +164,9 @@ class _Search:
     profile: Profiler
     working: Working
     probes: dict[int, _Probe] = field(default_factory=dict)
+    papers: dict[int, _Probe] = field(default_factory=dict)
+    """sizes that were planned without having been captured"""
+    _margin: tuple[int, float] = (0, inf)
 
     @property
     def most(self) -> int:
@@ -262,13 +180,28 @@ class _Search:
             # without the model behind it, of which there would be one for each size
             self.probes[size] = _Probe(profile=Profile(found.step), budget_bytes=self.budget_bytes)
 
+    def begin(self) -> None:
+        """Capture sizes to tell others from."""
+        unit = self.vary.multiple_of
+        for size in FIRST:
+            self.probe(min(size * unit, self.most))
+        guess = self._guess(0, self.most + unit, self.lowest_bytes)
+        if guess:
+            self.probe(guess)
+
     def largest(
-        self, fits: Callable[[_Probe], bool], needed: Callable[[int], float | None], *, low: int = 0
+        self,
+        fits: Callable[[_Probe], bool],
+        needed: Callable[[int], float | None],
+        on_paper: Callable[[int], bool | None],
+        *,
+        low: int = 0,
     ) -> int:
         """The largest size that `fits`, while the next does not; `low`, which is known to fit, or larger.
 
         `needed`: about how many bytes a size needs, None where nobody can tell. Every fourth size is chosen
-        without it, so that wrong guesses cost a few times the captures of halving at most.
+        without it, so that wrong guesses cost a few times the captures of halving at most. `on_paper`: does a
+        size fit? None where it has to be captured.
         """
         unit, most = self.vary.multiple_of, self.most
         high = most + unit
@@ -278,9 +211,22 @@ class _Search:
             middle = min(2 * low, most) if high > most else (low + high) // 2 // unit * unit
             guess = self._guess(low, high, needed) if turn % 4 < 3 else None
             size = max(low + unit, middle if guess is None else guess)
-            self.probe(size)
-            low, high = (size, high) if fits(self.probes[size]) else (low, size)
+            does_fit = None if size in self.probes else on_paper(size)
+            if does_fit is None:
+                self.probe(size)
+                does_fit = fits(self.probes[size])
+            low, high = (size, high) if does_fit else (low, size)
         raise AssertionError
+
+    def largest_with_a_plan(self, largest_plain: int) -> int:
+        """As `largest`; where it is larger than without a plan, it is captured."""
+        while True:
+            size = self.largest(
+                lambda probe: probe.fits, self.lowest_bytes, self.with_a_plan_on_paper, low=largest_plain
+            )
+            if size == largest_plain or size in self.probes:
+                return size
+            self.probe(size)
 
     def _guess(self, low: int, high: int, needed: Callable[[int], float | None]) -> int | None:
         """The largest size from `low` to below `high` that seems to fit."""
@@ -314,11 +260,46 @@ class _Search:
         if step is None:
             return None
         ratios = {other: probe.floor_ratio for other, probe in self.probes.items() if probe.floor_ratio > 1}
+        ratios |= {other: paper.floor_ratio for other, paper in self.papers.items() if paper.floor_ratio > 1}
         near = min(ratios, key=lambda other: (abs(other - size), other), default=None)
         return _bounds(step).floor_bytes * (1.0 if near is None else ratios[near])
 
+    def plain_on_paper(self, size: int) -> bool | None:
+        """Whether a size fits without a plan; None where it is too near to the budget to tell."""
+        nbytes = self.plain_bytes(size)
+        if nbytes is None or abs(nbytes - self.budget_bytes) <= self.margin * self.budget_bytes:
+            return None
+        return nbytes < self.budget_bytes
+
+    def with_a_plan_on_paper(self, size: int) -> bool | None:
+        """Whether a size fits with a plan that was made on paper; None where paper is far off."""
+        step = self._on_paper(size)
+        if step is None or self.margin == inf:
+            return None
+        if size not in self.papers:
+            self.papers[size] = _Probe(profile=Profile(step), budget_bytes=self.budget_bytes)
+        return self.papers[size].fits
+
+    @property
+    def margin(self) -> float:
+        """Twice the largest share by which the peak of a captured size is not what the others say of it;
+        infinite where nothing can be told, or nothing well."""
+        if self._margin[0] != len(self.probes):
+            self._margin = (len(self.probes), 2 * self._error())
+        return self._margin[1]
+
+    def _error(self) -> float:
+        steps = {size: probe.profile.step for size, probe in self.probes.items()}
+        errors = [inf] if len(steps) < self.vary.degree + 2 else []
+        for size, probe in self.probes.items():
+            others = {other: step for other, step in steps.items() if other != size}
+            told = step_at(size, others, degree=self.vary.degree)
+            peak_bytes = probe.profile.peak_bytes
+            errors.append(inf if told is None else abs(Profile(told).peak_bytes / peak_bytes - 1))
+        return max(errors) if max(errors) <= MOST_ERROR else inf
+
     def rows(self, largest_plain: int, largest: int) -> list[FitRow]:
-        """All profiled sizes that fit without a plan, the largest with one, and some in between."""
+        """All profiled sizes that fit without a plan, the largest ones, and some in between."""
         unit = self.vary.multiple_of
         found = [
             self._row(size, probe)
@@ -327,10 +308,10 @@ class _Search:
         ]
         gap = (largest - largest_plain) // unit
         between = {largest_plain + gap * i // (NUM_BETWEEN + 1) * unit for i in range(1, NUM_BETWEEN + 1)}
-        for size in between - self.probes.keys() - {0}:
+        for size in (between | {largest_plain}) - self.probes.keys() - {0}:
             step = self._on_paper(size)
             if step is not None:
-                found.append(self._row_on_paper(size, step, self.probes[largest]))
+                found.append(self._row_on_paper(size, step, self.probes.get(largest)))
         return sorted(found, key=lambda row: row.size)
 
     def _row(self, size: int, probe: _Probe) -> FitRow:
@@ -347,10 +328,13 @@ class _Search:
             profiled=True,
         )
 
-    def _row_on_paper(self, size: int, step: Step, largest: _Probe) -> FitRow:
+    def _row_on_paper(self, size: int, step: Step, largest: _Probe | None) -> FitRow:
         """A size whose time to recompute is as far above the proven one as that of the `largest` size is."""
         profile = Profile(step)
-        recompute = _bounds(step).seconds(self.budget_bytes) * largest.bound_ratio
+        recompute = 0.0
+        if profile.peak_bytes > self.budget_bytes:
+            assert largest is not None
+            recompute = _bounds(step).seconds(self.budget_bytes) * largest.bound_ratio
         return FitRow(
             size=size,
             plain_peak_bytes=profile.peak_bytes,
@@ -372,7 +356,7 @@ class _Search:
         """Run the largest size with its plan, and the first that does not fit without."""
         found = []
         above = largest_plain + self.vary.multiple_of
-        if above in self.probes:
+        if above <= self.most:
             with self.working(f"measuring {self.vary.name} {above} without a plan"):
                 found.append(self._check_plain(above))
         if largest > largest_plain:
@@ -381,9 +365,10 @@ class _Search:
         return found
 
     def _check_plain(self, size: int) -> Check:
-        probe = self.probes[size]
-        peak_bytes = probe.profile.peak_bytes
-        reason = why_not(probe.profile.step, peak_bytes=peak_bytes)
+        step = self._on_paper(size)
+        assert step is not None
+        peak_bytes = Profile(step).peak_bytes
+        reason = why_not(step, peak_bytes=peak_bytes)
         if reason:
             return Check(size=size, planned=False, predicted_peak_bytes=peak_bytes, reason=reason)
         measured = run_plain(self.source(size), predicted=peak_bytes, timed_runs=0).measured_peak_bytes

@@ -25,7 +25,7 @@ from lowtide.integrations.first_call import (
     tell,
 )
 from lowtide.plans import Plan
-from lowtide.running.replan import plan_of_model
+from lowtide.running.apply import plan_of_model
 from lowtide.running.runner import remove
 from lowtide.torchside.batch import Arguments
 

@@ -1,4 +1,4 @@
-"""Plots of experiments: batch sizes and the trade-off curve. Simulated bars are hatched, never plain."""
+"""Plots of experiments: batch sizes, methods and the trade-off curve. Simulated bars are hatched."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -63,12 +63,15 @@ def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
 
 
 def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
-    """Measured median step time without and with the plan, with the spread and the overhead."""
+    """Measured median step time without and with the plan as lines, with the spread and the overhead."""
     figure, axes = new_figure("Step time against batch size (measured median ± half the quartiles' distance)")
     timed = [row for row in rows if row.planned.seconds_median or row.baseline.seconds_median]
-    largest = max(
-        (s.seconds_median or 0.0 for row in timed for s in (row.baseline, row.planned)), default=0.0
-    )
+    tops = [
+        (step.seconds_median or 0.0) + (step.seconds_spread or 0.0) / 2
+        for row in timed
+        for step in (row.baseline, row.planned)
+    ]
+    largest = max(tops, default=0.0)
     unit, scale = time_unit(largest)
     for column, (label, colour) in enumerate((("without", palette.BEFORE), ("with the plan", palette.AFTER))):
         runs = [
@@ -77,22 +80,25 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
             if (step := (row.baseline, row.planned)[column]).seconds_median is not None
         ]
         if runs:
-            axes.bar(
-                [index + (column - 0.5) * _WIDTH for index, _, _ in runs],
+            axes.errorbar(
+                [index for index, _, _ in runs],
                 [seconds / scale for _, seconds, _ in runs],
-                _WIDTH * 0.94,
                 yerr=[spread / 2 / scale for _, _, spread in runs],
-                error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 3},
+                fmt="-o",
                 color=colour,
+                ecolor=INK,
+                elinewidth=1,
+                capsize=3,
+                markersize=5,
+                lw=1.8,
                 label=label,
             )
     for index, row in enumerate(timed):
-        top = ((row.planned.seconds_median or 0.0) + (row.planned.seconds_spread or 0.0) / 2) / scale
         if row.overhead is not None:
-            text = added(row.overhead, row.noise).replace(" (", "\n(")
-            _above(axes, index + _WIDTH / 2, top, text)
+            top = max(tops[2 * index : 2 * index + 2]) / scale
+            _above(axes, index, top, added(row.overhead, row.noise).replace(" (", "\n("))
     _batch_axis(axes, timed)
-    axes.set_ylim(0, 1.15 * largest / scale if largest else 1)
+    axes.set_ylim(0, 1.2 * largest / scale if largest else 1)
     label_axes(axes, "batch size", f"step time ({unit})")
     if timed:
         legend(axes)

@@ -8,6 +8,7 @@
 - `fans`: gradients of several graphs that autograd adds up in eager's order
 - `loop_watch`, `kept_graphs`, `bypass`: notice what the loop does that the plan does not count on
 - `runner`: what a planned model calls instead of its own code
+- `apply`: a plan put to work on a model, in place
 - `replan`: plans for graphs that come later: other batch shapes, other situations
 - `steps`: the facts of a step around such graphs
 - `compile_backend`: `torch.compile(backend="lowtide")`

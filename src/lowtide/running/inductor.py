@@ -151,7 +151,8 @@ def _rises(
         source = source_of(step, Run(ranks[position], method))
         inside = source.workspace_bytes
         if isinstance(source, Node) and position in in_place:
-            inside += source.extra_eager_bytes
+            # counted without its result, which is written over what it reads; here it is not
+            inside += sum(step.storages[storage].nbytes for storage in source.makes)
         return Bytes(tuple(step.storages[storage].nbytes for storage in source.makes), max(0, inside))
 
     inputs = [node.meta["val"] for node in rewritten.forward.graph.find_nodes(op="placeholder")]

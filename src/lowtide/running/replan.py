@@ -1,4 +1,4 @@
-"""Put a plan to work on a model, and plan what comes later: other batch shapes, other situations."""
+"""Plan what comes after a plan was put to work: other batch shapes, other situations."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -7,34 +7,28 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-import torch
 from torch import nn
 
 from lowtide.capture.fingerprint import structure
 from lowtide.capture.graphs import Segment
 from lowtide.capture.identity import identify_inputs, identify_model
 from lowtide.capture.loop import Loop
-from lowtide.capture.one_by_one import inside_bytes, split_of
-from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.capture.one_by_one import inside_bytes
+from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Graph, Run, Step
-from lowtide.facts.swap import parse_swap
 from lowtide.facts.units import format_size, size_and_bytes
 from lowtide.planning.planner import Carried, Desk
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate
 from lowtide.planning.tied import desk_for
-from lowtide.plans import Plan, check_identity
+from lowtide.plans import Plan
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
-from lowtide.running.inductor import executor_named
+from lowtide.running.inductor import InductorOps, solve_compiled
 from lowtide.running.loop_watch import Held
-from lowtide.running.runner import install, runner_of
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
-from lowtide.stores import Store, open_store
 from lowtide.torchside.ddp import Buckets
 from lowtide.torchside.dynamo import StartOver
-from lowtide.torchside.optimizers import each_of
-from lowtide.torchside.pieces import Pieces
 from lowtide.torchside.updates import Updates
 
 logger = logging.getLogger("lowtide")
@@ -44,71 +38,6 @@ SMALL_BYTES = 4096
 """A few numbers around the loss, which nobody counts."""
 
 
-def apply_plan(
-    plan: Plan,
-    model: nn.Module,
-    *,
-    executor: Executor | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> nn.Module:
-    """Route `model`'s calls through `plan`, in place; `executor` runs the graphs, by default the plan's own.
-
-    A plan that steps in backward or in pieces needs the `optimizer`, unless it was made for one that is
-    still there.
-    """
-    check_identity(plan, identify_model(model))
-    updates = pieces = None
-    if plan.solution.step_in_backward or plan.solution.optimizer_in_pieces:
-        known = _optimizer_of(plan, optimizer)
-        every, slices = each_of(known), split_of(known).slices
-        if plan.solution.step_in_backward:
-            updates = Updates(every, model, slices=slices)
-        else:
-            pieces = Pieces(every, slices=slices)
-    spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
-    batch = dict(plan.solution.identity).get("batch")
-    install(
-        model,
-        PlanBook(plan, model, updates=updates),
-        spare_bytes=spare_bytes,
-        executor=executor or plan.executor or executor_named(plan.solution.executor),
-        eager_batch=batch if plan.solution.eager else None,
-        planned_batch=batch,
-        updates=updates,
-        pieces=pieces,
-        holds_outputs=plan.solution.holds_outputs,
-        traced=None if plan.solution.eager else plan.traced,
-        store=_store_of(plan),
-    )
-    return model
-
-
-def _store_of(plan: Plan) -> Store | None:
-    """Where the plan's values go, with room for all of them; `StoreError` where there is none."""
-    offload = plan.solution.offload
-    if offload is None:
-        return None
-    store = open_store(parse_swap(offload.link.store), plan.solution.device)
-    store.reserve(offload.store_bytes)
-    return store
-
-
-def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    optimizer = given if given is not None or plan.loop is None else plan.loop.optimizer
-    if optimizer is None:
-        raise LowtideError(
-            "this plan counts on the optimizer's step being taken in the backward pass or in pieces, and no "
-            "optimizer is known here: plan.apply(model, optimizer=...)"
-        )
-    return optimizer
-
-
-def plan_of_model(model: nn.Module) -> Plan | None:
-    """The plan that was applied to a model; None for a plain one."""
-    runner = runner_of(model)
-    return runner.plans.plan if runner is not None and isinstance(runner.plans, PlanBook) else None
-
-
 class PlanBook:
     """The plan of every graph that comes: one that was made, or a new one for the same budget.
 
@@ -116,8 +45,16 @@ class PlanBook:
     step with other shapes. Where the call got further, the graph is planned beside what has run.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, *, updates: Updates | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        *,
+        updates: Updates | None = None,
+        executor: Executor = EAGER_OPS,
+    ) -> None:
         self.model = model
+        self._executor = executor
         self.plan = plan
         self._inside_bytes = (
             {} if updates is None else inside_bytes(updates.optimizers, slices=updates.slices)
@@ -262,7 +199,7 @@ class PlanBook:
         larger = growth(step, like=None, reserve=self.reserve) > 1
         larger = larger or identify_model(self.model) != self.identity
         found = self._plan(step, self.steps.get(_structures(own), ()), larger=larger)
-        self._tell(found.peak_bytes, cause)
+        self._tell(found.peak_bytes, cause, compiled=False)
         self._remember(found.graphs[: len(own)])
 
     @property
@@ -292,7 +229,7 @@ class PlanBook:
         )
         alike = [graph for graph in found if graph.structure == step.graphs[0].structure]
         larger = changed or growth(step, like=self._planned_graph, reserve=self.reserve) > 1
-        plan = self._plan(step, alike[:1], larger=larger)
+        plan = self._plan(step, alike[:1], larger=larger, segment=segment)
         self._tell(plan.peak_bytes, cause)
         self._remember(plan.graphs)
         return plan.graphs[0]
@@ -320,7 +257,7 @@ class PlanBook:
             found = _lowest(desk_for(step), ())
         else:
             found = self._plan(step, () if like is None else (like,), larger=False)
-        self._tell(found.peak_bytes, cause)
+        self._tell(found.peak_bytes, cause, compiled=False)
         return found.graphs[0]
 
     def _other_gradient_bytes(self, segment: Segment) -> int:
@@ -333,10 +270,15 @@ class PlanBook:
         self.steps[_structures(graphs)] = graphs
         self.graphs.update({graph.fingerprint: graph for graph in graphs})
 
-    def _plan(self, step: Step, like: Sequence[Graph], *, larger: bool) -> Carried:
+    def _plan(
+        self, step: Step, like: Sequence[Graph], *, larger: bool, segment: Segment | None = None
+    ) -> Carried:
         """Schedules for `step`: those of the graphs `like`, mended, or found anew; the lowest there are where
-        none is known to fit and the step is not `larger` than what was planned."""
+        none is known to fit and the step is not `larger` than what was planned. Of a step of one `segment`,
+        what a compiler makes of it has to fit."""
         desk = desk_for(step)
+        if segment is not None and isinstance(self._executor, InductorOps):
+            return self._compiled_plan(desk, like, segment, self._executor, larger=larger)
         carried = desk.carry(_schedules(like, step), budget_bytes=self.budget_bytes) if like else None
         if carried is not None and carried.peak_bytes <= self.budget_bytes:
             return carried
@@ -348,7 +290,21 @@ class PlanBook:
                 raise
         return _lowest(desk, like)
 
-    def _tell(self, peak_bytes: int, cause: str) -> None:
+    def _compiled_plan(
+        self, desk: Desk, like: Sequence[Graph], segment: Segment, executor: InductorOps, *, larger: bool
+    ) -> Carried:
+        try:
+            answer = solve_compiled(
+                desk, segment, executor, budget_bytes=self.budget_bytes, planner=self.planner
+            )
+        except BudgetTooSmall as error:
+            if larger:
+                raise
+            return Carried(error.floor_bytes, _lowest(desk, like).graphs)
+        return Carried(answer.peak_bytes, answer.graphs)
+
+    def _tell(self, peak_bytes: int, cause: str, *, compiled: bool = True) -> None:
+        """`compiled`: the peak is that of what a compiler makes of the graph, if one does."""
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         if peak_bytes > self.budget_bytes:
             logger.warning(
@@ -365,7 +321,7 @@ class PlanBook:
                 format_size(peak_bytes),
                 format_size(self.budget_bytes),
             )
-        if self.plan.solution.executor != EAGER_OPS.name and not self._told_of_executor:
+        if not compiled and isinstance(self._executor, InductorOps) and not self._told_of_executor:
             self._told_of_executor = True
             logger.warning(
                 "a graph without a plan (%s) is planned as if its ops ran one by one, and what Inductor "
