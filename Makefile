@@ -59,7 +59,7 @@ quick: install
 
 # Every night: fuzzed inputs, long runs, many shapes and plans, 300 random (model, budget) pairs. Half an hour.
 soak: install
-	$(PYTEST) -m long -rP tests/end_to_end/test_fuzz.py tests/end_to_end/test_soak.py \
+	$(PYTEST) -m long -rP --show-capture=stdout tests/end_to_end/test_fuzz.py tests/end_to_end/test_soak.py \
 		tests/end_to_end/test_random_models.py tests/cli/test_trust.py
 
 # All of them run, and it fails if one did.

@@ -21,6 +21,8 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
+smartquotes = False  # `--mode` is no dash
+
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]

@@ -103,6 +103,13 @@ def test_every_page_is_listed() -> None:
     assert {page.stem for page in DOCS} - {"index"} <= listed
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    errors = {name for name in lowtide.__all__ if name in vars(lowtide.errors)}
+    for name in set(lowtide.__all__) - errors - {"__version__"}:
+        assert re.search(rf":: lowtide\.{name}\b", page), name
+
+
 ERRORS = {
     error.__name__
     for module in (lowtide.errors, exits, contenders, machine)
@@ -172,4 +179,6 @@ def test_messages_are_found() -> None:
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     build = pytest.importorskip("sphinx.cmd.build")
     assert build.main(["-W", "-q", "-b", "html", str(ROOT / "docs"), str(tmp_path)]) == 0
-    assert 'id="lowtide-tradeoff"' in (tmp_path / "commands.html").read_text()
+    commands = (tmp_path / "commands.html").read_text()
+    assert 'id="lowtide-tradeoff"' in commands
+    assert "--mode run" in commands, "two hyphens, as they are typed"

@@ -5,10 +5,31 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from lowtide.errors import LowtideError
+
+
+class Dotted:
+    """A dotted name in a cell, which goes over several lines only after its dots."""
+
+    def __init__(self, name: str) -> None:
+        self._parts = [f"{part}." for part in name.split(".")[:-1]] + [name.rpartition(".")[2]]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        lengths = [len(part) for part in self._parts]
+        return Measurement(max(lengths), sum(lengths)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for part in self._parts:
+            if lines[-1] and len(lines[-1]) + len(part) > options.max_width:
+                lines.append("")
+            lines[-1] += part
+        yield Text("\n".join(lines), overflow="fold")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -27,7 +48,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
             overflow="fold",
         )
     for row in rows:
-        result.add_row(*(Text(str(cell)) for cell in row))
+        result.add_row(*(cell if isinstance(cell, Dotted) else Text(str(cell)) for cell in row))
     return result
 
 

@@ -6,14 +6,14 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.cli.output import table
+from lowtide.cli.output import Dotted, table
 from lowtide.facts import Action, Activation, Decision, Kind, Solution, Step
 from lowtide.facts.devices import gpu_behind
 from lowtide.planning.simulate import Timeline
 from lowtide.profiles import Profile
 from lowtide.report.palette import LABELS, STACK
 from lowtide.report.times import by_region
-from lowtide.report.words import duration, how_good, percent, size
+from lowtide.report.words import duration, how_good, percent, short_source, size
 
 NUM_LARGEST = 10
 
@@ -61,7 +61,7 @@ def profile_tables(summary: dict[str, Any]) -> list[RenderableType]:
         for region, value in summary["seconds_by_region"].items()
     ]
     largest = [
-        (a["name"], size(a["nbytes"]), duration(a["idle_seconds"]), _again(a), a["module"] or "–")
+        (a["name"], size(a["nbytes"]), duration(a["idle_seconds"]), _again(a), Dotted(a["module"] or "–"))
         for a in summary["largest_activations"]
     ]
     return [
@@ -188,7 +188,8 @@ def _place(step: Step, timeline: Timeline) -> dict[str, Any]:
 
 
 def _where(place: dict[str, Any]) -> str:
-    return ", ".join(str(place[key]) for key in ("region", "module", "source") if place[key])
+    where = (place["region"], place["module"], short_source(place["source"] or ""))
+    return ", ".join(str(word) for word in where if word)
 
 
 def _by_kind(timeline: Timeline) -> dict[str, int]:
@@ -218,7 +219,7 @@ def _decision(decision: Decision) -> tuple[object, ...]:
         decision.name,
         size(decision.nbytes),
         duration(decision.seconds),
-        decision.module or "–",
+        Dotted(decision.module or "–"),
         decision.reason,
     )
 

@@ -14,11 +14,13 @@ import typer
 from rich.console import Console, RenderableType
 from rich.logging import RichHandler
 from rich.progress import Progress
+from rich.text import Text
 
 from lowtide import display
 from lowtide.cli.exits import exit_code, one_line
 from lowtide.errors import FreshProcessError
 
+NOTE = "note: "
 PIPE_WIDTH = 160
 """Columns of a table that goes to a file or a pipe, where nobody knows the width of the reader."""
 
@@ -41,12 +43,20 @@ class Terminal:
     verbose: bool = False
     out: Console = field(default_factory=_stdout)
     err: Console = field(default_factory=_stderr)
+    logged: set[str] = field(default_factory=set)
+    shown: set[str] = field(default_factory=set)
 
     def show(self, *renderables: RenderableType) -> None:
-        """Tables and text for people; nothing under `--json`."""
-        if not self.as_json:
-            for renderable in renderables:
-                self.out.print(renderable)
+        """Tables and text for people; nothing under `--json`. A note is shown once, and not beside a log line
+        that said the same."""
+        for renderable in () if self.as_json else renderables:
+            if isinstance(renderable, Text) and renderable.plain.startswith(NOTE):
+                note = renderable.plain.removeprefix(NOTE)
+                is_read = note in self.logged and self.out.is_terminal and self.err.is_terminal
+                if is_read or note in self.shown:
+                    continue
+                self.shown.add(note)
+            self.out.print(renderable)
 
     def data(self, value: Any) -> None:
         """The same for programs; nothing without `--json`."""
@@ -107,6 +117,12 @@ def _logging(terminal: Terminal) -> Iterator[None]:
     logger = logging.getLogger("lowtide")
     handler = RichHandler(console=terminal.err, show_time=False, show_path=False, markup=False)
     level = logger.level
+
+    def remember(record: logging.LogRecord) -> bool:
+        terminal.logged.add(record.getMessage())
+        return True
+
+    handler.addFilter(remember)
     logger.addHandler(handler)
     logger.setLevel(
         logging.ERROR if terminal.quiet else logging.DEBUG if terminal.verbose else logging.WARNING

@@ -98,7 +98,8 @@ class Cpu(Device):
 
     @property
     def identity(self) -> str:
-        return f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+        return f"{_cpu_model()}, {_number(cores, 'core')}, {_number(threads, 'thread')}"
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
         before, start = _interruptions(), time.perf_counter()
@@ -218,6 +219,10 @@ def _interruptions() -> int:
 
 
 @cache
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -12,6 +12,7 @@
 - `calls`: one call of an op, by the layouts of its tensors
 - `ops`: ops that need more than their name, one file each
 - `inductor`, `opaque`: graphs that Inductor compiles, and calls in them that it leaves as they are
+- `checks`: checks of linear algebra are ops like others
 - `batch`: how a model is called, and what a step differentiates
 - `garbage`: fewer searches for garbage while graphs are made
 - `one_at_a_time`: threads that plan at the same time wait for each other

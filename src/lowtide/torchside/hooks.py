@@ -50,6 +50,8 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
+from lowtide.torchside.checks import traced_without_tokens
+
 __all__ = [
     "BackendCompilerFailed",
     "DataDependentOutputException",
@@ -139,6 +141,7 @@ def compile_graph(
         ),
         inductor_config.patch(fallback_random=True),
         _undivided(),
+        traced_without_tokens(),
     ):
         compiled: Callable[..., Any] = compiler(graph, inputs)
     return compiled
