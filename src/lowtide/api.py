@@ -262,9 +262,10 @@ def checkpoint(
     `accumulate`, `reserve`, `step_in_backward`, `holds_outputs` and `swap` are those of `profile`, `executor`
     is that of `Profile.plan`.
 
-    `model` may be a DistributedDataParallel, or become one later. Where several processes train it (those of
-    `process_group`, by default of the wrapper's, or all), each has to call this: rank 0 makes the plan, for
-    all that have batches like its own, and whatever differs between them stops all.
+    `model` may be a DistributedDataParallel, or become one later, or be sharded by `fully_shard`. Where
+    several processes train it (those of `process_group`, by default of the wrapper's or the shards', or all),
+    each has to call this: rank 0 makes the plan, for all that have batches like its own, and whatever differs
+    between them stops all.
     """
     training = _Training(
         optimizer=optimizer,
