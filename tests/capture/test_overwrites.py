@@ -203,3 +203,15 @@ def test_a_loss_outside_of_the_model_is_counted_as_eager_runs_it() -> None:
     plan = found.plan(found.floor_bytes)
     plan.apply(model)
     assert measured_peak(target) <= plan.budget_bytes
+
+
+def test_what_a_loss_has_kept_is_held_to_the_end_of_its_formula() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS, WIDTH)
+    target = Target("model", model, batch, torch.optim.SGD(model.parameters(), lr=0.1), in_doubles)
+    found = lowtide.profile(model, batch, optimizer=target.optimizer, loss=in_doubles)
+    assert abs(measured_peak(target) / found.peak_bytes - 1) < 0.01
+
+
+def in_doubles(output: torch.Tensor) -> torch.Tensor:
+    return output.double().square().mean()

@@ -180,13 +180,13 @@ def hold_within_formulas(analysis: Analysis, state: GraphState, *, only_eager: b
         if len(ranks) < 2 or number is None:
             continue
         last = analysis.nodes[ranks[-1]]
+        # autograd lets go of what it has kept, and of the gradient that came in, after the formula
+        kept = (read for rank in ranks for read in analysis.nodes[rank].reads)
+        held = tuple(dict.fromkeys(rank for rank in (*ranks, *kept) if rank != last.rank))
         if only_eager:
-            # autograd lets go of what it has kept, and of the gradient that came in, after the formula
-            kept = (read for rank in ranks for read in analysis.nodes[rank].reads)
-            held = dict.fromkeys(rank for rank in (*ranks, *kept) if rank != last.rank)
-            analysis.nodes[last.rank] = replace(last, eager_reads=tuple(held))
+            analysis.nodes[last.rank] = replace(last, eager_reads=held)
         else:
-            reads = tuple(dict.fromkeys((*last.reads, *ranks[:-1])))
+            reads = tuple(dict.fromkeys((*last.reads, *held)))
             analysis.nodes[last.rank] = replace(last, reads=reads)
 
 

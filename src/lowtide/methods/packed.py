@@ -152,9 +152,9 @@ def _narrowest(node: fx.Node) -> torch.dtype | None:
 
 def _index_bound(node: fx.Node) -> int | None:
     """What all values of `node` are below, where it holds indices, which are never negative."""
-    looked_up = [user.args[0] for user in node.users if _looks_up(user, node)]
-    if looked_up:  # an index that is outside of the table raises there
-        return min(int(table.meta["val"].shape[0]) for table in looked_up)
+    tables = [user.all_input_nodes[0] for user in node.users if _looks_up(user, node)]
+    if tables:  # an index that is outside of the table raises there
+        return min(int(table.meta["val"].shape[0]) for table in tables)
     source: Any = node
     part: Any = 0
     if node.target is operator.getitem:
