@@ -187,7 +187,7 @@ addEventListener("DOMContentLoaded", () => {
   }] : [];
   merge();
   const chart = new uPlot({
-    width: box.clientWidth, height: height(), padding: [26, 12, 0, 0], legend: { show: false },
+    width: box.clientWidth, height: height(), padding: [26, 20, 0, 0], legend: { show: false },
     scales: { x: { time: false }, y: { range: () => [lowest, highest] } },
     cursor: { drag: { x: true, y: false }, y: false, points: { show: false } },
     series: [{}, ...kindSeries, ...lineSeries],
