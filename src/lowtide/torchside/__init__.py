@@ -5,6 +5,7 @@
 - `tracing`: compile a function with our settings, which hold while torch traces
 - `eager_paths`: model code that asks whether it is compiled goes the way it goes in eager
 - `batch_values`: values of the batch that Python code reads, without a break in the graph
+- `numbers`: Python numbers that change from call to call, as inputs of the graph
 - `log_lines`: log lines of a forward, without a break in the graph
 - `loops`: a break in the graph inside of a loop over modules
 - `sharded`, `units`: modules that share parameters with other processes (FSDP2), each compiled apart

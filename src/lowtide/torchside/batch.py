@@ -70,7 +70,9 @@ def _parts(value: Any) -> list[Any]:
         names = [field.name for field in fields(value)]
         return [getattr(value, name) for name in names] if own is None else [own.get(name) for name in names]
     is_code = isinstance(value, type | nn.Module | ModuleType | FunctionType | MethodType)
-    return [] if is_code else list(getattr(value, "__dict__", {}).values())
+    # a number of torch's, while it traces, knows all of its tracing
+    is_number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return [] if is_code or is_number else list(getattr(value, "__dict__", {}).values())
 
 
 def own_loss(output: Any) -> torch.Tensor | None:

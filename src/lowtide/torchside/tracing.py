@@ -10,6 +10,7 @@ from lowtide.torchside.eager_paths import eager_answers
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.log_lines import log_lines_after_graphs
 from lowtide.torchside.loops import resumed_loops
+from lowtide.torchside.numbers import changing_numbers
 from lowtide.torchside.one_at_a_time import compile_lock
 from lowtide.torchside.ops import by_value, recurrent_tracing
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
@@ -31,6 +32,7 @@ def tracing() -> Iterator[None]:
         grouped_products_of_any_type(),
         eager_answers(),
         batch_values(),
+        changing_numbers(),
         log_lines_after_graphs(),
         resumed_loops(),
     ):
