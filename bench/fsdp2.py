@@ -29,7 +29,7 @@ import lowtide
 from lowtide.capture.on_paper import blocks_of
 from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import static_bytes, train_step
-from lowtide.running.replan import plan_of_model
+from lowtide.running.apply import plan_of_model
 from lowtide.torchside.sharded import local
 from lowtide.zoo.targets import Target, TargetSpec
 
