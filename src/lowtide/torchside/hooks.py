@@ -108,6 +108,9 @@ class _SavedState(runtime_wrappers._AutogradSavedState):
     def save_from_forward(self, ctx: Any, fw_outs: Sequence[Any]) -> None:
         # no graph of ours reuses a saved tensor's memory: `retain_graph=True` is safe
         self.metadata.bw_donated_idxs = []
+        # what is saved is chosen after torch has counted it; from 2.15 on it asks which of it are inputs, and
+        # as in earlier versions no view among them is kept as it is
+        self.metadata.saved_tensor_is_graph_input = [False] * len(fw_outs)  # type: ignore[attr-defined]
         super().save_from_forward(ctx, fw_outs)
         ctx.set_materialize_grads(False)
 
