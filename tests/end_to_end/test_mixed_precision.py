@@ -143,7 +143,27 @@ def test_the_peak_is_within_the_budget(name: str, caplog: pytest.LogCaptureFixtu
     assert measured <= plan.budget_bytes
 
 
-def test_two_calls_before_a_backward_pass_are_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("in_one_block", [True, False])
+def test_several_calls_before_a_backward_pass_are_equal(dtype: torch.dtype, in_one_block: bool) -> None:
+    """Eager sums the gradients of one cast in a block, and those of as many casts over several blocks."""
+    plain, planned, _ = pair(Attention(), dtype)
+    gradients = []
+    for target in (plain, planned):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", dtype, enabled=in_one_block):
+            losses = []
+            for number in range(3):
+                with torch.autocast("cpu", dtype):
+                    losses.append(target.model(target.batch + number))
+        sum(losses).backward()
+        gradients.append([parameter.grad for parameter in target.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_weight_that_is_used_several_times_in_each_of_two_calls_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     _, planned, _ = pair(Shared(), torch.bfloat16)
     with caplog.at_level(logging.WARNING, "lowtide"):
         step(planned, torch.bfloat16)
@@ -152,4 +172,17 @@ def test_two_calls_before_a_backward_pass_are_told(caplog: pytest.LogCaptureFixt
         with torch.autocast("cpu", torch.bfloat16):
             loss = planned.model(planned.batch) + planned.model(planned.batch)
         loss.backward()
-    assert caplog.text.count("called twice under autocast") == 1
+    assert caplog.text.count("called twice before a backward pass and uses 'layer.weight'") == 1
+
+
+def test_a_step_inside_of_a_block_that_goes_on_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    _, planned, _ = pair(Attention(), torch.bfloat16)
+    with caplog.at_level(logging.WARNING, "lowtide"):
+        step(planned, torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            step(planned, torch.bfloat16)
+        assert "weights have changed" not in caplog.text
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(3):
+                step(planned, torch.bfloat16)
+    assert caplog.text.count("weights have changed since this block of autocast began") == 1

@@ -10,12 +10,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from lowtide.capture.graphs import Execution, Segment, Trace, copy_of, output_storages, results_of
 from lowtide.capture.regions import without_tangents
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Kind
+from lowtide.torchside.ops.autocast import is_sum_in_type_of_cast, type_of_cast
 from lowtide.torchside.ops.recurrent_cells import CELLS_BACKWARD
 from lowtide.torchside.ops.terms import terms
 
@@ -84,6 +86,35 @@ def summed_otherwise(trace: Trace) -> str:
                     return VALUE if origin.kind is Kind.OTHER else f"'{origin.name}'"
         read_later.update(_tensor(execution, place) for place in grads)
     return ""
+
+
+def casts_of(segment: Segment) -> dict[int, torch.dtype]:
+    """Weights whose gradient is that of one cast by autocast, by their place among a graph's inputs, with
+    the type that each is cast to."""
+    found = {place: type_of_cast(weight, grad) for place, weight, grad in _weights(segment)}
+    return {place: dtype for place, dtype in found.items() if dtype is not None}
+
+
+def sums_inside(segment: Segment, apart: Collection[int]) -> str:
+    """A weight whose gradient a graph adds up itself, in words: another call would be added to the sum, where
+    eager adds up term by term. Empty for none."""
+    for place, _weight, grad in _weights(segment):
+        if (_adds(grad) and place not in apart) or is_sum_in_type_of_cast(grad):
+            return segment.origins[place].name
+    return ""
+
+
+def _weights(segment: Segment) -> list[tuple[int, fx.Node, fx.Node]]:
+    """The trained weights among a graph's inputs: place, input and gradient."""
+    grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    if not segment.differentiable or len(grads) != len(segment.origins):
+        return []
+    inputs = segment.joint.graph.find_nodes(op="placeholder")
+    return [
+        (place, inputs[place], grad)
+        for place, (grad, origin) in enumerate(zip(grads, segment.origins, strict=True))
+        if grad is not None and origin.kind is Kind.PARAMETER
+    ]
 
 
 def shares_gradients(trace: Trace, missing: Sequence[Collection[int]]) -> bool:

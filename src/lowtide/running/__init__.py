@@ -6,6 +6,7 @@
 - `backend`: the torch.compile backend that rewrites every graph by its plan
 - `backward`: backward passes, for whichever outputs got a gradient
 - `fans`: gradients of several graphs that autograd adds up in eager's order
+- `shared_casts`: gradients of several calls that autocast's casts of a weight add up, as eager rounds them
 - `loop_watch`, `kept_graphs`, `bypass`: notice what the loop does that the plan does not count on
 - `runner`: what a planned model calls instead of its own code
 - `apply`: a plan put to work on a model, in place

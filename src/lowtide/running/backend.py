@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from lowtide.capture.graphs import Origin, Segment, has_gradients, new_segment
-from lowtide.capture.sums import specialised, sums_of
+from lowtide.capture.sums import casts_of, specialised, sums_inside, sums_of
 from lowtide.capture.traced import TracedGraph
 from lowtide.facts import Kind, Run
 from lowtide.running.backward import Backward, FirstCalls
@@ -19,6 +19,7 @@ from lowtide.running.held_outputs import HeldOutputs
 from lowtide.running.kept_graphs import KeptGraphs
 from lowtide.running.loop_watch import Held, LoopWatch
 from lowtide.running.rewrite import Rewritten, forward_only, rewrite
+from lowtide.running.shared_casts import SharedCasts, joined
 from lowtide.stores import Store, number_of
 from lowtide.torchside import ddp, hooks
 from lowtide.torchside.graph_key import key_of
@@ -45,7 +46,8 @@ class Progress:
     call was given. `watch` is on between the forward and the backward pass of a step that is new. What was
     seen then: `held` is what the loop made, and `used`, by graph, are outputs that got a gradient though no
     plan counts on it. `outputs` are what the model returned in a loop that is to hold nothing of it but the
-    loss.
+    loss. `casts` are the weights of autocast's current block, `summed` a weight whose gradient is a sum
+    that a graph makes.
     """
 
     forwards: int = 0
@@ -59,6 +61,8 @@ class Progress:
     used: dict[str, set[int]] = field(default_factory=dict)
     outputs: HeldOutputs = field(default_factory=HeldOutputs)
     kept: KeptGraphs = field(default_factory=KeptGraphs)
+    casts: SharedCasts = field(default_factory=SharedCasts)
+    summed: str = ""
 
     def begin_call(self) -> None:
         self.forwards_before, self.saved_bytes = self.forwards, 0
@@ -215,6 +219,8 @@ class _PlannedGraph:
         )
         sums = sums_of(segment)
         self.fans = {place: sums.get(place, 1) for place in sorted(plan.apart)}
+        self.casts = casts_of(segment)
+        progress.summed = progress.summed or sums_inside(segment, plan.apart)
         self.gradients = has_gradients(self.rewritten.backward, 0)
         self.gates: Gates | None = None
         if isinstance(executor, ExecutorInParts):
@@ -224,9 +230,11 @@ class _PlannedGraph:
             self.first_calls.are_as_planned()
 
     def called_by_dynamo(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch has compiled, with gates before it where they are of use, and fans before those."""
+        """What torch has compiled, with gates before it where they are of use, fans before those, and joints
+        before all."""
         behind_gates = compiled if self.gates is None else _gated_in_ddp(compiled, self.gates)
-        return fanned(behind_gates, self.fans) if self.fans else behind_gates
+        behind_fans = fanned(behind_gates, self.fans) if self.fans else behind_gates
+        return joined(behind_fans, self.casts, self.progress.casts) if self.casts else behind_fans
 
     def forward(self, inputs: Sequence[Any]) -> Function:
         run = self.executor(self.rewritten.forward, inputs, is_backward=False)

@@ -275,7 +275,7 @@ class Runner:
         ]
 
     def _warn_of_two_calls(self) -> None:
-        """Both hold what they save, and under autocast eager would cast every weight once for both."""
+        """Both hold what they save, and eager would sum the gradients of a weight over both."""
         if self._waiting != self.backend.progress.backwards or self._last() is None:
             return
         saved_bytes = self.backend.progress.saved_bytes
@@ -291,11 +291,12 @@ class Runner:
                 format_size(saved_bytes),
                 saved_bytes,
             )
-        if torch.is_autocast_enabled(self._device) and self._first_time("calls"):
+        if self.backend.progress.summed and self._first_time("calls"):
             logger.warning(
-                "the model is called twice under autocast before a backward pass: each call casts its "
-                "weights anew and sums their gradients alone, so that the last bits can differ from eager's. "
-                "Run backward() after each call"
+                "the model is called twice before a backward pass and uses '%s' several times in a call: "
+                "each call sums its gradients alone, so that the last bits can differ from eager's. Run "
+                "backward() after each call",
+                self.backend.progress.summed,
             )
 
     def _first_time(self, about: str) -> bool:

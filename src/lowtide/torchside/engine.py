@@ -28,6 +28,29 @@ def autocast_off() -> AbstractContextManager[None]:
     return switch
 
 
+def autocast_block(device: torch.device) -> Any:
+    """What stands for the block of autocast that is on: the same object as long as it remembers its casts.
+    None where it casts nothing or remembers nothing."""
+    if not torch.is_autocast_enabled(device.type) or not torch.is_autocast_cache_enabled():
+        return None
+    probe = _probe(device)
+    with torch.enable_grad():
+        made = torch.mm(probe, probe)
+    assert made.grad_fn is not None
+    return made.grad_fn.next_functions[0][0]
+
+
+@functools.cache
+def _probe(device: torch.device) -> torch.Tensor:
+    """A leaf, as weights are: autocast remembers casts of no other tensors."""
+    return torch.zeros(1, 1, device=device, requires_grad=True)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version
+
+
 def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None:
     """Run every backward pass of this process inside of a `context()`, from now on.
 

@@ -27,8 +27,28 @@ def cast_weights_once(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
                 _sum_before_cast(graph, result, numbers)
 
 
+def type_of_cast(weight: fx.Node, gradient: fx.Node) -> torch.dtype | None:
+    """The type that autocast casts the input `weight` of a joint graph to, where its `gradient` is that of
+    this one cast and of nothing else; None for all others."""
+    for dtype, casts in _casts_by_type(weight).items():
+        if _is_cast_back(gradient, {cast.meta.get("seq_nr") for cast in casts}):
+            return dtype
+    return None
+
+
+def is_sum_in_type_of_cast(gradient: fx.Node) -> bool:
+    """Whether a gradient that is cast back is that of several uses of the cast."""
+    source = gradient.args[0] if gradient.target is aten._to_copy.default else None
+    return isinstance(source, fx.Node) and _is_sum(source)
+
+
 def _by_type(weight: fx.Node) -> list[list[fx.Node]]:
     """The casts of a weight that autocast made, where there are several to one type."""
+    return [casts for casts in _casts_by_type(weight).values() if len(casts) > 1]
+
+
+def _casts_by_type(weight: fx.Node) -> dict[torch.dtype, list[fx.Node]]:
+    """The casts of a weight that autocast made."""
     found: dict[torch.dtype, list[fx.Node]] = {}
     for user in weight.users:
         if user.target is aten._to_copy.default and set(user.kwargs) == {"dtype"} and not _is_by_hand(user):
@@ -36,7 +56,7 @@ def _by_type(weight: fx.Node) -> list[list[fx.Node]]:
             assert isinstance(dtype, torch.dtype)
             if dtype.itemsize < weight.meta["val"].dtype.itemsize:
                 found.setdefault(dtype, []).append(user)
-    return [casts for casts in found.values() if len(casts) > 1]
+    return found
 
 
 def _is_by_hand(cast: fx.Node) -> bool:
@@ -82,7 +102,7 @@ def _cast_like(graph: fx.Graph, value: fx.Node, cast: fx.Node) -> fx.Node:
 
 def _added(graph: fx.Graph, one: fx.Node, other: fx.Node, *, like: fx.Node) -> fx.Node:
     sum_of = graph.call_function(aten.add.Tensor, (one, other))
-    sum_of.meta = dict(like.meta)
+    sum_of.meta = {**like.meta, "is_gradient_acc": True}
     sum_of.meta["val"] = aten.add.Tensor(one.meta["val"], other.meta["val"])
     return sum_of
 
