@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.api import profile
-from lowtide.checking import verification
-from lowtide.checking.verification import Comparison, compare
+from lowtide.checking import comparison
+from lowtide.checking.comparison import Comparison, compare
 from lowtide.errors import PlanMismatch
 from lowtide.facts.serial import solution_to_dict
 from lowtide.methods import batch_norm, replay
@@ -243,7 +243,7 @@ def test_a_plan_for_other_code_is_refused(planned: tuple[Target, Plan]) -> None:
 
 def test_what_differs_is_told_in_words() -> None:
     ones = torch.ones(3)
-    tell = verification._difference
+    tell = comparison._difference
     assert tell(ones, ones.clone()) == ""
     assert tell(ones, torch.tensor([1, 1, 1.5])) == "1 of 3 values differ, by up to 0.5"
     assert tell(None, ones) == "is None without the plan" and tell(ones, None) == "is None with the plan"

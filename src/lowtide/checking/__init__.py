@@ -5,5 +5,6 @@
 - `peak_notes`, `verdict`: where peaks disagree; the answer in words
 - `measure`: both in fresh processes
 - `fresh`, `child`: a function in a fresh process, and that process's side
-- `verification`: a plan against eager
+- `comparison`: a plan against eager, step by step
+- `verification`: a plan proven: its results, its peak and its time
 """

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.checking.verification import PlainPlans, planned
+from lowtide.checking.comparison import PlainPlans, planned
 from lowtide.errors import LowtideError
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.plans import Plan

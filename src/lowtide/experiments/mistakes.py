@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lowtide.checking.verification import Start, train
+from lowtide.checking.comparison import Start, train
 from lowtide.report.records import Results
 from lowtide.zoo.targets import Target
 

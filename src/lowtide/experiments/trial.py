@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from lowtide.checking.clock import Timing, time_steps
+from lowtide.checking.comparison import Start, record
 from lowtide.checking.fresh import run_fresh
 from lowtide.checking.measure import WARM_UP_STEPS
 from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import device_of, static_bytes, train_step
-from lowtide.checking.verification import Start, record
 from lowtide.experiments.contenders import Method, Switch, reference_for, switch_for
 from lowtide.experiments.mistakes import GRADIENT, Mistake, judge, mistakes
 from lowtide.report.records import Results
