@@ -1,7 +1,8 @@
 """Collect the graphs that torch traces of a model, and hand stand-ins of their results on."""
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -10,12 +11,14 @@ from torch import fx, nn
 from lowtide.capture import forecast
 from lowtide.capture.graphs import (
     Execution,
+    Origin,
     Segment,
     describe_inputs,
     has_gradients,
     mutated_inputs,
     name_tensors,
     new_segment,
+    origins_of_run,
     own_origins,
     results_of,
     user_tensors,
@@ -67,6 +70,7 @@ class Collector:
         """the last graph with a backward pass that reaches to the end of what is traced"""
         self._made: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
+        self._mode: hooks.FakeTensorMode | None = None
         self._waiting: dict[int, list[int]] = {}
         """executions whose backward pass has not come yet, by segment"""
 
@@ -140,18 +144,24 @@ class Collector:
                 for index, arg in enumerate(args)
                 if isinstance(arg, torch.Tensor) and storage_key(arg) in self._made
             }
-            from_outside = any(
-                isinstance(arg, torch.Tensor) and arg.requires_grad and origin.kind is Kind.OTHER
-                for index, (arg, origin) in enumerate(zip(args, segment.origins, strict=False))
-                if index not in links or not self._passes_on(links[index])
-            )
-            origins = own_origins(self.model, segment, args) if self.passages else None
             number = len(self.executions)
-            self._tell_of_inputs(segment, args, links)
-            self.executions.append(Execution(segment, links, from_outside=from_outside, origins=origins))
+            own = self._own_origins(segment, args)
+            origins = segment.origins if own is None else own
+            strangers = {
+                index: arg
+                for index, (arg, origin) in enumerate(zip(args, origins, strict=False))
+                if isinstance(arg, torch.Tensor) and origin.kind is Kind.OTHER
+            }
+            from_outside = any(
+                arg.requires_grad and (index not in links or not self._passes_on(links[index]))
+                for index, arg in strangers.items()
+            )
+            if self.outside is not None:  # which leaves to us what is an input of a graph
+                self.outside.leave_out(arg for index, arg in strangers.items() if index not in links)
+            self.executions.append(Execution(segment, links, from_outside=from_outside, origins=own))
             self._waiting.setdefault(id(segment), []).append(number)
             with self._looking_away():
-                results = list(module(*args)) if self.real else [_fresh_fake(value) for value in values]
+                results = list(module(*args)) if self.real else [self._fake(value) for value in values]
             for index, source in mutated.items():
                 results[index] = args[source]  # torch copies this into the input: leave it as it is
             args.clear()
@@ -180,17 +190,20 @@ class Collector:
     def _looking_away(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.outside is None else self.outside.inside_of_graph()
 
-    def _tell_of_inputs(self, segment: Segment, args: Sequence[Any], links: Collection[int]) -> None:
-        """What code between the graphs made for this one, which is an input of the step at its first run."""
-        if self.outside is None:
-            return
-        is_first = id(segment) not in self._waiting
-        for index, (arg, origin) in enumerate(zip(args, segment.origins, strict=False)):
-            if isinstance(arg, torch.Tensor) and origin.kind is Kind.OTHER and index not in links:
-                if is_first:
-                    self.outside.leave_out(arg)
-                elif segment.differentiable:
-                    self.outside.read_by_graph(arg, len(self.executions))
+    def _own_origins(self, segment: Segment, args: Sequence[Any]) -> list[Origin] | None:
+        """Where the inputs of this run come from, if not from where they came when the graph was made."""
+        if self.passages:
+            return own_origins(self.model, segment, args)
+        if self.outside is None or id(segment) not in self._waiting:
+            return None
+        return origins_of_run(self._named, segment, args)
+
+    @functools.cached_property
+    def _named(self) -> dict[int, Origin]:
+        """What the user calls each storage that the step starts from."""
+        names = name_tensors(self.model, self.batch)
+        tensors = user_tensors(self.model, self.batch)
+        return {storage_key(tensor): names[id(tensor)] for tensor in tensors if id(tensor) in names}
 
     def _stand_in(self, segment: Segment) -> Function:
         """The backward pass of a graph, for code between the graphs that takes its gradients."""
@@ -228,8 +241,16 @@ class Collector:
         if self.real:
             strided = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             return strided.zero_()
-        fake: torch.Tensor = _fresh_fake(value)
+        fake: torch.Tensor = self._fake(value)
         return fake
+
+    def _fake(self, value: Any) -> Any:
+        """A new fake tensor like this one: all of them of one mode, since eager's ops take no others."""
+        if not isinstance(value, hooks.FakeTensor):
+            return value
+        self._mode = self._mode or value.fake_mode
+        with self._mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     def run_backward(self, roots: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Run the backward pass of all code between the graphs, with stand-ins for theirs; the gradients of
@@ -274,13 +295,6 @@ class Collector:
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The (execution, output) that made this tensor."""
         return self._made.get(storage_key(tensor))
-
-
-def _fresh_fake(value: Any) -> Any:
-    if not isinstance(value, hooks.FakeTensor):
-        return value
-    with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _forward_alone(segment: Segment) -> fx.GraphModule:

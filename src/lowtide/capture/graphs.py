@@ -215,6 +215,17 @@ def own_origins(model: nn.Module, segment: Segment, args: Sequence[Any]) -> list
     return origins
 
 
+def origins_of_run(named: Mapping[int, Origin], segment: Segment, args: Sequence[Any]) -> list[Origin]:
+    """Where the inputs of one run of a graph come from, by the storages that have names: layers with equal
+    code share a graph, and each has weights of its own."""
+    return [
+        named.get(storage_key(arg)) or Origin(Kind.OTHER, origin.name, storage_key(arg))
+        if isinstance(arg, torch.Tensor)
+        else origin
+        for arg, origin in zip(args, segment.origins, strict=False)
+    ]
+
+
 def user_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     """All tensors that a step starts from: parameters, buffers and those in the batch."""
     return [*model.parameters(), *model.buffers(), *tensors_in(batch)]

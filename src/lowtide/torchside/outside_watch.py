@@ -63,10 +63,6 @@ class _Life:
         self.first = first
         self.last: Moment | None = first
 
-    def stays_until(self, moment: Moment) -> None:
-        if self.last is not None:
-            self.last = max(self.last, moment, key=lambda each: each.order)
-
 
 class OutsideWatch(hooks.TorchDispatchMode):
     """Sees every op that runs while it is on, apart from those of graphs. Changes no result."""
@@ -81,7 +77,6 @@ class OutsideWatch(hooks.TorchDispatchMode):
         self._outputs: dict[int, tuple[tuple[int, int], hooks.StorageWeakRef]] = {}
         self._alive: dict[Moment, tuple[tuple[int, int], ...]] = {}
         self._counted: set[int] = set()
-        self._readers: dict[int, int] = {}
         self._gone: list[hooks.StorageWeakRef] = []
         """as long as they are here, no other storage gets the place of theirs"""
 
@@ -125,13 +120,9 @@ class OutsideWatch(hooks.TorchDispatchMode):
         self._look()
         self.moment = moment
 
-    def leave_out(self, tensor: torch.Tensor) -> None:
-        """Somebody else counts this one."""
-        self._counted.add(storage_key(tensor))
-
-    def read_by_graph(self, tensor: torch.Tensor, execution: int) -> None:
-        """A graph may hold this one until its backward pass."""
-        self._readers.setdefault(storage_key(tensor), execution)
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Somebody else counts these."""
+        self._counted.update(map(storage_key, tensors))
 
     def gradients_came(self, gradients: Iterable[torch.Tensor]) -> None:
         """A graph made these, and code between the graphs takes them."""
@@ -150,9 +141,6 @@ class OutsideWatch(hooks.TorchDispatchMode):
         self._look()
         for key in self._live:
             self._lives[key].last = None
-        for key, execution in self._readers.items():
-            if key in self._lives:
-                self._lives[key].stays_until(Moment(Region.BACKWARD, execution))
         own = {
             key: life for key, life in self._lives.items() if key not in self._counted and key not in left_out
         }
