@@ -26,6 +26,7 @@ from lowtide.capture.gradients import (
 )
 from lowtide.capture.graphs import Execution, Trace, mutated_inputs
 from lowtide.capture.names import module_path, source_line
+from lowtide.capture.outside import add_code_outside
 from lowtide.capture.overwrites import overwrites
 from lowtide.capture.records import Analysis, GraphState, Place
 from lowtide.capture.refusals import refuse_empty_buffers
@@ -78,6 +79,8 @@ def analyse(
         _backward(analysis, state, executions, states, updates=updates or {})
         hold_within_formulas(analysis, state, only_eager=state.in_model)
     add_outside(analysis, states, trace)
+    if trace.outside is not None:
+        add_code_outside(analysis, states, trace.outside)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
     if earlier is not None:

@@ -1,7 +1,7 @@
 """Captured graphs: joint graphs of forward and backward, where their inputs come from, how they follow
 each other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.ops import as_eager_computes
 from lowtide.torchside.ops.autocast import cast_weights_once
+from lowtide.torchside.outside_watch import Outside
 from lowtide.torchside.sharded import gathered, local
 
 if TYPE_CHECKING:
@@ -73,10 +74,11 @@ class Trace:
     `returned` are the (execution, output) that the caller holds; `given` those whose gradient comes from
     outside of the graphs: the loss. `loss_outside`: the loss itself was made outside of them, so that
     nobody can tell which outputs it reads, and all of them may get a gradient. The first `num_in_model`
-    are the model's own, the others the loss's. `outside_bytes`: what autograd holds of code
-    between them, by how many graphs with a backward pass had run before it. `traced` is what torch compiled,
-    where that can run by a plan. `sharding` says how the parameters are divided among processes, `passages`
-    when they were gathered.
+    are the model's own, the others the loss's. `outside_bytes`: what autograd holds of code between them, by
+    how many graphs with a backward pass had run before it, where nobody watched. `outside` is all that such
+    code was seen to hold, and `outside_is_counted` that its backward pass could be run, too. `traced` is what
+    torch compiled, where that can run by a plan. `sharding` says how the parameters are divided among
+    processes, `passages` when they were gathered.
     """
 
     executions: list[Execution]
@@ -86,6 +88,8 @@ class Trace:
     real_forward: bool = False
     loss_outside: bool = False
     outside_bytes: dict[int, int] = field(default_factory=dict)
+    outside: Outside | None = None
+    outside_is_counted: bool = False
     traced: "TracedModel | None" = None
     sharding: Sharding | None = None
     passages: list[Passage] = field(default_factory=list)
@@ -165,11 +169,18 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def describe_inputs(graph: fx.GraphModule, origins: Mapping[int, Origin], *, stranger: Kind) -> list[Origin]:
-    """Where each input of a graph comes from; `stranger` is the kind of what `origins` does not know."""
+def describe_inputs(
+    graph: fx.GraphModule,
+    origins: Mapping[int, Origin],
+    *,
+    stranger: Kind,
+    identity: Callable[[torch.Tensor], int] = id,
+) -> list[Origin]:
+    """Where each input of a graph comes from; what `origins` does not know is of the kind `stranger`, and
+    known by its `identity`."""
     names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
     return [
-        origins.get(id(example)) or Origin(stranger, name, 0 if example is None else id(example))
+        origins.get(id(example)) or Origin(stranger, name, 0 if example is None else identity(example))
         for name, example in zip(names, hooks.graph_inputs(graph), strict=True)
     ]
 
@@ -202,6 +213,17 @@ def own_origins(model: nn.Module, segment: Segment, args: Sequence[Any]) -> list
         if isinstance(arg, torch.Tensor) and storage_key(arg) in known:
             origins[index] = known[storage_key(arg)]
     return origins
+
+
+def origins_of_run(named: Mapping[int, Origin], segment: Segment, args: Sequence[Any]) -> list[Origin]:
+    """Where the inputs of one run of a graph come from, by the storages that have names: layers with equal
+    code share a graph, and each has weights of its own."""
+    return [
+        named.get(storage_key(arg)) or Origin(Kind.OTHER, origin.name, storage_key(arg))
+        if isinstance(arg, torch.Tensor)
+        else origin
+        for arg, origin in zip(args, segment.origins, strict=False)
+    ]
 
 
 def user_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:

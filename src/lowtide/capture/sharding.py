@@ -8,13 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lowtide.capture.graphs import Trace
+from lowtide.capture.outside import NO_GRAPH, renumbered
 from lowtide.capture.records import Analysis
 from lowtide.facts import Kind, Node, Region
 from lowtide.facts.sharding import Part, Sharding
 from lowtide.planning.exchange import Exchange, Move, exchange
-
-OUTSIDE = -1
-"""The segment of nodes that belong to no graph."""
 
 
 def shard(analysis: Analysis, trace: Trace, sharding: Sharding) -> None:
@@ -56,8 +54,8 @@ def _insert(analysis: Analysis, moves: Exchange, gradients: Mapping[str, int]) -
             freed = [rank[holders[name]] for name in move.gradients if holders[name] in rank]
             _add(analysis, move, region, made, freed)
     for place, node in enumerate(analysis.nodes):
-        if node.segment != OUTSIDE:
-            analysis.nodes[place] = _renumbered(node, rank)
+        if node.segment != NO_GRAPH:
+            analysis.nodes[place] = renumbered(node, rank)
     analysis.places = {rank[key]: place for key, place in analysis.places.items()}
     analysis.kept = {rank[key]: kept for key, kept in analysis.kept.items()}
 
@@ -114,21 +112,9 @@ def _add_node(
         op="exchange",
         region=region,
         kind=Kind.OTHER,
-        segment=OUTSIDE,
+        segment=NO_GRAPH,
         reads=reads,
         holds=makes,
         makes=makes,
         fixed="an exchange with other processes",
-    )
-
-
-def _renumbered(node: Node, rank: Mapping[int, int]) -> Node:
-    return replace(
-        node,
-        rank=rank[node.rank],
-        reads=tuple(rank[read] for read in node.reads),
-        eager_reads=tuple(rank[read] for read in node.eager_reads),
-        recipes=tuple(
-            replace(recipe, reads=tuple(rank[read] for read in recipe.reads)) for recipe in node.recipes
-        ),
     )

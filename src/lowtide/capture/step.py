@@ -41,9 +41,10 @@ SCALARS_BYTES = 1024
 SMALL_STEP_BYTES = PIECE_BYTES
 """An optimizer that holds less inside its step is left alone."""
 OUTSIDE = (
-    "the model or its loss runs differentiable code outside of its graphs that torch.compile does not "
-    "follow; what autograd keeps of it is counted, what it holds while it runs is not"
+    "the model or its loss runs differentiable code outside of its graphs that torch.compile does not follow"
 )
+NOT_COUNTED = "; what autograd keeps of it is counted, what it holds while its backward pass runs is not"
+COUNTED = "; what it holds is counted as it was seen when the step was captured"
 
 logger = logging.getLogger("lowtide")
 
@@ -108,9 +109,17 @@ def capture(
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
         if gpu is not None:
             captured = replace(captured, traced=None)  # what it calls runs on no CPU
-    if OUTSIDE in captured.step.notes:
+    if OUTSIDE + NOT_COUNTED in captured.step.notes:
         logger.warning(
-            "%s, so budgets are kept only for the rest: lowtide.verify says what the whole takes", OUTSIDE
+            "%s, so budgets are kept only for the rest: lowtide.verify says what the whole takes",
+            OUTSIDE + NOT_COUNTED,
+        )
+    elif OUTSIDE + COUNTED in captured.step.notes:
+        logger.warning(
+            "%s. Another batch may take more there, and gradients of what it shares with the graphs may be "
+            "summed in another order than in eager: lowtide.verify says what a step takes and whether it is "
+            "exact",
+            OUTSIDE + COUNTED,
         )
     if shared := summed_otherwise(traced):
         logger.warning(
@@ -236,7 +245,7 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
     if traced.num_in_model > 1:
         notes.append(f"the model breaks into {traced.num_in_model} graphs; nothing is recomputed across them")
     if traced.loss_outside or any(execution.from_outside for execution in traced.executions):
-        notes.append(OUTSIDE)
+        notes.append(OUTSIDE + (COUNTED if traced.outside_is_counted else NOT_COUNTED))
     if traced.real_forward:
         notes.append("captured with one real forward pass, since the model's code reads tensor values")
     return tuple(notes)

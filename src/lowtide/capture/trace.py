@@ -10,180 +10,29 @@ import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from lowtide.capture import failures, forecast
-from lowtide.capture.graphs import (
-    Execution,
-    Segment,
-    Trace,
-    describe_inputs,
-    has_gradients,
-    mutated_inputs,
-    name_tensors,
-    new_segment,
-    own_origins,
-    user_tensors,
-)
+from lowtide.capture import failures
+from lowtide.capture.collector import Collector
+from lowtide.capture.graphs import Execution, Trace, mutated_inputs
 from lowtide.capture.on_paper import Paper
-from lowtide.capture.regions import split
 from lowtide.capture.tangents import tangent_outputs
-from lowtide.capture.traced import Function, TracedGraph, TracedModel
+from lowtide.capture.traced import TracedModel
 from lowtide.capture.untouched import untouched
 from lowtide.errors import CaptureError, LowtideError
-from lowtide.facts import Kind
 from lowtide.facts.devices import Gpu
-from lowtide.facts.sharding import Passage
 from lowtide.facts.units import format_size
 from lowtide.torchside import dynamo, hooks, sharded
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
-from lowtide.torchside.calls import storage_key
-from lowtide.torchside.graph_key import key_of
-from lowtide.torchside.ops.gpu_attention import use_gpu_attention
-from lowtide.torchside.ops.random import draw_high
 from lowtide.torchside.outside import held_outside
+from lowtide.torchside.outside_watch import Outside, OutsideWatch
 from lowtide.torchside.tracing import compiled
 from lowtide.torchside.units import compiled_model
 
 logger = logging.getLogger("lowtide")
-
-
-class Collector:
-    """A torch.compile backend that keeps every joint graph and computes nothing, unless it is `real`.
-
-    `forward_bytes`: the most that one of the forward graphs so far holds when it is run for real.
-    """
-
-    def __init__(self, model: nn.Module, batch: Any, *, real: bool, gpu: Gpu | None = None) -> None:
-        self.gpu = gpu
-        self.model = model
-        self.batch = batch
-        self.real = real
-        self.passages: list[Passage] = []
-        self.segments: list[Segment] = []
-        self.executions: list[Execution] = []
-        self.forward_bytes = 0
-        self.traced: TracedGraph | None = None
-        """the last graph with a backward pass that reaches to the end of what is traced"""
-        self._made: dict[int, tuple[int, int]] = {}
-        self._alive: list[Any] = []
-
-    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        origins = describe_inputs(graph, name_tensors(self.model, self.batch), stranger=Kind.OTHER)
-        # alive as long as the capture, so that no other tensor gets the identity of one of them
-        self._alive.append(hooks.graph_inputs(graph))
-        if self.gpu is not None:
-            use_gpu_attention(graph, has_flash=self.gpu.has_flash)
-        casts_once = hooks.casts_weights_once(graph)
-        is_whole, key = hooks.reaches_the_end(graph), key_of(graph)
-        segment: Segment | None = None
-        traced: TracedGraph | None = None
-
-        def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
-            nonlocal segment
-            outputs = kwargs["num_fwd_outputs"]
-            segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
-            self.segments.append(segment)
-            gradients = has_gradients(joint, outputs)
-            return _forward_alone(segment), hooks.backward_stub(joint, gradients)
-
-        def forward(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
-            nonlocal traced
-            assert segment is not None
-            traced = TracedGraph(
-                segment,
-                inputs=args,
-                forward=self._runner(module, segment),
-                backward=_never_run,
-                gradients=has_gradients(segment.joint, segment.num_forward_outputs),
-            )
-            self.traced = traced if is_whole else None
-
-            def run(values: list[Any]) -> Any:
-                return traced.forward(values)
-
-            return hooks.takes_list(run)
-
-        def backward(_module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
-            assert traced is not None
-            return hooks.takes_list(traced.backward())
-
-        def inference(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-            alone = new_segment(module, origins, num_forward_outputs=None)
-            self.segments.append(alone)
-            return hooks.takes_list(self._runner(module, alone))
-
-        compiled_graph = hooks.compile_graph(
-            graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
-        )
-        if traced is None:
-            return compiled_graph
-        traced.compiled = compiled_graph
-        traced.key = None if hooks.is_guarded_by_aot() else key
-        return traced.run
-
-    def _runner(self, module: fx.GraphModule, segment: Segment) -> Function:
-        outputs = module.graph.output_node().args[0]
-        assert isinstance(outputs, (list, tuple))
-        values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
-        mutated = mutated_inputs(segment.joint)
-        self.forward_bytes = max(self.forward_bytes, forecast.peak_bytes(module.graph))
-        if self.real:
-            draw_high(module)
-
-        def run(args: list[Any]) -> list[Any]:
-            links = {
-                index: self._made[storage_key(arg)]
-                for index, arg in enumerate(args)
-                if isinstance(arg, torch.Tensor) and storage_key(arg) in self._made
-            }
-            from_outside = any(
-                isinstance(arg, torch.Tensor) and arg.requires_grad and origin.kind is Kind.OTHER
-                for index, (arg, origin) in enumerate(zip(args, segment.origins, strict=False))
-                if index not in links or not self._passes_on(links[index])
-            )
-            origins = own_origins(self.model, segment, args) if self.passages else None
-            self.executions.append(Execution(segment, links, from_outside=from_outside, origins=origins))
-            results = list(module(*args)) if self.real else [_fresh_fake(value) for value in values]
-            for index, source in mutated.items():
-                results[index] = args[source]  # torch copies this into the input: leave it as it is
-            args.clear()
-            for index, result in enumerate(results[: segment.num_forward_outputs]):
-                if isinstance(result, torch.Tensor) and index not in mutated:
-                    self._made.setdefault(storage_key(result), (len(self.executions) - 1, index))
-            self._alive.append(results)
-            return results
-
-        return run
-
-    def _passes_on(self, place: tuple[int, int]) -> bool:
-        """Whether a gradient reaches the graph that made a value: none that ran inside of the forward of a
-        `torch.autograd.Function`, whose own backward is outside of the graphs."""
-        return self.executions[place[0]].segment.differentiable
-
-    def watch(self, unit: int, begins: bool, tensors: Any) -> None:
-        """A unit of the model begins or ends its forward."""
-        differentiable = any(tensor.requires_grad for tensor in tensors_in(tensors))
-        self.passages.append(Passage(unit, begins, len(self.executions), differentiable))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let the results go: through autograd they hold what made them, where no garbage is collected."""
-        self._made.clear()
-        self._alive.clear()
-
-    def known(self, model: nn.Module, batch: Any) -> set[int]:
-        """Storages that are counted anyway: of the user's tensors, and of what the graphs returned."""
-        return {*self._made, *(storage_key(tensor) for tensor in user_tensors(model, batch))}
-
-    def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The (execution, output) that made this tensor."""
-        return self._made.get(storage_key(tensor))
 
 
 def trace(
@@ -201,7 +50,11 @@ def trace(
     With `any_loss` there may be no `loss` that takes this output: then the loss is left out, and every
     output may get a gradient.
     """
-    collector = Collector(model, (args, kwargs), real=False, gpu=gpu)
+    is_divided = paper is not None or bool(sharded.units_of(model))
+    is_watched = not is_divided and not hooks.active_modes()
+    collector = Collector(
+        model, (args, kwargs), real=False, gpu=gpu, watch=OutsideWatch() if is_watched else None
+    )
     try:
         with collector:
             return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper)
@@ -226,7 +79,8 @@ def trace(
             format_size(own),
             format_size(collector.forward_bytes),
         )
-    with Collector(model, (args, kwargs), real=True) as collector:
+    watch = OutsideWatch() if is_watched else None
+    with Collector(model, (args, kwargs), real=True, watch=watch) as collector:
         return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper)
 
 
@@ -246,6 +100,7 @@ def _trace(
         hooks.quiet(),
         dynamo.forgotten() as kept,
         torch.enable_grad(),
+        collector.outside or contextlib.nullcontext(),
     ):
         breaks = dynamo.graph_breaks()
         with failures.explained("the model"), _values_if_needed(collector):
@@ -281,15 +136,20 @@ def _trace(
             value = _loss_if_it_fits(loss, output, collector)
             if value is None:
                 alone = _without_loss(collector.executions[:num_in_model], returned, real=collector.real)
-                return replace(alone, sharding=sharding, passages=collector.passages)
+                outside, _ = _seen_outside(collector, [t for t in tensors_in(output) if t.requires_grad])
+                return replace(alone, sharding=sharding, passages=collector.passages, outside=outside)
         elif value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(loss or sum_of_floats, collector)(output)
-        outside = held_outside(
-            tensors_in((output, value)),
-            collector.known(model, (args, kwargs)),
-            num_graphs=sum(execution.segment.differentiable for execution in collector.executions),
-        )
+        held: dict[int, int] = {}
+        if collector.outside is None:
+            held = held_outside(
+                tensors_in((output, value)),
+                collector.known(model, (args, kwargs)),
+                num_graphs=sum(execution.segment.differentiable for execution in collector.executions),
+            )
+        is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
+        outside, is_counted = _seen_outside(collector, [value] if is_scalar else [])
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         raise CaptureError(
             "the loss does not depend on any parameter that requires a gradient: "
@@ -308,11 +168,33 @@ def _trace(
         num_in_model=num_in_model,
         real_forward=collector.real,
         loss_outside=place is None,
-        outside_bytes=outside,
-        traced=traced,
+        outside_bytes=held,
+        outside=outside,
+        outside_is_counted=is_counted,
+        traced=traced
+        if not collector.ran_backward
+        else None,  # torch knows a backward pass that computes nothing
         sharding=sharding,
         passages=collector.passages,
     )
+
+
+def _seen_outside(collector: Collector, roots: Sequence[torch.Tensor]) -> tuple[Outside | None, bool]:
+    """What code between the graphs holds, and whether all of it was seen: its backward pass runs where it
+    has one, with stand-ins for the gradients of graphs."""
+    if collector.outside is None:
+        return None, False
+    gradients: dict[int, torch.Tensor] = {}
+    is_counted = True
+    has_backward = any(execution.from_outside for execution in collector.executions)
+    if has_backward or any(collector.where(root) is None for root in roots):
+        try:
+            gradients = collector.run_backward(roots)
+        except Exception as error:
+            if not collector.real and collector.gpu is None:
+                raise failures.NeedsValues(failures.describe(error)) from error
+            is_counted = False
+    return collector.outside.result(gradients), is_counted
 
 
 def _every_output(executions: Sequence[Execution]) -> frozenset[tuple[int, int]]:
@@ -365,36 +247,3 @@ def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> dyna
     if isinstance(function, types.FunctionType) and function.__closure__ is None:
         function = dynamo.own_code(function)
     return compiled(function, backend)
-
-
-def _fresh_fake(value: Any) -> Any:
-    if not isinstance(value, hooks.FakeTensor):
-        return value
-    with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _forward_alone(segment: Segment) -> fx.GraphModule:
-    """The forward part of a joint graph, which saves nothing for a backward pass."""
-    tangents = tangent_outputs(segment.joint)
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    inputs = (node for node in segment.joint.graph.find_nodes(op="placeholder") if node not in tangents)
-    for node in (*inputs, *split(segment)[0]):
-        new[node] = graph.node_copy(node, new.__getitem__)
-    results = segment.joint.graph.output_node().args[0]
-    assert isinstance(results, (list, tuple))
-    outputs = results[: segment.num_forward_outputs]
-    graph.output([new[value] if isinstance(value, fx.Node) else value for value in outputs])
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
-    return hooks.graph_module(segment.joint, graph)
-
-
-def _never_run() -> Function:
-    def run(_args: list[Any]) -> None:
-        raise CaptureError(
-            "the model differentiates inside of its own forward (backward() or torch.autograd.grad): "
-            "lowtide plans steps with one backward pass, after the forward"
-        )
-
-    return run

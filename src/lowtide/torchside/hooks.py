@@ -91,6 +91,7 @@ __all__ = [
     "takes_list",
     "traced_by",
     "unlogged",
+    "without_modes",
 ]
 
 # torch traces these by decompositions of its own, which round differently from the ops that eager runs
@@ -342,6 +343,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def active_modes() -> list[Any]:
     """The modes that see every op of this thread, the innermost last."""
     return list(_get_current_dispatch_mode_stack())
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Let no mode see what comes."""
+    return _disable_current_modes()
 
 
 def dispatch_state() -> str:

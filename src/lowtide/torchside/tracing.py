@@ -15,6 +15,7 @@ from lowtide.torchside.one_at_a_time import compile_lock
 from lowtide.torchside.ops import by_value, recurrent_tracing
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
+from lowtide.torchside.outside_watch import unwatched
 
 
 @contextlib.contextmanager
@@ -23,6 +24,7 @@ def tracing() -> Iterator[None]:
     layers = dynamo.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
     with (
         compile_lock,
+        unwatched(),
         dynamo.settings(),
         hooks.unlogged(),
         rarely_collected(),

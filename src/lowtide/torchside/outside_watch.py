@@ -1,0 +1,209 @@
+"""Watch what code between the captured graphs makes and holds, over one forward and backward pass.
+
+Shortcomings: what an op holds inside of itself is not seen, and neither is memory that is not torch's.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from lowtide.facts import Region
+from lowtide.torchside import hooks
+from lowtide.torchside.calls import iter_tensors, storage_key
+
+SMALL_BYTES = 1024
+"""A few numbers, which are counted around every graph."""
+
+
+class Moment(NamedTuple):
+    """Between two graphs: forward, before graph `graph`; backward, after that of `graph`."""
+
+    region: Region
+    graph: int
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Larger for a later one."""
+        is_backward = self.region is Region.BACKWARD
+        return is_backward, -self.graph if is_backward else self.graph
+
+
+class Stay(NamedTuple):
+    """From one moment to another, or for good."""
+
+    first: Moment
+    last: Moment | None
+
+    def lasts_in(self, moment: Moment) -> bool:
+        return self.first.order <= moment.order and (self.last is None or moment.order <= self.last.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What code between the graphs held: bytes of `stays` over graphs that ran meanwhile, and `inside_bytes`,
+    the most besides in one moment. `alive` are the (execution, output) of graphs that were there in it.
+
+    `gradients` are those of parameters that it gave: the moment and the bytes, by the parameter's identity.
+    """
+
+    stays: dict[Stay, int] = field(default_factory=dict)
+    inside_bytes: dict[Moment, int] = field(default_factory=dict)
+    alive: dict[Moment, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    gradients: dict[int, tuple[Moment, int]] = field(default_factory=dict)
+
+
+class _Life:
+    """Of one storage that code between graphs made."""
+
+    def __init__(self, nbytes: int, first: Moment) -> None:
+        self.nbytes = nbytes
+        self.first = first
+        self.last: Moment | None = first
+
+
+class OutsideWatch(hooks.TorchDispatchMode):
+    """Sees every op that runs while it is on, apart from those of graphs. Changes no result."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moment = Moment(Region.FORWARD, 0)
+        self._is_inside = False
+        self._lives: dict[int, _Life] = {}
+        self._live: dict[int, hooks.StorageWeakRef] = {}
+        self._events: list[tuple[Moment, int, bool]] = []
+        self._outputs: dict[int, tuple[tuple[int, int], hooks.StorageWeakRef]] = {}
+        self._alive: dict[Moment, tuple[tuple[int, int], ...]] = {}
+        self._counted: set[int] = set()
+        self._gone: list[hooks.StorageWeakRef] = []
+        """as long as they are here, no other storage gets the place of theirs"""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile work while this is on."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._is_inside:
+            read = {storage_key(tensor) for tensor in iter_tensors((args, kwargs)) if _has_bytes(tensor)}
+            self._look()
+            if self.moment not in self._alive:
+                self._alive[self.moment] = tuple(
+                    place for place, ref in self._outputs.values() if _is_there(ref)
+                )
+            for tensor in iter_tensors(result):
+                if _has_bytes(tensor) and (key := storage_key(tensor)) not in read:
+                    self._note(tensor, key)
+        return result
+
+    @contextlib.contextmanager
+    def inside_of_graph(self) -> Iterator[None]:
+        """Look away while a graph runs."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    def graph_ran(self, execution: int, outputs: dict[int, torch.Tensor]) -> None:
+        """The forward pass of a graph is over, which made these outputs."""
+        self.move(Moment(Region.FORWARD, execution + 1))
+        for output, tensor in outputs.items():
+            reference = hooks.StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._outputs.setdefault(storage_key(tensor), ((execution, output), reference))
+
+    def move(self, moment: Moment) -> None:
+        """Whatever comes belongs to another moment."""
+        self._look()
+        self.moment = moment
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Somebody else counts these."""
+        self._counted.update(map(storage_key, tensors))
+
+    def gradients_came(self, gradients: Iterable[torch.Tensor]) -> None:
+        """A graph made these, and code between the graphs takes them."""
+        for tensor in gradients:
+            self._note(tensor, storage_key(tensor))
+
+    def gradients_went(self, gradients: Iterable[torch.Tensor]) -> None:
+        """A graph takes these, and counts them from now on."""
+        self._look()
+        for key in {storage_key(tensor) for tensor in gradients} & self._live.keys():
+            self._end(key)
+
+    def result(self, gradients: dict[int, torch.Tensor], *, left_out: Collection[int] = ()) -> Outside:
+        """What was seen; what is there still stays for good. `gradients` are those of parameters, by the
+        parameter's identity, and `left_out` storages that others count."""
+        self._look()
+        for key in self._live:
+            self._lives[key].last = None
+        own = {
+            key: life for key, life in self._lives.items() if key not in self._counted and key not in left_out
+        }
+        keys = {parameter: storage_key(gradient) for parameter, gradient in gradients.items()}
+        given = {
+            parameter: (own[key].first, own[key].nbytes) for parameter, key in keys.items() if key in own
+        }
+        stays: dict[Stay, int] = {}
+        for key, life in own.items():
+            if life.last != life.first and key not in keys.values():
+                stay = Stay(life.first, life.last)
+                stays[stay] = stays.get(stay, 0) + life.nbytes
+        for_good = [(Stay(first, None), nbytes) for first, nbytes in given.values()]
+        inside = {
+            moment: max(
+                0, nbytes - sum(n for stay, n in (*stays.items(), *for_good) if stay.lasts_in(moment))
+            )
+            for moment, nbytes in self._most_bytes(own).items()
+        }
+        busy = {moment for moment, nbytes in inside.items() if nbytes > SMALL_BYTES}
+        alive = {moment: places for moment, places in self._alive.items() if moment in busy}
+        return Outside(stays, {moment: inside[moment] for moment in busy}, alive, given)
+
+    def _most_bytes(self, own: dict[int, _Life]) -> dict[Moment, int]:
+        """The most at once in every moment."""
+        most: dict[Moment, int] = {}
+        held = 0
+        for moment, key, is_born in self._events:
+            if key in own:
+                held += own[key].nbytes if is_born else -own[key].nbytes
+                most[moment] = max(most.get(moment, 0), held)
+        return most
+
+    def _look(self) -> None:
+        """See what is gone since the last look."""
+        for key in [key for key, reference in self._live.items() if not _is_there(reference)]:
+            self._end(key)
+
+    def _end(self, key: int) -> None:
+        self._gone.append(self._live.pop(key))
+        self._lives[key].last = self.moment
+        self._events.append((self.moment, key, False))
+
+    def _note(self, tensor: torch.Tensor, key: int) -> None:
+        if key in self._lives or key in self._outputs:
+            return
+        storage = tensor.untyped_storage()
+        self._live[key] = hooks.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._lives[key] = _Life(storage.nbytes(), self.moment)
+        self._events.append((self.moment, key, True))
+
+
+def _is_there(reference: hooks.StorageWeakRef) -> bool:
+    return not reference.expired()  # type: ignore[no-untyped-call]
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not hooks.is_wrapper(tensor)
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Let torch work on a graph as if no watch were on."""
+    is_watched = any(isinstance(mode, OutsideWatch) for mode in hooks.active_modes())
+    with hooks.without_modes() if is_watched else contextlib.nullcontext():
+        yield
