@@ -11,7 +11,7 @@ from lowtide.capture.regions import split
 from lowtide.capture.step import capture
 from lowtide.facts import Region
 from lowtide.planning.schedules import scheduled_ranks
-from lowtide.planning.simulate import eager_runs, plain_runs, simulate
+from lowtide.planning.simulate import eager_runs, plain_runs, simulate, walked
 
 
 class Layers(nn.Module):
@@ -43,7 +43,7 @@ def test_a_layers_input_is_freed_before_its_gradient_is_made() -> None:
     planned, eager = plain_runs(step), eager_runs(step)
     assert planned != eager
     assert sorted(planned) == sorted(eager)
-    assert simulate(step, planned).peak_bytes < simulate(step, eager, is_eager=True).peak_bytes
+    assert simulate(step, planned).peak_bytes < walked(step, eager).peak_bytes
 
 
 def test_gradients_leave_in_eagers_order() -> None:

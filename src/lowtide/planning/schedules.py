@@ -7,7 +7,7 @@ from dataclasses import replace
 from lowtide.facts import UPDATE, Graph, Kind, Node, Region, Reserve, Run, Step, Storage
 from lowtide.planning.link import value_of
 from lowtide.planning.releases import last_forward_reads, released_after, with_releases
-from lowtide.planning.simulate import Timeline, eager_runs, plain_runs, simulate, source_of
+from lowtide.planning.simulate import Timeline, eager_runs, plain_runs, simulate, source_of, walked
 
 ENDS = ("placeholder", "output", UPDATE)
 """What is no op of a graph: its ends, and updates of parameters; its schedule does not count them."""
@@ -34,7 +34,7 @@ def as_eager(step: Step) -> Step:
 
 def eager_timeline(step: Step) -> Timeline:
     """What a step holds as eager PyTorch runs it."""
-    return simulate(as_eager(step), eager_runs(step), is_eager=True)
+    return walked(as_eager(step), eager_runs(step))
 
 
 def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:

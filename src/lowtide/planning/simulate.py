@@ -198,13 +198,14 @@ def _check_slot(waiting: Sequence[Node], before: Node, slot: int) -> None:
             )
 
 
-def simulate(step: Step, runs: Sequence[Run], *, is_eager: bool = False) -> Timeline:
-    """Walk `runs` and count. ValueError when they are not a schedule of `step`.
+def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
+    """Walk `runs` and count. ValueError when they are not a schedule of `step`."""
+    check_runs(step, runs)
+    return walked(step, runs)
 
-    `is_eager`: they are eager's own, which need not be one.
-    """
-    if not is_eager:
-        check_runs(step, runs)
+
+def walked(step: Step, runs: Sequence[Run]) -> Timeline:
+    """The same for runs in any order in which they can run, such as eager's own."""
     nodes, storages = step.nodes, step.storages
     static = [storage.static for storage in storages]
     num_runs = len(runs)
