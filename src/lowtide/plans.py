@@ -11,8 +11,8 @@ from lowtide.facts.files import write_atomic
 from lowtide.facts.serial import load_json, save_json, solution_from_dict, solution_to_dict
 from lowtide.facts.units import format_size
 from lowtide.planning.activations import activations
-from lowtide.planning.schedules import as_eager
-from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.schedules import eager_timeline
+from lowtide.planning.simulate import Timeline, simulate
 from lowtide.report.environment import environment_here
 from lowtide.report.notebook import card, timeline_svg
 from lowtide.report.records import Measurement
@@ -154,7 +154,7 @@ def timelines(plan: Plan) -> tuple[Timeline | None, Timeline | None]:
     """Of the step as eager runs it and by the plan; None where only the plan's file was read."""
     if plan.step is None:
         return None, None
-    before = simulate(as_eager(plan.step), plain_runs(plan.step))
+    before = eager_timeline(plan.step)
     return before, simulate(plan.step, plan.solution.schedule.runs)
 
 

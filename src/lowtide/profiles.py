@@ -15,8 +15,8 @@ from lowtide.facts.units import format_size
 from lowtide.planning.activations import activations
 from lowtide.planning.allocator import reserved_for
 from lowtide.planning.planner import Desk
-from lowtide.planning.schedules import as_eager
-from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.schedules import as_eager, eager_timeline
+from lowtide.planning.simulate import Timeline, simulate
 from lowtide.planning.swaps import SwapDesk
 from lowtide.planning.tied import desk_for
 from lowtide.plans import Plan
@@ -60,7 +60,7 @@ class Profile:
     @cached_property
     def timeline(self) -> Timeline:
         """Bytes held during every op of the plain step, as eager PyTorch runs it."""
-        return simulate(as_eager(self.step), plain_runs(self.step))
+        return eager_timeline(self.step)
 
     @property
     def peak_bytes(self) -> int:
@@ -95,8 +95,8 @@ class Profile:
 
     def _allocator_note(self, solution: Solution) -> str:
         step = as_eager(self.step) if solution.eager else self.step
-        runs = plain_runs(step) if solution.eager else solution.schedule.runs
-        allocated, reserved = reserved_for(step, simulate(step, runs))
+        timeline = self.timeline if solution.eager else simulate(step, solution.schedule.runs)
+        allocated, reserved = reserved_for(step, timeline)
         return (
             f"the GPU's allocator should reserve {format_size(allocated)} to {format_size(reserved)} for "
             f"this plan ({ESTIMATED}): the upper end counts the gaps between blocks"

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from training import differences, measured_peak, train, twin
 
 import lowtide
+from lowtide.capture.early import backward_order
 from lowtide.capture.overwrites import overwrites
 from lowtide.capture.step import capture
 from lowtide.torchside.ops.loss_rows import loss_gradient
@@ -124,7 +125,7 @@ def loss_call(head: Head) -> dict[str, Any] | None:
     """How the gradient of the loss is called where it is written over something."""
     target, _ = pair(head)
     (segment, *_) = capture(target.model, target.batch, loss=target.loss).segments
-    found = overwrites(segment)
+    found = overwrites(segment, backward_order(segment))
     return next((dict(call.kwargs) for node, call in found.items() if node.target is loss_gradient), None)
 
 

@@ -43,12 +43,12 @@ def test_training_is_equal_with_every_option(tmp_path: Any, ranks: int) -> None:
 
 def test_buckets_are_sent_while_backward_runs_as_in_plain_ddp(ended: dict[str, list[Rank]]) -> None:
     for found in values(ended, "launches"):
-        (plain, _), (planned, ops) = found["plain"], found["planned"]
+        (plain, plain_ops), (planned, ops) = found["plain"], found["planned"]
         assert len(planned) == len(plain) > 3
         assert planned == sorted(planned)
         assert planned[0] < ops / 4 and planned[1] < ops / 2
         # a plan adds what it recomputes, and nothing else stands between a bucket and the one before
-        assert all(late <= early + ops / 10 for late, early in zip(planned, plain, strict=True))
+        assert all(late <= early + ops - plain_ops for late, early in zip(planned, plain, strict=True))
 
 
 def test_every_rank_keeps_its_budget_with_its_buckets(ended: dict[str, list[Rank]]) -> None:

@@ -139,6 +139,28 @@ def test_gradients_come_one_layer_after_the_other(plan: lowtide.Plan, handed: li
     assert handed == [1, 1, 2, 1, 1]
 
 
+class Added(nn.Module):
+    """Parameters of the batch's shape, whose gradient is the one that the layer before them reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.near, self.far = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.last(torch.tanh(self.first(x + self.far))) + self.far + self.near).tanh()
+
+
+def test_gradients_arrive_in_eagers_order(handed: list[int]) -> None:
+    torch.manual_seed(0)
+    net, x = Added(), torch.randn(64, 64)
+    planned = lowtide.checkpoint(DDP(copy.deepcopy(net)), x, budget="100%")
+    expected, found = hooked(DDP(net), x), hooked(planned, x)
+    assert found[-1] == expected[-1]
+    assert all(torch.equal(a, b) for a, b in zip(found[:-1], expected[:-1], strict=True))
+    assert len(handed) > 1
+
+
 def test_a_model_of_several_graphs_hands_over_in_each(handed: list[int]) -> None:
     torch.manual_seed(0)
     net, x = Layers(middle=breaks), torch.randn(64, 8)

@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lowtide import methods
+from lowtide.capture.early import backward_order
 from lowtide.capture.gradients import (
     add_earlier_gradients,
     add_gradients,
@@ -144,12 +145,15 @@ def _backward(
     for node, output in state.tangents.items():
         if output not in missing:
             add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
-    written_over = overwrites(state.segment) if state.in_model else {}
-    ops = split(state.segment)[1]
+    captured = split(state.segment)[1]
+    # what the loss runs, and where updates stand, is eager's own
+    ops = backward_order(state.segment) if state.in_model and not updates else captured
+    eager_place = {node: 1 + i for i, node in enumerate(captured)} if ops != captured else {}
+    written_over = overwrites(state.segment, ops) if state.in_model else {}
     grads = updated(state.segment, updates)
     places = update_places(state.segment, [(node, node.all_input_nodes) for node in ops], grads)
     for place, node in enumerate(ops):
-        _add_op(analysis, state, node, Region.BACKWARD)
+        _add_op(analysis, state, node, Region.BACKWARD, eager_place=eager_place.get(node, 0))
         if node in written_over:
             _write_over(analysis, state.rank[node], written_over[node])
         for index in places.get(place, ()):
@@ -211,7 +215,9 @@ def _add_primal(
     )
 
 
-def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region) -> None:
+def _add_op(
+    analysis: Analysis, state: GraphState, node: fx.Node, region: Region, *, eager_place: int = 0
+) -> None:
     name = state.name(node)
     if hooks.has_inner_graphs(node):
         raise CaptureError(
@@ -256,6 +262,7 @@ def _add_op(analysis: Analysis, state: GraphState, node: fx.Node, region: Region
         makes=tuple(makes),
         workspace_bytes=0 if state.in_model else in_slices,
         extra_eager_bytes=extra_inside_bytes(node) + (in_slices if state.in_model else 0),
+        eager_place=eager_place,
     )
     analysis.places[rank] = Place(state.index, node)
 

@@ -1,7 +1,7 @@
 """Backward ops that write their result over a value which nothing reads after them."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -16,16 +16,17 @@ from lowtide.torchside.ops.loss_rows import loss_gradient
 from lowtide.torchside.ops.packed import layout_of
 
 
-def overwrites(segment: Segment) -> dict[fx.Node, Call]:
-    """What such ops call instead; nodes of the graph are among the arguments.
+def overwrites(segment: Segment, backward: Sequence[fx.Node]) -> dict[fx.Node, Call]:
+    """What such ops call instead where the backward ops run in the order `backward`; nodes of the graph are
+    among the arguments.
 
     A value can be written over that the backward pass makes. A forward value can be where nothing that
     depends on it is read later in backward, so that no plan brings it back to read it there.
     """
     if not segment.differentiable:
         return {}
-    forward, backward = split(segment)
-    blocks = _Blocks(segment)
+    forward = split(segment)[0]
+    blocks = _Blocks(segment, [*forward, *backward])
     made_forward = set(forward)
     found: dict[fx.Node, Call] = {}
     for node in backward:
@@ -44,9 +45,10 @@ def overwrites(segment: Segment) -> dict[fx.Node, Call]:
 class _Blocks:
     """Which nodes of a graph hold each block of memory, and where each is read last."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, ops: Sequence[fx.Node]) -> None:
         graph = segment.joint.graph
-        self.position = {node: index for index, node in enumerate(graph.nodes)}
+        ordered = (*graph.find_nodes(op="placeholder"), *ops, *graph.nodes)
+        self.position = {node: index for index, node in enumerate(dict.fromkeys(ordered))}
         self.returned = {key for node in results_of(segment.joint) if node for key in _keys(node)}
         self.holders: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:

@@ -6,7 +6,7 @@ from lowtide.capture.graphs import user_tensors
 from lowtide.capture.step import capture
 from lowtide.experiments.machine import check_memory
 from lowtide.facts.sizes import parse_size
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import eager_runs, walked
 from lowtide.profiles import Profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES
 from lowtide.profiling.whole_run import run_costs
@@ -26,7 +26,7 @@ def profile_by_running(
     NotEnoughMemory, before anything is run, where this machine cannot hold the step.
     """
     captured = capture(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
-    peak_bytes = simulate(captured.step, plain_runs(captured.step)).peak_bytes
+    peak_bytes = walked(captured.step, eager_runs(captured.step)).peak_bytes
     check_memory(captured.step, peak_bytes=peak_bytes, what="running the step whole (--mode run)")
     tensors = user_tensors(target.model, target.batch)
     limit_bytes = parse_size(memory_limit)

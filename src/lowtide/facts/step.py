@@ -95,7 +95,8 @@ class Node:
     `estimated` marks times that were scaled from a smaller or similar op instead of measured.
     `extra_eager_bytes`: how much more eager PyTorch's own version holds inside; negative for less.
     `eager_reads` are ranks whose values eager holds until here as well, as a formula of autograd does with
-    what it makes on its way.
+    what it makes on its way. `eager_place`: eager runs the backward ops of a segment that have one in the
+    order of these, where a plan runs them in that of their ranks.
     """
 
     rank: int
@@ -118,6 +119,7 @@ class Node:
     estimated: bool = False
     extra_eager_bytes: int = 0
     eager_reads: tuple[int, ...] = ()
+    eager_place: int = 0
 
     def recipe(self, method: str) -> Recipe | None:
         """Its recipe by that method."""

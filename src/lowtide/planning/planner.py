@@ -18,7 +18,7 @@ from lowtide.planning.carry import carried
 from lowtide.planning.decisions import decide
 from lowtide.planning.hints import floor_hint
 from lowtide.planning.schedules import (
-    as_eager,
+    eager_timeline,
     graph_schedules,
     reserve,
     runs_of_schedules,
@@ -72,7 +72,7 @@ class Desk:
 
     @cached_property
     def eager_peak_bytes(self) -> int:
-        return simulate(as_eager(self.step), plain_runs(self.step)).peak_bytes
+        return eager_timeline(self.step).peak_bytes
 
     @cached_property
     def bounds(self) -> Bounds:

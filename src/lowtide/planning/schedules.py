@@ -7,7 +7,7 @@ from dataclasses import replace
 from lowtide.facts import UPDATE, Graph, Kind, Node, Region, Reserve, Run, Step, Storage
 from lowtide.planning.link import value_of
 from lowtide.planning.releases import last_forward_reads, released_after, with_releases
-from lowtide.planning.simulate import Timeline, plain_runs, simulate, source_of
+from lowtide.planning.simulate import Timeline, eager_runs, plain_runs, simulate, source_of, walked
 
 ENDS = ("placeholder", "output", UPDATE)
 """What is no op of a graph: its ends, and updates of parameters; its schedule does not count them."""
@@ -30,6 +30,11 @@ def as_eager(step: Step) -> Step:
         for node in step.nodes
     )
     return replace(step, storages=storages, nodes=nodes)
+
+
+def eager_timeline(step: Step) -> Timeline:
+    """What a step holds as eager PyTorch runs it."""
+    return walked(as_eager(step), eager_runs(step))
 
 
 def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -165,11 +170,11 @@ def _with_ends(runs: Iterable[Run], ends: list[Run]) -> list[Run]:
 
 
 def scheduled_ranks(step: Step, segment: int) -> list[int]:
-    """Ranks of a graph's ops, forward and then backward: what positions in its schedule count."""
+    """Ranks of a graph's ops as captured, forward and then backward: what positions in its schedule count."""
     return [
         node.rank
         for region in (Region.FORWARD, Region.BACKWARD)
-        for node in step.nodes
+        for node in sorted(step.nodes, key=lambda node: node.eager_place)
         if node.segment == segment and node.region is region and node.op not in ENDS and not node.on_demand
     ]
 

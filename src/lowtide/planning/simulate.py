@@ -65,6 +65,21 @@ def plain_runs(step: Step) -> tuple[Run, ...]:
     return tuple(Run(node.rank) for node in step.nodes if not node.on_demand)
 
 
+def eager_runs(step: Step) -> tuple[Run, ...]:
+    """The step in the order in which eager PyTorch runs it."""
+    nodes = [node for node in step.nodes if not node.on_demand]
+    places = [i for i, node in enumerate(nodes) if node.eager_place]
+    # by where each segment's backward pass stands, which is the same for both
+    start: dict[int, int] = {}
+    for i in places:
+        start.setdefault(nodes[i].segment, i)
+    moved = sorted((start[nodes[i].segment], nodes[i].eager_place, nodes[i].rank) for i in places)
+    ranks = [node.rank for node in nodes]
+    for i, (_, _, rank) in zip(places, moved, strict=True):
+        ranks[i] = rank
+    return tuple(map(Run, ranks))
+
+
 def source_of(step: Step, run: Run) -> Node | Recipe:
     """What says how a run goes: the node itself for its first, else its recipe by the run's method."""
     node = step.nodes[run.node]
@@ -186,6 +201,11 @@ def _check_slot(waiting: Sequence[Node], before: Node, slot: int) -> None:
 def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
     """Walk `runs` and count. ValueError when they are not a schedule of `step`."""
     check_runs(step, runs)
+    return walked(step, runs)
+
+
+def walked(step: Step, runs: Sequence[Run]) -> Timeline:
+    """The same for runs in any order in which they can run, such as eager's own."""
     nodes, storages = step.nodes, step.storages
     static = [storage.static for storage in storages]
     num_runs = len(runs)

@@ -12,7 +12,7 @@ from lowtide.capture.step import Captured
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Run, Step
 from lowtide.facts.units import format_size
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import eager_runs, walked
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, Known, measure_costs
 from lowtide.profiling.interpreter import GraphProfiler, NodeRun
 from lowtide.torchside.one_at_a_time import one_at_a_time
@@ -35,7 +35,7 @@ def run_costs(
     methods that run another op) is measured op by op, as `measure_costs` does, which takes the other
     arguments. Needs the memory of the step.
     """
-    peak = simulate(captured.step, plain_runs(captured.step)).peak_bytes
+    peak = walked(captured.step, eager_runs(captured.step)).peak_bytes
     logger.warning("running the whole step for real, which takes about %s", format_size(peak))
     step, known = measure_costs(
         captured, memory_limit_bytes=memory_limit_bytes, use_cache=use_cache, progress=progress

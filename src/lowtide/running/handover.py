@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from lowtide.capture.graphs import Segment, mutated_inputs, results_of
+from lowtide.capture.regions import split
 from lowtide.torchside import engine, hooks
 from lowtide.torchside.ops.direct import hand_over
 
@@ -102,22 +103,27 @@ def gates_of(segment: Segment, backward: fx.GraphModule, *, num_inputs: int) -> 
     changed = set(mutated_inputs(segment.joint).values())
     if len(grads) != num_inputs or any(possible[index] is not None for index in changed):
         return None
-    position = {node: index for index, node in enumerate(backward.graph.nodes)}
-    groups: dict[int, list[int]] = {}
-    for index, grad in sorted(enumerate(grads), key=lambda item: (position.get(item[1], -1), item[0])):
-        if grad is not None:
-            groups.setdefault(_moment(grad, position), []).append(index)
+    groups = _in_eagers_order(segment, [index for index, grad in enumerate(grads) if grad is not None])
     if len(groups) < 2:
         return None
     never = tuple(index for index, grad in enumerate(possible) if grad is None)
-    return Gates(tuple(tuple(group) for _, group in sorted(groups.items())), never, num_inputs)
+    return Gates(groups, never, num_inputs)
 
 
-def _moment(grad: fx.Node, position: dict[fx.Node, int]) -> int:
-    """When a gradient can leave: parts of one op's result at once, and what is still read when it was read,
-    for autograd would copy it before."""
-    parts = [source for source in grad.all_input_nodes if isinstance(source.meta.get("val"), (list, tuple))]
-    return max(position[node] for node in (*(parts or [grad]), *_readers(grad)))
+def _in_eagers_order(segment: Segment, inputs: list[int]) -> Groups:
+    """Autograd goes back op by op, whatever is ready besides: an input has its gradient after the first op
+    that reads it, and those of one op have theirs at once."""
+    primals = segment.joint.graph.find_nodes(op="placeholder")
+    ops = split(segment)[0]
+    first: dict[fx.Node, tuple[int, int]] = {}
+    for position, node in enumerate(ops):
+        if node.target is not torch.ops.aten.detach.default:
+            for place, source in enumerate(node.all_input_nodes):
+                first.setdefault(source, (-position, place))
+    groups: dict[int, list[int]] = {}
+    for index in sorted(inputs, key=lambda index: (first.get(primals[index], (-len(ops), 0)), index)):
+        groups.setdefault(first.get(primals[index], (-len(ops), 0))[0], []).append(index)
+    return tuple(map(tuple, groups.values()))
 
 
 def _readers(grad: fx.Node) -> list[fx.Node]:

@@ -140,11 +140,13 @@ def _rises(
 
     wanted = specialised(segment, missing=frozenset(graph.missing), apart=frozenset(graph.apart))
     ranks = scheduled_ranks(step, number)
-    for position, node in enumerate(itertools.chain(*split(wanted))):
+    ops = list(itertools.chain(*split(wanted)))
+    for position, node in enumerate(ops):
         node.meta[POSITION] = position
     rewritten = rewrite(wanted, graph.schedule, in_place=False)
 
-    in_place = {node.meta[POSITION] for node in overwrites(wanted)}
+    ran = [ops[run.node] for run in graph.schedule if run.is_first]
+    in_place = {node.meta[POSITION] for node in overwrites(wanted, ran)}
 
     def costs(node: fx.Node) -> Bytes:
         position, method = node.meta[POSITION], node.meta.get("lowtide_method", "")

@@ -256,7 +256,8 @@ def _backward_graph(
 ) -> fx.GraphModule:
     graph = fx.Graph()
     latest: dict[fx.Node | Kept, fx.Node] = {}
-    written_over = overwrites(segment) if in_place else {}
+    ran = [step.node for step in steps if step.call is None]
+    written_over = overwrites(segment, ran) if in_place else {}
     for value in (*saved.all, *tangents):
         latest[value] = graph.placeholder(saved.kept[value] if isinstance(value, Kept) else value.name)
         latest[value].meta = {"val": value.value} if isinstance(value, Kept) else dict(value.meta)
