@@ -20,6 +20,10 @@ def arguments(target: object, shape: tuple[int, ...], dtype: torch.dtype) -> tup
     mask = torch.rand(shape) < 0.5
     special: dict[object, tuple[object, ...]] = {
         aten.neg.default: (grad,),
+        aten.mul.Scalar: (grad, 0.044715),
+        aten.add.Scalar: (grad, 0.1),
+        aten.sub.Scalar: (grad, 0.1),
+        aten.div.Scalar: (grad, 0.3),
         aten.masked_fill.Scalar: (grad, mask, 0.0),
         aten.where.self: (mask, grad, value),
         aten.threshold_backward.default: (grad, value, 0),

@@ -5,6 +5,7 @@
 - `replay`: a random op from its earlier generator state
 - `batch_norm`: batch norm without counting its statistics twice
 - `dropout_mask`: a dropout's result from its kept mask
+- `slices`: the end of a chain of pointwise ops, a slice at a time
 - `swap`: read back from a store; only where the user names one
 - `packed`: masks and signs as bits, indices in fewer bytes
 
@@ -19,6 +20,7 @@ from lowtide.methods.method import Kept, Method
 from lowtide.methods.packed import Bits, Narrow, Sign
 from lowtide.methods.replay import Replay
 from lowtide.methods.run_again import RunAgain
+from lowtide.methods.slices import Slices
 from lowtide.methods.swap import Swap
 
 __all__ = ["METHODS", "Kept", "Method", "fitting", "method_named", "methods_for"]
@@ -28,6 +30,7 @@ METHODS: tuple[Method, ...] = (
     DropoutFromMask(),
     Replay(),
     RunAgain(),
+    Slices(),
     Bits(),
     Sign(),
     Narrow(),

@@ -2,6 +2,7 @@
 
 - `autocast`: weights that eager casts once
 - `by_value`: ops that eager differentiates by looking at values
+- `chains`: pointwise ops, a slice of the elements at a time
 - `direct`: ops called without torch's ways around them
 - `dropout`: eager's own rounding, and the mask that it keeps
 - `grouped`: the products of experts, traced in all types

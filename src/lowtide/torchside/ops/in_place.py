@@ -14,11 +14,23 @@ from lowtide.torchside.ops.packed import layout_of
 
 aten = torch.ops.aten
 
+
+def times(value: Tensor, number: Any, *, out: Tensor | None = None) -> Tensor:
+    """A product with a number, which `mul_` would round to the type of a half-precision value first."""
+    if out is None or layout_of(out) is None:
+        return aten.mul.Scalar(value, number)
+    return aten.mul.out(value, torch.tensor(number, dtype=torch.float64), out=out)
+
+
 WITH_OUT: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
     aten.add.Tensor: (aten.add.out, (0, 1)),
     aten.sub.Tensor: (aten.sub.out, (0, 1)),
     aten.mul.Tensor: (aten.mul.out, (0, 1)),
     aten.div.Tensor: (aten.div.out, (0, 1)),
+    aten.mul.Scalar: (times, (0,)),
+    aten.add.Scalar: (aten.add_.Scalar, (0,)),
+    aten.sub.Scalar: (aten.sub_.Scalar, (0,)),
+    aten.div.Scalar: (aten.div_.Scalar, (0,)),
     aten.neg.default: (aten.neg.out, (0,)),
     aten.masked_fill.Scalar: (aten.masked_fill_.Scalar, (0,)),
     aten.where.self: (aten.where.self_out, (1, 2)),
