@@ -17,6 +17,7 @@ from lowtide.checking.peak import peak_above_start  # noqa: E402
 from lowtide.checking.train_step import static_bytes  # noqa: E402
 from lowtide.integrations.lightning import Lowtide  # noqa: E402
 from lowtide.running.runner import runner_of  # noqa: E402
+from lowtide.torchside.inductor import has_compiler  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:UserWarning")]
 
@@ -68,11 +69,13 @@ class Module(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-def fit(calls: str, budget: str | int | None, *, module: Any = None, **settings: Any) -> tuple[Any, Any]:
+def fit(
+    calls: str, budget: str | int | None, *, module: Any = None, options: Any = None, **settings: Any
+) -> tuple[Any, Any]:
     lightning.seed_everything(0, verbose=False)
     module = Module(calls) if module is None else module
     data = TensorDataset(torch.randn(ROWS, WIDTH), torch.randint(0, CLASSES, (ROWS,)))
-    callbacks = [] if budget is None else [Lowtide(budget)]
+    callbacks = [] if budget is None else [Lowtide(budget, **(options or {}))]
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_epochs=2,
@@ -110,6 +113,17 @@ def test_as_without_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
         assert plan.solution.static_bytes > static_bytes(plain.parts, []) + teacher
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
+def test_another_executor() -> None:
+    (plain, _), (planned, plan) = (
+        fit("itself", budget, options={"executor": "inductor"}) for budget in ("200%", "80%")
+    )
+    assert plan.solution.executor == "inductor" and plan.recompute_seconds > 0
+    assert len(plain.losses) == 8 and all(map(torch.equal, plain.losses, planned.losses))
+    assert all(map(torch.equal, plain.state_dict().values(), planned.state_dict().values()))
+
+
 class Measured(Module):
     """Measures what each later step holds, from the start of training_step to the end of backward."""
 
@@ -139,6 +153,8 @@ def test_what_cannot_be_planned_is_refused_before_the_first_step() -> None:
     with pytest.raises(lowtide.BudgetTooSmall):
         fit("", "1KB", module=Module("itself"))
     assert all(map(torch.equal, before.values(), module.state_dict().values()))
+    with pytest.raises(lowtide.LowtideError, match="there is no executor 'fast'"):
+        Lowtide("1GB", executor="fast")
     compiled = Module("itself")
     compiled.compile(backend="eager")
     with pytest.raises(lowtide.LowtideError, match="is compiled"):

@@ -33,6 +33,7 @@ from lowtide.checking.train_step import static_bytes  # noqa: E402
 from lowtide.errors import BadSize  # noqa: E402
 from lowtide.integrations.transformers import Lowtide  # noqa: E402
 from lowtide.running.runner import runner_of  # noqa: E402
+from lowtide.torchside.inductor import has_compiler  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -137,6 +138,7 @@ def train(
     build: Any = gpt,
     resume: Path | None = None,
     kind: type[Trainer] = Trainer,
+    executor: str = "eager",
     **settings: Any,
 ) -> Trained:
     model = build()
@@ -152,7 +154,7 @@ def train(
         "use_cpu": True,
         "disable_tqdm": True,
     } | settings
-    log, callback = Log(), None if budget is None else Lowtide(budget)
+    log, callback = Log(), None if budget is None else Lowtide(budget, executor=executor)
     trainer = kind(
         model,
         TrainingArguments(**chosen),
@@ -194,6 +196,17 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_as_without_it(name: str, tmp_path: Path) -> None:
     build, settings = SETTINGS[name]
     check_same(*(train(tmp_path, budget, build=build, **settings) for budget in (None, "80%")))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
+def test_another_executor(tmp_path: Path) -> None:
+    settings = {"build": bert, "executor": "inductor"}
+    plain, planned = (train(tmp_path, budget, **settings) for budget in ("200%", "80%"))
+    check_same(plain, planned)
+    assert planned.callback.plan.solution.executor == "inductor"
+    with pytest.raises(lowtide.LowtideError, match="there is no executor 'fast'"):
+        Lowtide("1GB", executor="fast")
 
 
 def test_accumulated_gradients_are_within_the_budget(

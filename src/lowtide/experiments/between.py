@@ -16,8 +16,9 @@ APART = Fraction(1, 10)
 is rounded."""
 
 
-def step_at(size: int, captured: Mapping[int, Step], *, degree: int) -> Step | None:
-    """The step at `size`, from the `captured` ones next to it; None where too few have the same ops.
+def step_at(size: int, captured: Mapping[int, Step], *, degree: int, at_least: int = 2) -> Step | None:
+    """The step at `size`, from the `captured` ones next to it; None where fewer than `at_least` have
+    the same ops.
 
     Seconds are on the line through the next two, whatever the degree, since they are noisy.
     """
@@ -30,11 +31,11 @@ def step_at(size: int, captured: Mapping[int, Step], *, degree: int) -> Step | N
         if apart and len(chosen) <= degree:
             chosen.append(other)
     # those with the ops of the nearest size, if they are enough
-    chosen = next((sizes for sizes in alike.values() if len(sizes) > 1), [])
+    chosen = next((sizes for sizes in alike.values() if len(sizes) >= at_least), [])
     if not chosen:
         return None
     return _blend(
-        [captured[other] for other in chosen], bytes_by=_weights(size, chosen), seconds_by=_line(size, chosen)
+        [captured[other] for other in chosen], bytes_by=weights(size, chosen), seconds_by=_line(size, chosen)
     )
 
 
@@ -49,7 +50,7 @@ def _form(step: Step) -> tuple[object, ...]:
     )
 
 
-def _weights(size: int, sizes: Sequence[int]) -> list[Fraction]:
+def weights(size: int, sizes: Sequence[int]) -> list[Fraction]:
     """Shares of the values at `sizes` in the value at `size` of the polynomial through them (Lagrange)."""
     weights = []
     for one in sizes:
@@ -62,7 +63,7 @@ def _weights(size: int, sizes: Sequence[int]) -> list[Fraction]:
 
 
 def _line(size: int, sizes: Sequence[int]) -> list[float]:
-    return [float(weight) for weight in _weights(size, sizes[:2])]
+    return [float(weight) for weight in weights(size, sizes[:2])]
 
 
 def _blend(steps: Sequence[Step], *, bytes_by: Sequence[Fraction], seconds_by: Sequence[float]) -> Step:

@@ -1,31 +1,33 @@
 """How large a batch fits into a budget, without and with a plan, and which size is the fastest.
 
-Nothing is run to find out. Two small sizes are captured and profiled; from them a step of any size is made
-on paper (`between`), and the largest that should fit with a plan is captured as the third. It shows how far
-off paper is, and sizes that are further than that from the budget need no capture of their own. Others are
-captured in turn, until one fits and the next does not. What was found can then be measured.
+No step is run to find out. Two small sizes are captured and profiled; from them a step of any size is made
+on paper (`between`), and of the largest that should fit with a plan, the bytes inside of its ops are measured
+(`inside`). It shows how far off paper is, and sizes that are further than that from the budget are told from
+those around them; others are looked at in turn, until one fits and the next does not. Where paper tells
+nothing, sizes are captured instead. What was found can then be measured: the size is captured for that.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 from math import inf
 from typing import Any
 
 from lowtide import api
-from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.errors import LowtideError
 from lowtide.experiments.between import step_at
 from lowtide.experiments.fit_records import MOST, Check, Fit, FitRow, Vary
+from lowtide.experiments.guess import last_within
+from lowtide.experiments.inside import with_insides
 from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
+from lowtide.experiments.probe import Probe, bounds_of
 from lowtide.facts import Step
 from lowtide.facts.sizes import parse_size
-from lowtide.planning.bounds.curve import Bounds
-from lowtide.planning.search.table import make_table
-from lowtide.plans import Plan
 from lowtide.profiles import Profile
+from lowtide.profiling.costing import measure_insides
+from lowtide.profiling.ops import in_a_hurry
 from lowtide.zoo.targets import Target, TargetSpec, call_factory
 
 __all__ = ["MOST", "Check", "Fit", "FitRow", "Source", "Vary", "find_fit", "fit"]
@@ -35,6 +37,8 @@ FIRST = (8, 16)
 pay for large values alone, so that nothing can be told from them."""
 MOST_ERROR = 0.01
 """Paper that is further off than this share tells nothing."""
+LEAST_SHARE = 200
+"""What an op should hold inside, as a part of the budget, to be asked what it does."""
 NUM_BETWEEN = 4
 """Sizes between the largest without and the largest with a plan that are planned on paper."""
 
@@ -88,7 +92,7 @@ def find_fit(
     )
     search.begin()
     largest_plain = search.largest(lambda probe: probe.fits_plain, search.plain_bytes, search.plain_on_paper)
-    largest = search.largest_with_a_plan(largest_plain)
+    largest = search.largest_with_a_plan(largest_plain, captured=check)
     rows = search.rows(largest_plain, largest)
     return Fit(
         budget_bytes=search.budget_bytes,
@@ -113,49 +117,6 @@ def budget_bytes_of(budget: str | int) -> int:
     return parse_size(budget)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Probe:
-    """A size that was captured and profiled. It is planned when somebody asks for its `plan`."""
-
-    profile: Profile
-    budget_bytes: int
-
-    @property
-    def fits_plain(self) -> bool:
-        return self.profile.peak_bytes <= self.budget_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.fits_plain or self.plan is not None
-
-    @cached_property
-    def bounds(self) -> Bounds:
-        return _bounds(self.profile.step)
-
-    @cached_property
-    def plan(self) -> Plan | None:
-        """The cheapest plan within the budget; None, often without a search, where there is none."""
-        if self.bounds.floor_bytes > self.budget_bytes:
-            return None
-        try:
-            return self.profile.plan(self.budget_bytes)
-        except BudgetTooSmall:
-            return None
-
-    @property
-    def floor_ratio(self) -> float:
-        """How many times the bytes that it is proven to need its lowest plan holds; 1 if never searched."""
-        is_searched = "plan" in vars(self) and self.bounds.floor_bytes <= self.budget_bytes
-        return self.profile.floor_bytes / self.bounds.floor_bytes if is_searched else 1.0
-
-    @property
-    def bound_ratio(self) -> float:
-        """How many times the proven time to recompute, at least, its plan takes."""
-        if self.plan is None or not self.plan.lower_bound_seconds:
-            return 1.0
-        return self.plan.recompute_seconds / self.plan.lower_bound_seconds
-
-
 @dataclass(slots=True, kw_only=True)
 class _Search:
     source: Callable[[int], Source]
@@ -163,35 +124,66 @@ class _Search:
     vary: Vary
     profile: Profiler
     working: Working
-    probes: dict[int, _Probe] = field(default_factory=dict)
-    papers: dict[int, _Probe] = field(default_factory=dict)
+    probes: dict[int, Probe] = field(default_factory=dict)
+    papers: dict[int, Probe] = field(default_factory=dict)
     """sizes that were planned without having been captured"""
     _margin: tuple[int, float] = (0, inf)
+    _floors: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
     @property
     def most(self) -> int:
         return self.vary.most // self.vary.multiple_of * self.vary.multiple_of
 
-    def probe(self, size: int) -> None:
+    def look_at(self, size: int) -> None:
+        """Make one size on paper, with the bytes inside of its ops measured; capture it where that fails."""
+        if size in self.probes:
+            return
+        step = self._measured_on_paper(size)
+        if step is None:
+            self.capture(size)
+        else:
+            self.probes[size] = Probe(profile=Profile(step), budget_bytes=self.budget_bytes, captured=False)
+
+    def capture(self, size: int) -> None:
         """Capture and profile one size."""
-        if size not in self.probes:
-            with self.working(f"{self.vary.name} {size}"):
-                found = self.profile(self.source(size))
-            # without the model behind it, of which there would be one for each size
-            self.probes[size] = _Probe(profile=Profile(found.step), budget_bytes=self.budget_bytes)
+        if size in self.probes and self.probes[size].captured:
+            return
+        with self.working(f"{self.vary.name} {size}"), in_a_hurry():
+            found = self.profile(self.source(size))
+        # without the model behind it, of which there would be one for each size
+        profile = Profile(found.step, found.known)
+        self.probes[size] = Probe(profile=profile, budget_bytes=self.budget_bytes, captured=True)
 
     def begin(self) -> None:
-        """Capture sizes to tell others from."""
+        """Look at sizes to tell others from."""
         unit = self.vary.multiple_of
         for size in FIRST:
-            self.probe(min(size * unit, self.most))
+            self.capture(min(size * unit, self.most))
         guess = self._guess(0, self.most + unit, self.lowest_bytes)
         if guess:
-            self.probe(guess)
+            self.look_at(guess)
+
+    def _measured_on_paper(self, size: int) -> Step | None:
+        captured = {other: probe.profile for other, probe in self.probes.items() if probe.captured}
+        known = {other: profile.known for other, profile in captured.items() if profile.known is not None}
+        if len(known) != len(captured) or len(captured) != self.vary.degree + 1:
+            return None
+        steps = {other: profile.step for other, profile in captured.items()}
+        step = step_at(size, steps, degree=self.vary.degree, at_least=self.vary.degree + 1)
+        if step is None:
+            return None
+        with self.working(f"{self.vary.name} {size}"):
+            return with_insides(
+                step,
+                size,
+                known,
+                least_bytes=self.budget_bytes // LEAST_SHARE,
+                measure=measure_insides,
+            )
 
     def largest(
         self,
-        fits: Callable[[_Probe], bool],
+        fits: Callable[[Probe], bool],
         needed: Callable[[int], float | None],
         on_paper: Callable[[int], bool | None],
         *,
@@ -213,42 +205,37 @@ class _Search:
             size = max(low + unit, middle if guess is None else guess)
             does_fit = None if size in self.probes else on_paper(size)
             if does_fit is None:
-                self.probe(size)
+                self.look_at(size)
                 does_fit = fits(self.probes[size])
             low, high = (size, high) if does_fit else (low, size)
         raise AssertionError
 
-    def largest_with_a_plan(self, largest_plain: int) -> int:
-        """As `largest`; where it is larger than without a plan, it is captured."""
+    def largest_with_a_plan(self, largest_plain: int, *, captured: bool) -> int:
+        """As `largest`. Where it is larger than without a plan, it is looked at; and `captured`, if asked."""
         while True:
             size = self.largest(
                 lambda probe: probe.fits, self.lowest_bytes, self.with_a_plan_on_paper, low=largest_plain
             )
-            if size == largest_plain or size in self.probes:
+            if size == largest_plain:
                 return size
-            self.probe(size)
+            if size not in self.probes:
+                self.look_at(size)
+            elif captured and not self.probes[size].captured:
+                self.capture(size)
+            else:
+                return size
 
     def _guess(self, low: int, high: int, needed: Callable[[int], float | None]) -> int | None:
         """The largest size from `low` to below `high` that seems to fit."""
-        unit = self.vary.multiple_of
-        # Growing from `low`, so that nothing is predicted far above what can be.
-        step = unit
-        while high - low > unit:
-            size = min(low + step, high - unit)
-            nbytes = needed(size)
-            if nbytes is None:
-                return None
-            if nbytes > self.budget_bytes:
-                high = size
-                break
-            low, step = size, 2 * step
-        while high - low > unit:
-            size = (low + high) // 2 // unit * unit
-            nbytes = needed(size)
-            if nbytes is None:
-                return None
-            low, high = (low, size) if nbytes > self.budget_bytes else (size, high)
-        return low
+        return last_within(
+            self.budget_bytes,
+            needed,
+            low=low,
+            high=high,
+            unit=self.vary.multiple_of,
+            most=self.most,
+            first=sorted(self.probes),
+        )
 
     def plain_bytes(self, size: int) -> float | None:
         step = self._on_paper(size)
@@ -256,13 +243,22 @@ class _Search:
 
     def lowest_bytes(self, size: int) -> float | None:
         """What no plan can be below, as many times as for the next size that was planned."""
-        step = self._on_paper(size)
-        if step is None:
+        floor_bytes = self._floor_on_paper(size)
+        if floor_bytes is None:
             return None
         ratios = {other: probe.floor_ratio for other, probe in self.probes.items() if probe.floor_ratio > 1}
         ratios |= {other: paper.floor_ratio for other, paper in self.papers.items() if paper.floor_ratio > 1}
         near = min(ratios, key=lambda other: (abs(other - size), other), default=None)
-        return _bounds(step).floor_bytes * (1.0 if near is None else ratios[near])
+        return floor_bytes * (1.0 if near is None else ratios[near])
+
+    def _floor_on_paper(self, size: int) -> int | None:
+        if size in self.probes:
+            return self.probes[size].bounds.floor_bytes
+        key = (size, len(self.probes))
+        if key not in self._floors:
+            step = self._on_paper(size)
+            self._floors[key] = None if step is None else bounds_of(step).floor_bytes
+        return self._floors[key]
 
     def plain_on_paper(self, size: int) -> bool | None:
         """Whether a size fits without a plan; None where it is too near to the budget to tell."""
@@ -277,7 +273,7 @@ class _Search:
         if step is None or self.margin == inf:
             return None
         if size not in self.papers:
-            self.papers[size] = _Probe(profile=Profile(step), budget_bytes=self.budget_bytes)
+            self.papers[size] = Probe(profile=Profile(step), budget_bytes=self.budget_bytes, captured=False)
         return self.papers[size].fits
 
     @property
@@ -314,7 +310,7 @@ class _Search:
                 found.append(self._row_on_paper(size, step, self.probes.get(largest)))
         return sorted(found, key=lambda row: row.size)
 
-    def _row(self, size: int, probe: _Probe) -> FitRow:
+    def _row(self, size: int, probe: Probe) -> FitRow:
         needs_plan = None if probe.fits_plain else probe.plan
         seconds, peak_bytes = probe.profile.step_seconds, probe.profile.peak_bytes
         recompute = 0.0 if needs_plan is None else needs_plan.recompute_seconds
@@ -325,16 +321,16 @@ class _Search:
             step_seconds=seconds,
             recompute_seconds=recompute,
             per_second=self._per_second(size, seconds + recompute),
-            profiled=True,
+            profiled=probe.captured,
         )
 
-    def _row_on_paper(self, size: int, step: Step, largest: _Probe | None) -> FitRow:
+    def _row_on_paper(self, size: int, step: Step, largest: Probe | None) -> FitRow:
         """A size whose time to recompute is as far above the proven one as that of the `largest` size is."""
         profile = Profile(step)
         recompute = 0.0
         if profile.peak_bytes > self.budget_bytes:
             assert largest is not None
-            recompute = _bounds(step).seconds(self.budget_bytes) * largest.bound_ratio
+            recompute = bounds_of(step).seconds(self.budget_bytes) * largest.bound_ratio
         return FitRow(
             size=size,
             plain_peak_bytes=profile.peak_bytes,
@@ -387,10 +383,6 @@ class _Search:
             differences=outcome.measurement.differences,
             reason=outcome.reason,
         )
-
-
-def _bounds(step: Step) -> Bounds:
-    return Bounds(make_table(step))
 
 
 def _profile(source: Source) -> Profile:

@@ -17,6 +17,7 @@ from lowtide.facts.sizes import parse_budget
 from lowtide.facts.swap import parse_swap
 from lowtide.facts.units import format_size
 from lowtide.plans import Plan
+from lowtide.running.inductor import executor_named
 from lowtide.running.runner import remove
 from lowtide.torchside.batch import Arguments
 from lowtide.torchside.route import call_model, is_compiled, route_of, set_route
@@ -65,6 +66,11 @@ def checked_budget(budget: str | int) -> str | int:
 def checked_swap(swap: str) -> str:
     """Where to swap to, if anywhere; refused at once where it cannot be read."""
     return str(parse_swap(swap)) if swap else ""
+
+
+def checked_executor(executor: str) -> str:
+    """The name of an executor that is there; refused at once where it is not."""
+    return executor_named(executor).name
 
 
 def tell(plan: Plan) -> None:

@@ -20,6 +20,7 @@ from lowtide.errors import LowtideError
 from lowtide.integrations.first_call import (
     await_first_call,
     checked_budget,
+    checked_executor,
     checked_swap,
     no_longer_await,
     tell,
@@ -46,18 +47,25 @@ class Lowtide(Callback):
 
     `holds_outputs=False`: `training_step` returns the loss alone, and nothing else holds what the network
     returned through the backward pass, which then needs less. `swap="disk:FOLDER"`: activations may also wait
-    there.
+    there. `executor="inductor"`: what is planned is compiled by Inductor.
 
     Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
     """
 
     def __init__(
-        self, budget: str | int, *, planner: str = "auto", holds_outputs: bool = True, swap: str = ""
+        self,
+        budget: str | int,
+        *,
+        planner: str = "auto",
+        holds_outputs: bool = True,
+        swap: str = "",
+        executor: str = "eager",
     ) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
         self.swap = checked_swap(swap)
+        self.executor = checked_executor(executor)
         self.plan: Plan | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,6 +110,7 @@ class Lowtide(Callback):
             reserve=_state_bytes(pl_module) - _state_bytes(module),
             holds_outputs=self.holds_outputs,
             swap=self.swap,
+            executor=self.executor,
         )
         self.plan = plan_of_model(module)
         if self.plan is not None and trainer.is_global_zero:

@@ -19,6 +19,7 @@ from lowtide.errors import LowtideError
 from lowtide.integrations.first_call import (
     await_first_call,
     checked_budget,
+    checked_executor,
     checked_swap,
     no_longer_await,
     tell,
@@ -40,16 +41,24 @@ class Lowtide(TrainerCallback):
 
     `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` holds what the model
     returns (logits, say) through the backward pass. Trainer itself does not; one that does is warned.
-    `swap="disk:FOLDER"`: activations may also wait there.
+    `swap="disk:FOLDER"`: activations may also wait there. `executor="inductor"`: what is planned is compiled
+    by Inductor.
     """
 
     def __init__(
-        self, budget: str | int, *, planner: str = "auto", holds_outputs: bool = False, swap: str = ""
+        self,
+        budget: str | int,
+        *,
+        planner: str = "auto",
+        holds_outputs: bool = False,
+        swap: str = "",
+        executor: str = "eager",
     ) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
         self.swap = checked_swap(swap)
+        self.executor = checked_executor(executor)
         self.plan: Plan | None = None
 
     def on_train_begin(
@@ -77,6 +86,7 @@ class Lowtide(TrainerCallback):
                 accumulate=args.gradient_accumulation_steps > 1,
                 holds_outputs=self.holds_outputs,
                 swap=self.swap,
+                executor=self.executor,
             )
             self.plan = plan_of_model(module)
             if self.plan is not None and state.is_world_process_zero:

@@ -12,14 +12,14 @@ from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import device_for
 from lowtide.profiling.known import Known
 from lowtide.profiling.layouts import real_values
-from lowtide.profiling.ops import measure_calls
+from lowtide.profiling.ops import measure_calls, memory_of_calls
 from lowtide.profiling.samples import make_sample
 from lowtide.torchside.calls import Call, OpCost, signature
 from lowtide.torchside.hooks import real_tensors
 from lowtide.torchside.one_at_a_time import one_at_a_time
 from lowtide.torchside.ops.recurrent import real_result_bytes, untracked_bytes
 
-__all__ = ["MEMORY_LIMIT_BYTES", "Known", "estimate_costs", "measure_costs"]
+__all__ = ["MEMORY_LIMIT_BYTES", "Known", "estimate_costs", "measure_costs", "measure_insides"]
 
 MEMORY_LIMIT_BYTES = 1 << 30
 
@@ -54,10 +54,22 @@ def measure_costs(
             progress=progress,
         )
         costs = dict(zip(calls, measured.costs, strict=True))
-        known = Known((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
+        made = ((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
+        known = Known(made, runs=calls)
         step = _fill(captured, calls, costs)
         notes = (*step.notes, measured.note) if measured.note else step.notes
         return replace(step, notes=notes, copy_bytes_per_second=device.copy_bytes_per_second()), known
+
+
+@one_at_a_time
+def measure_insides(
+    calls: Mapping[str, Call], *, memory_limit_bytes: int = MEMORY_LIMIT_BYTES
+) -> dict[str, int]:
+    """Bytes that calls hold inside, by the same names; one run each, and no time is taken. Those that cannot
+    be run are left out."""
+    with real_tensors():
+        found = memory_of_calls(calls, memory_limit_bytes=memory_limit_bytes)
+    return {name: memory.workspace_bytes for name, memory in found.items()}
 
 
 def estimate_costs(captured: Captured, known: Known) -> Step:

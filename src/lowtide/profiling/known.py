@@ -1,13 +1,14 @@
 """Costs of calls that were not measured, from those of the same ops that were."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import log
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.facts import Run
 from lowtide.profiling.ops import cost_by_bytes
 from lowtide.profiling.work import Work, work_making
 from lowtide.torchside.calls import Call, OpCost, map_leaves, signature
@@ -21,10 +22,14 @@ Kind = tuple[Any, tuple[torch.dtype, ...]]
 class Known:
     """Calls that were measured, their costs, and the bytes of each block that they make.
 
-    What another call is scaled from is worked out once for each op, when one asks for it.
+    What another call is scaled from is worked out once for each op, when one asks for it. `runs`: the call of
+    every run of the step that they were measured for.
     """
 
-    def __init__(self, measured: Iterable[tuple[Call, OpCost, Made]]) -> None:
+    def __init__(
+        self, measured: Iterable[tuple[Call, OpCost, Made]], *, runs: Mapping[Run, Call] | None = None
+    ) -> None:
+        self.runs: Mapping[Run, Call] = runs or {}
         self._costs: dict[str, OpCost] = {}
         self._calls: dict[Kind, list[tuple[Call, OpCost, Made]]] = {}
         self._works: dict[Kind, list[tuple[str, Work, OpCost]]] = {}
@@ -38,6 +43,10 @@ class Known:
                 self._calls.setdefault(kind, []).append((call, cost, made))
                 self._works.pop(kind, None)
             self._costs[name] = cost
+
+    def measured_cost(self, call: Call) -> OpCost | None:
+        """The cost of a call that was itself measured."""
+        return self._costs.get(signature(call))
 
     def has_like(self, call: Call) -> bool:
         """Whether the op of a call was measured with tensors of the same types."""

@@ -10,9 +10,10 @@ does not hit all runs of one op.
 import logging
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
@@ -30,7 +31,10 @@ from lowtide.torchside.ops.schema import is_view, talks_to_others
 _log = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 8.0
+_PATIENCE_IN_A_HURRY_SECONDS = 2.0
 _MORE_PATIENCE = 2
+_RUNS_TO_REMEMBER = 3
+"""Times of fewer runs, as in a hurry, are good for a rough answer, and not for all that comes later."""
 _ATTEMPTS = 2
 
 # An op of this share of the limit is run whole without asking a slice first what it holds inside.
@@ -40,10 +44,24 @@ _WORKSPACE_MARGIN = 1.25
 # From one slice to the next: at most, and at least to be worth a try.
 _GROWTH = 4
 _LEAST_GROWTH = 1.25
+# Shares of an op that fails which are tried instead.
+_LESS = (0.6, 0.3, 0.15)
 # The largest slice of an op that never fits: a larger one takes longer and tells no more.
 _SLICE_BYTES = 256 << 20
 
 Progress = Callable[[int, int], None]
+
+_patience_seconds = ContextVar("patience_seconds", default=_PATIENCE_SECONDS)
+
+
+@contextmanager
+def in_a_hurry() -> Iterator[None]:
+    """Whatever is measured inside is run a few times less."""
+    token = _patience_seconds.set(_PATIENCE_IN_A_HURRY_SECONDS)
+    try:
+        yield
+    finally:
+        _patience_seconds.reset(token)
 
 
 class _TooLarge(Exception):
@@ -114,10 +132,13 @@ def measure_calls(
     costs |= {key: trial.cost for key, trial in trials.items()}
     settled = [key for key, trial in trials.items() if not trial.noisy]
     if cache is not None and settled:
+        in_hurry = _patience_seconds.get() < _PATIENCE_SECONDS
         for key in settled:
+            if in_hurry and len(trials[key].timings) < _RUNS_TO_REMEMBER:
+                continue
             cache.put(key, costs[key], memory_limit_bytes=memory_limit_bytes)
         cache.save()
-    costs |= {key: cost_by_bytes(missing[key]) for key in failed}
+    costs |= {key: _cost_by_like(key, missing, costs) for key in failed}
     found = CallCosts([costs[key] for key in signatures], len(trials), len(trials) - len(settled))
     if found.note:
         _log.warning(found.note)
@@ -132,6 +153,18 @@ def cost_by_bytes(call: Call) -> OpCost:
     )
 
 
+def _cost_by_like(key: str, calls: Mapping[str, Call], costs: Mapping[str, OpCost]) -> OpCost:
+    """By bytes, and as much inside for each as the call of the same op holds that holds most."""
+    call = calls[key]
+    cost, nbytes = cost_by_bytes(call), visible_work_of(call).nbytes
+    shares = [
+        costs[other].workspace_bytes / max(1, visible_work_of(calls[other]).nbytes)
+        for other in calls
+        if other in costs and calls[other].target is call.target
+    ]
+    return replace(cost, workspace_bytes=round(max(shares, default=0.0) * nbytes))
+
+
 def _measure(
     calls: Mapping[str, Call], *, memory_limit_bytes: int, progress: Progress | None
 ) -> tuple[dict[str, Trial], list[str]]:
@@ -139,16 +172,17 @@ def _measure(
     trials: dict[str, Trial] = {}
     failed: list[str] = []
     total = len(calls) * (1 + ROUNDS)
-    with ExitStack() as guards:
-        guards.enter_context(torch.no_grad())
-        for device in dict.fromkeys(_device_of(call) for call in calls.values()):
-            guards.enter_context(device.kept_rng())
-            guards.enter_context(torch.autocast(device.torch_device.type, enabled=False))
+    with _as_a_step_runs(calls.values()):
         for done, (key, call) in enumerate(calls.items(), 1):
             try:
-                trials[key] = _prepare(call, memory_limit_bytes=memory_limit_bytes)
+                trials[key] = _prepare_or_less(key, call, memory_limit_bytes=memory_limit_bytes)
             except Exception as error:
-                _log.warning("costed by its bytes, since it cannot be run alone: %s: %s", key, error)
+                _log.warning(
+                    "costed by its bytes, and by its like for what it holds inside, since it cannot be run "
+                    "alone: %s: %s",
+                    key,
+                    error,
+                )
                 failed.append(key)
             if progress is not None:
                 progress(done, total)
@@ -156,7 +190,7 @@ def _measure(
         for number in range(1, ROUNDS + 1):
             for done, trial in enumerate(trials.values(), 1):
                 # Those that never ran undisturbed get more time to do so.
-                patience = _PATIENCE_SECONDS * (1 if trial.settled else _MORE_PATIENCE)
+                patience = _patience_seconds.get() * (1 if trial.settled else _MORE_PATIENCE)
                 if number == 1:
                     trial.time(attempts=1)
                 elif trial.takes_part(number) and time.perf_counter() < start + patience:
@@ -166,6 +200,52 @@ def _measure(
     if progress is not None:
         progress(total, total)
     return trials, failed
+
+
+@contextmanager
+def _as_a_step_runs(calls: Iterable[Call]) -> Iterator[None]:
+    """Without gradients and autocast of its own; the random state is left as it was."""
+    with ExitStack() as guards:
+        guards.enter_context(torch.no_grad())
+        for device in dict.fromkeys(_device_of(call) for call in calls):
+            guards.enter_context(device.kept_rng())
+            guards.enter_context(torch.autocast(device.torch_device.type, enabled=False))
+        yield
+
+
+def memory_of_calls(calls: Mapping[str, Call], *, memory_limit_bytes: int = 1 << 30) -> dict[str, Memory]:
+    """What calls hold inside, by the same names: one run each, on a slice where it does not fit. Those that
+    cannot be run are left out."""
+    found: dict[str, Memory] = {}
+    with _as_a_step_runs(calls.values()):
+        for name, call in calls.items():
+            try:
+                found[name] = _prepare_or_less(name, call, memory_limit_bytes=memory_limit_bytes).memory
+            except Exception as error:
+                _log.debug("what it holds inside is not measured: %s: %s", name, error)
+    return found
+
+
+def _prepare_or_less(key: str, call: Call, *, memory_limit_bytes: int) -> Trial:
+    """As `_prepare`; of an op that fails, the largest slice that does not, scaled up."""
+    try:
+        return _prepare(call, memory_limit_bytes=memory_limit_bytes)
+    except _TooLarge:
+        raise
+    except Exception as error:
+        work, device = work_of(call), _device_of(call)
+        for share in _LESS:
+            part = shrink(call, work, limit_bytes=int(work.nbytes * share))
+            if part is None or not part.reduced:
+                break
+            try:
+                memory = _memory(part.call, part.work, device)
+            except Exception:
+                continue
+            _log.warning("costed by a slice, since it fails alone: %s: %s", key, error)
+            memory = _extrapolated(work, part, memory, part, memory)
+            return Trial(part.call, device, memory, factor=work.ratio_to(part.work), estimated=True)
+        raise
 
 
 def _prepare(call: Call, *, memory_limit_bytes: int) -> Trial:
