@@ -18,9 +18,9 @@ TROUBLES = (
     "no model",
 )
 SECONDS = 2
-GOES = {
+GOES = {"killed in backward": 3, "raises in forward": 2}
+GOES_OTHERWISE = {
     "killed in forward": 2,
-    "killed in backward": 3,
     "killed outside": 2,
     "raises in forward": 3,
     "raises in backward": 2,
@@ -34,10 +34,14 @@ def ended() -> dict[str, list[Rank]]:
     groups = {
         "troubles": Group("ddp_cases:several", {"calls": troubles}),
         "does not come": Group("ddp_cases:does_not_come", {"seconds": SECONDS}),
-        **{how: Group("ddp_cases:ends_in_a_step", {"how": how}, ranks=ranks) for how, ranks in GOES.items()},
+        **going(GOES),
         "no group": Group("ddp_cases:alone"),
     }
     return run_ranks(groups)
+
+
+def going(ways: dict[str, int]) -> dict[str, Group]:
+    return {how: Group("ddp_cases:ends_in_a_step", {"how": how}, ranks=n) for how, n in ways.items()}
 
 
 @pytest.fixture
@@ -88,7 +92,17 @@ def test_a_rank_that_does_not_come_is_named(ended: dict[str, list[Rank]]) -> Non
 
 @pytest.mark.parametrize("how", GOES)
 def test_a_rank_that_goes_in_a_step_is_named(ended: dict[str, list[Rank]], how: str) -> None:
-    first, gone, *others = ended[how]
+    check_that_it_is_named(how, ended[how])
+
+
+@pytest.mark.long
+def test_a_rank_that_goes_otherwise_is_named() -> None:
+    for how, ranks in run_ranks(going(GOES_OTHERWISE)).items():
+        check_that_it_is_named(how, ranks)
+
+
+def check_that_it_is_named(how: str, ranks: list[Rank]) -> None:
+    first, gone, *others = ranks
     word, _, when = how.partition(" ")
     if word == "killed":
         assert gone.status == signal.SIGKILL

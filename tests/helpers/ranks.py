@@ -75,6 +75,8 @@ def run_ranks(groups: dict[str, Group], *, limit_seconds: float = LIMIT_SECONDS)
 def _lead(folder: Path) -> None:
     # what is timed on a busy machine is good enough for tests
     importlib.import_module("lowtide.profiling.trials").Trial.noisy = False
+    for module in ("lowtide.api", "functorch.compile"):  # once for all ranks
+        importlib.import_module(module)
     answers = []
     for number, (function, arguments, ranks, seconds) in enumerate(
         pickle.loads((folder / "request").read_bytes())
