@@ -7,6 +7,7 @@
 - `backward`: backward passes, for whichever outputs got a gradient
 - `fans`: gradients of several graphs that autograd adds up in eager's order
 - `loop_watch`, `kept_graphs`, `bypass`: notice what the loop does that the plan does not count on
+- `expected_loss`: room for a loss that is not known yet
 - `runner`: what a planned model calls instead of its own code
 - `apply`: a plan put to work on a model, in place
 - `replan`: plans for graphs that come later: other batch shapes, other situations
