@@ -1,16 +1,19 @@
 """What code between the graphs holds while it runs, forward and backward, is part of the plan."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from training import differences, measured_peak, train, twin
 
 import lowtide
 from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import static_bytes, train_step
+from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
 
@@ -98,3 +101,55 @@ def test_it_counts(middle: Callable[..., torch.Tensor]) -> None:
     measured = peak()
     assert measured <= plan.budget_bytes
     assert abs(profile.peak_bytes - eager) <= 0.02 * eager
+
+
+class Experts(nn.Module):
+    """Each of which takes the tokens that were sent to it, one expert after the other."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, num_experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(num_experts)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            if rows.numel():
+                result.index_add_(0, rows, expert(x[rows]) * weights[rows, None])
+        return result
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), Experts(8), nn.LayerNorm(WIDTH))
+            for _ in range(2)
+        )
+        self.last = nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x).square().mean()
+
+
+def test_a_loop_over_experts_that_pick_their_rows_has_few_graphs() -> None:
+    torch.manual_seed(0)
+    model = Mixture()
+    batches = [torch.randn(ROWS, WIDTH) for _ in range(3)]
+    target = Target("experts", model, batches[0], torch.optim.Adam(model.parameters(), fused=True))
+    expected = [train(twin(replace(target, batch=batch))) for batch in batches]
+    found = lowtide.profile(model, batches[0], optimizer=target.optimizer)
+    assert len([graph for graph in found.step.graphs if graph.in_model]) <= 8
+    for batch, values in zip(batches, expected, strict=True):
+        planned = twin(replace(target, batch=batch))
+        plan = found.plan(found.floor_bytes)
+        plan.apply(planned.model)
+        assert differences(values, train(planned)) == []
+    assert measured_peak(planned) <= plan.budget_bytes

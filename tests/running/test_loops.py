@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from training import measured_peak
 
 import lowtide
+from lowtide.checking.peak import peak_above_start
+from lowtide.checking.train_step import static_bytes, train_step
 from lowtide.running.runner import runner_of
 from lowtide.torchside import hooks
 from lowtide.zoo.targets import Target
@@ -63,13 +65,14 @@ def train_both(model: nn.Module, planned: nn.Module, batch: Any, loss: Callable[
     planned.zero_grad()
 
 
+@pytest.mark.parametrize("times", [1, 6])
 def test_a_loss_that_was_not_given_is_planned_for(
-    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+    times: int, batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     targets = batch.pop("targets")
 
     def loss(output: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output, targets)
+        return F.cross_entropy(output.repeat(times, 1), targets.repeat(times))
 
     model = Classifier()
     planned = copy.deepcopy(model)
@@ -77,11 +80,35 @@ def test_a_loss_that_was_not_given_is_planned_for(
     # what the loop will need, which the plan knows nothing of
     budget = (whole.floor_bytes + whole.peak_bytes) // 2
     lowtide.checkpoint(planned, batch, budget=budget)
+    if times == 1:
+        above = peak_above_start(lambda: train_step(planned, batch, None, loss))
+        assert static_bytes(planned, batch, None) + above <= budget, "the first step"
     train_both(model, planned, batch, loss)
-    (words,) = told(caplog)
-    assert "the loop held" in words and "Pass `loss=`" in words
+    if times == 1:
+        assert told(caplog) == []
+        assert runner_of(planned).backend.num_graphs == 1
+    else:
+        (words,) = told(caplog)
+        assert "the loop held" in words and "Pass `loss=`" in words
     assert measured_peak(Target("planned", planned, batch, None, loss)) <= budget
     assert not hooks.active_modes()
+
+
+def test_the_room_for_a_loss_is_given_back_where_it_is_not_needed(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    targets = batch.pop("targets")
+    model = Classifier()
+    planned = copy.deepcopy(model)
+    whole = lowtide.profile(planned, batch, loss=lambda output: F.cross_entropy(output, targets))
+    plan = lowtide.profile(planned, batch).plan((whole.floor_bytes + whole.peak_bytes) // 2)
+    plan.apply(planned)
+    first = runner_of(planned).plans.graphs
+    train_both(model, planned, batch, torch.mean)
+    own = {graph.fingerprint: graph for graph in plan.solution.graphs if graph.in_model}
+    assert first != own and runner_of(planned).plans.graphs == own
+    assert told(caplog) == []
+    assert measured_peak(Target("planned", planned, batch, None, torch.mean)) <= plan.budget_bytes
 
 
 def test_a_loss_that_was_given_is_no_news(

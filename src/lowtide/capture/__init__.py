@@ -1,9 +1,10 @@
 """From a model to the facts of one training step, without running it.
 
-- `trace`: forward and loss through Dynamo and AOTAutograd, on fake tensors
+- `trace`, `collector`: forward and loss through Dynamo and AOTAutograd, on fake tensors
 - `graphs`: what a trace consists of: joint graphs, their inputs, their order
 - `tangents`, `regions`: which gradients are asked for; which nodes run forward and which backward
 - `analyse`, `records`, `gradients`: ranks, storages and recipes of all nodes
+- `outside`: what code between the graphs holds
 - `optimizer`, `doubles`, `stand_ins`: what `optimizer.step()` allocates, op by op, or estimated
 - `step`: all of that as one `Step`, with the call behind every run
 - `sharding`, `on_paper`: the same on one of several processes, which may not even be there

@@ -59,6 +59,8 @@ class Collector:
         """sees what code between the graphs makes; without it, whatever passes the graphs stays alive"""
         self.in_backward = False
         self.ran_backward = False
+        self.received: set[tuple[int, int]] = set()
+        """the (execution, output) that got a gradient then"""
         self.model = model
         self.batch = batch
         self.real = real
@@ -209,6 +211,7 @@ class Collector:
         """The backward pass of a graph, for code between the graphs that takes its gradients."""
         values = [node and node.meta.get("val") for node in results_of(segment.joint)]
         values = values[segment.num_forward_outputs :]
+        outputs = list(tangent_outputs(segment.joint).values())
 
         def run(args: list[Any]) -> list[Any]:
             if not self.in_backward or self.outside is None:
@@ -217,8 +220,10 @@ class Collector:
                     "torch.autograd.grad): lowtide plans steps with one backward pass, after the forward"
                 )
             self.outside.gradients_went(iter_tensors(args))
-            args.clear()
             number = self._waiting[id(segment)].pop()
+            arrived = zip(outputs, args[-len(outputs) :] if outputs else (), strict=True)
+            self.received |= {(number, output) for output, gradient in arrived if gradient is not None}
+            args.clear()
             with self._looking_away():
                 gradients = [
                     self._zeros(value)

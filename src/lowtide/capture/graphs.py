@@ -76,8 +76,9 @@ class Trace:
     nobody can tell which outputs it reads, and all of them may get a gradient. The first `num_in_model`
     are the model's own, the others the loss's. `outside_bytes`: what autograd holds of code between them, by
     how many graphs with a backward pass had run before it, where nobody watched. `outside` is all that such
-    code was seen to hold, and `outside_is_counted` that its backward pass could be run, too. `traced` is what
-    torch compiled, where that can run by a plan. `sharding` says how the parameters are divided among
+    code was seen to hold, and `outside_is_counted` that its backward pass could be run, too; then `received`
+    are the (execution, output) that got a gradient. `traced` is what torch compiled, where that can run by
+    a plan. `sharding` says how the parameters are divided among
     processes, `passages` when they were gathered.
     """
 
@@ -90,6 +91,7 @@ class Trace:
     outside_bytes: dict[int, int] = field(default_factory=dict)
     outside: Outside | None = None
     outside_is_counted: bool = False
+    received: frozenset[tuple[int, int]] | None = None
     traced: "TracedModel | None" = None
     sharding: Sharding | None = None
     passages: list[Passage] = field(default_factory=list)

@@ -49,11 +49,12 @@ def _specialise(
             place for primal, place in execution.links.items() if primal < len(grads) and grads[primal]
         }
         if execution.from_outside:
-            # nobody can tell which of the earlier outputs that code read
+            # unless it was run, nobody can tell which of the earlier outputs that code read
             wanted |= {
                 (earlier, output)
                 for earlier in range(index)
                 for output in tangent_outputs(trace.executions[earlier].segment.joint).values()
+                if trace.received is None or (earlier, output) in trace.received
             }
         executions.append(replace(execution, segment=segment))
         missing.append(absent)

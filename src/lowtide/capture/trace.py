@@ -171,6 +171,7 @@ def _trace(
         outside_bytes=held,
         outside=outside,
         outside_is_counted=is_counted,
+        received=frozenset(collector.received) if collector.ran_backward and is_counted else None,
         traced=traced
         if not collector.ran_backward
         else None,  # torch knows a backward pass that computes nothing

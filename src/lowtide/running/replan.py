@@ -24,11 +24,13 @@ from lowtide.planning.tied import desk_for
 from lowtide.plans import Plan
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
+from lowtide.running.expected_loss import Room
 from lowtide.running.inductor import InductorOps, solve_compiled
 from lowtide.running.loop_watch import Held
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
 from lowtide.torchside.ddp import Buckets
 from lowtide.torchside.dynamo import StartOver
+from lowtide.torchside.sharded import units_of
 from lowtide.torchside.updates import Updates
 
 logger = logging.getLogger("lowtide")
@@ -76,6 +78,14 @@ class PlanBook:
         self._peak_bytes = plan.peak_bytes
         self._dropped: dict[str, str] = {}
         self._told_of_executor = False
+        self._room: Room | None = None
+        if self.loss_is_unknown and not isinstance(executor, InductorOps) and not units_of(model):
+            self._room = Room.for_loss(plan, self.first)
+        if self._room is not None:
+            self.graphs = {graph.fingerprint: graph for graph in self._room.graphs}
+            self.reserve = replace(
+                self.reserve, loss_bytes=max(self.reserve.loss_bytes, self._room.loss_bytes)
+            )
 
     def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
         kind = structure(segment.joint)
@@ -104,6 +114,13 @@ class PlanBook:
         return (self.loop.loss is None and outside) or bool(self._dropped)
 
     def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
+        room, self._room = self._room, None
+        if room is not None and held is not None and not used and room.is_not_needed(held.peak_bytes):
+            self.graphs = {graph.fingerprint: graph for graph in self.first}
+            self.reserve = replace(self.plan.solution.reserve, loss_bytes=held.peak_bytes)
+            self._alike.clear()
+            logger.info("the loop's loss holds %s: the plan is as it was made", format_size(held.peak_bytes))
+            return True
         words = []
         more_bytes = self._not_counted(held) if held is not None else 0
         if held is not None and more_bytes:

@@ -33,7 +33,6 @@ from torch._dynamo import convert_frame, trace_rules, utils
 from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
@@ -81,8 +80,6 @@ def settings() -> Iterator[None]:
             # inside of DistributedDataParallel torch would cut graphs at its buckets, past their plans
             optimize_ddp=False,
         ),
-        # torch would run a whole function without graphs where one of them ends inside of a loop
-        unittest.mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_backedge),
         # torch would give up on a model with an op that fails: its code may catch that, or run without fakes
         unittest.mock.patch.object(utils, "_wrap_graph_break_with_torch_runtime_err", _break_graph),
         unittest.mock.patch.object(VariableBuilder, "_wrap", _wrap),
@@ -108,10 +105,6 @@ def _wrap(builder: VariableBuilder, value: Any) -> Any:
             builder.install_guards(GuardBuilder.EQUALS_MATCH)
             return ConstantVariable.create(known)
     return _torchs_wrap(builder, value)
-
-
-def _no_backedge(_translator: InstructionTranslatorBase) -> bool:
-    return False
 
 
 class StartOver(Exception):
