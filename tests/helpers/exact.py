@@ -145,10 +145,11 @@ def least_peak(step: Step) -> int:
     return high
 
 
-def random_step(random: Random, *, most: int = 5, overwrites: bool = False) -> Step:
+def random_step(random: Random, *, most: int = 5, overwrites: bool = False, signs: bool = False) -> Step:
     """A step of up to twice `most` ops, with every kind of op that steps have.
 
-    With `overwrites`, most backward ops write their result over the gradient that they read last.
+    With `overwrites`, most backward ops write their result over the gradient that they read last. With
+    `signs`, values that can be kept as less can be so for some of their readers only.
     """
     build = StepBuilder()
     values = [build.given(random.randint(1, 9), Kind.INPUT)]
@@ -156,7 +157,8 @@ def random_step(random: Random, *, most: int = 5, overwrites: bool = False) -> S
     for _ in range(random.randint(2, most)):
         source = values[-1] if random.random() < 0.7 else random.choice(values)
         reads = (source, random.choice(values)) if random.random() < 0.3 else (source,)
-        kind = random.choice(["op", "op", "op", "op", "view", "several", "dropout", "packed", "fixed", "out"])
+        kinds = ["op", "op", "op", "op", "view", "several", "dropout", "packed", "fixed", "out"]
+        kind = random.choice(kinds + 5 * ["packed"] * signs)
         size, seconds = random.randint(1, 30), random.randint(1, 20)
         if kind == "view":
             new = [build.view(source)]
@@ -164,6 +166,8 @@ def random_step(random: Random, *, most: int = 5, overwrites: bool = False) -> S
             new = list(build.several("norm", reads, [size, random.randint(1, 9)], seconds))
         elif kind == "dropout":
             new = list(build.dropout(source, max(4, size), seconds))
+        elif kind == "packed" and signs:
+            new = list(build.signed(source, size, seconds))
         elif kind == "packed":
             new = [build.packed(source, size, seconds)]
         elif kind == "fixed":

@@ -97,7 +97,14 @@ class StepBuilder:
 
     def packed(self, source, nbytes, seconds) -> int:
         """An op whose value can also be kept as a quarter of its bytes, and brought back from that."""
+        return self._from_less(self.op("op", (source,), nbytes, seconds), nbytes, seconds)
+
+    def signed(self, source, nbytes, seconds) -> tuple[int, int]:
+        """An op, and a view of its value that can also be kept as a quarter: its readers need no more."""
         rank = self.op("op", (source,), nbytes, seconds)
+        return rank, self._from_less(self.view(rank), nbytes, seconds)
+
+    def _from_less(self, rank, nbytes, seconds) -> int:
         small = self.storage(max(1, nbytes // 4))
         keeper = self.node("pack", (rank,), makes=(small,), seconds=seconds / 8, on_demand=True, fixed="kept")
         node = self.nodes[rank]
@@ -106,7 +113,7 @@ class StepBuilder:
             action=Action.RETAINED,
             reads=(keeper,),
             holds=node.holds,
-            makes=node.makes,
+            makes=node.holds,
             seconds=seconds / 4,
             workspace_bytes=1,
         )

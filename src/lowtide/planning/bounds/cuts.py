@@ -178,8 +178,8 @@ class _Network:
         made_by = self._made(storage, group) if may_run and group is not None else SINK
         nbytes = kept_bytes = float(needs.nbytes[storage])
         kept_seconds = 0.0
-        keeping = needs.keeping.get(storage)
-        if keeping is not None and keeping.since <= self.rank:
+        keeping = needs.kept_instead(storage, self.rank)
+        if keeping is not None:
             kept_seconds, kept_bytes = keeping.seconds, keeping.nbytes
         self.arcs.append(
             _Arc(

@@ -56,6 +56,8 @@ class Needs:
     groups: tuple[Group, ...]
     group_of: dict[int, int]
     keeping: dict[int, Keeping]
+    whole: dict[int, tuple[tuple[int, int], ...]]
+    """by storage with a `keeping`, ranks whose values that cannot give, each with its last reader"""
     slots: dict[int, tuple[int, int]]
     pinned_bytes: tuple[int, ...]
     """by rank, what is pinned after its first run"""
@@ -90,6 +92,14 @@ class Needs:
         if keeping is not None and keeping.since <= after:
             return False
         return group is None or not self.may_be_made(group, after, following)
+
+    def kept_instead(self, storage: int, rank: int) -> Keeping | None:
+        """What can be held at the first run of `rank` instead of `storage`, for all that reads it later."""
+        keeping = self.keeping.get(storage)
+        if keeping is None or keeping.since > rank:
+            return None
+        read_whole = any(value <= rank < last for value, last in self.whole.get(storage, ()))
+        return None if read_whole else keeping
 
     def next_read(self, storage: int, rank: int) -> int | None:
         """The first rank after `rank` whose first run needs `storage`."""
@@ -139,6 +149,7 @@ def needs_of(table: Table) -> Needs:
         groups=tuple(groups),
         group_of=group_of,
         keeping=keeping,
+        whole=_read_whole(table, required, keeping, kept_by),
         slots=slots,
         pinned_bytes=tuple(pinned_bytes),
         views=_views(values),
@@ -200,6 +211,40 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
             since=min(o.since for o in options),
         )
     return keeping, {number for ways in found.values() for number, _ in ways}
+
+
+def _read_whole(
+    table: Table, required: list[frozenset[int]], keeping: dict[int, Keeping], kept_by: set[int]
+) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Reads of storages with a `keeping` through values that no run from kept ones gives.
+
+    A value comes from a run of its own rank: one that stands since before a moment holds its block then,
+    and one after it makes the block in another way, or refers to a value of which the same is true.
+    """
+    served: dict[tuple[int, int], bool] = {}
+
+    def is_served(rank: int, storage: int) -> bool:
+        if (rank, storage) not in served:
+            served[rank, storage] = any(
+                number in kept_by
+                or any(
+                    is_served(u, storage)
+                    for s, us in table.recipes[number].shared
+                    if s == storage
+                    for u in us
+                )
+                for number in table.again[rank]
+            )
+        return served[rank, storage]
+
+    found: dict[int, dict[int, int]] = {}
+    for op in table.plain:
+        if op.rank not in table.on_demand:
+            for read in op.reads:
+                for storage in required[read]:
+                    if storage in keeping and not is_served(read, storage):
+                        found.setdefault(storage, {})[read] = op.rank
+    return {storage: tuple(sorted(reads.items())) for storage, reads in found.items()}
 
 
 def _groups(
