@@ -203,7 +203,8 @@ class Step:
     `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
     `methods` are (name, words) of the methods that its recipes name. `holds_outputs`: the loop holds what the
     model returned, besides the loss, until the backward pass is over. `link` is there where values may be
-    offloaded.
+    offloaded. `pieces` are (bytes of a piece, bytes held inside) for the sizes of pieces in which the
+    optimizer's step can be taken, the smallest first, which its nodes tell of.
     """
 
     nodes: tuple[Node, ...]
@@ -217,6 +218,7 @@ class Step:
     methods: tuple[tuple[str, str], ...] = ()
     holds_outputs: bool = True
     link: Link | None = None
+    pieces: tuple[tuple[int, int], ...] = ()
 
     @property
     def seconds(self) -> float:
