@@ -81,12 +81,13 @@ class Reserve:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """What a plan moves to a store and back: `store_bytes` at most, in `transfer_seconds`, for which the step
-    waits `stall_seconds`; the rest is hidden behind its compute."""
+    waits `stall_seconds`; the rest is hidden behind its compute, which is `slowed_seconds` longer for it."""
 
     link: Link
     store_bytes: int
     transfer_seconds: float
     stall_seconds: float
+    slowed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,13 +134,15 @@ class Link:
     """The way to the store of offloaded values: one transfer at a time in each direction.
 
     A transfer takes `latency_seconds` and its bytes over the direction's bandwidth. `store` names it as
-    the user did: `disk:/scratch`.
+    the user did: `disk:/scratch`. `slows_compute` is how many seconds longer the step computes for each of
+    transfers beside it, since copies need some of the processor, too.
     """
 
     store: str
     write_bytes_per_second: float
     read_bytes_per_second: float
     latency_seconds: float = 0.0
+    slows_compute: float = 0.0
 
     def write_seconds(self, nbytes: int) -> float:
         return self.latency_seconds + nbytes / self.write_bytes_per_second

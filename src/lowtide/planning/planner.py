@@ -246,6 +246,7 @@ def _offload(step: Step, timeline: Timeline) -> Offload | None:
         store_bytes=traffic.store_bytes,
         transfer_seconds=traffic.transfer_seconds,
         stall_seconds=traffic.stall_seconds,
+        slowed_seconds=traffic.slowed_seconds,
     )
 
 
