@@ -22,5 +22,5 @@ def without(levers: Collection[str]) -> Iterator[None]:
             for module in ("capture.analyse", "running.rewrite"):
                 stack.enter_context(mock.patch(f"lowtide.{module}.overwrites", lambda segment: {}))
         if "pieces" in levers:
-            stack.enter_context(mock.patch("lowtide.capture.step._piece_bytes", lambda *_: None))
+            stack.enter_context(mock.patch("lowtide.capture.step._pieces", lambda *_: ()))
         yield

@@ -1,5 +1,6 @@
 """Transfers on the clock, against examples worked out by hand."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -70,6 +71,18 @@ def test_what_does_not_hide_is_time_added():
     assert timeline.seconds == step.seconds + 9
     # 100 static; a leaves with run 3, b with run 5, and they come back with runs 8 and 10
     assert timeline.bytes_held.tolist() == [100, 140, 160, 161, 131, 132, 116, 121, 127, 131, 146, 150]
+
+
+def test_compute_beside_transfers_is_slower_by_what_copies_take():
+    step = swap_chain()
+    order = [Run(r) for r in (0, 1, 3, 2, 5, 6, 7, 8)]
+    order += [Run(1, "swap"), Run(9)]
+    plain = walk(step, order, LINK)
+    slowed = walk(step, order, replace(LINK, slows_compute=0.25))
+    assert slowed.stall_seconds == plain.stall_seconds and plain.slowed_seconds == 0
+    assert slowed.slowed_seconds == 0.25 * plain.hidden_seconds > 0
+    timeline = simulate(replace(step, link=replace(LINK, slows_compute=0.25)), order)
+    assert timeline.added_seconds == slowed.stall_seconds + slowed.slowed_seconds
 
 
 def test_a_value_that_is_read_back_twice_takes_the_link_twice():

@@ -36,6 +36,7 @@ def test_both_ways_are_measured_and_remembered(quick, tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
     assert found.store == f"disk:{tmp_path}"
     assert min(found.write_bytes_per_second, found.read_bytes_per_second, found.latency_seconds) > 0
+    assert 0 <= found.slows_compute <= 1
     assert quick == [4096, 1 << 18]
     assert measure_link(swap, STEP, True) == found
     assert quick == [4096, 1 << 18]

@@ -9,8 +9,8 @@ from torch import nn
 from training import Target, measured_peak, twin
 
 import lowtide
+from lowtide.capture import step
 from lowtide.capture.one_by_one import split_of
-from lowtide.torchside import pieces
 from lowtide.torchside.pieces import Pieces, step_in_slices, take_step
 
 SHAPES = [(37, 11), (5,), (), (64, 3, 3), (1, 7), (129,)]
@@ -44,24 +44,28 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_pieces_and_slices_leave_the_same_behind(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_pieces_and_slices_leave_the_same_behind(name: str) -> None:
     build = BUILDS[name]
     whole = trained(build, lambda optimizer, _: optimizer.step())
     slices = name != "fused"
     for piece_bytes in (1, 100, 1000, 1 << 20):
-        monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
-        found = trained(build, lambda optimizer, every: take_step(optimizer, every, slices=slices))
+
+        def take(
+            optimizer: torch.optim.Optimizer, every: list[nn.Parameter], size: int = piece_bytes
+        ) -> None:
+            take_step(optimizer, every, slices=slices, piece_bytes=size)
+
+        found = trained(build, take)
         assert same(whole, found), piece_bytes
 
     def hooked(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         grads = [parameter.grad for parameter in parameters]
-        steps = Pieces([optimizer], slices=slices)
+        steps = Pieces([optimizer], slices=slices, piece_bytes=100)
         steps.open()
         optimizer.step()
         steps.close()
         assert all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
 
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
     assert same(whole, trained(build, hooked))
 
 
@@ -112,7 +116,8 @@ def test_a_closure_and_later_hooks_let_the_step_go_whole(caplog: pytest.LogCaptu
 def test_the_optimizers_temporaries_do_not_set_the_floor(
     monkeypatch: pytest.MonkeyPatch, foreach: bool
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 20)
+    sizes = tuple(1 << n for n in (20, 22, 24))
+    monkeypatch.setattr(step, "PIECE_SIZES", sizes)
     model = nn.Sequential(nn.Embedding(6000, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     batch = torch.randint(0, 6000, (4,))
     optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
@@ -122,12 +127,19 @@ def test_the_optimizers_temporaries_do_not_set_the_floor(
     assert found.floor_bytes < 0.85 * found.peak_bytes
     assert abs(measured_peak(plain) / found.peak_bytes - 1) < 0.01
     assert not found.plan("100%").solution.optimizer_in_pieces
-    plan = found.plan(found.floor_bytes)
-    assert plan.solution.optimizer_in_pieces
-    plan.apply(planned.model)
-    measured = measured_peak(planned)
-    assert measured <= plan.budget_bytes and measured > 0.99 * plan.peak_bytes
-    pairs = zip(plain.model.parameters(), planned.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    insides = [inside for _, inside in found.step.pieces]
+    assert [size for size, _ in found.step.pieces] == list(sizes) and insides == sorted(insides)
+    # a budget between what two sizes need takes the larger pieces that fit
+    for (size, inside), more in zip(found.step.pieces, (0, 1, 5000), strict=True):
+        budget = found.floor_bytes + inside - insides[0] + more
+        plan = found.plan(budget)
+        assert plan.solution.optimizer_piece_bytes == size
+        plan.apply(planned.model)
+        measured = measured_peak(planned)
+        assert measured <= plan.budget_bytes and measured > 0.99 * plan.peak_bytes
+        if size != sizes[0]:  # it was measured before
+            measured_peak(plain)
+        pairs = zip(plain.model.parameters(), planned.model.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
     lowtide.remove(planned.model)
     assert not planned.optimizer._optimizer_step_pre_hooks

@@ -1,7 +1,9 @@
 """How far an optimizer's step can be taken in pieces with the same bits, and what each piece holds inside."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from lowtide.capture.stand_ins import small_one
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.torchside.hooks import FakeTensorMode
 from lowtide.torchside.optimizers import each_of
-from lowtide.torchside.pieces import step_for, step_in_slices, take_step
+from lowtide.torchside.pieces import pieces_of, step_for, step_in_slices, take_step
 
 Optimizer = torch.optim.Optimizer
 
@@ -63,9 +65,10 @@ def inside_bytes(optimizers: Iterable[Optimizer], *, slices: bool) -> dict[int, 
     return {key: n for each in optimizers for key, n in _inside_bytes(each, slices=slices).items()}
 
 
-def pieces_bytes(optimizer: Optimizer, *, slices: bool) -> int:
-    """The most that a whole step in pieces holds inside: that of the largest."""
-    return max(max(_inside_bytes(each, slices=slices, whole=True).values()) for each in each_of(optimizer))
+def pieces_bytes(optimizer: Optimizer, *, slices: bool, sizes: Iterable[int]) -> dict[int, int]:
+    """By size of a piece, the most that a whole step in such pieces holds inside: that of the largest."""
+    found = [_pieces_bytes(each, slices=slices, sizes=tuple(sizes)) for each in each_of(optimizer)]
+    return {size: max(each[size] for each in found) for size in found[0]}
 
 
 def _split_of(optimizer: Optimizer) -> Split:
@@ -137,36 +140,68 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _inside_bytes(optimizer: Optimizer, *, slices: bool, whole: bool = False) -> dict[int, int]:
-    """What the step for each parameter holds, traced once for every layout of every group; what the step in
-    pieces holds, where it is `whole`."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = {
-        id(parameter): fake_like(parameter, mode)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    double = double_of(optimizer, fakes, mode)
-    if whole:
-        return {0: _traced_bytes(double, list(fakes.values()), mode, slices=slices)}
+def _inside_bytes(optimizer: Optimizer, *, slices: bool) -> dict[int, int]:
+    """What the step for each parameter holds, traced once for every layout of every group."""
+    double, fakes, mode = _with_state(optimizer)
     known: dict[Any, int] = {}
     found: dict[int, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            layout = (number, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+            layout = (number, _layout(parameter))
             if layout not in known:
                 known[layout] = _traced_bytes(double, [fakes[id(parameter)]], mode, slices=slices)
             found[id(parameter)] = known[layout]
     return found
 
 
-def _traced_bytes(double: Optimizer, fakes: list[torch.Tensor], mode: FakeTensorMode, *, slices: bool) -> int:
-    with warnings.catch_warnings(), torch.no_grad():
+def _pieces_bytes(optimizer: Optimizer, *, slices: bool, sizes: tuple[int, ...]) -> dict[int, int]:
+    """What a step in pieces holds, by their size; pieces that are alike are traced once."""
+    double, fakes, mode = _with_state(optimizer)
+    places = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+    number_of = {id(fake): number for fake, number in zip(fakes.values(), places, strict=True)}
+    known: dict[Any, int] = {}
+    most: dict[int, int] = {}
+    every = list(fakes.values())
+    with warnings.catch_warnings(), torch.no_grad(), _gradients(every):
         warnings.simplefilter("ignore")
-        for fake in fakes:
-            fake.grad = torch.empty_like(fake, requires_grad=False)
-        take_step(double, fakes, slices=False)
-        nbytes = recorded_bytes(lambda: take_step(double, fakes, slices=slices), mode)
-        for fake in fakes:
-            fake.grad = None
-    return nbytes
+        for size in sizes:
+            for piece in pieces_of(every, slices=slices, piece_bytes=size):
+                alike = (piece.rows, *((number_of[id(p)], _layout(p)) for p in piece.parameters))
+                if alike not in known:
+                    known[alike] = recorded_bytes(partial(piece.take_step, double), mode)
+                most[size] = max(most.get(size, 0), known[alike])
+    return most
+
+
+def _with_state(optimizer: Optimizer) -> tuple[Optimizer, dict[int, torch.Tensor], FakeTensorMode]:
+    """A double over fake parameters, by the identity of the real ones, after its first step."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = {
+        id(parameter): fake_like(parameter, mode)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    double, every = double_of(optimizer, fakes, mode), list(fakes.values())
+    with warnings.catch_warnings(), torch.no_grad(), _gradients(every):
+        warnings.simplefilter("ignore")
+        take_step(double, every, slices=False)
+    return double, fakes, mode
+
+
+def _traced_bytes(double: Optimizer, fakes: list[torch.Tensor], mode: FakeTensorMode, *, slices: bool) -> int:
+    with warnings.catch_warnings(), torch.no_grad(), _gradients(fakes):
+        warnings.simplefilter("ignore")
+        return recorded_bytes(lambda: take_step(double, fakes, slices=slices), mode)
+
+
+@contextmanager
+def _gradients(fakes: Iterable[torch.Tensor]) -> Iterator[None]:
+    for fake in fakes:
+        fake.grad = torch.empty_like(fake, requires_grad=False)
+    yield
+    for fake in fakes:
+        fake.grad = None
+
+
+def _layout(parameter: torch.Tensor) -> tuple[Any, ...]:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device

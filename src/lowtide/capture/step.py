@@ -1,7 +1,7 @@
 """Capture one whole training step: forward, loss, backward and optimizer as one ranked list."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,11 +34,11 @@ from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key, targ
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.one_at_a_time import one_at_a_time
 from lowtide.torchside.ops.schema import short_name
-from lowtide.torchside.pieces import PIECE_BYTES
+from lowtide.torchside.pieces import PIECE_SIZES
 from lowtide.torchside.sharded import local
 
 SCALARS_BYTES = 1024
-SMALL_STEP_BYTES = PIECE_BYTES
+SMALL_STEP_BYTES = 16 << 20
 """An optimizer that holds less inside its step is left alone."""
 OUTSIDE = (
     "the model or its loss runs differentiable code outside of its graphs that torch.compile does not follow"
@@ -161,14 +161,16 @@ def captured_step(
     _add_scalars(analysis, traced)
     calls = _calls(analysis, {})
     notes = _notes(analysis, traced)
+    pieces: tuple[tuple[int, int], ...] = ()
     if optimizer is not None:
         _check_parameters(optimizer, model)
         if paper is not None:
             optimizer = optimizer_on_paper(optimizer, model, analysis, paper=paper)
         traced_step = trace_optimizer(optimizer, analysis.gradients)
         whole = traced.sharding is not None  # its state is in parts already
-        inside_bytes = None if whole else _piece_bytes(analysis, optimizer, traced_step)
-        _add_optimizer(analysis, traced_step, calls, inside_bytes=inside_bytes)
+        if not whole:
+            pieces = _pieces(analysis, optimizer, traced_step)
+        _add_optimizer(analysis, traced_step, calls, pieces=pieces)
         if traced_step.note:
             notes = (*notes, traced_step.note)
             logger.warning(traced_step.note)
@@ -181,6 +183,7 @@ def captured_step(
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
         methods=tuple((method.name, method.words) for method in methods.methods_for(swap=swap)),
+        pieces=pieces,
     )
     return Captured(
         step=step,
@@ -325,14 +328,14 @@ def _filled(call: Call, values: Values) -> Call:
 
 
 def _add_optimizer(
-    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, inside_bytes: int | None
+    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, pieces: Sequence[tuple[int, int]]
 ) -> None:
     """Append the optimizer's ops. A temporary that its Python code still holds counts as read there.
 
-    Where the step goes in pieces, `inside_bytes` is the most that one holds of all that eager holds.
+    Where the step can go in `pieces`, its ops tell of the smallest, and of all that eager holds beyond them.
     """
-    if inside_bytes is not None:
-        _add_pieces(analysis, traced, calls, inside_bytes)
+    if pieces:
+        _add_pieces(analysis, traced, calls, pieces[0][1])
         return
     storage: dict[int, int] = {}
     maker: dict[int, int] = {}
@@ -368,19 +371,28 @@ def _add_optimizer(
     keep_earlier_gradients(analysis)
 
 
-def _piece_bytes(analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace) -> int | None:
-    """What the optimizer's step at the end holds inside where it does not go whole: nothing where all of it
-    was taken in backward; None where it goes whole, since it must or since pieces hold no less."""
+def _pieces(
+    analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace
+) -> tuple[tuple[int, int], ...]:
+    """What the optimizer's step at the end holds inside where it does not go whole, by size of its pieces:
+    nothing where all of it was taken in backward. Empty where it goes whole, since it must or since pieces
+    hold no less."""
     if analysis.updated and set(analysis.gradients) <= analysis.updated:
-        return 0
-    if traced.note or analysis.updated:
-        return None
+        return ((0, 0),)
     whole_bytes = traced.peak_bytes
-    if whole_bytes <= SMALL_STEP_BYTES:
-        return None
+    if traced.note or analysis.updated or whole_bytes <= SMALL_STEP_BYTES:
+        return ()
     split = split_of(optimizer)
-    nbytes = pieces_bytes(optimizer, slices=split.slices) if split.apart else whole_bytes
-    return nbytes if nbytes < whole_bytes else None
+    if not split.apart:
+        return ()
+    found: list[tuple[int, int]] = []
+    for size, nbytes in sorted(pieces_bytes(optimizer, slices=split.slices, sizes=PIECE_SIZES).items()):
+        if nbytes >= whole_bytes:
+            break
+        if found and nbytes <= found[-1][1]:  # larger pieces that hold no more
+            found.pop()
+        found.append((size, nbytes))
+    return tuple(found)
 
 
 def _add_pieces(

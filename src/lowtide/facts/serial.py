@@ -35,7 +35,7 @@ SOLUTION_FORMAT = "lowtide-plan/2"
 LATER = (
     "step_in_backward",
     "holds_outputs",
-    "optimizer_in_pieces",
+    "optimizer_piece_bytes",
     "executor",
     "lower_bound_seconds",
     "floor_bound_bytes",
@@ -60,6 +60,7 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "methods": [list(pair) for pair in step.methods],
         "holds_outputs": step.holds_outputs,
         **({} if step.link is None else {"link": asdict(step.link)}),
+        **({"pieces": [list(pair) for pair in step.pieces]} if step.pieces else {}),
         "nodes": _table(step.nodes, Node),
         "storages": _table(step.storages, Storage),
     }
@@ -86,6 +87,7 @@ def _step(data: dict[str, Any]) -> Step:
         methods=_pairs(data["methods"]),
         holds_outputs=bool(data.get("holds_outputs", True)),
         link=Link(**data["link"]) if "link" in data else None,
+        pieces=tuple((int(piece), int(inside)) for piece, inside in data.get("pieces", ())),
     )
 
 

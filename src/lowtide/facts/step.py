@@ -136,13 +136,15 @@ class Link:
     """The way to the store of offloaded values: one transfer at a time in each direction.
 
     A transfer takes `latency_seconds` and its bytes over the direction's bandwidth. `store` names it as
-    the user did: `disk:/scratch`.
+    the user did: `disk:/scratch`. `slows_compute` is how many seconds longer the step computes for each of
+    transfers beside it, since copies need some of the processor, too.
     """
 
     store: str
     write_bytes_per_second: float
     read_bytes_per_second: float
     latency_seconds: float = 0.0
+    slows_compute: float = 0.0
 
     def write_seconds(self, nbytes: int) -> float:
         return self.latency_seconds + nbytes / self.write_bytes_per_second
@@ -205,7 +207,8 @@ class Step:
     `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
     `methods` are (name, words) of the methods that its recipes name. `holds_outputs`: the loop holds what the
     model returned, besides the loss, until the backward pass is over. `link` is there where values may be
-    offloaded.
+    offloaded. `pieces` are (bytes of a piece, bytes held inside) for the sizes of pieces in which the
+    optimizer's step can be taken, the smallest first, which its nodes tell of.
     """
 
     nodes: tuple[Node, ...]
@@ -219,6 +222,7 @@ class Step:
     methods: tuple[tuple[str, str], ...] = ()
     holds_outputs: bool = True
     link: Link | None = None
+    pieces: tuple[tuple[int, int], ...] = ()
 
     @property
     def seconds(self) -> float:

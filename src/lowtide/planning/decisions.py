@@ -148,7 +148,7 @@ def _seconds_by_storage(
     for transfer in planned.traffic.transfers if planned.traffic is not None else ():
         mine = next((s for s in step.nodes[transfer.node].holds if s in brought_back), None)
         if mine is not None:
-            charged.setdefault(mine, []).append(transfer.stall_seconds)
+            charged.setdefault(mine, []).append(transfer.added_seconds)
     return charged
 
 

@@ -2,8 +2,8 @@
 
 A write begins when the value has been made, a read where the schedule brings the value back. Each direction
 takes one transfer at a time, in the order in which they are asked for. Who needs a transfer's end waits for
-it: the run that lets go of a value for its write, the first run that reads a value for its read. Those
-stalls are all that a transfer adds to the step; the rest is hidden behind the compute.
+it: the run that lets go of a value for its write, the first run that reads a value for its read. Such a stall
+is added to the step; the rest is hidden behind the compute, which is the slower for it as the link says.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ class Transfer:
     """One value on its way to the store or back; seconds count from the start of the step.
 
     `node` is the rank of the value. It is asked for at `asked_at` (a position of the schedule), and the run
-    at `awaited_at` waits `stall_seconds` for its end; -1 where nobody does.
+    at `awaited_at` waits `stall_seconds` for its end; -1 where nobody does. What computes beside it takes
+    `slowed_seconds` longer.
     """
 
     node: int
@@ -29,6 +30,11 @@ class Transfer:
     begin_seconds: float
     end_seconds: float
     stall_seconds: float
+    slowed_seconds: float = 0.0
+
+    @property
+    def added_seconds(self) -> float:
+        return self.stall_seconds + self.slowed_seconds
 
     @property
     def seconds(self) -> float:
@@ -45,6 +51,11 @@ class Traffic:
     @property
     def stall_seconds(self) -> float:
         return fsum(transfer.stall_seconds for transfer in self.transfers)
+
+    @property
+    def slowed_seconds(self) -> float:
+        """What the compute takes longer for the copies beside it."""
+        return fsum(transfer.slowed_seconds for transfer in self.transfers)
 
     @property
     def transfer_seconds(self) -> float:
@@ -119,7 +130,7 @@ def walk(step: Step, runs: Sequence[Run], link: Link) -> Traffic:
         nonlocal clock
         stall = max(0.0, transfer.end_seconds - clock)
         clock += stall
-        done.append(_closed(transfer, position, stall))
+        done.append(_closed(transfer, position, stall, link))
 
     for position, run in enumerate(runs):
         node = step.nodes[run.node]
@@ -134,19 +145,20 @@ def walk(step: Step, runs: Sequence[Run], link: Link) -> Traffic:
         run_seconds.append(clock)
         if isinstance(source, Recipe) and source.action is Action.OFFLOAD:
             if run.node in reads:
-                done.append(_closed(reads.pop(run.node), -1, 0.0))
+                done.append(_closed(reads.pop(run.node), -1, 0.0, link))
             reads[run.node] = ask(run.node, position, is_write=False)
         clock += source.seconds
         if run.is_first and run.node in written:
             writes[run.node] = ask(run.node, position, is_write=True)
-    done += [_closed(transfer, -1, 0.0) for transfer in (*writes.values(), *reads.values())]
+    done += [_closed(transfer, -1, 0.0, link) for transfer in (*writes.values(), *reads.values())]
     return Traffic(
         transfers=tuple(sorted(done, key=lambda t: (t.begin_seconds, t.asked_at, t.is_write))),
         run_seconds=tuple(run_seconds),
     )
 
 
-def _closed(transfer: _Open, position: int, stall: float) -> Transfer:
+def _closed(transfer: _Open, position: int, stall: float, link: Link) -> Transfer:
+    hidden = max(0.0, transfer.end_seconds - transfer.begin_seconds - stall)
     return Transfer(
         node=transfer.node,
         is_write=transfer.is_write,
@@ -156,4 +168,5 @@ def _closed(transfer: _Open, position: int, stall: float) -> Transfer:
         begin_seconds=transfer.begin_seconds,
         end_seconds=transfer.end_seconds,
         stall_seconds=stall,
+        slowed_seconds=link.slows_compute * hidden,
     )

@@ -20,9 +20,9 @@ from lowtide.planning.hints import floor_hint
 from lowtide.planning.schedules import (
     eager_timeline,
     graph_schedules,
+    optimizer_step,
     reserve,
     runs_of_schedules,
-    whole_step_bytes,
     without_needless_runs,
 )
 from lowtide.planning.search.archive import Entry
@@ -171,13 +171,12 @@ class Desk:
 
     def _solution(self, planner: str, timeline: Timeline, budget_bytes: int) -> Solution:
         step_in_backward = any(node.op == UPDATE for node in self.step.nodes)
-        whole_bytes = 0 if step_in_backward else whole_step_bytes(self.step, timeline)
-        in_pieces = whole_bytes > budget_bytes
+        taken = None if step_in_backward else optimizer_step(self.step, timeline, budget_bytes)
         return Solution(
             planner=planner,
             fingerprint=self.step.fingerprint,
             budget_bytes=budget_bytes,
-            peak_bytes=timeline.peak_bytes if in_pieces else max(timeline.peak_bytes, whole_bytes),
+            peak_bytes=timeline.peak_bytes if taken is None else max(timeline.peak_bytes, taken.peak_bytes),
             peak_node=timeline.peak_node,
             baseline_peak_bytes=self.eager_peak_bytes,
             floor_bytes=self.floor_bytes if planner == "auto" else None,
@@ -193,11 +192,11 @@ class Desk:
             schedule=Schedule(runs=timeline.runs),
             graphs=graph_schedules(self.step, timeline.runs),
             identity=self.step.identity,
-            reserve=self.reserve,
+            reserve=self.reserve if taken is None else taken.reserved(self.reserve),
             device=self.step.device,
             static_bytes=self.step.static_bytes,
             step_in_backward=step_in_backward,
-            optimizer_in_pieces=in_pieces,
+            optimizer_piece_bytes=0 if taken is None else taken.piece_bytes,
             holds_outputs=self.step.holds_outputs,
             lower_bound_seconds=self._lower_bound(timeline, budget_bytes),
             floor_bound_bytes=self._floor_bound(),
@@ -247,6 +246,7 @@ def _offload(step: Step, timeline: Timeline) -> Offload | None:
         store_bytes=traffic.store_bytes,
         transfer_seconds=traffic.transfer_seconds,
         stall_seconds=traffic.stall_seconds,
+        slowed_seconds=traffic.slowed_seconds,
     )
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lowtide.facts import UPDATE, Graph, Kind, Node, Region, Reserve, Run, Step, Storage
 from lowtide.planning.link import value_of
@@ -192,12 +192,38 @@ def reserve(step: Step) -> Reserve:
     )
 
 
-def whole_step_bytes(step: Step, timeline: Timeline) -> int:
-    """The most that is held in the optimizer's step where it does not go in pieces."""
-    nodes = [step.nodes[run.node] for run in timeline.runs]
-    held = zip(nodes, timeline.bytes_held, strict=True)
-    inside = (int(n) + node.extra_eager_bytes for node, n in held if node.region is Region.OPTIMIZER)
-    return max(inside, default=0)
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """How the optimizer's step goes: in pieces of `piece_bytes`, or whole for 0; the most that is held then,
+    and what of it the optimizer makes itself, where that is known."""
+
+    piece_bytes: int
+    peak_bytes: int
+    inside_bytes: int
+
+    def reserved(self, reserve: Reserve) -> Reserve:
+        return replace(reserve, optimizer_peak_bytes=max(reserve.optimizer_peak_bytes, self.inside_bytes))
+
+
+def optimizer_step(step: Step, timeline: Timeline, budget_bytes: int) -> OptimizerStep:
+    """The optimizer's step whole, or in the largest pieces within the budget, or else in the smallest."""
+    ways = (0, *(piece_bytes for piece_bytes, _ in reversed(step.pieces)))
+    found = [step_in_pieces(step, timeline, piece_bytes) for piece_bytes in ways]
+    return next((way for way in found if way.peak_bytes <= budget_bytes), found[-1])
+
+
+def step_in_pieces(step: Step, timeline: Timeline, piece_bytes: int) -> OptimizerStep:
+    """The optimizer's step in pieces of `piece_bytes`, one of those that the step knows, or whole for 0."""
+    most = dict(step.pieces).get(piece_bytes)
+    peak_bytes = inside_bytes = 0
+    for run, held_bytes in zip(timeline.runs, timeline.bytes_held, strict=True):
+        node = step.nodes[run.node]
+        if node.region is Region.OPTIMIZER:
+            whole = node.workspace_bytes + node.extra_eager_bytes
+            inside = whole if most is None else min(whole, most)
+            peak_bytes = max(peak_bytes, int(held_bytes) - node.workspace_bytes + inside)
+            inside_bytes = max(inside_bytes, inside)
+    return OptimizerStep(piece_bytes, peak_bytes, inside_bytes if step.pieces else 0)
 
 
 def bucket_bytes(step: Step) -> int:

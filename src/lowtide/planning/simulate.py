@@ -31,8 +31,8 @@ class Timeline:
     `bytes_by_kind` adds up to `bytes_held`; workspace inside ops counts as `Kind.OTHER`.
     `last_read[i]` is the position of the last run that reads the value made at `i` (`i` if none).
     `blocks` are all that are made: the storage, and the positions of the first and the last run that hold it.
-    `added_seconds` are those of `seconds` that the plain step does not take; stalls of the `traffic` with a
-    store are among them.
+    `added_seconds` are those of `seconds` that the plain step does not take; what the `traffic` with
+    a store adds is among them.
     """
 
     runs: tuple[Run, ...]
@@ -257,7 +257,7 @@ def walked(step: Step, runs: Sequence[Run]) -> Timeline:
             block_end[block] = num_runs - 1
 
     traffic = None if step.link is None else walk(step, runs, step.link)
-    stalls = [] if traffic is None else [transfer.stall_seconds for transfer in traffic.transfers]
+    stalls = [] if traffic is None else [transfer.added_seconds for transfer in traffic.transfers]
     bytes_by_kind = _count(step, block_storage, block_start, block_end, num_runs)
     bytes_by_kind[Kind.OTHER] = bytes_by_kind[Kind.OTHER] + np.array(workspace, dtype=np.int64)
     bytes_held = sum(bytes_by_kind.values(), start=np.zeros(num_runs, dtype=np.int64))

@@ -2,10 +2,13 @@
 
 A sample of `SAMPLE_BYTES` is written and read several times in a part of the store that was written before,
 as from the second step on. On a disk, a write ends when the bytes are there (`fdatasync`), and a read finds
-nothing of them in the page cache. What a transfer of one page takes counts as latency.
+nothing of them in the page cache. What a transfer of one page takes counts as latency. Products of matrices,
+run with all threads beside such transfers and alone, tell how much the copies take of the processor.
 """
 
+import time
 from statistics import median
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -20,6 +23,8 @@ from lowtide.torchside.calls import OpCost
 SAMPLE_BYTES = 32 << 20
 PAGE_BYTES = 4096
 RUNS = 5
+MATRIX = 256
+PRODUCTS = 40
 
 
 def measure_link(swap: SwapTo, step: Step, use_cache: bool) -> Link:
@@ -39,11 +44,19 @@ def measure_link(swap: SwapTo, step: Step, use_cache: bool) -> Link:
                 cache.put(name, OpCost(seconds, 0, estimated=False), memory_limit_bytes=0)
             cache.save()
     page_write, page_read, write, read = known
+    slows = f"store {swap}: seconds of compute lost in one of transfers"
+    cost = cache.get(slows, memory_limit_bytes=0) if cache is not None else None
+    if cost is None:
+        cost = OpCost(_lost_share(store, device), 0, estimated=False)
+        if cache is not None:
+            cache.put(slows, cost, memory_limit_bytes=0)
+            cache.save()
     return Link(
         store=str(swap),
         write_bytes_per_second=_bandwidth(write, page_write),
         read_bytes_per_second=_bandwidth(read, page_read),
         latency_seconds=max(page_write, page_read),
+        slows_compute=cost.seconds,
     )
 
 
@@ -69,3 +82,32 @@ def _there_and_back(store: Store, sample: Tensor, device: Device) -> tuple[float
     parcel, there = device.timed(write)
     _, back = device.timed(lambda: parcel.fetch().value())
     return there.seconds, back.seconds
+
+
+def _lost_share(store: Store, device: Device) -> float:
+    """Of a second of transfers, how much of it the compute beside them loses; 0 to 1.
+
+    On an accelerator the copies need nothing of what computes.
+    """
+    if device.torch_device.type != "cpu":
+        return 0.0
+    matrix = torch.ones(MATRIX, MATRIX)
+    out = torch.empty_like(matrix)
+
+    def rate(beside: Thread | None = None) -> float:
+        begin, done = time.perf_counter(), 0
+        while done == 0 or (done < PRODUCTS if beside is None else beside.is_alive()):
+            torch.mm(matrix, matrix, out=out)
+            done += 1
+        return done / (time.perf_counter() - begin)
+
+    sample = torch.ones(SAMPLE_BYTES, dtype=torch.uint8)
+    rate()
+    shares = []
+    for _ in range(RUNS):
+        alone = rate()
+        copies = Thread(target=_there_and_back, args=(store, sample, device))
+        copies.start()
+        shares.append(1 - rate(copies) / alone)
+        copies.join()
+    return min(1.0, max(0.0, median(shares)))

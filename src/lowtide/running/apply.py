@@ -38,7 +38,8 @@ def apply_plan(
         if plan.solution.step_in_backward:
             updates = Updates(every, model, slices=slices)
         else:
-            pieces = Pieces(every, slices=slices)
+            piece_bytes = plan.solution.optimizer_piece_bytes
+            pieces = Pieces(every, slices=slices, piece_bytes=piece_bytes)
     spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
     batch = dict(plan.solution.identity).get("batch")
     runs_by = executor or plan.executor or executor_named(plan.solution.executor)

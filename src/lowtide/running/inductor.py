@@ -21,7 +21,7 @@ from lowtide.facts import Graph, Node, Region, Run, Solution, Step
 from lowtide.facts.plan import EXECUTORS
 from lowtide.facts.units import size_and_bytes
 from lowtide.planning.planner import Desk
-from lowtide.planning.schedules import scheduled_ranks, whole_step_bytes
+from lowtide.planning.schedules import scheduled_ranks, step_in_pieces
 from lowtide.planning.simulate import simulate, source_of
 from lowtide.running.executor import EAGER_OPS, Executor, Function
 from lowtide.running.rewrite import rewrite
@@ -116,8 +116,8 @@ def compiled_peak(step: Step, solution: Solution, segment: Segment, executor: In
     number = next(number for number, graph in enumerate(step.graphs) if graph.in_model)
     rises = _rises(step, number, solution.graphs[number], segment, executor)
     timeline = simulate(step, solution.schedule.runs)
-    in_pieces = solution.optimizer_in_pieces or solution.step_in_backward
-    peak_bytes = 0 if in_pieces else whole_step_bytes(step, timeline)
+    piece_bytes = solution.optimizer_piece_bytes
+    peak_bytes = 0 if solution.step_in_backward else step_in_pieces(step, timeline, piece_bytes).peak_bytes
     begun: set[Region] = set()
     for position, run in enumerate(timeline.runs):
         region = _region(step, run)

@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,11 @@ Optimizer = torch.optim.Optimizer
 
 logger = logging.getLogger("lowtide")
 
-PIECE_BYTES = 16 << 20
-"""What a piece has of the parameters, unless a row, or a parameter that cannot be cut, is larger."""
+PIECE_SIZES = tuple(n << 20 for n in (4, 16, 64, 256))
+"""What a piece may have of the parameters, unless a row, or a parameter that cannot be cut, is larger. Of
+those that fit into a budget, a plan takes the largest."""
+PIECE_BYTES = PIECE_SIZES[1]
+"""Where a step is taken in backward."""
 ALIGNED_ROWS = 64
 """Slices end at such rows, so that vectors of elements are cut as little as possible."""
 
@@ -66,29 +69,51 @@ def step_in_slices(optimizer: Optimizer, parameter: Tensor, rows: int) -> None:
         optimizer.state[parameter] = after
 
 
-def rows_of(parameter: Tensor) -> int:
+def rows_of(parameter: Tensor, piece_bytes: int) -> int:
     """How many rows of a parameter make a piece; all of them where it is small, or cannot be cut."""
-    if parameter.dim() == 0 or not parameter.is_contiguous() or parameter.nbytes <= PIECE_BYTES:
+    if parameter.dim() == 0 or not parameter.is_contiguous() or parameter.nbytes <= piece_bytes:
         return len(parameter) if parameter.dim() else 0
-    rows = PIECE_BYTES // max(1, parameter[0].nbytes)
+    rows = piece_bytes // max(1, parameter[0].nbytes)
     return max(1, rows // ALIGNED_ROWS * ALIGNED_ROWS or rows)
 
 
-def take_step(optimizer: Optimizer, parameters: Iterable[Tensor], *, slices: bool) -> None:
-    """The step for all `parameters` that have a gradient, in pieces."""
+class Piece(NamedTuple):
+    """Some parameters, or one that goes `rows` at a time."""
+
+    parameters: list[Tensor]
+    rows: int = 0
+
+    def take_step(self, optimizer: Optimizer) -> None:
+        if self.rows:
+            step_in_slices(optimizer, self.parameters[0], self.rows)
+        else:
+            step_for(optimizer, self.parameters)
+
+
+def pieces_of(parameters: Iterable[Tensor], *, slices: bool, piece_bytes: int) -> Iterator[Piece]:
+    """The pieces of a step for all `parameters` that have a gradient, in their order."""
     few: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        if slices and parameter.dim() and rows_of(parameter) < len(parameter):
-            step_in_slices(optimizer, parameter, rows_of(parameter))
+        rows = rows_of(parameter, piece_bytes)
+        if slices and parameter.dim() and rows < len(parameter):
+            yield Piece([parameter], rows)
             continue
-        if few and sum(p.nbytes for p in few) + parameter.nbytes > PIECE_BYTES:
-            step_for(optimizer, few)
+        if few and sum(p.nbytes for p in few) + parameter.nbytes > piece_bytes:
+            yield Piece(few)
             few = []
         few.append(parameter)
     if few:
-        step_for(optimizer, few)
+        yield Piece(few)
+
+
+def take_step(
+    optimizer: Optimizer, parameters: Iterable[Tensor], *, slices: bool, piece_bytes: int = PIECE_BYTES
+) -> None:
+    """The step for all `parameters` that have a gradient, in pieces."""
+    for piece in pieces_of(parameters, slices=slices, piece_bytes=piece_bytes):
+        piece.take_step(optimizer)
 
 
 class Pieces:
@@ -97,9 +122,12 @@ class Pieces:
     The pieces are done right before the step itself, which then finds no gradients; they come back after it.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], *, slices: bool) -> None:
+    def __init__(
+        self, optimizers: Iterable[Optimizer], *, slices: bool, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.slices = slices
+        self.piece_bytes = piece_bytes
         self._told = False
         self._hooks: list[Any] = []
         self._grads: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -121,7 +149,7 @@ class Pieces:
             self._warn()
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        take_step(optimizer, parameters, slices=self.slices)
+        take_step(optimizer, parameters, slices=self.slices, piece_bytes=self.piece_bytes)
         self._grads[id(optimizer)] = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter in parameters:
             parameter.grad = None

@@ -18,8 +18,8 @@ aten = torch.ops.aten
 def times(value: Tensor, number: Any, *, out: Tensor | None = None) -> Tensor:
     """A product with a number, which `mul_` would round to the type of a half-precision value first."""
     if out is None or layout_of(out) is None:
-        return aten.mul.Scalar(value, number)
-    return aten.mul.out(value, torch.tensor(number, dtype=torch.float64), out=out)
+        return value * number
+    return torch.mul(value, torch.tensor(number, dtype=torch.float64), out=out)
 
 
 WITH_OUT: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
