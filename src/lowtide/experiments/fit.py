@@ -19,7 +19,7 @@ from lowtide.errors import LowtideError
 from lowtide.experiments.between import step_at
 from lowtide.experiments.fit_records import MOST, Check, Fit, FitRow, Vary
 from lowtide.experiments.guess import last_within
-from lowtide.experiments.inside import with_insides
+from lowtide.experiments.inside import Insides
 from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
 from lowtide.experiments.probe import Probe, bounds_of
@@ -128,6 +128,7 @@ class _Search:
     papers: dict[int, Probe] = field(default_factory=dict)
     """sizes that were planned without having been captured"""
     _margin: tuple[int, float] = (0, inf)
+    _insides: Insides | None = None
     _floors: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
     @property
@@ -172,14 +173,11 @@ class _Search:
         step = step_at(size, steps, degree=self.vary.degree, at_least=self.vary.degree + 1)
         if step is None:
             return None
+        if self._insides is None:
+            least_bytes = self.budget_bytes // LEAST_SHARE
+            self._insides = Insides(known, least_bytes=least_bytes, measure=measure_insides)
         with self.working(f"{self.vary.name} {size}"):
-            return with_insides(
-                step,
-                size,
-                known,
-                least_bytes=self.budget_bytes // LEAST_SHARE,
-                measure=measure_insides,
-            )
+            return self._insides.fill(step, size)
 
     def largest(
         self,
