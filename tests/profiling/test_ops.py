@@ -257,6 +257,37 @@ def test_what_cannot_run_is_costed_by_bytes_and_said_so(caplog, tmp_path):
     assert cache.get(signature(call), memory_limit_bytes=1) is None
 
 
+def fails_when_large(tensor):
+    """Holds twice its input inside, and fails for more than half of it."""
+    if type(tensor) is torch.Tensor and tensor.shape[0] > 600:
+        raise RuntimeError("could not create a primitive")
+    return (tensor * 2 + tensor * 3).sum(0)
+
+
+def test_an_op_that_fails_alone_is_told_from_a_slice_that_does_not(caplog):
+    small, large = (Call(fails_when_large, (fake(size, 100),)) for size in (500, 1000))
+    with caplog.at_level(logging.WARNING):
+        costs = profile_calls([large, small])
+    assert "costed by a slice, since it fails alone" in caplog.text
+    assert costs[0].estimated and not costs[1].estimated
+    assert costs[1].workspace_bytes > 0
+    assert costs[0].workspace_bytes == pytest.approx(2 * costs[1].workspace_bytes, rel=0.01)
+
+
+def refuses_all_but_small(tensor):
+    if type(tensor) is torch.Tensor and tensor.shape[0] > 10:
+        raise RuntimeError("could not create a primitive")
+    return (tensor * 2 + tensor * 3).sum(0)
+
+
+def test_an_op_that_never_runs_holds_inside_what_its_like_does(caplog):
+    small, large = (Call(refuses_all_but_small, (fake(size, 100),)) for size in (10, 1000))
+    with caplog.at_level(logging.WARNING):
+        costs = profile_calls([large, small])
+    assert "by its like for what it holds inside" in caplog.text
+    assert costs[0].workspace_bytes == pytest.approx(100 * costs[1].workspace_bytes, rel=0.1)
+
+
 def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch, made_up_clock):
     call = Call(aten.mm.default, (fake(20, 20),) * 2)
     first = profile_calls([call], cache=CostCache(CPU, directory=tmp_path))
