@@ -242,6 +242,19 @@ def test_a_view_of_any_size_costs_its_dispatch(made_up_clock):
     assert cost.seconds == pytest.approx(4e-6)  # of the one number that stands for it
 
 
+def test_what_a_first_run_leaves_behind_is_not_inside_the_op(monkeypatch):
+    kept = []
+
+    def op(tensor):
+        if not kept:
+            kept.append(torch.empty(1 << 20))
+        return tensor + 1
+
+    monkeypatch.setattr(type(CPU), "keeps_after_first_run", True)
+    (cost,) = profile_calls([Call(op, (fake(100, 100),))])
+    assert kept and cost.workspace_bytes < 1 << 20
+
+
 def refuses(tensor):
     raise RuntimeError("not on random data")
 

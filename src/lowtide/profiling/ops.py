@@ -290,6 +290,9 @@ def _prepare(call: Call, *, memory_limit_bytes: int) -> Trial:
 def _memory(call: Call, work: Work, device: Device) -> Memory:
     """Bytes that the call holds beyond what its fake run shows; this run also warms up."""
     args, kwargs = make_sample(call)
+    if device.keeps_after_first_run:
+        call.target(*args, **kwargs)
+        args, kwargs = make_sample(call)  # an op may have written to the first ones
     result, peak_bytes = device.measured(partial(call.target, *args, **kwargs))
     outputs = fresh_storages(result, (args, kwargs))
     hidden: tuple[int, ...] = ()
