@@ -1,5 +1,7 @@
 """Calls on paper are those of a captured step, and ops that cannot be run alone are told from slices."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -55,3 +57,16 @@ def test_a_step_with_other_calls_is_not_told(profiles):
     known = {8: profiles[8].known, 16: lowtide.profile(nn.Linear(3, 3), torch.randn(4, 3)).known}
     insides = Insides(known, least_bytes=1, measure=lambda _: pytest.fail("nothing to measure"))
     assert insides.fill(profiles[8].step, 40) is None
+
+
+def test_noise_is_not_magnified_beyond_the_captured_sizes(profiles):
+    def with_seconds(size, seconds):
+        step = profiles[size].step
+        return replace(step, nodes=tuple(replace(node, seconds=seconds, recipes=()) for node in step.nodes))
+
+    steps = {8: with_seconds(8, 1.0), 16: with_seconds(16, 4.0)}
+    for size, seconds in ((4, 0.5), (12, 2.5), (32, 8.0)):
+        assert {node.seconds for node in step_at(size, steps, degree=1).nodes} == {seconds}
+    steps = {8: with_seconds(8, 1.0), 16: with_seconds(16, 1.5)}
+    for size, seconds in ((4, 0.75), (12, 1.25), (32, 2.5)):
+        assert {node.seconds for node in step_at(size, steps, degree=1).nodes} == {seconds}

@@ -37,7 +37,7 @@ FIRST = (8, 16)
 pay for large values alone, so that nothing can be told from them."""
 MOST_ERROR = 0.01
 """Paper that is further off than this share tells nothing."""
-LEAST_SHARE = 200
+LEAST_SHARE = 100
 """What an op should hold inside, as a part of the budget, to be asked what it does."""
 NUM_BETWEEN = 4
 """Sizes between the largest without and the largest with a plan that are planned on paper."""
