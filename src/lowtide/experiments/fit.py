@@ -127,6 +127,8 @@ class _Search:
     probes: dict[int, Probe] = field(default_factory=dict)
     papers: dict[int, Probe] = field(default_factory=dict)
     """sizes that were planned without having been captured"""
+    _num_added: int = 0
+    """how often something new was learnt: what was told before is told anew then"""
     _margin: tuple[int, float] = (0, inf)
     _insides: Insides | None = None
     _floors: dict[tuple[int, int], int | None] = field(default_factory=dict)
@@ -143,7 +145,11 @@ class _Search:
         if step is None:
             self.capture(size)
         else:
-            self.probes[size] = Probe(profile=Profile(step), budget_bytes=self.budget_bytes, captured=False)
+            self._add(size, Profile(step), captured=False)
+
+    def _add(self, size: int, profile: Profile, *, captured: bool) -> None:
+        self.probes[size] = Probe(profile=profile, budget_bytes=self.budget_bytes, captured=captured)
+        self._num_added += 1
 
     def capture(self, size: int) -> None:
         """Capture and profile one size."""
@@ -152,8 +158,7 @@ class _Search:
         with self.working(f"{self.vary.name} {size}"), in_a_hurry():
             found = self.profile(self.source(size))
         # without the model behind it, of which there would be one for each size
-        profile = Profile(found.step, found.known)
-        self.probes[size] = Probe(profile=profile, budget_bytes=self.budget_bytes, captured=True)
+        self._add(size, Profile(found.step, found.known), captured=True)
 
     def begin(self) -> None:
         """Look at sizes to tell others from."""
@@ -252,7 +257,7 @@ class _Search:
     def _floor_on_paper(self, size: int) -> int | None:
         if size in self.probes:
             return self.probes[size].bounds.floor_bytes
-        key = (size, len(self.probes))
+        key = (size, self._num_added)
         if key not in self._floors:
             step = self._on_paper(size)
             self._floors[key] = None if step is None else bounds_of(step).floor_bytes
@@ -278,8 +283,8 @@ class _Search:
     def margin(self) -> float:
         """Twice the largest share by which the peak of a captured size is not what the others say of it;
         infinite where nothing can be told, or nothing well."""
-        if self._margin[0] != len(self.probes):
-            self._margin = (len(self.probes), 2 * self._error())
+        if self._margin[0] != self._num_added:
+            self._margin = (self._num_added, 2 * self._error())
         return self._margin[1]
 
     def _error(self) -> float:
