@@ -270,6 +270,29 @@ def test_what_cannot_run_is_costed_by_bytes_and_said_so(caplog, tmp_path):
     assert cache.get(signature(call), memory_limit_bytes=1) is None
 
 
+def test_a_batch_as_large_as_an_image_is_high_is_reduced_alone():
+    stride, padding, ones = [2, 2], [1, 1], [1, 1]
+    tensors = (fake(28, 8, 14, 14), fake(28, 4, 28, 28), fake(8, 4, 3, 3))
+    options = ([0], stride, padding, ones, False, [0, 0], 1, [True, True, False])
+    call = Call(aten.convolution_backward.default, (*tensors, *options))
+    work = work_of(call)
+    part = shrink(call, work, limit_bytes=work.nbytes // 3)
+    assert [tuple(t.shape) for t in part.call.tensors[:2]] == [(7, 8, 14, 14), (7, 4, 28, 28)]
+    args, kwargs = make_sample(part.call)
+    call.target(*args, **kwargs)  # as it runs alone
+
+
+def fails_in_slices(tensor):
+    if type(tensor) is torch.Tensor and tensor.shape[0] < 1 << 12:
+        raise RuntimeError("not this size")
+    return tensor * 2 + tensor * 3
+
+
+def test_an_op_whose_slices_fail_is_run_whole(caplog):
+    (cost,) = profile_calls([Call(fails_in_slices, (fake(1 << 12, 1 << 10),))], memory_limit_bytes=1 << 27)
+    assert not cost.estimated and cost.workspace_bytes >= 1 << 24 and "costed" not in caplog.text
+
+
 def fails_when_large(tensor):
     """Holds twice its input inside, and fails for more than half of it."""
     if type(tensor) is torch.Tensor and tensor.shape[0] > 600:
