@@ -254,7 +254,7 @@ def test_how_a_sweep_ends(rows, code):
 def methods(*last):
     """A comparison of eager, a rival that crashes, and `last`, which is a result or an interruption."""
 
-    def run(spec, profile, *, executor, timed_runs, working):
+    def run(spec, profile, *, executor, timed_runs, memory_budgets, working):
         yield MethodResult(method="none", kind="eager", verdict=Results.EXACT, peak_bytes=200, time_ratio=1.0)
         yield MethodResult(method="rival", kind="partitioner", verdict=Results.CRASHED, why="oh")
         for result in last:
@@ -287,6 +287,23 @@ def test_compare(run_lowtide, monkeypatch, tmp_path, verdict, why, difference, c
     assert [(m["verdict"], m["why"]) for m in data["methods"]][1:] == [("crashed", "oh"), (verdict, why)]
     page = (tmp_path / "report.html").read_text()
     assert data["finished"] is True and "crashed: oh" in page and "Unfinished" not in page
+
+
+def test_memory_budgets_of_a_comparison(run_lowtide, monkeypatch):
+    seen = []
+
+    def run(spec, profile, *, memory_budgets, **others):
+        seen.append(memory_budgets)
+        yield MethodResult(method="none", kind="eager", verdict=Results.EXACT, peak_bytes=200)
+
+    monkeypatch.setattr(compare, "compare", run)
+    arguments = ("compare", "tiny-bert-base", "-b", "4", "--quiet")
+    assert run_lowtide(*arguments, "--memory-budgets", "0,0.5")[0] == Exit.DONE
+    for wrong in ("half", "2", ""):
+        code, _, stderr = run_lowtide(*arguments, "--memory-budgets", wrong)
+        assert code == Exit.USAGE and f"cannot read the memory budgets '{wrong}'" in stderr
+    assert run_lowtide(*arguments)[0] == Exit.DONE
+    assert seen == [(0.5, 0.0), compare.MEMORY_BUDGETS]
 
 
 def test_an_interrupted_comparison_says_so(run_lowtide, monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from lowtide.experiments.machine import NotEnoughMemory, check_memory, needed_by
 from lowtide.experiments.mistakes import Mistake, judge
 from lowtide.experiments.trial import run_trial
 from lowtide.report.records import Results, with_why
+from lowtide.torchside.inductor import has_compiler
 from lowtide.torchside.route import route_of
 from lowtide.zoo.targets import Target
 
@@ -95,6 +96,15 @@ def test_the_partitioner_redraws_dropout():
     method = Method(name="m", kind="partitioner", memory_budget=0.0)
     trial = run_trial(source=target(dropout=0.2), method=method, timed_runs=0)
     assert trial.judgement[0] is Results.WRONG and trial.unlike_eager
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
+def test_torch_compile_draws_as_eager_does_where_it_recomputes_dropout():
+    """Its backward graph is compiled when backward first runs, and by the same settings."""
+    method = Method(name="m", kind="inductor", memory_budget=0.0)
+    trial = run_trial(source=target(dropout=0.2), method=method, timed_runs=0)
+    assert trial.unlike_eager and trial.peak_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -60,6 +61,67 @@ def test_devices_are_found_by_type():
     assert isinstance(device_for(torch.device("cuda", 0)), Cuda)
     with pytest.raises(ValueError, match="meta"):
         device_for(torch.device("meta"))
+
+
+class Allocator:
+    """What `torch.cuda` is asked, in order."""
+
+    def __init__(self):
+        self.asked, self.held, self.peak = [], 0, 0
+
+    def synchronize(self, device=None):
+        self.asked.append("synchronize")
+
+    def reset_peak_memory_stats(self, device):
+        self.asked.append(f"reset {device}")
+        self.peak = self.held
+
+    def memory_allocated(self, device):
+        return self.held
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def device(self, device):
+        self.asked.append(f"on {device}")
+        return nullcontext()
+
+    def Event(self, *, enable_timing):
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, allocator):
+        self.allocator = allocator
+
+    def record(self):
+        self.allocator.asked.append("record")
+
+    def synchronize(self):
+        self.allocator.asked.append("wait for the last")
+
+    def elapsed_time(self, other):
+        return 2.5
+
+
+def test_a_gpu_is_asked_for_its_own_peak_when_all_is_done(monkeypatch):
+    allocator = Allocator()
+    monkeypatch.setattr(torch, "cuda", allocator)
+    gpu = Cuda(torch.device("cuda", 1))
+
+    def run():
+        allocator.asked.append("run")
+        allocator.peak = allocator.held + 100
+        return "result"
+
+    allocator.held = 30
+    assert gpu.measured(run) == ("result", 100)
+    assert allocator.asked == ["synchronize", "reset cuda:1", "run", "synchronize"]
+    allocator.asked.clear()
+    assert gpu.timed(run) == ("result", OpTiming(2.5e-3))
+    expected = ["on cuda:1", "synchronize", "record", "run", "record", "wait for the last"]
+    assert allocator.asked == expected
 
 
 def test_measuring_memory_writes_nothing_to_the_terminal():

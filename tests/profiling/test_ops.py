@@ -242,6 +242,19 @@ def test_a_view_of_any_size_costs_its_dispatch(made_up_clock):
     assert cost.seconds == pytest.approx(4e-6)  # of the one number that stands for it
 
 
+def test_what_a_first_run_leaves_behind_is_not_inside_the_op(monkeypatch):
+    kept = []
+
+    def op(tensor):
+        if not kept:
+            kept.append(torch.empty(1 << 20))
+        return tensor + 1
+
+    monkeypatch.setattr(type(CPU), "keeps_after_first_run", True)
+    (cost,) = profile_calls([Call(op, (fake(100, 100),))])
+    assert kept and cost.workspace_bytes < 1 << 20
+
+
 def refuses(tensor):
     raise RuntimeError("not on random data")
 
@@ -255,6 +268,60 @@ def test_what_cannot_run_is_costed_by_bytes_and_said_so(caplog, tmp_path):
     assert cost.estimated
     assert cost.seconds == pytest.approx(4e6 / 2 / CPU.copy_bytes_per_second())
     assert cache.get(signature(call), memory_limit_bytes=1) is None
+
+
+def test_a_batch_as_large_as_an_image_is_high_is_reduced_alone():
+    stride, padding, ones = [2, 2], [1, 1], [1, 1]
+    tensors = (fake(28, 8, 14, 14), fake(28, 4, 28, 28), fake(8, 4, 3, 3))
+    options = ([0], stride, padding, ones, False, [0, 0], 1, [True, True, False])
+    call = Call(aten.convolution_backward.default, (*tensors, *options))
+    work = work_of(call)
+    part = shrink(call, work, limit_bytes=work.nbytes // 3)
+    assert [tuple(t.shape) for t in part.call.tensors[:2]] == [(7, 8, 14, 14), (7, 4, 28, 28)]
+    args, kwargs = make_sample(part.call)
+    call.target(*args, **kwargs)  # as it runs alone
+
+
+def fails_in_slices(tensor):
+    if type(tensor) is torch.Tensor and tensor.shape[0] < 1 << 12:
+        raise RuntimeError("not this size")
+    return tensor * 2 + tensor * 3
+
+
+def test_an_op_whose_slices_fail_is_run_whole(caplog):
+    (cost,) = profile_calls([Call(fails_in_slices, (fake(1 << 12, 1 << 10),))], memory_limit_bytes=1 << 27)
+    assert not cost.estimated and cost.workspace_bytes >= 1 << 24 and "costed" not in caplog.text
+
+
+def fails_when_large(tensor):
+    """Holds twice its input inside, and fails for more than half of it."""
+    if type(tensor) is torch.Tensor and tensor.shape[0] > 600:
+        raise RuntimeError("could not create a primitive")
+    return (tensor * 2 + tensor * 3).sum(0)
+
+
+def test_an_op_that_fails_alone_is_told_from_a_slice_that_does_not(caplog):
+    small, large = (Call(fails_when_large, (fake(size, 100),)) for size in (500, 1000))
+    with caplog.at_level(logging.WARNING):
+        costs = profile_calls([large, small])
+    assert "costed by a slice, since it fails alone" in caplog.text
+    assert costs[0].estimated and not costs[1].estimated
+    assert costs[1].workspace_bytes > 0
+    assert costs[0].workspace_bytes == pytest.approx(2 * costs[1].workspace_bytes, rel=0.01)
+
+
+def refuses_all_but_small(tensor):
+    if type(tensor) is torch.Tensor and tensor.shape[0] > 10:
+        raise RuntimeError("could not create a primitive")
+    return (tensor * 2 + tensor * 3).sum(0)
+
+
+def test_an_op_that_never_runs_holds_inside_what_its_like_does(caplog):
+    small, large = (Call(refuses_all_but_small, (fake(size, 100),)) for size in (10, 1000))
+    with caplog.at_level(logging.WARNING):
+        costs = profile_calls([large, small])
+    assert "by its like for what it holds inside" in caplog.text
+    assert costs[0].workspace_bytes == pytest.approx(100 * costs[1].workspace_bytes, rel=0.1)
 
 
 def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch, made_up_clock):

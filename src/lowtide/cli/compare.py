@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.cli.exits import Exit
+from lowtide.cli.exits import Exit, UsageError
 from lowtide.cli.options import (
     MEMORY_LIMIT,
     BatchSize,
@@ -53,6 +53,14 @@ def compare(
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     executor: Executor = ExecutorName.EAGER,
+    memory_budgets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARES",
+            help="Shares of the saved bytes that PyTorch's partitioner may keep: 0.5,0.",
+            show_default=False,
+        ),
+    ] = None,
     timed_runs: TimedRuns = 5,
     folder: Folder = None,
     force: Force = False,
@@ -65,8 +73,11 @@ def compare(
     None, torch.utils.checkpoint around every repeated block, PyTorch's partitioner at memory budgets
     from 0.9 to 0, and then mu-two and auto at the peaks that these reach. Each runs in a fresh process,
     timed in turn with eager. With --executor inductor also torch.compile, alone and with memory budgets, and
-    auto on Inductor. With -o writes compare.csv, compare.json, a plot and a report. Exits with 4 when
-    results of lowtide's own differ, with 3 when one of its plans is above its budget.
+    auto on Inductor; large models compile for minutes in each of these rows, and --memory-budgets 0.5,0 takes
+    fewer of them.
+
+    With -o writes compare.csv, compare.json, a plot and a report. Exits with 4 when results of lowtide's own
+    differ, with 3 when one of its plans is above its budget.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.pages import REPORT
@@ -75,6 +86,7 @@ def compare(
         from lowtide.running.inductor import executor_named
 
         executor_named(executor)
+        shares = experiment.MEMORY_BUDGETS if memory_budgets is None else _shares(memory_budgets)
         out = claim_folder(folder, (CSV, JSON, REPORT), force=force)
         spec = TargetSpec(
             text=target,
@@ -88,7 +100,12 @@ def compare(
         profile = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache)
         found: list[MethodResult] = []
         results = experiment.compare(
-            spec, profile, executor=executor, timed_runs=timed_runs, working=terminal.working
+            spec,
+            profile,
+            executor=executor,
+            timed_runs=timed_runs,
+            memory_budgets=shares,
+            working=terminal.working,
         )
         for result in results:
             found.append(result)
@@ -102,6 +119,17 @@ def compare(
             terminal.note(f"wrote {out / CSV}, {out / JSON}")
             terminal.note(f"report: {out / REPORT}")
         raise typer.Exit(compare_exit(found))
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """`0.5,0` as numbers from 0 to 1, highest first."""
+    try:
+        shares = tuple(sorted({float(part) for part in text.split(",")}, reverse=True))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise UsageError(f"cannot read the memory budgets '{text}': write shares from 0 to 1, such as 0.5,0")
+    return shares
 
 
 def compare_exit(found: "Sequence[MethodResult]") -> Exit:

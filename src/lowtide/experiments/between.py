@@ -4,7 +4,7 @@ Bytes are polynomials of a size where nothing is rounded: of degree 1 in the bat
 length of sequences (attention) and in the height of images. Where something is, this is a guess.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
@@ -20,7 +20,8 @@ def step_at(size: int, captured: Mapping[int, Step], *, degree: int, at_least: i
     """The step at `size`, from the `captured` ones next to it; None where fewer than `at_least` have
     the same ops.
 
-    Seconds are on the line through the next two, whatever the degree, since they are noisy.
+    Seconds are on the line through the next two, whatever the degree, since they are noisy; beyond both, at
+    most as steep as from nothing to the next one, which noise would be magnified above.
     """
     if size in captured:
         return captured[size]
@@ -35,7 +36,9 @@ def step_at(size: int, captured: Mapping[int, Step], *, degree: int, at_least: i
     if not chosen:
         return None
     return _blend(
-        [captured[other] for other in chosen], bytes_by=weights(size, chosen), seconds_by=_line(size, chosen)
+        [captured[other] for other in chosen],
+        bytes_by=weights(size, chosen),
+        seconds_by=_seconds_by(size, chosen),
     )
 
 
@@ -62,18 +65,30 @@ def weights(size: int, sizes: Sequence[int]) -> list[Fraction]:
     return weights
 
 
-def _line(size: int, sizes: Sequence[int]) -> list[float]:
-    return [float(weight) for weight in weights(size, sizes[:2])]
+def _seconds_by(size: int, sizes: Sequence[int]) -> Callable[[Sequence[float]], float]:
+    near, far = sizes[:2]
+    shares = [float(weight) for weight in weights(size, (near, far))]
+
+    def seconds(values: Sequence[float]) -> float:
+        on_line = shares[0] * values[0] + shares[1] * values[1]
+        in_proportion = values[0] * size / near
+        if size > max(near, far):
+            return max(0.0, min(on_line, in_proportion))
+        return max(on_line, in_proportion) if size < min(near, far) else max(0.0, on_line)
+
+    return seconds
 
 
-def _blend(steps: Sequence[Step], *, bytes_by: Sequence[Fraction], seconds_by: Sequence[float]) -> Step:
+def _blend(
+    steps: Sequence[Step],
+    *,
+    bytes_by: Sequence[Fraction],
+    seconds_by: Callable[[Sequence[float]], float],
+) -> Step:
     def nbytes(values: Sequence[int]) -> int:
         if len(set(values)) == 1:
             return values[0]
         return ceil(sum(weight * value for weight, value in zip(bytes_by, values, strict=True)))
-
-    def seconds(values: Sequence[float]) -> float:
-        return max(0.0, sum(weight * value for weight, value in zip(seconds_by, values, strict=False)))
 
     def storage(same: Sequence[Storage]) -> Storage:
         return replace(
@@ -85,14 +100,14 @@ def _blend(steps: Sequence[Step], *, bytes_by: Sequence[Fraction], seconds_by: S
     def recipe(same: Sequence[Recipe]) -> Recipe:
         return replace(
             same[0],
-            seconds=seconds([one.seconds for one in same]),
+            seconds=seconds_by([one.seconds for one in same]),
             workspace_bytes=nbytes([one.workspace_bytes for one in same]),
         )
 
     def node(same: Sequence[Node]) -> Node:
         return replace(
             same[0],
-            seconds=seconds([one.seconds for one in same]),
+            seconds=seconds_by([one.seconds for one in same]),
             workspace_bytes=nbytes([one.workspace_bytes for one in same]),
             extra_eager_bytes=nbytes([one.extra_eager_bytes for one in same]),
             recipes=tuple(map(recipe, zip(*(one.recipes for one in same), strict=True))),

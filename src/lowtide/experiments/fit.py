@@ -19,7 +19,7 @@ from lowtide.errors import LowtideError
 from lowtide.experiments.between import step_at
 from lowtide.experiments.fit_records import MOST, Check, Fit, FitRow, Vary
 from lowtide.experiments.guess import last_within
-from lowtide.experiments.inside import with_insides
+from lowtide.experiments.inside import Insides
 from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
 from lowtide.experiments.probe import Probe, bounds_of
@@ -37,7 +37,7 @@ FIRST = (8, 16)
 pay for large values alone, so that nothing can be told from them."""
 MOST_ERROR = 0.01
 """Paper that is further off than this share tells nothing."""
-LEAST_SHARE = 200
+LEAST_SHARE = 100
 """What an op should hold inside, as a part of the budget, to be asked what it does."""
 NUM_BETWEEN = 4
 """Sizes between the largest without and the largest with a plan that are planned on paper."""
@@ -127,7 +127,10 @@ class _Search:
     probes: dict[int, Probe] = field(default_factory=dict)
     papers: dict[int, Probe] = field(default_factory=dict)
     """sizes that were planned without having been captured"""
+    _num_added: int = 0
+    """how often something new was learnt: what was told before is told anew then"""
     _margin: tuple[int, float] = (0, inf)
+    _insides: Insides | None = None
     _floors: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
     @property
@@ -142,7 +145,11 @@ class _Search:
         if step is None:
             self.capture(size)
         else:
-            self.probes[size] = Probe(profile=Profile(step), budget_bytes=self.budget_bytes, captured=False)
+            self._add(size, Profile(step), captured=False)
+
+    def _add(self, size: int, profile: Profile, *, captured: bool) -> None:
+        self.probes[size] = Probe(profile=profile, budget_bytes=self.budget_bytes, captured=captured)
+        self._num_added += 1
 
     def capture(self, size: int) -> None:
         """Capture and profile one size."""
@@ -151,8 +158,7 @@ class _Search:
         with self.working(f"{self.vary.name} {size}"), in_a_hurry():
             found = self.profile(self.source(size))
         # without the model behind it, of which there would be one for each size
-        profile = Profile(found.step, found.known)
-        self.probes[size] = Probe(profile=profile, budget_bytes=self.budget_bytes, captured=True)
+        self._add(size, Profile(found.step, found.known), captured=True)
 
     def begin(self) -> None:
         """Look at sizes to tell others from."""
@@ -172,14 +178,11 @@ class _Search:
         step = step_at(size, steps, degree=self.vary.degree, at_least=self.vary.degree + 1)
         if step is None:
             return None
+        if self._insides is None:
+            least_bytes = self.budget_bytes // LEAST_SHARE
+            self._insides = Insides(known, least_bytes=least_bytes, measure=measure_insides)
         with self.working(f"{self.vary.name} {size}"):
-            return with_insides(
-                step,
-                size,
-                known,
-                least_bytes=self.budget_bytes // LEAST_SHARE,
-                measure=measure_insides,
-            )
+            return self._insides.fill(step, size)
 
     def largest(
         self,
@@ -254,7 +257,7 @@ class _Search:
     def _floor_on_paper(self, size: int) -> int | None:
         if size in self.probes:
             return self.probes[size].bounds.floor_bytes
-        key = (size, len(self.probes))
+        key = (size, self._num_added)
         if key not in self._floors:
             step = self._on_paper(size)
             self._floors[key] = None if step is None else bounds_of(step).floor_bytes
@@ -280,8 +283,8 @@ class _Search:
     def margin(self) -> float:
         """Twice the largest share by which the peak of a captured size is not what the others say of it;
         infinite where nothing can be told, or nothing well."""
-        if self._margin[0] != len(self.probes):
-            self._margin = (len(self.probes), 2 * self._error())
+        if self._margin[0] != self._num_added:
+            self._margin = (self._num_added, 2 * self._error())
         return self._margin[1]
 
     def _error(self) -> float:

@@ -19,6 +19,8 @@ from lowtide.profiling.known import Known
 from lowtide.torchside.calls import Call, map_leaves, signature, storage_key
 from lowtide.torchside.hooks import FakeTensorMode
 
+Texts = tuple[str, ...]
+"""The signatures of one run's call at the captured sizes."""
 Measure = Callable[[Mapping[str, Call]], dict[str, int]]
 
 
@@ -26,42 +28,55 @@ class _NoLine(Exception):
     """A call that the others do not tell."""
 
 
-def with_insides(
-    step: Step, size: int, captured: Mapping[int, Known], *, least_bytes: int, measure: Measure
-) -> Step | None:
-    """`step`, made on paper for `size`, with what its ops hold inside measured, where that is `least_bytes`
-    on paper or more; None where paper does not tell the calls. `captured`: what is known at the sizes that it
-    was made from. `measure` says what calls hold inside.
+class Insides:
+    """What is known of the ops at captured sizes, and which of them hold inside what a line through these
+    says.
+
+    `least_bytes`: ops that should hold less are not asked. `measure` says what calls hold inside.
     """
-    sizes = sorted(captured)
-    lines: dict[Run, tuple[str, int]] = {}
-    calls: dict[str, Call] = {}
-    shares = weights(size, sizes)
-    by_texts: dict[tuple[str, ...], tuple[str, int] | None] = {}
-    for run in captured[sizes[0]].runs:
-        alike = [captured[one].runs.get(run) for one in sizes]
-        if None in alike:
-            return None
-        given = [call for call in alike if call is not None]
-        texts = tuple(signature(call) for call in given)
-        if texts not in by_texts:
-            costs = [captured[one].measured_cost(call) for one, call in zip(sizes, given, strict=True)]
-            told = [0 if cost is None else cost.workspace_bytes for cost in costs]
-            line = ceil(sum(share * nbytes for share, nbytes in zip(shares, told, strict=True)))
-            by_texts[texts] = None
-            if max(line, *told) >= least_bytes and len(set(texts)) > 1:
-                try:
-                    call = call_at(size, dict(zip(sizes, given, strict=True)))
-                except _NoLine:
-                    return None
-                by_texts[texts] = (signature(call), line)
-                calls[signature(call)] = call
-        found = by_texts[texts]
-        if found is not None:
-            lines[run] = found
-    measured = measure(calls)
-    more = {run: measured[name] - line for run, (name, line) in lines.items() if name in measured}
-    return _with_more_inside(step, more, captured[sizes[0]].runs)
+
+    def __init__(self, captured: Mapping[int, Known], *, least_bytes: int, measure: Measure) -> None:
+        self.captured, self.least_bytes, self.measure = dict(sorted(captured.items())), least_bytes, measure
+        self._straight: set[Texts] = set()
+
+    def fill(self, step: Step, size: int) -> Step | None:
+        """`step`, made on paper for `size` from the captured ones, with what its ops hold inside measured;
+        None where paper does not tell the calls. What was on the line at a size before is not asked again.
+        """
+        found: dict[Texts, tuple[str, int]] = {}
+        texts_of: dict[Run, Texts] = {}
+        calls: dict[str, Call] = {}
+        few: set[Texts] = set()
+        runs = next(iter(self.captured.values())).runs
+        for run in runs:
+            alike = {one: known.runs[run] for one, known in self.captured.items() if run in known.runs}
+            if len(alike) < len(self.captured):
+                return None
+            texts = texts_of[run] = tuple(map(signature, alike.values()))
+            if texts in found or texts in few or texts in self._straight or len(set(texts)) == 1:
+                continue
+            line = self._line(size, alike)
+            if line is None:
+                few.add(texts)
+                continue
+            try:
+                call = call_at(size, alike)
+            except _NoLine:
+                return None
+            found[texts] = (signature(call), line)
+            calls[signature(call)] = call
+        measured = self.measure(calls)
+        more = {texts: measured[name] - line for texts, (name, line) in found.items() if name in measured}
+        self._straight |= {texts for texts, nbytes in more.items() if abs(nbytes) < self.least_bytes}
+        return _with_more_inside(step, {run: more.get(texts, 0) for run, texts in texts_of.items()})
+
+    def _line(self, size: int, alike: Mapping[int, Call]) -> int | None:
+        """Bytes inside on the line through the captured sizes; None where all are few."""
+        costs = [self.captured[one].measured_cost(call) for one, call in alike.items()]
+        told = [0 if cost is None else cost.workspace_bytes for cost in costs]
+        shares = weights(size, list(alike))
+        line = ceil(sum(share * nbytes for share, nbytes in zip(shares, told, strict=True)))
+        return line if max(line, *told) >= self.least_bytes else None
 
 
 def call_at(size: int, calls: Mapping[int, Call]) -> Call:
@@ -116,21 +131,17 @@ def _leaves(call: Call) -> list[Any]:
     return found
 
 
-def _with_more_inside(step: Step, more: Mapping[Run, int], calls: Mapping[Run, Call]) -> Step:
+def _with_more_inside(step: Step, more: Mapping[Run, int]) -> Step:
     """The step whose runs hold so many bytes more inside; a recipe without a call of its own, as its node."""
-
-    def more_of(run: Run, own: int) -> int:
-        return more.get(run, 0) if run in calls else own
-
     nodes = list(step.nodes)
-    for rank in sorted({run.node for run in more}):
+    for rank in sorted({run.node for run, nbytes in more.items() if nbytes}):
         node = nodes[rank]
         own = more.get(Run(rank), 0)
         recipes = tuple(
             recipe
             if recipe.action is Action.OFFLOAD
             else replace(
-                recipe, workspace_bytes=recipe.workspace_bytes + more_of(Run(rank, recipe.method), own)
+                recipe, workspace_bytes=recipe.workspace_bytes + more.get(Run(rank, recipe.method), own)
             )
             for recipe in node.recipes
         )

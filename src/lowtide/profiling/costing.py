@@ -39,7 +39,7 @@ def measure_costs(
 
     The step's notes tell of a machine that was too busy for it.
     """
-    device = device_for(torch.device(captured.step.device))
+    device = device_for(_where(captured))
     cache = CostCache(device) if use_cache else None
     nodes = [place.node for _, place in sorted(captured.places.items())]
     with real_tensors():
@@ -103,11 +103,19 @@ def _measure(captured: Captured, new: list[tuple[Run, Call]], known: Known) -> N
         measured = measure_calls(
             [call for _, call in new],
             memory_limit_bytes=MEMORY_LIMIT_BYTES,
-            cache=CostCache(device_for(torch.device(captured.step.device))),
+            cache=CostCache(device_for(_where(captured))),
         )
     known.add(
         (call, cost, _made(captured.step, run)) for (run, call), cost in zip(new, measured.costs, strict=True)
     )
+
+
+def _where(captured: Captured) -> torch.device:
+    """The device of the step's tensors, which need not be the current one of its kind."""
+    kind = torch.device(captured.step.device).type
+    tensors = (tensor for call in captured.calls.values() for tensor in call.tensors)
+    found = next((tensor.device for tensor in tensors if tensor.device.type == kind), None)
+    return torch.device(captured.step.device) if found is None else found
 
 
 def _made(step: Step, run: Run) -> tuple[int, ...]:

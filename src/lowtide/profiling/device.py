@@ -81,6 +81,12 @@ class Device(ABC):
     def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
         """The result of `run` and the most bytes held during it above those held before."""
 
+    @property
+    def keeps_after_first_run(self) -> bool:
+        """Whether the first run of an op leaves bytes behind that no later one takes, as cuBLAS and cuDNN
+        do with what belongs to their handles."""
+        return False
+
     @abstractmethod
     def copy_bytes_per_second(self) -> float:
         """Measured speed of moving bytes out to host memory; a plain copy where that is the device."""
@@ -122,6 +128,8 @@ class Cpu(Device):
 class Cuda(Device):
     """One GPU: event pairs as clock, `torch.cuda` statistics as memory, pinned host as copy target.
 
+    `torch_device` may have no index: then it is the current GPU at each call.
+
     Written against the documented calls of `torch.cuda`; never run by the authors, who had no GPU.
     """
 
@@ -142,6 +150,10 @@ class Cuda(Device):
             stop.record()
             stop.synchronize()
         return result, OpTiming(start.elapsed_time(stop) / 1e3)
+
+    @property
+    def keeps_after_first_run(self) -> bool:
+        return True
 
     def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
         torch.cuda.synchronize(self.torch_device)

@@ -11,7 +11,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -227,13 +227,17 @@ def memory_of_calls(calls: Mapping[str, Call], *, memory_limit_bytes: int = 1 <<
 
 
 def _prepare_or_less(key: str, call: Call, *, memory_limit_bytes: int) -> Trial:
-    """As `_prepare`; of an op that fails, the largest slice that does not, scaled up."""
+    """As `_prepare`; of an op that fails, itself if only its slices do, else the largest slice that does not,
+    scaled up."""
     try:
         return _prepare(call, memory_limit_bytes=memory_limit_bytes)
     except _TooLarge:
         raise
     except Exception as error:
         work, device = work_of(call), _device_of(call)
+        if 2 * work.nbytes <= memory_limit_bytes - SAMPLE_EXTRA_BYTES:
+            with suppress(Exception):
+                return Trial(call, device, _memory(call, work, device))
         for share in _LESS:
             part = shrink(call, work, limit_bytes=int(work.nbytes * share))
             if part is None or not part.reduced:
@@ -290,6 +294,9 @@ def _prepare(call: Call, *, memory_limit_bytes: int) -> Trial:
 def _memory(call: Call, work: Work, device: Device) -> Memory:
     """Bytes that the call holds beyond what its fake run shows; this run also warms up."""
     args, kwargs = make_sample(call)
+    if device.keeps_after_first_run:
+        call.target(*args, **kwargs)
+        args, kwargs = make_sample(call)  # an op may have written to the first ones
     result, peak_bytes = device.measured(partial(call.target, *args, **kwargs))
     outputs = fresh_storages(result, (args, kwargs))
     hidden: tuple[int, ...] = ()

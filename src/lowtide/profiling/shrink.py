@@ -76,6 +76,13 @@ def _reductions(call: Call) -> Iterator[_Reduction]:
         if isinstance(arg, (list, tuple)) and all(type(size) is int for size in arg):
             sizes += [size for size in arg if size >= _SMALLEST_SIZE_ARGUMENT]
     for size in dict.fromkeys(sizes):
+        if (
+            tensors
+            and tensors[0].shape[:1] == (size,)
+            and any(size in tensor.shape[1:] for tensor in tensors)
+        ):
+            # A batch as large as an image is high: a fake run does not tell one from the other.
+            yield _Reduction(f"first size {size}", partial(_with_smaller_size, size=size, only_first=True))
         yield _Reduction(f"size {size}", partial(_with_smaller_size, size=size))
     for length in sorted({len(arg) for arg in _lists(call)}, reverse=True):
         yield _Reduction(f"list {length}", partial(_with_shorter_lists, length=length))
@@ -104,7 +111,8 @@ def _least(start: Slice, reduction: _Reduction, *, limit_bytes: int) -> tuple[Sl
     return best
 
 
-def _with_smaller_size(call: Call, parts: int, *, size: int) -> Call | None:
+def _with_smaller_size(call: Call, parts: int, *, size: int, only_first: bool = False) -> Call | None:
+    """The call with `size` reduced wherever it occurs, or as the first size of tensors alone."""
     smaller = ceil(size / parts)
     if smaller < 2:
         # Ops treat a size of 1 in ways of its own.
@@ -113,13 +121,16 @@ def _with_smaller_size(call: Call, parts: int, *, size: int) -> Call | None:
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
-            shape = [smaller if each == size else int(each) for each in value.shape]
+            shape = [
+                smaller if each == size and (dim == 0 or not only_first) else int(each)
+                for dim, each in enumerate(value.shape)
+            ]
             # The same tensor given twice stays one; two views of a storage become two storages.
             key = (storage_key(value), value.storage_offset(), value.shape, value.stride(), value.dtype)
             if key not in made:
                 made[key] = fake_tensor(shape, _smaller_strides(value, shape), value)
             return made[key]
-        is_size = type(value) is int and value == size and size >= _SMALLEST_SIZE_ARGUMENT
+        is_size = type(value) is int and value == size >= _SMALLEST_SIZE_ARGUMENT and not only_first
         return smaller if is_size else value
 
     args, kwargs = map_leaves(leaf, (call.args, call.kwargs))

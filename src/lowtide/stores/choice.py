@@ -22,7 +22,7 @@ def open_store(swap: SwapTo, device: str) -> Store:
     if swap.kind == "disk" and on_cpu:
         return DiskStore(swap.folder)
     if swap.kind == "host" and not on_cpu:
-        return HostStore(device)
+        return HostStore()
     raise StoreError(
         f"swap='{swap}' is for a model on {'an accelerator' if on_cpu else 'the CPU'}, and this one is on "
         f"{device}: write swap={'disk:FOLDER' if on_cpu else 'host'!r}"

@@ -17,10 +17,15 @@ from lowtide.stores.store import Arrival, Layout, Parcel, Store, bytes_of
 class HostStore(Store):
     text = "host"
 
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-        self.out = torch.Stream(device=self.device)
-        self.back = torch.Stream(device=self.device)
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
+
+    def streams(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+        """The streams out of and back to a device, which is where the values are: it need not be the current
+        one."""
+        if device not in self._streams:
+            self._streams[device] = (torch.Stream(device=device), torch.Stream(device=device))
+        return self._streams[device]
 
     def reserve(self, nbytes: int) -> None:
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -35,26 +40,26 @@ class HostStore(Store):
 
     def copy(self, target: Tensor, source: Tensor, stream: torch.Stream) -> torch.Event:
         """Copy beside the current stream, after all that it does so far; the event comes when it is done."""
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
         with stream:
             target.copy_(source, non_blocking=True)
         return stream.record_event()
 
-    def wait(self, event: torch.Event) -> None:
-        """Let whatever the current stream does next come after an event."""
-        torch.accelerator.current_stream(self.device).wait_event(event)
+    def wait(self, event: torch.Event, device: torch.device) -> None:
+        """Let whatever a device's current stream does next come after an event."""
+        torch.accelerator.current_stream(device).wait_event(event)
 
 
 class _HostParcel(Parcel):
     def __init__(self, store: HostStore, value: Tensor) -> None:
         self.layout = Layout.of(value)
-        self.store = store
+        self.store, self.device = store, value.device
         self.host = torch.empty(self.layout.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._value: Tensor | None = value
-        self._written = store.copy(self.host, bytes_of(value), store.out)
+        self._written = store.copy(self.host, bytes_of(value), store.streams(value.device)[0])
 
     def let_go(self) -> None:
-        self.store.wait(self._written)
+        self.store.wait(self._written, self.device)
         self._value = None
 
     def fetch(self) -> Arrival:
@@ -64,10 +69,12 @@ class _HostParcel(Parcel):
 class _HostArrival(Arrival):
     def __init__(self, parcel: _HostParcel) -> None:
         self._parcel = parcel
-        self._block = torch.empty(parcel.layout.nbytes, dtype=torch.uint8, device=parcel.store.device)
-        self._block.record_stream(parcel.store.back)
-        self._read = parcel.store.copy(self._block, parcel.host, parcel.store.back)
+        _, back = parcel.store.streams(parcel.device)
+        self._block = torch.empty(parcel.layout.nbytes, dtype=torch.uint8, device=parcel.device)
+        # so that the allocator waits for the copy even where nobody asks for the value
+        self._block.record_stream(back)
+        self._read = parcel.store.copy(self._block, parcel.host, back)
 
     def value(self) -> Tensor:
-        self._parcel.store.wait(self._read)
+        self._parcel.store.wait(self._read, self._parcel.device)
         return self._parcel.layout.over(self._block)

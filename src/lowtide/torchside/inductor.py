@@ -63,8 +63,9 @@ def compiled_by_torch(
     settings: dict[str, Any] = {"enable_autograd_cache": False}
     if memory_budget is not None:
         settings["activation_memory_budget"] = memory_budget
-    with quiet(), functorch_config.patch(settings), inductor_config.patch(fallback_random=True):
-        compiled: Any = compile_fx(graph, list(inputs))
+    with quiet(), functorch_config.patch(settings):
+        # as patches of its own, since the backward graph is compiled when the first backward pass runs
+        compiled: Any = compile_fx(graph, list(inputs), config_patches={"fallback_random": True})
     return compiled  # type: ignore[no-any-return]
 
 
