@@ -331,6 +331,17 @@ def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch, made_up_cloc
     assert profile_calls([call], cache=CostCache(CPU, directory=tmp_path)) == first
 
 
+def test_in_a_hurry_nothing_is_measured_twice_and_little_remembered(tmp_path, monkeypatch, made_up_clock):
+    call, cache, measured = Call(aten.mm.default, (fake(20, 20),) * 2), CostCache(CPU, directory=tmp_path), {}
+    monkeypatch.setattr(ops_module, "_PATIENCE_IN_A_HURRY_SECONDS", 0.0)
+    with ops_module.in_a_hurry(measured):
+        first = profile_calls([call], cache=cache)
+        assert measured == {signature(call): first[0]}
+        monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
+        assert profile_calls([call], cache=cache) == first
+    assert cache.get(signature(call), memory_limit_bytes=1) is None, "one run is too few"
+
+
 MM, RELU = Call(aten.mm.default, (fake(20, 20),) * 2), Call(aten.relu.default, (fake(20, 20),))
 
 

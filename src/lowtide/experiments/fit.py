@@ -26,6 +26,7 @@ from lowtide.facts import Step
 from lowtide.profiles import Profile
 from lowtide.profiling.costing import measure_insides
 from lowtide.profiling.ops import in_a_hurry
+from lowtide.torchside.calls import OpCost
 from lowtide.zoo.targets import Target, TargetSpec, call_factory
 
 __all__ = ["MOST", "Check", "Fit", "FitRow", "Source", "Vary", "find_fit", "fit"]
@@ -118,6 +119,8 @@ class _Search:
     probes: dict[int, Probe] = field(default_factory=dict)
     papers: dict[int, Probe] = field(default_factory=dict)
     """sizes that were planned without having been captured"""
+    _measured: dict[str, OpCost] = field(default_factory=dict)
+    """of ops that are the same at all sizes, too"""
     _num_added: int = 0
     """how often something new was learnt: what was told before is told anew then"""
     _margin: tuple[int, float] = (0, inf)
@@ -146,7 +149,7 @@ class _Search:
         """Capture and profile one size."""
         if size in self.probes and self.probes[size].captured:
             return
-        with self.working(f"{self.vary.name} {size}"), in_a_hurry():
+        with self.working(f"{self.vary.name} {size}"), in_a_hurry(self._measured):
             found = self.profile(self.source(size))
         # without the model behind it, of which there would be one for each size
         self._add(size, Profile(found.step, found.known), captured=True)
