@@ -222,14 +222,21 @@ def _as_a_step_runs(calls: Iterable[Call]) -> Iterator[None]:
         yield
 
 
-def memory_of_calls(calls: Mapping[str, Call], *, memory_limit_bytes: int = 1 << 30) -> dict[str, Memory]:
+def memory_of_calls(
+    calls: Mapping[str, tuple[Call, int]], *, memory_limit_bytes: int = 1 << 30
+) -> dict[str, Memory]:
     """What calls hold inside, by the same names: one run each, on a slice where it does not fit. Those that
-    cannot be run are left out."""
+    cannot be run are left out. Each comes with the bytes that it should hold inside."""
     found: dict[str, Memory] = {}
-    with _as_a_step_runs(calls.values()):
-        for name, call in calls.items():
+    with _as_a_step_runs(call for call, _ in calls.values()):
+        for name, (call, expected_bytes) in calls.items():
             try:
-                found[name] = _prepare_or_less(name, call, memory_limit_bytes=memory_limit_bytes).memory
+                work = work_of(call)
+                if work.nbytes + 2 * expected_bytes <= memory_limit_bytes - SAMPLE_EXTRA_BYTES:
+                    # known well enough to go without a slice that says whether the whole fits
+                    found[name] = _memory(call, work, _device_of(call))
+                else:
+                    found[name] = _prepare_or_less(name, call, memory_limit_bytes=memory_limit_bytes).memory
             except Exception as error:
                 _log.debug("what it holds inside is not measured: %s: %s", name, error)
     return found
