@@ -280,6 +280,15 @@ def test_a_batch_as_large_as_an_image_is_high_is_reduced_alone():
     assert [tuple(t.shape) for t in part.call.tensors[:2]] == [(7, 8, 14, 14), (7, 4, 28, 28)]
     args, kwargs = make_sample(part.call)
     call.target(*args, **kwargs)  # as it runs alone
+    part = shrink(call, work, limit_bytes=work.nbytes // 12)
+    args, kwargs = make_sample(part.call)
+    call.target(*args, **kwargs)
+
+
+def test_a_square_product_is_reduced_wherever_its_size_stands():
+    call = Call(aten.mm.default, (fake(64, 64), fake(64, 64)))
+    part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 3)
+    assert [tuple(t.shape) for t in part.call.tensors] == [(32, 32), (32, 32)]
 
 
 def fails_in_slices(tensor):
