@@ -76,7 +76,8 @@ def pieces(model: Model, *, timed_runs: int, check: bool = True) -> list[Piece]:
     if model.sizes:
         sizes = ",".join(map(str, model.sizes))
         found.append(Piece(name, "sweep", ("sweep", name, "--budget", model.budget, "-b", sizes, *runs)))
-    executor = ("--executor", "inductor") if model.compiled else ()
+    # each row that Inductor compiles takes minutes, so two of torch's budgets have to do
+    executor = ("--executor", "inductor", "--memory-budgets", "0.5,0") if model.compiled else ()
     found.append(Piece(name, "compare", ("compare", name, "-b", str(model.compared), *executor, *runs)))
     return found
 

@@ -173,7 +173,8 @@ class Profile:
             raise LowtideError(f"executor 'inductor' {reason}; or choose executor 'eager'")
 
     def _as_plan(self, solution: Solution) -> Plan:
-        return Plan(solution, known=self.known, loop=self.loop, traced=self.traced, step=self.step)
+        known = None if self.known is None else self.known.without_runs()
+        return Plan(solution, known=known, loop=self.loop, traced=self.traced, step=self.step)
 
     @cached_property
     def _desk(self) -> Desk:

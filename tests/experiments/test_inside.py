@@ -70,3 +70,11 @@ def test_noise_is_not_magnified_beyond_the_captured_sizes(profiles):
     steps = {8: with_seconds(8, 1.0), 16: with_seconds(16, 1.5)}
     for size, seconds in ((4, 0.75), (12, 1.25), (32, 2.5)):
         assert {node.seconds for node in step_at(size, steps, degree=1).nodes} == {seconds}
+
+
+def test_a_plan_does_not_keep_the_calls_of_the_step(profiles):
+    found = profiles[8]
+    plan = found.plan("100%")
+    assert found.known.runs and not plan.known.runs
+    run, call = next((run, call) for run, call in found.known.runs.items() if call.tensors)
+    assert plan.known.measured_cost(call) == found.known.measured_cost(call) is not None, run

@@ -280,6 +280,15 @@ def test_a_batch_as_large_as_an_image_is_high_is_reduced_alone():
     assert [tuple(t.shape) for t in part.call.tensors[:2]] == [(7, 8, 14, 14), (7, 4, 28, 28)]
     args, kwargs = make_sample(part.call)
     call.target(*args, **kwargs)  # as it runs alone
+    part = shrink(call, work, limit_bytes=work.nbytes // 12)
+    args, kwargs = make_sample(part.call)
+    call.target(*args, **kwargs)
+
+
+def test_a_square_product_is_reduced_wherever_its_size_stands():
+    call = Call(aten.mm.default, (fake(64, 64), fake(64, 64)))
+    part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 3)
+    assert [tuple(t.shape) for t in part.call.tensors] == [(32, 32), (32, 32)]
 
 
 def fails_in_slices(tensor):
@@ -329,6 +338,17 @@ def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch, made_up_cloc
     first = profile_calls([call], cache=CostCache(CPU, directory=tmp_path))
     monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
     assert profile_calls([call], cache=CostCache(CPU, directory=tmp_path)) == first
+
+
+def test_in_a_hurry_nothing_is_measured_twice_and_little_remembered(tmp_path, monkeypatch, made_up_clock):
+    call, cache, measured = Call(aten.mm.default, (fake(20, 20),) * 2), CostCache(CPU, directory=tmp_path), {}
+    monkeypatch.setattr(ops_module, "_PATIENCE_IN_A_HURRY_SECONDS", 0.0)
+    with ops_module.in_a_hurry(measured):
+        first = profile_calls([call], cache=cache)
+        assert measured == {signature(call): first[0]}
+        monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
+        assert profile_calls([call], cache=cache) == first
+    assert cache.get(signature(call), memory_limit_bytes=1) is None, "one run is too few"
 
 
 MM, RELU = Call(aten.mm.default, (fake(20, 20),) * 2), Call(aten.relu.default, (fake(20, 20),))

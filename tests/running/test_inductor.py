@@ -162,3 +162,44 @@ def test_another_batch_size_is_counted_as_it_is_compiled(
     assert counted and min(counted) <= plan.budget_bytes
     assert measured_peak(smaller[1]) <= plan.budget_bytes
     assert "one by one" not in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["frozen", "accumulated", "evaluated", "loaded"])
+def test_ordinary_loops(kind: str) -> None:
+    """Equal to the same executor without recompute, whatever the loop does besides."""
+
+    def trained(budget: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        body = [
+            nn.Linear(16, 64),
+            nn.BatchNorm1d(64),
+            nn.GELU(),
+            nn.Dropout(0.2),
+            nn.Linear(64, 64),
+            nn.GELU(),
+        ]
+        model = nn.Sequential(*body, nn.LayerNorm(64), nn.Linear(64, 1))
+        if kind == "frozen":
+            model[0].requires_grad_(False)
+        optimizer = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+        options = {"optimizer": optimizer, "loss": lambda out: out.square().mean()}
+        batch, accumulate = torch.randn(64, 16), kind == "accumulated"
+        lowtide.checkpoint(model, batch, budget=budget, executor="inductor", accumulate=accumulate, **options)
+        seen = []
+        for step in range(3):
+            if kind == "evaluated" and step == 1:
+                with torch.no_grad():
+                    seen.append(model.eval()(batch))
+                model.train()
+            if kind == "loaded" and step == 1:
+                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+            for _ in range(1 + accumulate):
+                loss = model(batch).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*seen, *model.state_dict().values(), torch.get_rng_state()]
+
+    assert all(map(torch.equal, trained("300%"), trained("85%")))

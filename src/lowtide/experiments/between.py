@@ -16,30 +16,40 @@ APART = Fraction(1, 10)
 is rounded."""
 
 
-def step_at(size: int, captured: Mapping[int, Step], *, degree: int, at_least: int = 2) -> Step | None:
-    """The step at `size`, from the `captured` ones next to it; None where fewer than `at_least` have
-    the same ops.
+def step_at(size: int, captured: Mapping[int, Step], *, degree: int) -> Step | None:
+    """The step at `size`, from the `captured` ones next to it; None where fewer than two have the same ops.
 
     Seconds are on the line through the next two, whatever the degree, since they are noisy; beyond both, at
     most as steep as from nothing to the next one, which noise would be magnified above.
     """
     if size in captured:
         return captured[size]
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for other in sorted(captured, key=lambda other: (abs(other - size), other)):
-        chosen = alike.setdefault(_form(captured[other]), [])
-        apart = all(abs(other - one) >= APART * max(other, one) for one in chosen)
-        if apart and len(chosen) <= degree:
-            chosen.append(other)
-    # those with the ops of the nearest size, if they are enough
-    chosen = next((sizes for sizes in alike.values() if len(sizes) >= at_least), [])
-    if not chosen:
+    chosen = sizes_alike(size, captured, degree=degree)
+    if len(chosen) < 2:
         return None
     return _blend(
         [captured[other] for other in chosen],
         bytes_by=weights(size, chosen),
         seconds_by=_seconds_by(size, chosen),
     )
+
+
+def sizes_alike(size: int, captured: Mapping[int, Step], *, degree: int) -> list[int]:
+    """The `captured` sizes next to `size` that have the same ops, the nearest first, at most as many as a
+    polynomial of `degree` needs; none where no two have. Those with the ops of the nearest come first."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for other in sorted(captured, key=lambda other: (abs(other - size), other)):
+        chosen = alike.setdefault(_form(captured[other]), [])
+        apart = all(abs(other - one) >= APART * max(other, one) for one in chosen)
+        if apart and len(chosen) <= degree:
+            chosen.append(other)
+    return next((sizes for sizes in alike.values() if len(sizes) > 1), [])
+
+
+def is_steady(sizes: Sequence[int], captured: Mapping[int, Step]) -> bool:
+    """Whether all captured sizes above the smallest of `sizes` have its ops: small ones may lack some."""
+    own = _form(captured[min(sizes)])
+    return all(_form(step) == own for size, step in captured.items() if size > min(sizes))
 
 
 def _form(step: Step) -> tuple[object, ...]:

@@ -15,19 +15,18 @@ from math import inf
 from typing import Any
 
 from lowtide import api
-from lowtide.errors import LowtideError
-from lowtide.experiments.between import step_at
-from lowtide.experiments.fit_records import MOST, Check, Fit, FitRow, Vary
+from lowtide.experiments.between import is_steady, sizes_alike, step_at
+from lowtide.experiments.fit_records import MOST, Check, Fit, FitRow, Vary, budget_bytes_of
 from lowtide.experiments.guess import last_within
 from lowtide.experiments.inside import Insides
 from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
 from lowtide.experiments.probe import Probe, bounds_of
 from lowtide.facts import Step
-from lowtide.facts.sizes import parse_size
 from lowtide.profiles import Profile
 from lowtide.profiling.costing import measure_insides
 from lowtide.profiling.ops import in_a_hurry
+from lowtide.torchside.calls import OpCost
 from lowtide.zoo.targets import Target, TargetSpec, call_factory
 
 __all__ = ["MOST", "Check", "Fit", "FitRow", "Source", "Vary", "find_fit", "fit"]
@@ -35,6 +34,8 @@ __all__ = ["MOST", "Check", "Fit", "FitRow", "Source", "Vary", "find_fit", "fit"
 FIRST = (8, 16)
 """What is captured first, in multiples of the size's unit. Smaller steps lack some ways to save memory, which
 pay for large values alone, so that nothing can be told from them."""
+MOST_FIRST = 4
+"""So many are captured, each twice as large as the last, until two have the same ops."""
 MOST_ERROR = 0.01
 """Paper that is further off than this share tells nothing."""
 LEAST_SHARE = 100
@@ -108,15 +109,6 @@ def find_fit(
     )
 
 
-def budget_bytes_of(budget: str | int) -> int:
-    """Bytes of a budget that is the same for all sizes."""
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        raise LowtideError(
-            f"'{budget}' is a share of one size's own peak, and here sizes differ: write bytes, such as 8GiB"
-        )
-    return parse_size(budget)
-
-
 @dataclass(slots=True, kw_only=True)
 class _Search:
     source: Callable[[int], Source]
@@ -127,10 +119,12 @@ class _Search:
     probes: dict[int, Probe] = field(default_factory=dict)
     papers: dict[int, Probe] = field(default_factory=dict)
     """sizes that were planned without having been captured"""
+    _measured: dict[str, OpCost] = field(default_factory=dict)
+    """of ops that are the same at all sizes, too"""
     _num_added: int = 0
     """how often something new was learnt: what was told before is told anew then"""
     _margin: tuple[int, float] = (0, inf)
-    _insides: Insides | None = None
+    _insides: dict[tuple[int, ...], Insides] = field(default_factory=dict)
     _floors: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
     @property
@@ -155,7 +149,7 @@ class _Search:
         """Capture and profile one size."""
         if size in self.probes and self.probes[size].captured:
             return
-        with self.working(f"{self.vary.name} {size}"), in_a_hurry():
+        with self.working(f"{self.vary.name} {size}"), in_a_hurry(self._measured):
             found = self.profile(self.source(size))
         # without the model behind it, of which there would be one for each size
         self._add(size, Profile(found.step, found.known), captured=True)
@@ -165,24 +159,30 @@ class _Search:
         unit = self.vary.multiple_of
         for size in FIRST:
             self.capture(min(size * unit, self.most))
-        guess = self._guess(0, self.most + unit, self.lowest_bytes)
+        beyond = self.most + unit
+        while (
+            self._on_paper(beyond) is None and len(self.probes) < MOST_FIRST and self.most not in self.probes
+        ):
+            self.capture(min(2 * max(self.probes), self.most))
+        guess = self._guess(0, beyond, self.lowest_bytes)
         if guess:
             self.look_at(guess)
 
     def _measured_on_paper(self, size: int) -> Step | None:
         captured = {other: probe.profile for other, probe in self.probes.items() if probe.captured}
-        known = {other: profile.known for other, profile in captured.items() if profile.known is not None}
-        if len(known) != len(captured) or len(captured) != self.vary.degree + 1:
-            return None
         steps = {other: profile.step for other, profile in captured.items()}
-        step = step_at(size, steps, degree=self.vary.degree, at_least=self.vary.degree + 1)
-        if step is None:
+        chosen = tuple(sorted(sizes_alike(size, steps, degree=self.vary.degree)))
+        known = {other: found for other in chosen if (found := captured[other].known) is not None}
+        if len(known) <= self.vary.degree or not is_steady(chosen, steps):
             return None
-        if self._insides is None:
-            least_bytes = self.budget_bytes // LEAST_SHARE
-            self._insides = Insides(known, least_bytes=least_bytes, measure=measure_insides)
+        step = step_at(size, {other: steps[other] for other in chosen}, degree=self.vary.degree)
+        assert step is not None
+        least_bytes = self.budget_bytes // LEAST_SHARE
+        insides = self._insides.setdefault(
+            chosen, Insides(known, least_bytes=least_bytes, measure=measure_insides)
+        )
         with self.working(f"{self.vary.name} {size}"):
-            return self._insides.fill(step, size)
+            return insides.fill(step, size)
 
     def largest(
         self,
@@ -200,6 +200,7 @@ class _Search:
         """
         unit, most = self.vary.multiple_of, self.most
         high = most + unit
+        low = max([low, *(size for size, probe in self.probes.items() if probe.fits_plain)])
         for turn in count():
             if high - low == unit:
                 return low

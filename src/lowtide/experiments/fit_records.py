@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lowtide.errors import LowtideError
+from lowtide.facts.sizes import parse_size
 from lowtide.facts.units import format_size
 
 MOST = 1 << 20
@@ -96,3 +97,12 @@ class Fit:
             f"Fit(budget={format_size(self.budget_bytes)}, {self.vary}: largest without a plan="
             f"{self.largest_plain}, largest={self.largest}{fastest}, {len(self.rows)} rows)"
         )
+
+
+def budget_bytes_of(budget: str | int) -> int:
+    """Bytes of a budget that is the same for all sizes."""
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        raise LowtideError(
+            f"'{budget}' is a share of one size's own peak, and here sizes differ: write bytes, such as 8GiB"
+        )
+    return parse_size(budget)

@@ -21,7 +21,7 @@ from lowtide.torchside.hooks import FakeTensorMode
 
 Texts = tuple[str, ...]
 """The signatures of one run's call at the captured sizes."""
-Measure = Callable[[Mapping[str, Call]], dict[str, int]]
+Measure = Callable[[Mapping[str, tuple[Call, int]]], dict[str, int]]
 
 
 class _NoLine(Exception):
@@ -32,7 +32,8 @@ class Insides:
     """What is known of the ops at captured sizes, and which of them hold inside what a line through these
     says.
 
-    `least_bytes`: ops that should hold less are not asked. `measure` says what calls hold inside.
+    `least_bytes`: ops that should hold less are not asked. `measure` says what calls hold inside; it gets
+    what is on the line with each.
     """
 
     def __init__(self, captured: Mapping[int, Known], *, least_bytes: int, measure: Measure) -> None:
@@ -45,7 +46,7 @@ class Insides:
         """
         found: dict[Texts, tuple[str, int]] = {}
         texts_of: dict[Run, Texts] = {}
-        calls: dict[str, Call] = {}
+        calls: dict[str, tuple[Call, int]] = {}
         few: set[Texts] = set()
         runs = next(iter(self.captured.values())).runs
         for run in runs:
@@ -64,7 +65,7 @@ class Insides:
             except _NoLine:
                 return None
             found[texts] = (signature(call), line)
-            calls[signature(call)] = call
+            calls[signature(call)] = (call, max(0, line))
         measured = self.measure(calls)
         more = {texts: measured[name] - line for texts, (name, line) in found.items() if name in measured}
         self._straight |= {texts for texts, nbytes in more.items() if abs(nbytes) < self.least_bytes}

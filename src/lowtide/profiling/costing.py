@@ -63,10 +63,10 @@ def measure_costs(
 
 @one_at_a_time
 def measure_insides(
-    calls: Mapping[str, Call], *, memory_limit_bytes: int = MEMORY_LIMIT_BYTES
+    calls: Mapping[str, tuple[Call, int]], *, memory_limit_bytes: int = MEMORY_LIMIT_BYTES
 ) -> dict[str, int]:
-    """Bytes that calls hold inside, by the same names; one run each, and no time is taken. Those that cannot
-    be run are left out."""
+    """Bytes that calls hold inside, by the same names; one run each, and no time is taken. Each comes with
+    what it should hold. Those that cannot be run are left out."""
     with real_tensors():
         found = memory_of_calls(calls, memory_limit_bytes=memory_limit_bytes)
     return {name: memory.workspace_bytes for name, memory in found.items()}

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Mapping
+from copy import copy
 from math import log
 from typing import Any
 
@@ -43,6 +44,12 @@ class Known:
                 self._calls.setdefault(kind, []).append((call, cost, made))
                 self._works.pop(kind, None)
             self._costs[name] = cost
+
+    def without_runs(self) -> "Known":
+        """The same costs, for a plan, which outlives the step that they were measured for."""
+        other = copy(self)
+        other.runs = {}
+        return other
 
     def measured_cost(self, call: Call) -> OpCost | None:
         """The cost of a call that was itself measured."""

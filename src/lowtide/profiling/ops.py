@@ -51,17 +51,22 @@ _SLICE_BYTES = 256 << 20
 
 Progress = Callable[[int, int], None]
 
-_patience_seconds = ContextVar("patience_seconds", default=_PATIENCE_SECONDS)
+_hurry: ContextVar[dict[str, OpCost] | None] = ContextVar("hurry", default=None)
 
 
 @contextmanager
-def in_a_hurry() -> Iterator[None]:
-    """Whatever is measured inside is run a few times less."""
-    token = _patience_seconds.set(_PATIENCE_IN_A_HURRY_SECONDS)
+def in_a_hurry(measured: dict[str, OpCost]) -> Iterator[None]:
+    """Whatever is measured inside is run a few times less, and not again if it is in `measured`, where the
+    costs that are found go."""
+    token = _hurry.set(measured)
     try:
         yield
     finally:
-        _patience_seconds.reset(token)
+        _hurry.reset(token)
+
+
+def _patience_seconds() -> float:
+    return _PATIENCE_SECONDS if _hurry.get() is None else _PATIENCE_IN_A_HURRY_SECONDS
 
 
 class _TooLarge(Exception):
@@ -117,6 +122,7 @@ def measure_calls(
     distinct = dict(zip(reversed(signatures), reversed(calls), strict=True))
     costs: dict[str, OpCost] = {}
     missing: dict[str, Call] = {}
+    in_hurry = _hurry.get()
     for key in dict.fromkeys(signatures):
         known = cache.get(key, memory_limit_bytes=memory_limit_bytes) if cache is not None else None
         if distinct[key].target is operator.getitem:
@@ -125,16 +131,19 @@ def measure_calls(
             costs[key] = cost_by_bytes(distinct[key])
         elif known is not None:
             costs[key] = known
+        elif in_hurry is not None and key in in_hurry:
+            costs[key] = in_hurry[key]
         else:
             missing[key] = distinct[key]
 
     trials, failed = _measure(missing, memory_limit_bytes=memory_limit_bytes, progress=progress)
     costs |= {key: trial.cost for key, trial in trials.items()}
+    if in_hurry is not None:
+        in_hurry |= {key: costs[key] for key in trials}
     settled = [key for key, trial in trials.items() if not trial.noisy]
     if cache is not None and settled:
-        in_hurry = _patience_seconds.get() < _PATIENCE_SECONDS
         for key in settled:
-            if in_hurry and len(trials[key].timings) < _RUNS_TO_REMEMBER:
+            if in_hurry is not None and len(trials[key].timings) < _RUNS_TO_REMEMBER:
                 continue
             cache.put(key, costs[key], memory_limit_bytes=memory_limit_bytes)
         cache.save()
@@ -190,7 +199,7 @@ def _measure(
         for number in range(1, ROUNDS + 1):
             for done, trial in enumerate(trials.values(), 1):
                 # Those that never ran undisturbed get more time to do so.
-                patience = _patience_seconds.get() * (1 if trial.settled else _MORE_PATIENCE)
+                patience = _patience_seconds() * (1 if trial.settled else _MORE_PATIENCE)
                 if number == 1:
                     trial.time(attempts=1)
                 elif trial.takes_part(number) and time.perf_counter() < start + patience:
@@ -213,14 +222,21 @@ def _as_a_step_runs(calls: Iterable[Call]) -> Iterator[None]:
         yield
 
 
-def memory_of_calls(calls: Mapping[str, Call], *, memory_limit_bytes: int = 1 << 30) -> dict[str, Memory]:
+def memory_of_calls(
+    calls: Mapping[str, tuple[Call, int]], *, memory_limit_bytes: int = 1 << 30
+) -> dict[str, Memory]:
     """What calls hold inside, by the same names: one run each, on a slice where it does not fit. Those that
-    cannot be run are left out."""
+    cannot be run are left out. Each comes with the bytes that it should hold inside."""
     found: dict[str, Memory] = {}
-    with _as_a_step_runs(calls.values()):
-        for name, call in calls.items():
+    with _as_a_step_runs(call for call, _ in calls.values()):
+        for name, (call, expected_bytes) in calls.items():
             try:
-                found[name] = _prepare_or_less(name, call, memory_limit_bytes=memory_limit_bytes).memory
+                work = work_of(call)
+                if work.nbytes + 2 * expected_bytes <= memory_limit_bytes - SAMPLE_EXTRA_BYTES:
+                    # known well enough to go without a slice that says whether the whole fits
+                    found[name] = _memory(call, work, _device_of(call))
+                else:
+                    found[name] = _prepare_or_less(name, call, memory_limit_bytes=memory_limit_bytes).memory
             except Exception as error:
                 _log.debug("what it holds inside is not measured: %s: %s", name, error)
     return found

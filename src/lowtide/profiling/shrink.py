@@ -76,16 +76,27 @@ def _reductions(call: Call) -> Iterator[_Reduction]:
         if isinstance(arg, (list, tuple)) and all(type(size) is int for size in arg):
             sizes += [size for size in arg if size >= _SMALLEST_SIZE_ARGUMENT]
     for size in dict.fromkeys(sizes):
-        if (
-            tensors
-            and tensors[0].shape[:1] == (size,)
-            and any(size in tensor.shape[1:] for tensor in tensors)
-        ):
+        first = partial(_with_smaller_size, size=size, only_first=True)
+        if _is_first_and_more(size, tensors) and _makes_sense(first(call, 2)):
             # A batch as large as an image is high: a fake run does not tell one from the other.
-            yield _Reduction(f"first size {size}", partial(_with_smaller_size, size=size, only_first=True))
-        yield _Reduction(f"size {size}", partial(_with_smaller_size, size=size))
+            yield _Reduction(f"first size {size}", first)
+        else:
+            yield _Reduction(f"size {size}", partial(_with_smaller_size, size=size))
     for length in sorted({len(arg) for arg in _lists(call)}, reverse=True):
         yield _Reduction(f"list {length}", partial(_with_shorter_lists, length=length))
+
+
+def _is_first_and_more(size: int, tensors: list[Tensor]) -> bool:
+    """Whether the largest tensor begins with a size that also stands at another place."""
+    is_first = bool(tensors) and tensors[0].shape[:1] == (size,)
+    return is_first and any(size in tensor.shape[1:] for tensor in tensors)
+
+
+def _makes_sense(call: Call | None) -> bool:
+    try:
+        return call is not None and work_of(call) is not None
+    except Exception:
+        return False
 
 
 def _least(start: Slice, reduction: _Reduction, *, limit_bytes: int) -> tuple[Slice, float] | None:
