@@ -189,7 +189,7 @@ def _seen_outside(collector: Collector, roots: Sequence[torch.Tensor]) -> tuple[
     gradients: dict[int, torch.Tensor] = {}
     is_counted = True
     has_backward = any(execution.from_outside for execution in collector.executions)
-    if has_backward or any(collector.where(root) is None for root in roots):
+    if roots and (has_backward or any(collector.where(root) is None for root in roots)):
         try:
             gradients = collector.run_backward(roots)
         except Exception as error:
