@@ -69,6 +69,12 @@ def by_function(x: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@torch._dynamo.disable
+def with_a_leaf(x: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
+    """A tensor that gets a gradient and is nobody's parameter: both stay as long as the loss does."""
+    return torch.zeros(TIMES, *x.shape).requires_grad_().mean(0) + x
+
+
 class Net(nn.Module):
     def __init__(self, middle: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -81,7 +87,7 @@ class Net(nn.Module):
         return self.last(self.middle(self.first(x), self.weight)).square().mean()
 
 
-@pytest.mark.parametrize("middle", [widened, sorted_rows, weighed, by_numpy, by_function])
+@pytest.mark.parametrize("middle", [widened, sorted_rows, weighed, by_numpy, by_function, with_a_leaf])
 def test_it_counts(middle: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
     model, x = Net(middle), torch.randn(ROWS, WIDTH)

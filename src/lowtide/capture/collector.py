@@ -36,6 +36,7 @@ from lowtide.torchside.calls import iter_tensors, storage_key
 from lowtide.torchside.graph_key import key_of
 from lowtide.torchside.ops.gpu_attention import use_gpu_attention
 from lowtide.torchside.ops.random import draw_high
+from lowtide.torchside.outside import leaves_behind
 from lowtide.torchside.outside_watch import Moment, OutsideWatch
 
 
@@ -236,7 +237,7 @@ class Collector:
             self.outside.gradients_came(
                 gradient
                 for index, gradient in enumerate(gradients)
-                if gradient is not None and index not in links
+                if gradient is not None and (index not in links or not self._passes_on(links[index]))
             )
             return [*gradients, *[None] * (len(values) - len(gradients))]
 
@@ -261,18 +262,22 @@ class Collector:
         """Run the backward pass of all code between the graphs, with stand-ins for theirs; the gradients of
         parameters that it gives, by the parameter's identity."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        own = {id(parameter) for parameter in parameters}
+        # other tensors may get a gradient that they keep: those of the batch, or made by code between graphs
+        leaves = [*parameters, *(leaf for leaf in leaves_behind(roots) if id(leaf) not in own)]
         num_executions = len(self.executions)
         self.in_backward = self.ran_backward = True
         try:
             with self._looking_away():
                 seeds = [torch.ones_like(root) for root in roots]
-            found = torch.autograd.grad(roots, parameters, seeds, allow_unused=True)
+            found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
             if len(self.executions) != num_executions:
                 raise RuntimeError("a forward pass inside of the backward pass")
         finally:
             self.in_backward = False
             del self.executions[num_executions:]
-        pairs = zip(parameters, found, strict=True)
+        self._alive.append(found)
+        pairs = zip(parameters, found, strict=False)
         return {id(parameter): gradient for parameter, gradient in pairs if gradient is not None}
 
     def _passes_on(self, place: tuple[int, int]) -> bool:
@@ -296,6 +301,10 @@ class Collector:
     def known(self, model: nn.Module, batch: Any) -> set[int]:
         """Storages that are counted anyway: of the user's tensors, and of what the graphs returned."""
         return {*self._made, *(storage_key(tensor) for tensor in user_tensors(model, batch))}
+
+    def still_there(self) -> set[tuple[int, int]]:
+        """What graphs made and somebody holds after the backward pass."""
+        return self.outside.outputs_there() if self.outside is not None and self.ran_backward else set()
 
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The (execution, output) that made this tensor."""

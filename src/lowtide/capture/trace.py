@@ -150,6 +150,7 @@ def _trace(
             )
         is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
         outside, is_counted = _seen_outside(collector, [value] if is_scalar else [])
+        returned |= collector.still_there()
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         raise CaptureError(
             "the loss does not depend on any parameter that requires a gradient: "
@@ -188,7 +189,7 @@ def _seen_outside(collector: Collector, roots: Sequence[torch.Tensor]) -> tuple[
     gradients: dict[int, torch.Tensor] = {}
     is_counted = True
     has_backward = any(execution.from_outside for execution in collector.executions)
-    if has_backward or any(collector.where(root) is None for root in roots):
+    if roots and (has_backward or any(collector.where(root) is None for root in roots)):
         try:
             gradients = collector.run_backward(roots)
         except Exception as error:

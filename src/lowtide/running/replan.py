@@ -83,6 +83,7 @@ class PlanBook:
             self._room = Room.for_loss(plan, self.first)
         if self._room is not None:
             self.graphs = {graph.fingerprint: graph for graph in self._room.graphs}
+            self._peak_bytes = self.budget_bytes  # at most, with the room that is left
             self.reserve = replace(
                 self.reserve, loss_bytes=max(self.reserve.loss_bytes, self._room.loss_bytes)
             )
@@ -117,7 +118,9 @@ class PlanBook:
         room, self._room = self._room, None
         if room is not None and held is not None and not used and room.is_not_needed(held.peak_bytes):
             self.graphs = {graph.fingerprint: graph for graph in self.first}
-            self.reserve = replace(self.plan.solution.reserve, loss_bytes=held.peak_bytes)
+            counted = self.plan.solution.reserve
+            self.reserve = replace(counted, loss_bytes=max(counted.loss_bytes, held.peak_bytes))
+            self._peak_bytes = self.plan.peak_bytes
             self._alike.clear()
             logger.info("the loop's loss holds %s: the plan is as it was made", format_size(held.peak_bytes))
             return True
@@ -148,6 +151,7 @@ class PlanBook:
         return True
 
     def _drop(self, cause: str) -> None:
+        self._room = None
         self._dropped |= dict.fromkeys(self.graphs, cause)
         self.graphs.clear()
         self._alike.clear()

@@ -16,12 +16,12 @@ import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.variables.iter import DictViewIterator
 from torch._dynamo.variables.lists import TupleVariable
 
@@ -55,7 +55,7 @@ def _gives_up_in_loop(translator: InstructionTranslatorBase) -> bool:
         and _torchs_answer(translator)
     ):
         error.skip_frame = True
-        error.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+        error.frame_exec_strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         raise error
     return False
 

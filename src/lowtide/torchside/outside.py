@@ -38,6 +38,11 @@ def held_outside(
     return held
 
 
+def leaves_behind(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors whose gradients a backward pass from `results` would keep."""
+    return [node.variable for node in _nodes(results) if type(node).__name__ == "AccumulateGrad"]
+
+
 def _nodes(results: Iterable[torch.Tensor]) -> list[Any]:
     """All of autograd's nodes behind these tensors, those that were made first in front."""
     waiting: list[Any] = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
