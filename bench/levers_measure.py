@@ -68,7 +68,7 @@ class Measure:
             self._peak(solution, holds, absent),
             self._eager_peaks[holds],
             timings["planned"].added_to(timings["eager"]) if timed_runs else None,
-            _per_step(waits, timed_runs) if plan.solution.offload and timed_runs else None,
+            _per_step(waits, timed_runs) if waits else None,
             differences,
         )
 
