@@ -2,16 +2,16 @@
 
     python bench/levers.py resnet152:4 bert-base:16 gpt2:4 transformer:32 --swap disk:/scratch -o levers.csv
     python bench/levers.py bert-base:16 --swap disk:/scratch --picture bert.png
-    python bench/levers.py --page docs/results/levers.md -o levers.csv
+    python bench/levers.py --page docs/results/levers.md --picture bert.png -o levers.csv
 
-The row of a lever has those before it, too. A lever that every plan has by now is switched off for the first
-rows; the rows from `pieces` on are what users get. Each is verified in fresh processes unless `--predict` is
-given: three optimizer steps are compared with eager by torch.equal, peaks are those of torch's own count,
-times are taken in turn. Where values are swapped, the time that steps waited for the store is taken as well.
-`--at 50%` asks for that share of eager's peak instead of the floor, and says what is missing where it cannot
-be reached. Every row is made in a process of its own, and not again where the file has it already: a run can
-be resumed. `--page` makes a page of the file. `--picture` draws what every budget costs, with and without the
-store.
+The row of a lever has those before it, too. A lever that every plan has by now is switched off for the
+first rows; the rows from `pieces` on are what users get. Unless `--predict` is given, two optimizer steps
+of each are compared with eager by torch.equal, and times taken in turn with eager's. The peak is that of a
+fresh process, by torch's own count, and eager's is measured once. Where values are swapped, the time that
+steps waited for the store is taken as well. `--at 50%` asks for that share of eager's peak instead of the
+floor, and says what is missing where it cannot be reached. The rows of a target are made in a process of
+its own, and not again where the file has them already: a run can be resumed. `--page` makes a page of the
+file. `--picture` draws what every budget costs, with and without the store.
 """
 
 import argparse
@@ -21,18 +21,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
-from unittest import mock
 
 import lowtide
+from levers_measure import Measure
 from levers_off.switches import without
 from levers_page import render_page
-from lowtide.checking.train_step import train_step
-from lowtide.checking.verification import verify
-from lowtide.stores import disk
 from lowtide.zoo.targets import TargetSpec
 
 COLUMNS = (
@@ -70,49 +66,52 @@ LEVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 """Which levers are switched off, and what is asked for."""
 
 
-def profiled(target: str, levers: str, swap: str) -> tuple[TargetSpec, lowtide.Profile]:
-    """`name:batch size` with some levers."""
+def spec_of(target: str) -> TargetSpec:
+    """`name:batch size`, with Adam."""
     name, _, batch_size = target.partition(":")
-    spec = TargetSpec(text=name, batch_size=int(batch_size), optimizer="adam")
-    made = spec.load()
+    return TargetSpec(text=name, batch_size=int(batch_size), optimizer="adam")
+
+
+def profiled(target: str, levers: str, swap: str) -> lowtide.Profile:
+    """A target with some levers. Ops are timed once for all of them."""
+    made = spec_of(target).load()
     options = dict(LEVERS[levers][1])
     if options.pop("swap", False):
         options["swap"] = swap
-    found = lowtide.profile(made.model, made.batch, optimizer=made.optimizer, loss=made.loss, **options)
-    return spec, found
+    return lowtide.profile(made.model, made.batch, optimizer=made.optimizer, loss=made.loss, **options)
 
 
-def row(target: str, levers: str, at: str, *, swap: str, timed_runs: int, measured: bool) -> list[str]:
+def row(
+    target: str, levers: str, at: str, *, swap: str, timed_runs: int, measure: Measure | None
+) -> list[str]:
     """What one target needs with some levers: at the floor, or at a share of eager's peak."""
     absent = LEVERS[levers][0]
     with without(absent):
-        spec, profile = profiled(target, levers, swap)
+        profile = profiled(target, levers, swap)
         head = [target, levers, at, f"{profile.peak_bytes / MIB:.1f}"]
         try:
             plan = profile.plan(profile.floor_bytes if at == "floor" else at)
         except lowtide.BudgetTooSmall as error:
             short = f"not below {error.floor_bytes / MIB:.1f}"
             return [*head, short, "", error.node, *[""] * (len(COLUMNS) - len(head) - 3)]
-    head += [
-        f"{plan.peak_bytes / MIB:.1f}",
-        f"{100 * plan.peak_bytes / profile.peak_bytes:.1f}",
-        plan.solution.peak_node,
-        f"{100 * plan.overhead:.1f}",
-        *_transfers(plan),
-    ]
-    if not measured:
-        return [*head, *[""] * (len(COLUMNS) - len(head))]
-    if absent:  # for the fresh processes
-        os.environ["LEVERS_OFF"] = ",".join(absent)
-        sys.path.insert(0, str(Path(__file__).parent / "levers_off"))
-    found = verify(spec, plan, timed_runs=timed_runs)
+        head += [
+            f"{plan.peak_bytes / MIB:.1f}",
+            f"{100 * plan.peak_bytes / profile.peak_bytes:.1f}",
+            plan.solution.peak_node,
+            f"{100 * plan.overhead:.1f}",
+            *_transfers(plan),
+        ]
+        if measure is None:
+            return [*head, *[""] * (len(COLUMNS) - len(head))]
+        del profile
+        found = measure.of(plan, absent=absent, timed_runs=timed_runs)
     return [
         *head,
-        f"{waited_seconds(spec, plan, timed_runs):.3f}" if plan.solution.offload else "",
-        f"{found.measured_peak_bytes / MIB:.1f}",
-        f"{found.baseline_measured_peak_bytes / MIB:.1f}",
+        "" if found.waited_seconds is None else f"{found.waited_seconds:.3f}",
+        f"{found.peak_bytes / MIB:.1f}",
+        f"{found.eager_peak_bytes / MIB:.1f}",
         "" if found.overhead is None else f"{100 * found.overhead:.1f}",
-        "yes" if found.exact else found.differences[0],
+        found.differences[0] if found.differences else "yes",
     ]
 
 
@@ -129,37 +128,12 @@ def _transfers(plan: lowtide.Plan) -> list[str]:
     ]
 
 
-def waited_seconds(spec: TargetSpec, plan: lowtide.Plan, steps: int) -> float:
-    """How long a step waits for transfers, after one in which the store's blocks are new."""
-    target = spec.load()
-    plan.apply(target.model, optimizer=target.optimizer)
-    waits: list[float] = []
-    wait = disk._Copy.wait
-
-    def timed(copy: disk._Copy) -> None:
-        begin = time.perf_counter()
-        wait(copy)
-        waits[-1] += time.perf_counter() - begin
-
-    with mock.patch.object(disk._Copy, "wait", timed):
-        for _ in range(1 + max(1, steps)):
-            waits.append(0.0)
-            train_step(
-                target.model,
-                target.batch,
-                target.optimizer,
-                target.loss,
-                holds_outputs=plan.solution.holds_outputs,
-            )
-    return median(waits[1:])
-
-
 def draw(target: str, *, swap: str, path: Path) -> None:
     """What every budget costs, with and without the store, in one picture."""
     from lowtide.experiments.curve import curves_of, point_of
     from lowtide.report.experiment_plots import plot_tradeoff
 
-    _, profile = profiled(target, "+ swap", swap)
+    profile = profiled(target, "+ swap", swap)
     plans, without_swap = curves_of(profile, points=30)
     points = [point_of(plan) for plan in plans]
     figure = plot_tradeoff(points, step_seconds=profile.step_seconds, without_swap=without_swap)
@@ -173,12 +147,24 @@ def done_already(path: Path) -> set[tuple[str, ...]]:
         return {tuple(line[column] for column in KEY) for line in csv.DictReader(file)}
 
 
-def in_a_process(arguments: list[str]) -> list[str]:
-    """A row that a process of its own makes."""
+def in_a_process(arguments: list[str]) -> Iterator[list[str]]:
+    """The rows of one target, as the process that makes them prints them."""
     command = [sys.executable, __file__, "--one", *arguments]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: list[str] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("["):
+                yield json.loads(line)
+    if child.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with status {child.returncode}")
+
+
+def rows_of(target: str, wanted: list[tuple[str, str]], *, measured: bool, **settings: Any) -> None:
+    """Print rows of one target, each when it is done."""
+    with tempfile.TemporaryDirectory(prefix="levers-") as folder:
+        measure = Measure(spec_of(target), Path(folder)) if measured else None
+        for levers, at in wanted:
+            print(json.dumps(row(target, levers, at, measure=measure, **settings)), flush=True)
 
 
 def main() -> None:
@@ -187,22 +173,31 @@ def main() -> None:
     parser.add_argument("--levers", default=",".join(LEVERS), help="which rows, separated by commas")
     parser.add_argument("--at", default="floor", help="floor, or shares of eager's peak, separated by commas")
     parser.add_argument("--swap", default=f"disk:{tempfile.gettempdir()}", help="disk:FOLDER")
-    parser.add_argument("--timed-runs", type=int, default=3)
+    parser.add_argument("--timed-runs", type=int, default=2, help="pairs of timed steps")
     parser.add_argument("--predict", action="store_true", help="measure nothing")
-    parser.add_argument("--picture", type=Path, help="draw the curves of the one target, and nothing else")
+    parser.add_argument(
+        "--picture", type=Path, help="draw the curves of the one target; with --page, show them"
+    )
     parser.add_argument("--page", type=Path, help="make a page of the file, and nothing else")
     parser.add_argument("--one", action="store_true", help="make one row in this process, and print it")
     parser.add_argument("-o", "--output", type=Path, default=Path("levers.csv"))
     options = parser.parse_args()
     if options.page is not None:
-        options.page.write_text(render_page(options.output))
+        picture = os.path.relpath(options.picture, options.page.parent) if options.picture else ""
+        options.page.write_text(render_page(options.output, picture=picture))
         return
     if options.picture is not None:
         draw(options.targets[0], swap=options.swap, path=options.picture)
         return
-    settings = {"swap": options.swap, "timed_runs": options.timed_runs, "measured": not options.predict}
+    wanted = [(levers, at) for levers in options.levers.split(",") for at in options.at.split(",")]
     if options.one:
-        print(json.dumps(row(options.targets[0], options.levers, options.at, **settings)))
+        rows_of(
+            options.targets[0],
+            wanted,
+            measured=not options.predict,
+            swap=options.swap,
+            timed_runs=options.timed_runs,
+        )
         return
     done = done_already(options.output)
     with options.output.open("a", newline="") as file:
@@ -210,13 +205,15 @@ def main() -> None:
         if not done:
             writer.writerow(COLUMNS)
         for target in options.targets:
-            for levers in options.levers.split(","):
-                for at in options.at.split(","):
-                    if (target, levers, at) in done:
-                        continue
-                    given = [target, "--levers", levers, "--at", at, "--swap", options.swap]
-                    given += ["--timed-runs", str(options.timed_runs), *["--predict"] * options.predict]
-                    found = in_a_process(given)
+            for at in options.at.split(","):
+                missing = [
+                    levers for levers, where in wanted if where == at and (target, levers, at) not in done
+                ]
+                if not missing:
+                    continue
+                given = [target, "--levers", ",".join(missing), "--at", at, "--swap", options.swap]
+                given += ["--timed-runs", str(options.timed_runs), *["--predict"] * options.predict]
+                for found in in_a_process(given):
                     writer.writerow(found)
                     file.flush()
                     print(*found, sep="\t", flush=True)

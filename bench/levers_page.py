@@ -24,8 +24,8 @@ HEADS = (
 )
 
 
-def render_page(path: Path) -> str:
-    """One table for each target of the file, in its order."""
+def render_page(path: Path, *, picture: str = "") -> str:
+    """One table for each target of the file, in its order, and a picture of what every budget costs."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     where = environment("cpu")
@@ -37,13 +37,15 @@ def render_page(path: Path) -> str:
         "The lowest peak that each lever reaches, with all those above it; where `at` names a share of "
         "eager's peak, the fastest plan within it. Adam. Peaks are measured in fresh processes, "
         "by torch's own count, and their share is of eager's, measured too; `~` marks what was "
-        "predicted and not run. Times are of steps run in turn. Waiting for the store: "
+        "predicted and not run. Times are of few pairs of steps, run in turn. Waiting for the store: "
         "measured, and predicted in brackets.",
     ]
     for target in _targets(rows):
         own = [row for row in rows if row["target"] == target]
         eager = next((row["measured_eager_mib"] for row in own if row["measured_eager_mib"]), "")
         parts += [f"## {target}", f"Eager: {eager or '~' + own[0]['eager_mib']} MiB.", _table(own)]
+    if picture:
+        parts += ["## With and without the store", f"![What every budget costs]({picture})"]
     return "\n\n".join(parts) + "\n"
 
 

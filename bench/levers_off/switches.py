@@ -6,16 +6,16 @@ from unittest import mock
 
 from lowtide import methods
 
-PACKED = ("bits", "sign", "narrow")
+METHODS_OF = {"packed": ("bits", "sign", "narrow"), "slices": ("slices",)}
 
 
 @contextmanager
 def without(levers: Collection[str]) -> Iterator[None]:
     """Profile, plan and run as if these levers were not there."""
     with ExitStack() as stack:
-        if "packed" in levers:
-            others = tuple(method for method in methods.METHODS if method.name not in PACKED)
-            stack.enter_context(mock.patch.object(methods, "METHODS", others))
+        gone = {name for lever in levers for name in METHODS_OF.get(lever, ())}
+        others = tuple(method for method in methods.METHODS if method.name not in gone)
+        stack.enter_context(mock.patch.object(methods, "METHODS", others))
         if "slices" in levers:
             stack.enter_context(mock.patch("lowtide.torchside.ops.use_loss_rows", lambda graph: None))
             stack.enter_context(mock.patch("lowtide.torchside.ops.use_score_rows", lambda graph: None))

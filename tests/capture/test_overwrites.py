@@ -55,6 +55,11 @@ def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, labels, label_smoothing=0.1, ignore_index=3)
 
 
+def of_sequences(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    words = logits.view(ROWS, CLASSES // 4, 4)
+    return F.cross_entropy(words, labels[:, None].expand(ROWS, 4) % (CLASSES // 4), label_smoothing=0.1)
+
+
 def of_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, F.one_hot(labels, CLASSES).float())
 
@@ -89,6 +94,7 @@ HEADS = [
     weighted,
     upcast,
     smoothed,
+    of_sequences,
     of_probabilities,
     capped,
     with_logits,
@@ -132,6 +138,7 @@ def loss_call(head: Head) -> dict[str, Any] | None:
 def test_log_probabilities_are_written_over_only_where_nothing_reads_them_later() -> None:
     assert loss_call(cross_entropy) is not None
     assert loss_call(of_every_row) is not None
+    assert loss_call(of_sequences) is not None
     assert loss_call(returned) is None
 
 

@@ -73,6 +73,10 @@ def fit(
     calls: str, budget: str | int | None, *, module: Any = None, options: Any = None, **settings: Any
 ) -> tuple[Any, Any]:
     lightning.seed_everything(0, verbose=False)
+    if module is not None:
+        for part in module.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
     module = Module(calls) if module is None else module
     data = TensorDataset(torch.randn(ROWS, WIDTH), torch.randint(0, CLASSES, (ROWS,)))
     callbacks = [] if budget is None else [Lowtide(budget, **(options or {}))]
@@ -143,6 +147,33 @@ class Measured(Module):
 def test_the_budget_is_kept() -> None:
     module, plan = fit("itself", "80%", module=Measured("itself"))
     assert 0.9 * plan.peak_bytes <= module.peak <= plan.budget_bytes
+
+
+class Holding(Module):
+    """Returns the logits beside the loss, or lets go of them."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__("itself")
+        self.returns = returns
+        self.parts.append(nn.Linear(CLASSES, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[1](self.parts[0](x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        loss = self.criterion(logits, batch[1])
+        self.losses.append(loss.detach().clone())
+        return {"loss": loss, "logits": logits} if self.returns else loss
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_outputs_that_training_step_lets_go_of_are_found_out(returns: bool) -> None:
+    (plain, _), (planned, plan) = (fit("", b, module=Holding(returns=returns)) for b in (None, "80%"))
+    assert plan.recompute_seconds > 0 or not returns
+    assert plan.solution.holds_outputs is returns
+    assert all(map(torch.equal, plain.losses, planned.losses))
+    assert all(map(torch.equal, plain.state_dict().values(), planned.state_dict().values()))
 
 
 def test_what_cannot_be_planned_is_refused_before_the_first_step() -> None:

@@ -148,3 +148,20 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         profile(model, x, mode="run")
     with pytest.raises(lowtide.LowtideError, match="move model and batch there"):
         profile(model.to("meta"), x)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 512), nn.Linear(512, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return self.down(hidden * torch.sigmoid(1.702 * hidden))
+
+
+def test_methods_of_the_processor_are_not_those_of_a_gpu() -> None:
+    batch = torch.randn(1024 * torch.get_num_threads(), 8)
+    here, there = (profile(Gated(), batch, device) for device in (None, "a100-40g"))
+    assert any(node.recipe("slices") for node in here.nodes)
+    assert not any(node.recipe("slices") for node in there.nodes)

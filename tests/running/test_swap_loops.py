@@ -103,13 +103,54 @@ def with_a_call_that_nobody_uses(target):
     mean_square(target.model(target.batch)).backward()
 
 
-LOOPS = [two_calls, backwards_twice, with_evaluation, accumulating, with_a_call_that_nobody_uses]
+def broken_off(target):
+    loss = mean_square(target.model(target.batch))
+    try:
+        loss.register_hook(interrupt)
+        loss.backward()
+    except KeyboardInterrupt:
+        target.model.zero_grad()
+    del loss
+    mean_square(target.model(target.batch)).backward()
+
+
+def interrupt(_grad):
+    raise KeyboardInterrupt
+
+
+LOOPS = [broken_off, two_calls, backwards_twice, with_evaluation, accumulating, with_a_call_that_nobody_uses]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_a_loop_is_exact_and_leaves_nothing_in_the_store(plain, planned, loop):
     assert differences(after(twin(plain), loop), after(planned, loop)) == []
     assert is_empty(store_of(planned))
+
+
+@pytest.mark.parametrize("options", [{"step_in_backward": True}, {"accumulate": True}], ids=str)
+def test_other_levers_and_a_store_together(plain, tmp_path, options):
+    one, other = twin(plain), twin(plain)
+    found = lowtide.profile(
+        other.model,
+        other.batch,
+        optimizer=other.optimizer,
+        loss=mean_square,
+        swap=f"disk:{tmp_path}",
+        **options,
+    )
+    plan = swapped(found, delay=1, ahead=2)
+    assert plan.solution.offload.store_bytes > 0
+    plan.apply(other.model, optimizer=other.optimizer)
+
+    def loop(target):
+        for _ in range(3):
+            for _ in range(2 if "accumulate" in options else 1):
+                mean_square(target.model(target.batch)).backward()
+            target.optimizer.step()
+            target.optimizer.zero_grad()
+
+    assert differences(after(one, loop), after(other, loop)) == []
+    assert is_empty(store_of(other))
 
 
 def test_a_plan_from_a_file_swaps(plain, plan, tmp_path):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from lowtide.torchside.ops.chains import SLICE, in_slices, program_of
+from lowtide.torchside.ops.chains import GRAIN, LEAST_SLICES, SLICE, in_slices, program_of, slices
 
 Chain = Callable[[Tensor, Tensor], Tensor]
 
@@ -58,3 +58,13 @@ def test_the_same_bits(name: str, dtype: torch.dtype, threads: int) -> None:
         expected = values.run(x, y)
         got = in_slices(program, [values.env[source] for source in sources], last.meta["val"].dtype)
         assert torch.equal(got, expected), count
+
+
+def test_slices_cover_all_and_are_small() -> None:
+    for threads in (1, 2, 3, 16):
+        for count in (1, 1000, threads * GRAIN, 3 * threads * SLICE + 7, 5 * threads * threads * SLICE - 1):
+            found = list(slices(count, threads))
+            assert [first for first, _ in found] == [0, *(end for _, end in found[:-1])]
+            assert found[-1][1] == count
+            if count >= LEAST_SLICES * threads * SLICE:
+                assert max(end - first for first, end in found) < 2 * threads * SLICE

@@ -64,7 +64,9 @@ def test_a_value_that_does_not_lie_densely_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES[:3])
-@pytest.mark.parametrize("shape", [(1, 5), (33, 1003), (500, 257), (129, 30), (3, 7, 9, 11), (2, 20, 64, 64)])
+@pytest.mark.parametrize(
+    "shape", [(1, 5), (33, 1003), (500, 257), (129, 30), (3, 7, 9, 11), (2, 20, 64, 64), (9, 33, 65)]
+)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_the_gradient_of_a_loss_in_slices_has_eagers_bits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...], reduction: str
@@ -86,12 +88,14 @@ def compare(shape: tuple[int, ...], dtype: torch.dtype, reduction: str) -> None:
     target[0] = -100
     weight = torch.rand(classes).to(dtype)
     number = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    images = scores.unsqueeze(2) if len(shape) == 3 else scores
+    target = target.unsqueeze(1) if len(shape) == 3 else target
     loss, total = (aten.nll_loss_forward if len(shape) == 2 else aten.nll_loss2d_forward)(
-        scores, target, weight, number, -100
+        images, target, weight, number, -100
     )
     grad = torch.randn_like(loss)
     backward = aten.nll_loss_backward if len(shape) == 2 else aten.nll_loss2d_backward
-    between = backward(grad, scores, target, weight, number, -100, total)
+    between = backward(grad, images, target, weight, number, -100, total).view(shape)
     args = (target, weight, number, -100, total, 1, dtype)
     term = torch.randn_like(scores[:, :1]).expand_as(scores)
     smoothed = aten._log_softmax_backward_data(term + between, scores, 1, dtype)

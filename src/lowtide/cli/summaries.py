@@ -157,7 +157,8 @@ def _offload(solution: Solution, offloaded: list[Decision]) -> list[tuple[str, o
         (
             "transfers",
             duration(found.transfer_seconds),
-            f"{duration(hidden)} behind the compute, {duration(found.stall_seconds)} waited for",
+            f"{duration(hidden)} behind the compute, {duration(found.stall_seconds)} waited for"
+            + (f", {duration(found.slowed_seconds)} lost to copies" if found.slowed_seconds else ""),
         ),
     ]
 

@@ -13,10 +13,10 @@ without it.
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowtide.api import checkpoint
-from lowtide.errors import LowtideError
+from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.integrations.first_call import (
     await_first_call,
     checked_budget,
@@ -27,7 +27,8 @@ from lowtide.integrations.first_call import (
 )
 from lowtide.plans import Plan
 from lowtide.running.apply import plan_of_model
-from lowtide.running.runner import remove
+from lowtide.running.held_outputs import SMALL_BYTES
+from lowtide.running.runner import remove, runner_of
 from lowtide.torchside.batch import Arguments
 
 try:
@@ -45,9 +46,10 @@ class Lowtide(Callback):
     raises `BudgetTooSmall` before the first step. `plan` is the plan that was made, None before that. The
     model is the plain one again when the training ends.
 
-    `holds_outputs=False`: `training_step` returns the loss alone, and nothing else holds what the network
-    returned through the backward pass, which then needs less. `swap="disk:FOLDER"`: activations may also wait
-    there. `executor="inductor"`: what is planned is compiled by Inductor.
+    Whether what the network returned (logits, say) is held through the backward pass is seen at the first:
+    where `training_step` lets go of it, the second batch is planned anew, with less to hold.
+    `holds_outputs=True` or `False` says it beforehand. `swap="disk:FOLDER"`: activations may also wait there.
+    `executor="inductor"`: what is planned is compiled by Inductor.
 
     Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
     """
@@ -57,7 +59,7 @@ class Lowtide(Callback):
         budget: str | int,
         *,
         planner: str = "auto",
-        holds_outputs: bool = True,
+        holds_outputs: bool | None = None,
         swap: str = "",
         executor: str = "eager",
     ) -> None:
@@ -67,9 +69,11 @@ class Lowtide(Callback):
         self.swap = checked_swap(swap)
         self.executor = checked_executor(executor)
         self.plan: Plan | None = None
+        self._planned: nn.Module | None = None
+        self._lets_go = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.plan = None
+        self.plan, self._planned, self._lets_go = None, None, False
         networks = [module for module in _networks(pl_module) if _is_trained(module)]
         if trainer.strategy.model is pl_module:
             # where it is wrapped, Lightning sends all of training_step through the module's call
@@ -83,6 +87,19 @@ class Lowtide(Callback):
         if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in trainer.optimizers:
                 pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+        if self._lets_go and self._planned is not None:
+            module, self._planned = self._planned, None
+            await_first_call(module, lambda module, call: self._meet(trainer, pl_module, module, call))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """The first time, see what is left of the network's outputs now that `training_step` has returned."""
+        runner = None if self._planned is None else runner_of(self._planned)
+        if runner is None or self._lets_go:
+            return
+        if self.plan is not None and _may_win(self.plan) and trainer.world_size == 1:
+            self._lets_go = runner.backend.progress.outputs.nbytes <= SMALL_BYTES
+        if not self._lets_go:
+            self._planned = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _release(pl_module)
@@ -100,21 +117,31 @@ class Lowtide(Callback):
                     f"training_step calls a {type(module).__name__}, and '{name}' outside of it is trained "
                     "as well: put all that is trained into one module, and call that in training_step"
                 )
-        checkpoint(
-            module,
-            call,
-            budget=self.budget,
-            planner=self.planner,
-            optimizer=trainer.optimizers,
-            accumulate=trainer.accumulate_grad_batches > 1,
-            reserve=_state_bytes(pl_module) - _state_bytes(module),
-            holds_outputs=self.holds_outputs,
-            swap=self.swap,
-            executor=self.executor,
-        )
+        options: dict[str, Any] = {
+            "budget": self.budget,
+            "planner": self.planner,
+            "optimizer": trainer.optimizers,
+            "accumulate": trainer.accumulate_grad_batches > 1,
+            "reserve": _state_bytes(pl_module) - _state_bytes(module),
+            "swap": self.swap,
+            "executor": self.executor,
+        }
+        first = self.holds_outputs is None and not self._lets_go
+        try:
+            checkpoint(module, call, holds_outputs=first or bool(self.holds_outputs), **options)
+        except BudgetTooSmall:
+            if not first:
+                raise
+            checkpoint(module, call, holds_outputs=False, **options)  # warns if that is not so
         self.plan = plan_of_model(module)
+        self._planned = module if first else None
         if self.plan is not None and trainer.is_global_zero:
             tell(self.plan)
+
+
+def _may_win(plan: Plan) -> bool:
+    """Whether a step would be faster if it had less to hold."""
+    return plan.solution.holds_outputs and plan.recompute_seconds > 0
 
 
 def _networks(module: nn.Module) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from lowtide.capture.step import Captured, with_costs
 from lowtide.facts import Kind, Node, Step, Storage
 from lowtide.facts.devices import Gpu
 from lowtide.facts.units import format_size
+from lowtide.methods import method_named
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.work import visible_work_of
 from lowtide.torchside.calls import Call, signature, target_name
@@ -136,4 +137,6 @@ def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
 
 
 def _estimated(node: Node) -> Node:
-    return replace(node, estimated=True) if node.seconds or node.workspace_bytes else node
+    recipes = tuple(r for r in node.recipes if not method_named(r.method).on_cpu_only)
+    estimated = node.estimated or bool(node.seconds or node.workspace_bytes)
+    return replace(node, estimated=estimated, recipes=recipes)

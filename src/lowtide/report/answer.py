@@ -109,7 +109,8 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
 
 
 def _stalls(solution: Solution) -> float:
-    return solution.offload.stall_seconds if solution.offload else 0.0
+    offload = solution.offload
+    return offload.stall_seconds + offload.slowed_seconds if offload else 0.0
 
 
 def _offloaded(solution: Solution) -> list[Tile]:

@@ -16,7 +16,10 @@ SMALL_BYTES = 4096
 
 
 class HeldOutputs:
-    """What the model returned last. Warns once, at the end of a backward pass that it outlived."""
+    """What the model returned last. Warns once, at the end of a backward pass that it outlived, unless it
+    `may_be_held`."""
+
+    may_be_held = True
 
     def __init__(self) -> None:
         self._outputs: list[weakref.ref[Tensor]] = []
@@ -27,11 +30,16 @@ class HeldOutputs:
         if not self._told:
             self._outputs = [weakref.ref(tensor) for tensor in tensors_in(output) if tensor.dim()]
 
-    def warn(self) -> None:
+    @property
+    def nbytes(self) -> int:
+        """What of it is still there."""
         alive = [tensor for reference in self._outputs if (tensor := reference()) is not None]
+        return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in alive}.values())
+
+    def warn(self) -> None:
+        nbytes = self.nbytes
         self._outputs = []
-        nbytes = sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in alive}.values())
-        if nbytes > SMALL_BYTES:
+        if nbytes > SMALL_BYTES and not self.may_be_held:
             self._told = True
             logger.warning(
                 "the loop held %s (%d bytes) of the model's outputs through the backward pass, but the plan "

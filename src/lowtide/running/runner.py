@@ -109,6 +109,7 @@ class Runner:
         )
         self.guard: Guard = _unguarded
         self.backend.progress.kept.spare_bytes = spare_bytes
+        self.backend.progress.outputs.may_be_held = holds_outputs
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
@@ -159,8 +160,7 @@ class Runner:
             self._batch, self._may_start_over = (), True
         self._waiting = self.backend.progress.backwards
         self._last = _graph_behind(output)
-        if not self.holds_outputs:
-            self.backend.progress.outputs.note(output)
+        self.backend.progress.outputs.note(output)
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before = self.backend.num_graphs
             self._watch_loop()

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def times(value: Tensor, number: Any, *, out: Tensor | None = None) -> Tensor:
     """A product with a number, which `mul_` would round to the type of a half-precision value first."""
     if out is None or layout_of(out) is None:
-        return value * number
+        return torch.mul(value, number)
     return torch.mul(value, torch.tensor(number, dtype=torch.float64), out=out)
 
 

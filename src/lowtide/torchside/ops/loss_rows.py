@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lowtide.torchside.hooks import FakeTensor, graph_is_kept
+from lowtide.torchside.ops.schema import is_view_op
 
 aten = torch.ops.aten
 
@@ -45,19 +46,20 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
     if out is None or graph_is_kept():
         out = torch.empty_like(scores)
     backward = aten.nll_loss_backward if scores.dim() == 2 else aten.nll_loss2d_backward
+    images = scores.unsqueeze(2) if scores.dim() == 3 else scores  # torch sees sequences as images of one row
     per_row = grad.dim() > 0
     step = rows_at_a_time(scores)
     for first in range(0, len(scores), step):
         rows = slice(first, first + step)
         some = backward(
             grad[rows] if per_row else grad,
-            scores[rows],
+            images[rows],
             target[rows],
             weight,
             reduction,
             ignore_index,
             total_weight,
-        )
+        ).view_as(scores[rows])
         if plus is not None:
             some.add_(plus[rows])
         aten._log_softmax_backward_data.out(some, scores[rows], dim, dtype, out=out[rows])
@@ -82,15 +84,25 @@ def use_loss_rows(graph: fx.Graph) -> None:
     """Let the gradient of a cross entropy be made in slices of rows; preserves every bit."""
     for target, dims in LOSSES.items():
         for loss in graph.find_nodes(op="call_function", target=target):
-            whole, plus = _with_term(loss)
+            seen = _as_sequence(loss)
+            whole, plus = _with_term(seen)
             softmax = _only_user(whole)
-            if softmax is None or not _fits(whole, softmax, dims):
+            if softmax is None or not _fits(whole, softmax, dims if seen is loss else 3):
                 continue
             _grad, _scores, dim, dtype = softmax.args
             softmax.target = loss_gradient
             softmax.args = (loss.args[0], softmax.args[1], *loss.args[2:], dim, dtype, plus)
-            for node in dict.fromkeys((whole, loss)):
+            for node in dict.fromkeys((whole, seen, loss)):
                 graph.erase_node(node)
+
+
+def _as_sequence(loss: fx.Node) -> fx.Node:
+    """The view of a loss's gradient without its third dimension, as that of sequences has; else itself."""
+    user = _only_user(loss)
+    shape = tuple(loss.meta["val"].shape)
+    if user is None or not is_view_op(user.target) or len(shape) != 4 or shape[2] != 1:
+        return loss
+    return user if tuple(user.meta["val"].shape) == (*shape[:2], shape[3]) else loss
 
 
 def _with_term(loss: fx.Node) -> tuple[fx.Node, fx.Node | None]:
