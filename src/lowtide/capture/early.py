@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture.graphs import Segment, results_of
 from lowtide.capture.regions import split
+from lowtide.capture.tangents import tangent_outputs
 from lowtide.torchside.calls import storage_key
 from lowtide.torchside.ops.random import is_random
 from lowtide.torchside.ops.schema import talks_to_others, writes_inputs
@@ -23,10 +24,12 @@ def backward_order(segment: Segment) -> list[fx.Node]:
     """The backward ops of a segment in the order to run them: as captured, where another holds no less at its
     peak, and then on the whole."""
     captured = split(segment)[1]
+    tangents = tangent_outputs(segment.joint)
+    primals = [node for node in segment.joint.graph.find_nodes(op="placeholder") if node not in tangents]
     results = [node for node in results_of(segment.joint) if node is not None]
     grads = results_of(segment.joint)[segment.num_forward_outputs :]
     early = _early(captured, {node for node in grads if node is not None})
-    held = [_held(ops, results) for ops in (captured, early)]
+    held = [_held(ops, primals, results) for ops in (captured, early)]
     before, after = ((max(some, default=0), sum(some)) for some in held)
     return early if after < before else captured
 
@@ -74,8 +77,9 @@ def _may_move(node: fx.Node) -> bool:
     return not (is_random(node) or writes_inputs(node.target) or talks_to_others(node.target))
 
 
-def _held(ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[int]:
-    """Bytes at each op of what ops make and of the forward values that they still read."""
+def _held(ops: Sequence[fx.Node], primals: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[int]:
+    """Bytes at each op of what ops make and of the forward values that they still read, without what is
+    there throughout."""
     sizes: dict[int, int] = {}
     last: dict[int, int] = {}
     first: dict[int, int] = {}
@@ -90,6 +94,8 @@ def _held(ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[int]:
             last.setdefault(key, place)
     for node in results:
         last.update((key, len(ops) - 1) for key, _ in _blocks(node) if key in last)
+    for node in primals:
+        sizes.update((key, 0) for key, _ in _blocks(node) if key in sizes)
     change = [0] * (len(ops) + 1)
     for key, nbytes in sizes.items():
         change[first[key]] += nbytes

@@ -34,7 +34,7 @@ MOVES_PER_OP = 120
 """Moves of annealing for each op of a small step, at each level."""
 MANY_MOVES = 3000
 """Larger steps get these and `FEW_PER_OP` for each op: there, cuts are good starts."""
-FEW_PER_OP = 2
+FEW_PER_OP = 1
 COLD, WARM, HOT = 0.05, 0.5, 3.0
 """How warm annealing starts: coldly it keeps what is good in its start, warmly it leaves it."""
 ENOUGH = 0.002

@@ -11,7 +11,9 @@ already chosen and every ratio are refreshed. Known weakness, kept: the ratio do
 the peak is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from lowtide.facts import Activation
 from lowtide.planning.activations import NANOSECOND, activations
@@ -52,7 +54,7 @@ def refresh(candidate: Candidate) -> None:
     candidate.ratio = candidate.activation.nbytes / max(candidate.total_seconds, NANOSECOND)
 
 
-def update_chosen(t: Candidate, chosen: list[Candidate]) -> None:
+def update_chosen(t: Candidate, chosen: Iterable[Candidate]) -> None:
     """Algorithm E: those already chosen that read `t` now start from the sources of `t`."""
     for r in chosen:
         if t.name in r.sources:
@@ -63,7 +65,7 @@ def update_chosen(t: Candidate, chosen: list[Candidate]) -> None:
     refresh(t)
 
 
-def update_candidates(t: Candidate, candidates: list[Candidate], chosen: list[Candidate]) -> None:
+def update_candidates(t: Candidate, candidates: Iterable[Candidate], chosen: list[Candidate]) -> None:
     """Algorithm F: what the choice of `t` (already among `chosen`) means for those that remain."""
     for c in candidates:
         if t.name not in c.sources and c.name not in t.sources:
@@ -98,20 +100,66 @@ def policy(table: Table) -> list[Prefix]:
         for a in activations(step)
         if not a.fixed
     ]
-    for candidate in candidates:
-        refresh(candidate)
+    pool = Pool(candidates)
     runs = LazyRuns(table)
-    chosen: list[Candidate] = []
     prefixes = [Prefix(-1, runs.peak_bytes(), 0.0)]
-    while candidates:
-        t = pick(candidates)
-        candidates.remove(t)
-        update_chosen(t, chosen)
-        chosen.append(t)
-        update_candidates(t, candidates, chosen)
+    while (t := pool.choose()) is not None:
         runs.drop(t.activation.storage)
         prefixes.append(Prefix(t.activation.storage, runs.peak_bytes(), runs.added_seconds))
     return prefixes
+
+
+class Pool:
+    """The candidates, and those chosen so far: a choice looks at those alone that it concerns."""
+
+    def __init__(self, candidates: list[Candidate]) -> None:
+        for candidate in candidates:
+            refresh(candidate)
+        self._all = {candidate.name: candidate for candidate in candidates}
+        self._chosen: dict[str, Candidate] = {}
+        self._readers: dict[str, dict[str, None]] = {}
+        """by source, the names of those that start from it, or once did"""
+        # of equal ratio, as `pick` has them
+        best_last = sorted(
+            candidates, key=lambda c: (c.activation.nbytes, -c.activation.creation_rank, c.name)
+        )
+        self._turn = {candidate.name: -i for i, candidate in enumerate(best_last)}
+        self._heap = [(-c.ratio, self._turn[c.name], c.name) for c in candidates]
+        heapify(self._heap)
+        self._note(candidates)
+
+    def choose(self) -> Candidate | None:
+        """The next one of the greedy; None when all are chosen."""
+        while self._heap:
+            ratio, _, name = heappop(self._heap)
+            t = self._all[name]
+            if name not in self._chosen and t.ratio == -ratio:
+                break
+        else:
+            return None
+        longer = self._chosen_readers([name])
+        update_chosen(t, longer)
+        self._note(longer, t.sources)
+        self._chosen[name] = t
+        concerned = [
+            self._all[other]
+            for other in {**self._readers.get(name, {}), **dict.fromkeys(sorted(t.sources))}
+            if other in self._all and other not in self._chosen
+        ]
+        update_candidates(t, concerned, self._chosen_readers([c.name for c in concerned]))
+        for c in concerned:
+            heappush(self._heap, (-c.ratio, self._turn[c.name], c.name))
+        self._note(concerned, t.sources)
+        return t
+
+    def _chosen_readers(self, names: Iterable[str]) -> list[Candidate]:
+        readers = {reader: None for name in names for reader in self._readers.get(name, ())}
+        return [self._chosen[reader] for reader in readers if reader in self._chosen]
+
+    def _note(self, candidates: Iterable[Candidate], sources: Iterable[str] | None = None) -> None:
+        for candidate in candidates:
+            for source in candidate.sources.intersection(candidate.sources if sources is None else sources):
+                self._readers.setdefault(source, {})[candidate.name] = None
 
 
 def plan_of(table: Table, prefixes: list[Prefix], last: int) -> frozenset[Rerun]:
