@@ -40,8 +40,7 @@ class Room:
         room = cls(step, graphs, loss_bytes=loss_bytes, budget_bytes=plan.budget_bytes)
         if room.is_not_needed(loss_bytes):
             return None
-        room.graphs = room._found()
-        return room if room.graphs else None
+        return room if room.find() else None
 
     def is_not_needed(self, loss_bytes: int) -> bool:
         """Whether the plan as it was made fits where the loop's loss holds as much."""
@@ -52,15 +51,18 @@ class Room:
             <= self._budget_bytes
         )
 
-    def _found(self) -> tuple[Graph, ...]:
+    def find(self) -> bool:
+        """Look for such schedules: those of the plan, mended, or others; False where none fit."""
         desk = desk_for(_with_loss(self._step, self.loss_bytes))
         carried = desk.carry(self._schedules, budget_bytes=self._budget_bytes)
         if carried is not None and carried.peak_bytes <= self._budget_bytes:
-            return carried.graphs[: len(self._told)]
+            self.graphs = carried.graphs[: len(self._told)]
+            return True
         try:
-            return desk.solve(budget_bytes=self._budget_bytes).graphs[: len(self._told)]
+            self.graphs = desk.solve(budget_bytes=self._budget_bytes).graphs[: len(self._told)]
         except BudgetTooSmall:
-            return ()
+            return False
+        return True
 
     @property
     def _schedules(self) -> list[tuple[Run, ...]]:
