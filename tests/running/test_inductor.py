@@ -8,6 +8,7 @@ from torch import nn
 from training import differences, measured_peak, train, twin
 
 import lowtide
+from lowtide.planning.planner import Desk
 from lowtide.running import inductor
 from lowtide.torchside.inductor import has_compiler
 from lowtide.zoo.targets import Target
@@ -203,3 +204,17 @@ def test_ordinary_loops(kind: str) -> None:
         return [*seen, *model.state_dict().values(), torch.get_rng_state()]
 
     assert all(map(torch.equal, trained("300%"), trained("85%")))
+
+
+def test_chains_in_slices_are_left_to_eager() -> None:
+    """What runs as it is beside compiled ops would round otherwise than they do."""
+    model = nn.Sequential(nn.Linear(8, 512), Gate(), nn.Linear(512, 8))
+    found = lowtide.profile(model, torch.randn(1024 * torch.get_num_threads(), 8))
+    assert any(node.recipe("slices") for node in found.nodes)
+    compiled = inductor._compiled_desk(Desk(found.step))
+    assert not any(node.recipe("slices") for node in compiled.step.nodes)
+
+
+class Gate(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)

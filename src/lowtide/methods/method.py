@@ -50,8 +50,9 @@ class Method(ABC):
     costs_as_first: ClassVar[bool] = False
     """whether a run costs what the node's own op does; else its `call` is timed, but for those that offload:
     they cost the time that the step waits for them"""
-    on_cpu_only: ClassVar[bool] = False
-    """whether a step that is captured here and planned for a GPU must do without it"""
+    as_eager_only: ClassVar[bool] = False
+    """whether it gives the bits of eager's ops on a CPU alone: compiled graphs, and plans for a GPU that is
+    not here, must do without it"""
     wait: ClassVar[Target | None] = None
     """what turns the result of a run into the value, once its first reader needs it"""
 

@@ -15,7 +15,7 @@ from lowtide.torchside.ops.readers import read_in_backward
 class Slices(Method):
     name = "slices"
     words = "run again in slices, with the pointwise ops before it"
-    on_cpu_only = True
+    as_eager_only = True
 
     def why_not(self, node: fx.Node) -> str | None:
         value = node.meta.get("val")

@@ -137,6 +137,6 @@ def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
 
 
 def _estimated(node: Node) -> Node:
-    recipes = tuple(r for r in node.recipes if not method_named(r.method).on_cpu_only)
+    recipes = tuple(r for r in node.recipes if not method_named(r.method).as_eager_only)
     estimated = node.estimated or bool(node.seconds or node.workspace_bytes)
     return replace(node, estimated=estimated, recipes=recipes)

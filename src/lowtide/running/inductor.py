@@ -20,6 +20,7 @@ from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Graph, Node, Region, Run, Solution, Step
 from lowtide.facts.plan import EXECUTORS
 from lowtide.facts.units import size_and_bytes
+from lowtide.methods import method_named
 from lowtide.planning.planner import Desk
 from lowtide.planning.schedules import scheduled_ranks, step_in_pieces
 from lowtide.planning.simulate import simulate, source_of
@@ -85,6 +86,7 @@ def solve_compiled(
 
     BudgetTooSmall where a few plans do not get there.
     """
+    desk = _compiled_desk(desk)
     wanted_bytes = budget_bytes
     lowest: Solution | None = None
     for _ in range(ROUNDS):
@@ -109,6 +111,15 @@ def solve_compiled(
         node=lowest.peak_node,
         hint=f"So much Inductor's code holds; executor 'eager' reaches {size_and_bytes(desk.floor_bytes)}.",
     )
+
+
+def _compiled_desk(desk: Desk) -> Desk:
+    """Without methods whose ops would run as eager's do beside compiled ones, which round otherwise."""
+    nodes = tuple(
+        replace(node, recipes=tuple(r for r in node.recipes if not method_named(r.method).as_eager_only))
+        for node in desk.step.nodes
+    )
+    return desk if nodes == desk.step.nodes else Desk(replace(desk.step, nodes=nodes))
 
 
 def compiled_peak(step: Step, solution: Solution, segment: Segment, executor: InductorOps) -> int:
