@@ -121,7 +121,8 @@ def test_a_kept_form_is_not_enough_for_who_reads_the_value_itself():
     step = build.step()
     bounds = Bounds(make_table(step))
     budget = least_peak(step)
-    assert bounds.seconds(budget) == least_seconds(step, budget) >= 100
+    best = least_seconds(step, budget)
+    assert best / 2 < bounds.seconds(budget) <= best  # a kept form takes a quarter
 
 
 @pytest.mark.parametrize(
