@@ -62,6 +62,8 @@ class Collector:
         self.ran_backward = False
         self.received: set[tuple[int, int]] = set()
         """the (execution, output) that got a gradient then"""
+        self.held_by_autograd: set[tuple[int, int]] = set()
+        """those that keep a gradient of their own, as long as the loss is there"""
         self.model = model
         self.batch = batch
         self.real = real
@@ -264,7 +266,9 @@ class Collector:
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         own = {id(parameter) for parameter in parameters}
         # other tensors may get a gradient that they keep: those of the batch, or made by code between graphs
-        leaves = [*parameters, *(leaf for leaf in leaves_behind(roots) if id(leaf) not in own)]
+        others = [leaf for leaf in leaves_behind(roots) if id(leaf) not in own]
+        leaves = [*parameters, *others]
+        self.held_by_autograd = {place for leaf in others if (place := self.where(leaf)) is not None}
         num_executions = len(self.executions)
         self.in_backward = self.ran_backward = True
         try:
@@ -301,10 +305,6 @@ class Collector:
     def known(self, model: nn.Module, batch: Any) -> set[int]:
         """Storages that are counted anyway: of the user's tensors, and of what the graphs returned."""
         return {*self._made, *(storage_key(tensor) for tensor in user_tensors(model, batch))}
-
-    def still_there(self) -> set[tuple[int, int]]:
-        """What graphs made and somebody holds after the backward pass."""
-        return self.outside.outputs_there() if self.outside is not None and self.ran_backward else set()
 
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The (execution, output) that made this tensor."""

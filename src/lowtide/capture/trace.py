@@ -150,7 +150,7 @@ def _trace(
             )
         is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
         outside, is_counted = _seen_outside(collector, [value] if is_scalar else [])
-        returned |= collector.still_there()
+        returned |= collector.held_by_autograd
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         raise CaptureError(
             "the loss does not depend on any parameter that requires a gradient: "

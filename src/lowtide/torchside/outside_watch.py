@@ -124,10 +124,6 @@ class OutsideWatch(hooks.TorchDispatchMode):
         """Somebody else counts these."""
         self._counted.update(map(storage_key, tensors))
 
-    def outputs_there(self) -> set[tuple[int, int]]:
-        """The (execution, output) of graphs that are not gone."""
-        return {place for place, reference in self._outputs.values() if _is_there(reference)}
-
     def gradients_came(self, gradients: Iterable[torch.Tensor]) -> None:
         """A graph made these, and code between the graphs takes them."""
         for tensor in gradients:
