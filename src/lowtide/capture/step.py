@@ -11,6 +11,7 @@ from torch import fx, nn
 from lowtide import methods
 from lowtide.capture.analyse import analyse
 from lowtide.capture.fingerprint import structure
+from lowtide.capture.gradient_layouts import LAID_OUT_OTHERWISE, laid_out_otherwise
 from lowtide.capture.gradients import keep_earlier_gradients
 from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
@@ -135,6 +136,8 @@ def capture(
             "value are summed in another order than in eager, so that the last bits can differ. "
             "lowtide.verify says whether they do; return a copy of the views (`.clone()`) to be exact"
         )
+    if laid_out_otherwise(traced):
+        logger.warning(LAID_OUT_OTHERWISE)
     return captured
 
 

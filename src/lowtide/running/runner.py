@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from lowtide.capture import failures
+from lowtide.capture.gradient_layouts import LAID_OUT_OTHERWISE, in_another_order
 from lowtide.capture.graphs import Origin, Segment, describe_inputs, name_tensors
 from lowtide.capture.identity import layouts
 from lowtide.capture.traced import TracedModel
@@ -164,6 +165,7 @@ class Runner:
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before = self.backend.num_graphs
             self._watch_loop()
+            self._watch_layouts(output)
             self._warn_of_many_graphs()
         return output
 
@@ -172,6 +174,24 @@ class Runner:
         watch = LoopWatch()
         if self.plans.loss_is_unknown and self._device == "cpu" and watch.begin():
             self.backend.progress.watch = watch
+
+    def _watch_layouts(self, output: Any) -> None:
+        """Tell of gradients that a loss which nobody knows gives in another order than was traced."""
+        if not self.plans.loss_is_unknown or "layouts" in self._warned:
+            return
+
+        def watch(tensor: torch.Tensor) -> None:
+            shape, strides = tensor.shape, tensor.stride()
+
+            def look(gradient: torch.Tensor) -> None:
+                if in_another_order(shape, strides, gradient.stride()) and self._first_time("layouts"):
+                    logger.warning(LAID_OUT_OTHERWISE)
+
+            tensor.register_hook(look)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.dim() > 1 and tensor.grad_fn is not None:
+                watch(tensor)
 
     def _learn(self) -> None:
         """Plan again where the last step was another one than the plan counts on."""
