@@ -8,6 +8,7 @@
 - `optimizer`, `doubles`, `stand_ins`: what `optimizer.step()` allocates, op by op, or estimated
 - `step`: all of that as one `Step`, with the call behind every run
 - `sharding`, `on_paper`: the same on one of several processes, which may not even be there
+- `gradient_layouts`: gradients that are not laid out like what they belong to
 - `sums`: gradients that several graphs add up in another order than eager
 - `names`, `fingerprint`, `identity`: where a node comes from; which graph, model and batch it is
 - `failures`, `forecast`, `untouched`: what cannot be captured; what a real forward takes; nothing left behind

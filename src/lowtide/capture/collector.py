@@ -33,6 +33,7 @@ from lowtide.facts.sharding import Passage
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.calls import iter_tensors, storage_key
+from lowtide.torchside.gradient_orders import Orders
 from lowtide.torchside.graph_key import key_of
 from lowtide.torchside.ops.gpu_attention import use_gpu_attention
 from lowtide.torchside.ops.random import draw_high
@@ -54,7 +55,9 @@ class Collector:
         real: bool,
         gpu: Gpu | None = None,
         watch: OutsideWatch | None = None,
+        orders: Orders | None = None,
     ) -> None:
+        self.orders = orders or {}
         self.gpu = gpu
         self.outside = watch
         """sees what code between the graphs makes; without it, whatever passes the graphs stays alive"""
@@ -126,7 +129,13 @@ class Collector:
             return hooks.takes_list(self._runner(module, alone))
 
         compiled_graph = hooks.compile_graph(
-            graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
+            graph,
+            inputs,
+            partition=partition,
+            forward=forward,
+            backward=backward,
+            inference=inference,
+            orders=self.orders,
         )
         if traced is None:
             return compiled_graph

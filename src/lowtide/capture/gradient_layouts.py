@@ -1,48 +1,46 @@
-"""Gradients that reach a graph laid out otherwise than torch took for granted when it traced the graph.
-
-AOTAutograd traces a backward pass before it knows the gradients: it takes each to be laid out like the output
-that it belongs to, and copies it into that layout where it is not. Eager PyTorch goes on with the gradient as
-it is, and some kernels sum in another order then.
-"""
-
-from collections.abc import Sequence
+"""Gradients that reach a graph laid out otherwise than torch took for granted when it traced the graph."""
 
 from lowtide.capture.graphs import Trace, results_of
 from lowtide.capture.tangents import tangent_outputs
+from lowtide.torchside.gradient_orders import in_another_order, order_of
 
 LAID_OUT_OTHERWISE = (
     "the gradient of an output of the model arrives with its dimensions in another order in memory than the "
-    "output has (channels last, a transposed result): torch copies it into the output's order first, eager "
-    "goes on with it as it is, so that the last bits can differ. lowtide.verify says whether they do; return "
-    "the output `.contiguous()`, or compute the loss in the model's forward, to be exact"
+    "output has (channels last, a transposed result)"
 )
 
 
-def in_another_order(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two tensors of one shape are laid out in another order of their dimensions. A gradient that was
-    expanded has the same number everywhere, in any order."""
-    dims = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] and others[dim]]
-    return sorted(dims, key=lambda dim: -strides[dim]) != sorted(dims, key=lambda dim: -others[dim])
-
-
-def laid_out_otherwise(trace: Trace) -> bool:
-    """Whether a gradient goes from one graph of a step to another in an order that was not traced."""
+def seen_orders(trace: Trace) -> dict[str, set[str]]:
+    """By the order that was traced, those in which gradients go from one graph of a step to another."""
     made = {
         (number, output): tangent.meta["val"]
         for number, execution in enumerate(trace.executions[: trace.num_in_model])
         if execution.segment.differentiable
         for tangent, output in tangent_outputs(execution.segment.joint).items()
     }
+    seen: dict[str, set[str]] = {}
     for execution in trace.executions:
         segment = execution.segment
-        if not segment.differentiable:
-            continue
-        grads = results_of(segment.joint)[segment.num_forward_outputs :]
+        grads = results_of(segment.joint)[segment.num_forward_outputs :] if segment.differentiable else []
         for place, source in execution.links.items():
             grad = grads[place] if place < len(grads) else None
-            if grad is None or source not in made:
+            if grad is None or source not in made or made[source].shape != grad.meta["val"].shape:
                 continue
-            seen, taken = grad.meta["val"], made[source]
-            if seen.shape == taken.shape and in_another_order(seen.shape, seen.stride(), taken.stride()):
-                return True
-    return False
+            taken, found = made[source], grad.meta["val"]
+            order = order_of(found) if in_another_order(taken, found) else order_of(taken)
+            seen.setdefault(order_of(taken), set()).add(order)
+    return seen
+
+
+def new_orders(trace: Trace) -> dict[str, str]:
+    """The orders to trace a step for, where one rule holds for all outputs that are laid out alike."""
+    return {
+        taken: next(iter(found))
+        for taken, found in seen_orders(trace).items()
+        if len(found) == 1 and found != {taken}
+    }
+
+
+def laid_out_otherwise(trace: Trace) -> bool:
+    """Whether a gradient goes from one graph of a step to another in an order that was not traced."""
+    return any(found != {taken} for taken, found in seen_orders(trace).items())

@@ -79,7 +79,8 @@ class Trace:
     code was seen to hold, and `outside_is_counted` that its backward pass could be run, too; then `received`
     are the (execution, output) that got a gradient. `traced` is what torch compiled, where that can run by
     a plan. `sharding` says how the parameters are divided among
-    processes, `passages` when they were gathered.
+    processes, `passages` when they were gathered. `orders` are those of gradients that are not laid out like
+    their outputs.
     """
 
     executions: list[Execution]
@@ -95,6 +96,7 @@ class Trace:
     traced: "TracedModel | None" = None
     sharding: Sharding | None = None
     passages: list[Passage] = field(default_factory=list)
+    orders: dict[str, str] = field(default_factory=dict)
 
 
 def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:

@@ -137,7 +137,13 @@ def capture(
             "lowtide.verify says whether they do; return a copy of the views (`.clone()`) to be exact"
         )
     if laid_out_otherwise(traced):
-        logger.warning(LAID_OUT_OTHERWISE)
+        logger.warning(
+            "%s, and gradients of others that are laid out alike in no other: torch copies them into the "
+            "output's order first, eager goes on with them as they are, so that the last bits can differ. "
+            "lowtide.verify says whether they do; return outputs `.contiguous()`, or compute the loss in the "
+            "model's forward, to be exact",
+            LAID_OUT_OTHERWISE,
+        )
     return captured
 
 
@@ -187,6 +193,7 @@ def captured_step(
         identity=identify(model, batch),
         methods=tuple((method.name, method.words) for method in methods.methods_for(swap=swap)),
         pieces=pieces,
+        gradient_orders=tuple(sorted(traced.orders.items())),
     )
     return Captured(
         step=step,

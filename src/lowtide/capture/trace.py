@@ -17,6 +17,7 @@ from torch import nn
 
 from lowtide.capture import failures
 from lowtide.capture.collector import Collector
+from lowtide.capture.gradient_layouts import new_orders
 from lowtide.capture.graphs import Execution, Trace, mutated_inputs
 from lowtide.capture.on_paper import Paper
 from lowtide.capture.tangents import tangent_outputs
@@ -27,6 +28,7 @@ from lowtide.facts.devices import Gpu
 from lowtide.facts.units import format_size
 from lowtide.torchside import dynamo, hooks, sharded
 from lowtide.torchside.batch import own_loss, sum_of_floats, tensors_in
+from lowtide.torchside.gradient_orders import Orders
 from lowtide.torchside.outside import held_outside
 from lowtide.torchside.outside_watch import Outside, OutsideWatch
 from lowtide.torchside.tracing import compiled
@@ -44,16 +46,43 @@ def trace(
     any_loss: bool = False,
     paper: Paper | None = None,
     gpu: Gpu | None = None,
+    orders: Orders | None = None,
 ) -> Trace:
     """Trace one forward pass and its loss; the real forward only where fake values are not enough.
 
     With `any_loss` there may be no `loss` that takes this output: then the loss is left out, and every
-    output may get a gradient.
+    output may get a gradient. Gradients come in the `orders` that are known; where they are seen to come in
+    others, the step is traced again.
     """
+    known = dict(orders or {})
+    while True:
+        found = _traced(model, args, kwargs, loss=loss, any_loss=any_loss, paper=paper, gpu=gpu, orders=known)
+        new = {taken: order for taken, order in new_orders(found).items() if taken not in known}
+        if not new:
+            return replace(found, orders=known)
+        known |= new
+
+
+def _traced(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[[Any], torch.Tensor] | None,
+    any_loss: bool,
+    paper: Paper | None,
+    gpu: Gpu | None,
+    orders: Orders,
+) -> Trace:
     is_divided = paper is not None or bool(sharded.units_of(model))
     is_watched = not is_divided and not hooks.active_modes()
     collector = Collector(
-        model, (args, kwargs), real=False, gpu=gpu, watch=OutsideWatch() if is_watched else None
+        model,
+        (args, kwargs),
+        real=False,
+        gpu=gpu,
+        watch=OutsideWatch() if is_watched else None,
+        orders=orders,
     )
     try:
         with collector:
@@ -80,7 +109,7 @@ def trace(
             format_size(collector.forward_bytes),
         )
     watch = OutsideWatch() if is_watched else None
-    with Collector(model, (args, kwargs), real=True, watch=watch) as collector:
+    with Collector(model, (args, kwargs), real=True, watch=watch, orders=orders) as collector:
         return _trace(model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, paper=paper)
 
 

@@ -234,7 +234,9 @@ class PlainPlans:
     """Runs the captured graphs as they are, for the same gradients as a plan."""
 
     def __init__(self, solution: dict[str, Any]) -> None:
-        self.graphs = {graph.fingerprint: graph for graph in solution_from_dict(solution).graphs}
+        found = solution_from_dict(solution)
+        self.graphs = {graph.fingerprint: graph for graph in found.graphs}
+        self.orders = dict(found.gradient_orders)
 
     def plan_of(self, segment: Segment, _progress: Progress, *, nothing_ran: bool) -> GraphPlan:
         graph = self.graphs.get(segment.fingerprint)

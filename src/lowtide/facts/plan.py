@@ -103,7 +103,7 @@ class Solution:
     `holds_outputs` is that of the step. `optimizer_piece_bytes`: the optimizer's step takes so much of
     the parameters at a time, since all at once do not fit; 0 where they do. `executor` runs the graphs, one
     of `EXECUTORS`; `peak_bytes` is that of its code. `offload` is there where values may leave for a store;
-    waiting for them is among `recompute_seconds`.
+    waiting for them is among `recompute_seconds`. `gradient_orders` are those of the step.
     """
 
     planner: str
@@ -131,6 +131,7 @@ class Solution:
     lower_bound_seconds: float | None = None
     floor_bound_bytes: int | None = None
     offload: Offload | None = None
+    gradient_orders: tuple[tuple[str, str], ...] = ()
 
     @property
     def gap(self) -> float | None:

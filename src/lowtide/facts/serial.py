@@ -40,6 +40,7 @@ LATER = (
     "lower_bound_seconds",
     "floor_bound_bytes",
     "offload",
+    "gradient_orders",
 )
 """Fields of a solution that older files do not have."""
 
@@ -61,6 +62,9 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "holds_outputs": step.holds_outputs,
         **({} if step.link is None else {"link": asdict(step.link)}),
         **({"pieces": [list(pair) for pair in step.pieces]} if step.pieces else {}),
+        **(
+            {"gradient_orders": [list(pair) for pair in step.gradient_orders]} if step.gradient_orders else {}
+        ),
         "nodes": _table(step.nodes, Node),
         "storages": _table(step.storages, Storage),
     }
@@ -88,6 +92,7 @@ def _step(data: dict[str, Any]) -> Step:
         holds_outputs=bool(data.get("holds_outputs", True)),
         link=Link(**data["link"]) if "link" in data else None,
         pieces=tuple((int(piece), int(inside)) for piece, inside in data.get("pieces", ())),
+        gradient_orders=_pairs(data.get("gradient_orders", ())),
     )
 
 
@@ -126,6 +131,7 @@ def _solution(data: dict[str, Any]) -> Solution:
     values["notes"] = tuple(data["notes"])
     values["graphs"] = _graphs(data["graphs"])
     values["identity"] = _pairs(data["identity"])
+    values["gradient_orders"] = _pairs(data.get("gradient_orders", ()))
     values["reserve"] = Reserve(**data["reserve"])
     if "offload" in data:
         values["offload"] = Offload(**{**data["offload"], "link": Link(**data["offload"]["link"])})

@@ -208,7 +208,8 @@ class Step:
     `methods` are (name, words) of the methods that its recipes name. `holds_outputs`: the loop holds what the
     model returned, besides the loss, until the backward pass is over. `link` is there where values may be
     offloaded. `pieces` are (bytes of a piece, bytes held inside) for the sizes of pieces in which the
-    optimizer's step can be taken, the smallest first, which its nodes tell of.
+    optimizer's step can be taken, the smallest first, which its nodes tell of. `gradient_orders` are the
+    orders of outputs' dimensions in memory, outermost first, and of their gradients where those are others.
     """
 
     nodes: tuple[Node, ...]
@@ -223,6 +224,7 @@ class Step:
     holds_outputs: bool = True
     link: Link | None = None
     pieces: tuple[tuple[int, int], ...] = ()
+    gradient_orders: tuple[tuple[str, str], ...] = ()
 
     @property
     def seconds(self) -> float:

@@ -201,6 +201,7 @@ class Desk:
             lower_bound_seconds=self._lower_bound(timeline, budget_bytes),
             floor_bound_bytes=self._floor_bound(),
             offload=_offload(self.step, timeline),
+            gradient_orders=self.step.gradient_orders,
         )
 
     def _floor_bound(self) -> int | None:

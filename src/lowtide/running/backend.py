@@ -22,6 +22,7 @@ from lowtide.running.rewrite import Rewritten, forward_only, rewrite
 from lowtide.running.shared_casts import SharedCasts, joined
 from lowtide.stores import Store, number_of
 from lowtide.torchside import ddp, hooks
+from lowtide.torchside.gradient_orders import Orders
 from lowtide.torchside.graph_key import key_of
 from lowtide.torchside.updates import Updates, taking_updates
 
@@ -103,7 +104,9 @@ class Backend:
         executor: Executor = EAGER_OPS,
         updates: Updates | None = None,
         store: Store | None = None,
+        orders: Orders | None = None,
     ) -> None:
+        self.orders = {} if orders is None else orders
         self.plan_graph = plan_graph
         self.store = store
         self.updates = updates
@@ -148,7 +151,13 @@ class Backend:
 
         with hooks.quiet():
             compiled = hooks.compile_graph(
-                graph, inputs, partition=partition, forward=forward, backward=backward, inference=inference
+                graph,
+                inputs,
+                partition=partition,
+                forward=forward,
+                backward=backward,
+                inference=inference,
+                orders=self.orders,
             )
         if planned is not None:
             compiled = planned.called_by_dynamo(compiled)

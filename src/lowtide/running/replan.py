@@ -68,6 +68,7 @@ class PlanBook:
         self.known_costs = plan.known
         self.link = None if plan.solution.offload is None else plan.solution.offload.link
         self.loop = plan.loop or Loop(holds_outputs=plan.solution.holds_outputs)
+        self.orders = dict(plan.solution.gradient_orders)
         self.identity = identify_model(model)
         self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
         """the graphs of the user's own plan"""
@@ -213,6 +214,7 @@ class PlanBook:
             known=self.known_costs,
             updates=self._inside_bytes,
             link=self.link,
+            orders=self.orders,
         )
         own = [graph for graph in step.graphs if graph.in_model]
         if all(graph.fingerprint in self.graphs for graph in own):

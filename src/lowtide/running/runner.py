@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from lowtide.capture import failures
-from lowtide.capture.gradient_layouts import LAID_OUT_OTHERWISE, in_another_order
+from lowtide.capture.gradient_layouts import LAID_OUT_OTHERWISE
 from lowtide.capture.graphs import Origin, Segment, describe_inputs, name_tensors
 from lowtide.capture.identity import layouts
 from lowtide.capture.traced import TracedModel
@@ -32,6 +32,7 @@ from lowtide.stores import Store
 from lowtide.torchside import ddp, dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
+from lowtide.torchside.gradient_orders import in_another_order, order_of
 from lowtide.torchside.pieces import Pieces
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
 from lowtide.torchside.sharded import units_of
@@ -49,7 +50,12 @@ Guard = Callable[[str], AbstractContextManager[None]]
 
 
 class Plans(Protocol):
-    """Where a runner gets the plan of a graph from."""
+    """Where a runner gets the plan of a graph from.
+
+    `orders`: in which gradients come that are not laid out like their outputs.
+    """
+
+    orders: dict[str, str]
 
     def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
         """How `segment` runs. StartOver where `plan_call` has to tell, which needs that nothing ran yet."""
@@ -106,7 +112,12 @@ class Runner:
         self.spare_bytes = spare_bytes
         self.eager_batch = eager_batch
         self.backend = Backend(
-            self._plan_of, origins=self._origins, executor=executor, updates=updates, store=store
+            self._plan_of,
+            origins=self._origins,
+            executor=executor,
+            updates=updates,
+            store=store,
+            orders=plans.orders,
         )
         self.guard: Guard = _unguarded
         self.backend.progress.kept.spare_bytes = spare_bytes
@@ -118,6 +129,7 @@ class Runner:
         self._last: Callable[[], Any] = _nothing  # what its backward pass would run, if anybody still can
         self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
         self._warned: set[str] = set()
+        self._has_new_orders = False
         self._start = time.perf_counter()
         self._entrance = entrance(model)
         # looked at in every step, and finding them anew takes ten times as long
@@ -176,22 +188,22 @@ class Runner:
             self.backend.progress.watch = watch
 
     def _watch_layouts(self, output: Any) -> None:
-        """Tell of gradients that a loss which nobody knows gives in another order than was traced."""
-        if not self.plans.loss_is_unknown or "layouts" in self._warned:
-            return
+        """See in which order a loss that nobody knows gives gradients, and plan for that from then on."""
+        if self.plans.loss_is_unknown:
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None and tensor.dim() > 1:
+                    look = _layout_watch(tensor, self.plans.orders, self._relearn)
+                    tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
-        def watch(tensor: torch.Tensor) -> None:
-            shape, strides = tensor.shape, tensor.stride()
-
-            def look(gradient: torch.Tensor) -> None:
-                if in_another_order(shape, strides, gradient.stride()) and self._first_time("layouts"):
-                    logger.warning(LAID_OUT_OTHERWISE)
-
-            tensor.register_hook(look)
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.dim() > 1 and tensor.grad_fn is not None:
-                watch(tensor)
+    def _relearn(self) -> None:
+        self._has_new_orders = True
+        if self._first_time("layouts"):
+            logger.warning(
+                "%s: the last bits of this step can differ, since torch copies it into the output's order "
+                "first, and eager does not. It is planned for from the next step on; pass `loss=` to plan "
+                "for it from the first",
+                LAID_OUT_OTHERWISE,
+            )
 
     def _learn(self) -> None:
         """Plan again where the last step was another one than the plan counts on."""
@@ -199,9 +211,10 @@ class Runner:
         progress.watch = None  # where no backward pass came
         held, progress.held = progress.held, None
         used = {fingerprint: outputs for fingerprint, outputs in progress.used.items() if outputs}
-        if held is None and not used:
+        has_new_orders, self._has_new_orders = self._has_new_orders, False
+        if held is None and not used and not has_new_orders:
             return
-        if self.plans.learn(held, used):
+        if self.plans.learn(held, used) or has_new_orders:
             self.compiled.forget()
             self.backend.forget()
             progress.used.clear()
@@ -368,6 +381,21 @@ class _Guarded:
 
 def _unguarded(_when: str) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+def _layout_watch(
+    output: torch.Tensor, orders: dict[str, str], tell: Callable[[], None]
+) -> Callable[[torch.Tensor], None]:
+    """Notes in `orders` how the gradient of an output is laid out that comes otherwise, and tells of it."""
+    like = torch.empty_strided(output.shape, output.stride(), device="meta")
+    order = order_of(like)
+
+    def look(gradient: torch.Tensor) -> None:
+        if order not in orders and in_another_order(like, gradient):
+            orders[order] = order_of(gradient)
+            tell()
+
+    return look
 
 
 def _nothing() -> None:

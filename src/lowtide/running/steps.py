@@ -20,6 +20,7 @@ from lowtide.facts import Graph, Kind, Link, Node, Region, Reserve, Step, Storag
 from lowtide.planning.schedules import batch_bytes, with_buckets
 from lowtide.profiling.costing import Known, estimate_costs, measure_costs
 from lowtide.torchside import hooks
+from lowtide.torchside.gradient_orders import Orders
 from lowtide.torchside.one_at_a_time import one_at_a_time
 
 
@@ -83,12 +84,13 @@ def step_of_call(
     known: Known | None,
     updates: Mapping[int, int] | None = None,
     link: Link | None = None,
+    orders: Orders | None = None,
 ) -> Step:
     """The facts of the step that a call of `model` begins, captured whole, without running it.
 
     What the loop does is taken from it as far as it is known and fits this call, else from `reserve`.
     """
-    traced = trace(model, args, kwargs, loss=loop.loss, any_loss=True)
+    traced = trace(model, args, kwargs, loss=loop.loss, any_loss=True, orders=orders)
     if not loop.holds_outputs:
         traced = only_loss_held(traced)
     optimizer = optimizer_of(model, loop)

@@ -9,6 +9,7 @@
 - `log_lines`: log lines of a forward, without a break in the graph
 - `loops`: a break in the graph inside of a loop over modules
 - `outside`, `outside_watch`: what code between the graphs holds, found by walking or by watching
+- `gradient_orders`: backward passes traced for gradients laid out as they will come
 - `sharded`, `units`: modules that share parameters with other processes (FSDP2), each compiled apart
 - `route`: where a call of a module goes
 - `calls`: one call of an op, by the layouts of its tensors

@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import (
 )
 
 from lowtide.torchside.checks import traced_without_tokens
+from lowtide.torchside.gradient_orders import Orders, gradients_in
 
 __all__ = [
     "BackendCompilerFailed",
@@ -124,8 +125,10 @@ def compile_graph(
     forward: Callable[..., Callable[..., Any]],
     backward: Callable[..., Callable[..., Any]],
     inference: Callable[..., Callable[..., Any]],
+    orders: Orders,
 ) -> Callable[..., Any]:
-    """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers.
+    """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers, for gradients that
+    come in these `orders`.
 
     torch remembers the fake results of ops, but not that two of them are one tensor (the gradients of
     an RNN's biases): what was traced before must not change what is traced now. A random op whose result
@@ -146,6 +149,7 @@ def compile_graph(
         inductor_config.patch(fallback_random=True),
         _undivided(),
         traced_without_tokens(),
+        gradients_in(orders),
     ):
         compiled: Callable[..., Any] = compiler(graph, inputs)
     return compiled
