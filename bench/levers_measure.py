@@ -14,10 +14,10 @@ from unittest import mock
 
 import lowtide
 from lowtide.checking.clock import time_steps
+from lowtide.checking.comparison import Start, _differences, planned, record
 from lowtide.checking.fresh import run_fresh
 from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import device_of, static_bytes, train_step
-from lowtide.checking.verification import Start, _differences, planned, record
 from lowtide.facts.serial import solution_to_dict
 from lowtide.stores import disk
 from lowtide.zoo.targets import Target, TargetSpec

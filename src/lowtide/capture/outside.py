@@ -15,7 +15,8 @@ NO_GRAPH = -1
 
 def add_code_outside(analysis: Analysis, states: list[GraphState], outside: Outside) -> None:
     """Put what was seen between the graphs, and count all ranks anew."""
-    moments = {*outside.inside_bytes, *outside.alive, *(moment for moment, _ in outside.gradients.values())}
+    moments = {*outside.inside_bytes, *outside.alive, *outside.calls}
+    moments |= {moment for moment, _ in outside.gradients.values()}
     moments |= {moment for stay in outside.stays for moment in stay if moment is not None}
     outputs = {
         (state.index, place): state.rank[node]
@@ -75,7 +76,9 @@ def _add(
             storage = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=OUTSIDE, pinned=pinned)
             made.setdefault(stay.last, []).append(_add_node(analysis, moment, makes=(storage,)))
     reads = tuple(dict.fromkeys([*made.get(moment, ()), *alive]))
-    _add_node(analysis, moment, reads=reads, inside_bytes=outside.inside_bytes.get(moment, 0))
+    node = _add_node(analysis, moment, reads=reads, inside_bytes=outside.inside_bytes.get(moment, 0))
+    if moment in outside.calls:
+        analysis.outside_calls[node] = outside.calls[moment]
 
 
 def _add_node(

@@ -27,7 +27,8 @@ class Analysis:
 
     `inputs` and `gradients` have the storages of the user's tensors and of their gradients, by identity.
     `kept` has the ranks that make what methods keep from the forward pass, `updated` the parameters, by
-    identity, that are updated in the backward pass.
+    identity, that are updated in the backward pass. `outside_calls` are the ops of code between the graphs,
+    by the rank of the node that stands for it, each with what it holds besides when it ends.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Analysis:
     missing: list[frozenset[int]] = field(default_factory=list)
     apart: list[frozenset[int]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    outside_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
 
     def add_storage(self, **fields: Any) -> int:
         self.storages.append(Storage(id=len(self.storages), **fields))

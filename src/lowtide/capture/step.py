@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ class Captured:
     """A step whose times are still zero, the op behind every rank, and the graphs themselves.
 
     `calls` has the op of every first run, and of those runs by a method that are another op than that.
-    `traced` is the model as torch compiled it, for its first planned step.
+    `traced` is the model as torch compiled it, for its first planned step. `outside_calls` are those of the
+    analysis: what these ops hold inside counts as well.
     """
 
     step: Step
@@ -65,6 +66,7 @@ class Captured:
     places: dict[int, Place]
     segments: list[Segment]
     traced: TracedModel | None = None
+    outside_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
 
 
 @one_at_a_time
@@ -201,6 +203,7 @@ def captured_step(
         places=analysis.places,
         segments=analysis.segments,
         traced=traced.traced,
+        outside_calls=analysis.outside_calls,
     )
 
 

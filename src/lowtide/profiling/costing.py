@@ -56,7 +56,7 @@ def measure_costs(
         costs = dict(zip(calls, measured.costs, strict=True))
         made = ((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
         known = Known(made, runs=calls)
-        step = _fill(captured, calls, costs)
+        step = _with_outside(_fill(captured, calls, costs), captured)
         notes = (*step.notes, measured.note) if measured.note else step.notes
         return replace(step, notes=notes, copy_bytes_per_second=device.copy_bytes_per_second()), known
 
@@ -85,7 +85,7 @@ def estimate_costs(captured: Captured, known: Known) -> Step:
         if name not in by_signature:
             by_signature[name] = known.cost_of(call, name, _made(captured.step, run))
         costs[run] = by_signature[name]
-    return _fill(captured, captured.calls, costs)
+    return _with_outside(_fill(captured, captured.calls, costs), captured)
 
 
 def _measure_new(captured: Captured, known: Known) -> None:
@@ -130,6 +130,19 @@ def _fill(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpC
     plain = {run: (cost.seconds, cost.workspace_bytes, cost.estimated) for run, cost in costs.items()}
     step = _with_real_sizes(with_costs(captured.step, plain), calls, costs)
     return cut_by_allocator(step) if torch.device(step.device).type == "cuda" else step
+
+
+def _with_outside(step: Step, captured: Captured) -> Step:
+    """Add what ops of code between the graphs hold inside."""
+    calls = {signature(call): call for found in captured.outside_calls.values() for call, _ in found}
+    if not calls or step.device == "meta":
+        return step
+    inside = measure_insides({name: (call, 0) for name, call in calls.items()})
+    nodes = list(step.nodes)
+    for rank, found in captured.outside_calls.items():
+        most = max(held + inside.get(signature(call), 0) for call, held in found)
+        nodes[rank] = replace(nodes[rank], workspace_bytes=max(nodes[rank].workspace_bytes, most))
+    return replace(step, nodes=tuple(nodes))
 
 
 def _with_real_sizes(step: Step, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:

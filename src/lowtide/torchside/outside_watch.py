@@ -1,6 +1,6 @@
 """Watch what code between the captured graphs makes and holds, over one forward and backward pass.
 
-Shortcomings: what an op holds inside of itself is not seen, and neither is memory that is not torch's.
+Shortcomings: memory that is not torch's is not seen.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import torch
 
 from lowtide.facts import Region
 from lowtide.torchside import hooks
-from lowtide.torchside.calls import iter_tensors, storage_key
+from lowtide.torchside.calls import Call, iter_tensors, map_leaves, signature, storage_key
 
 SMALL_BYTES = 1024
 """A few numbers, which are counted around every graph."""
@@ -47,12 +47,15 @@ class Outside:
     the most besides in one moment. `alive` are the (execution, output) of graphs that were there in it.
 
     `gradients` are those of parameters that it gave: the moment and the bytes, by the parameter's identity.
+    `calls` are its ops in a moment, each with what is held besides stays when it ends: what an op holds
+    inside of itself is for others to measure.
     """
 
     stays: dict[Stay, int] = field(default_factory=dict)
     inside_bytes: dict[Moment, int] = field(default_factory=dict)
     alive: dict[Moment, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     gradients: dict[int, tuple[Moment, int]] = field(default_factory=dict)
+    calls: dict[Moment, list[tuple[Call, int]]] = field(default_factory=dict)
 
 
 class _Life:
@@ -74,6 +77,10 @@ class OutsideWatch(hooks.TorchDispatchMode):
         self._lives: dict[int, _Life] = {}
         self._live: dict[int, hooks.StorageWeakRef] = {}
         self._events: list[tuple[Moment, int, bool]] = []
+        self._calls: list[tuple[int, Moment, Call]] = []
+        """how many events there were when an op had ended, and the op"""
+        self._known_calls: set[tuple[Moment, str]] = set()
+        self._fake = hooks.FakeTensorMode()
         self._outputs: dict[int, tuple[tuple[int, int], hooks.StorageWeakRef]] = {}
         self._alive: dict[Moment, tuple[tuple[int, int], ...]] = {}
         self._counted: set[int] = set()
@@ -97,6 +104,7 @@ class OutsideWatch(hooks.TorchDispatchMode):
             for tensor in iter_tensors(result):
                 if _has_bytes(tensor) and (key := storage_key(tensor)) not in read:
                     self._note(tensor, key)
+            self._note_call(func, args, kwargs or {})
         return result
 
     @contextlib.contextmanager
@@ -160,9 +168,25 @@ class OutsideWatch(hooks.TorchDispatchMode):
             )
             for moment, nbytes in self._most_bytes(own).items()
         }
+        calls = self._calls_of(own, [*stays.items(), *for_good])
         busy = {moment for moment, nbytes in inside.items() if nbytes > SMALL_BYTES}
-        alive = {moment: places for moment, places in self._alive.items() if moment in busy}
-        return Outside(stays, {moment: inside[moment] for moment in busy}, alive, given)
+        alive = {
+            moment: places for moment, places in self._alive.items() if moment in busy or moment in calls
+        }
+        return Outside(stays, {moment: inside[moment] for moment in busy}, alive, given, calls)
+
+    def _calls_of(
+        self, own: dict[int, _Life], stays: list[tuple[Stay, int]]
+    ) -> dict[Moment, list[tuple[Call, int]]]:
+        held = [0]
+        for _, key, is_born in self._events:
+            nbytes = own[key].nbytes if key in own else 0
+            held.append(held[-1] + (nbytes if is_born else -nbytes))
+        found: dict[Moment, list[tuple[Call, int]]] = {}
+        for event, moment, call in self._calls:
+            besides = held[event] - sum(nbytes for stay, nbytes in stays if stay.lasts_in(moment))
+            found.setdefault(moment, []).append((call, max(0, besides)))
+        return found
 
     def _most_bytes(self, own: dict[int, _Life]) -> dict[Moment, int]:
         """The most at once in every moment."""
@@ -173,6 +197,20 @@ class OutsideWatch(hooks.TorchDispatchMode):
                 held += own[key].nbytes if is_born else -own[key].nbytes
                 most[moment] = max(most.get(moment, 0), held)
         return most
+
+    def _note_call(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep an op by the layouts of its tensors: the tensors themselves have to be free to go."""
+        tensors = list(iter_tensors((args, kwargs)))
+        if func.namespace != "aten" or func.is_view or not all(map(_has_bytes, tensors)):
+            return  # what others have written may do more than compute
+        if sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
+            return
+        with self._fake:
+            call = Call(func, *map_leaves(_like, (tuple(args), dict(kwargs))))
+        known = self.moment, signature(call)
+        if known not in self._known_calls:
+            self._known_calls.add(known)
+            self._calls.append((len(self._events), self.moment, call))
 
     def _look(self) -> None:
         """See what is gone since the last look."""
@@ -195,6 +233,12 @@ class OutsideWatch(hooks.TorchDispatchMode):
 
 def _is_there(reference: hooks.StorageWeakRef) -> bool:
     return not reference.expired()  # type: ignore[no-untyped-call]
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
