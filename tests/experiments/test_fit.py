@@ -75,11 +75,11 @@ def test_rows_tell_the_throughput_of_sizes_in_between(found, budget_bytes):
 
 
 def test_a_size_on_paper_is_the_captured_one():
-    steps = {size: profile(size).step for size in (8, 16, 29)}
-    captured = steps.pop(29)
-    on_paper = step_at(29, steps, degree=1)
+    steps = {size: profile(size).step for size in (32, 64, 116)}
+    captured = steps.pop(116)
+    on_paper = step_at(116, steps, degree=1)
     assert [s.nbytes for s in on_paper.storages] == [s.nbytes for s in captured.storages]
-    assert step_at(29, {8: steps[8]}, degree=1) is None
+    assert step_at(116, {32: steps[32]}, degree=1) is None
 
 
 def test_few_sizes_are_captured_and_the_others_told_from_them(found, budget_bytes):
