@@ -16,7 +16,7 @@ from trouble import BATCH, WIDTH
 import lowtide
 from lowtide.facts.units import format_size
 from lowtide.plans import Plan
-from lowtide.running import backend, runner
+from lowtide.running import backend, notices, runner
 from lowtide.torchside import dynamo
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ def test_numbers_that_change_all_the_time(
 ) -> None:
     monkeypatch.setattr(dynamo, "GRAPHS_PER_FUNCTION", 2)
     monkeypatch.setattr(backend, "REMEMBERED_GRAPHS", 2)
-    monkeypatch.setattr(runner, "MANY_GRAPHS", 3)
+    monkeypatch.setattr(notices, "MANY_GRAPHS", 3)
     model = Stack()
     plain = copy.deepcopy(model)
     planned(model)

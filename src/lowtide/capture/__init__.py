@@ -6,6 +6,7 @@
 - `analyse`, `records`, `gradients`: ranks, storages and recipes of all nodes
 - `outside`: what code between the graphs holds
 - `optimizer`, `doubles`, `stand_ins`: what `optimizer.step()` allocates, op by op, or estimated
+- `optimizer_nodes`: that behind the graphs, whole or in pieces
 - `step`: all of that as one `Step`, with the call behind every run
 - `sharding`, `on_paper`: the same on one of several processes, which may not even be there
 - `gradient_layouts`: gradients that are not laid out like what they belong to

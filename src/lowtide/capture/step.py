@@ -1,7 +1,7 @@
 """Capture one whole training step: forward, loss, backward and optimizer as one ranked list."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +12,12 @@ from lowtide import methods
 from lowtide.capture.analyse import analyse
 from lowtide.capture.fingerprint import structure
 from lowtide.capture.gradient_layouts import LAID_OUT_OTHERWISE, laid_out_otherwise
-from lowtide.capture.gradients import keep_earlier_gradients
 from lowtide.capture.graphs import Segment, Trace, mutated_inputs, name_tensors
 from lowtide.capture.identity import identify, identify_inputs
 from lowtide.capture.on_paper import Paper, optimizer_on_paper
-from lowtide.capture.one_by_one import pieces_bytes, split_of, updates_of
-from lowtide.capture.optimizer import OptimizerTrace, trace_optimizer
+from lowtide.capture.one_by_one import updates_of
+from lowtide.capture.optimizer import trace_optimizer
+from lowtide.capture.optimizer_nodes import add_optimizer, pieces_of_step
 from lowtide.capture.records import Analysis, Place
 from lowtide.capture.refusals import refuse_several_graphs, refuse_what_cannot_be_traced
 from lowtide.capture.sharding import shard
@@ -26,21 +26,17 @@ from lowtide.capture.tangents import tangent_outputs
 from lowtide.capture.trace import trace
 from lowtide.capture.traced import TracedModel
 from lowtide.errors import CaptureError
-from lowtide.facts import Action, Graph, Kind, Region, Run, Step
+from lowtide.facts import Action, Graph, Kind, Run, Step
 from lowtide.facts.devices import Gpu
 from lowtide.methods import Kept
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import split_batch, tensors_in
-from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key, target_name
+from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.one_at_a_time import one_at_a_time
-from lowtide.torchside.ops.schema import short_name
-from lowtide.torchside.pieces import PIECE_SIZES
 from lowtide.torchside.sharded import local
 
 SCALARS_BYTES = 1024
-SMALL_STEP_BYTES = 16 << 20
-"""An optimizer that holds less inside its step is left alone."""
 OUTSIDE = (
     "the model or its loss runs differentiable code outside of its graphs that torch.compile does not follow"
 )
@@ -180,8 +176,8 @@ def captured_step(
         traced_step = trace_optimizer(optimizer, analysis.gradients)
         whole = traced.sharding is not None  # its state is in parts already
         if not whole:
-            pieces = _pieces(analysis, optimizer, traced_step)
-        _add_optimizer(analysis, traced_step, calls, pieces=pieces)
+            pieces = pieces_of_step(analysis, optimizer, traced_step)
+        add_optimizer(analysis, traced_step, calls, pieces=pieces)
         if traced_step.note:
             notes = (*notes, traced_step.note)
             logger.warning(traced_step.note)
@@ -338,98 +334,6 @@ def _filled(call: Call, values: Values) -> Call:
 
     args, kwargs = map_leaves(value, (call.args, call.kwargs))
     return Call(call.target, tuple(args), dict(kwargs))
-
-
-def _add_optimizer(
-    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, pieces: Sequence[tuple[int, int]]
-) -> None:
-    """Append the optimizer's ops. A temporary that its Python code still holds counts as read there.
-
-    Where the step can go in `pieces`, its ops tell of the smallest, and of all that eager holds beyond them.
-    """
-    if pieces:
-        _add_pieces(analysis, traced, calls, pieces[0][1])
-        return
-    storage: dict[int, int] = {}
-    maker: dict[int, int] = {}
-    for key, parameter in traced.parameters.items():
-        if parameter in analysis.inputs:
-            storage[key] = analysis.inputs[parameter]
-    for key, parameter in traced.gradients.items():
-        storage[key] = analysis.gradients[parameter]
-    for position, key in enumerate(traced.state):
-        storage[key] = analysis.add_storage(
-            nbytes=traced.sizes[key], kind=Kind.OPTIMIZER_STATE, name=f"state_{position}", static=True
-        )
-    first = len(analysis.nodes)
-    for position, op in enumerate(traced.ops):
-        name = f"step_{position}.{short_name(op.target)}"
-        for key in op.makes:
-            storage[key] = analysis.add_storage(nbytes=traced.sizes[key], kind=Kind.OTHER, name=name)
-            maker[key] = first + position
-        makes = tuple(storage[key] for key in op.makes)
-        used = [key for key in (*op.reads, *op.frees) if key in maker and key not in op.makes]
-        rank = analysis.add_node(
-            name=name,
-            op=target_name(op.target),
-            region=Region.OPTIMIZER,
-            kind=Kind.OTHER,
-            reads=tuple(dict.fromkeys(maker[key] for key in used)),
-            holds=makes,
-            makes=makes,
-            estimated=bool(traced.note),
-        )
-        if not op.estimated:
-            calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
-    keep_earlier_gradients(analysis)
-
-
-def _pieces(
-    analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace
-) -> tuple[tuple[int, int], ...]:
-    """What the optimizer's step at the end holds inside where it does not go whole, by size of its pieces:
-    nothing where all of it was taken in backward. Empty where it goes whole, since it must or since pieces
-    hold no less."""
-    if analysis.updated and set(analysis.gradients) <= analysis.updated:
-        return ((0, 0),)
-    whole_bytes = traced.peak_bytes
-    if traced.note or analysis.updated or whole_bytes <= SMALL_STEP_BYTES:
-        return ()
-    split = split_of(optimizer)
-    if not split.apart:
-        return ()
-    found: list[tuple[int, int]] = []
-    for size, nbytes in sorted(pieces_bytes(optimizer, slices=split.slices, sizes=PIECE_SIZES).items()):
-        if nbytes >= whole_bytes:
-            break
-        if found and nbytes <= found[-1][1]:  # larger pieces that hold no more
-            found.pop()
-        found.append((size, nbytes))
-    return tuple(found)
-
-
-def _add_pieces(
-    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], inside_bytes: int
-) -> None:
-    for position, key in enumerate(traced.state):
-        name = f"state_{position}"
-        nbytes = traced.sizes[key]
-        analysis.add_storage(nbytes=nbytes, kind=Kind.OPTIMIZER_STATE, name=name, static=True)
-    held = 0
-    for position, op in enumerate(traced.ops):
-        held += sum(traced.sizes[key] for key in op.makes)
-        rank = analysis.add_node(
-            name=f"step_{position}.{short_name(op.target)}",
-            op=target_name(op.target),
-            region=Region.OPTIMIZER,
-            kind=Kind.OTHER,
-            workspace_bytes=min(held, inside_bytes),
-            extra_eager_bytes=max(0, held - inside_bytes),
-            estimated=bool(traced.note),
-        )
-        held -= sum(traced.sizes[key] for key in op.frees)
-        if not op.estimated:
-            calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
 
 
 Cost = tuple[float, int, bool]

@@ -17,33 +17,28 @@ import torch
 from torch import fx, nn
 
 from lowtide.capture import failures
-from lowtide.capture.gradient_layouts import LAID_OUT_OTHERWISE
 from lowtide.capture.graphs import Origin, Segment, describe_inputs, name_tensors
 from lowtide.capture.identity import layouts
 from lowtide.capture.traced import TracedModel
 from lowtide.errors import CaptureError, LowtideError, Unsupported
 from lowtide.facts import Kind
-from lowtide.facts.units import format_size
 from lowtide.running.backend import Backend, GraphPlan, Progress
 from lowtide.running.bypass import mark, unmark
 from lowtide.running.executor import EAGER_OPS, Executor
+from lowtide.running.layout_watch import LayoutWatch
 from lowtide.running.loop_watch import Held, LoopWatch, leave
+from lowtide.running.notices import Notices
 from lowtide.stores import Store
 from lowtide.torchside import ddp, dynamo, hooks
 from lowtide.torchside.batch import tensors_in
 from lowtide.torchside.first_calls import make_first_calls
-from lowtide.torchside.gradient_orders import in_another_order, order_of
 from lowtide.torchside.pieces import Pieces
 from lowtide.torchside.route import call_model, entrance, route_of, set_route
 from lowtide.torchside.sharded import units_of
 from lowtide.torchside.units import CompiledUnits, compiled_model
-from lowtide.torchside.updates import Updates, gradient_bytes
+from lowtide.torchside.updates import Updates
 
 logger = logging.getLogger("lowtide")
-
-MANY_GRAPHS = 24
-LARGE_SHARE = 0.25
-
 
 Guard = Callable[[str], AbstractContextManager[None]]
 """What a forward or backward pass runs in, by its name, where other processes may fail."""
@@ -128,8 +123,8 @@ class Runner:
         self._waiting = -1  # how many backward passes had run when a call last ended
         self._last: Callable[[], Any] = _nothing  # what its backward pass would run, if anybody still can
         self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
-        self._warned: set[str] = set()
-        self._has_new_orders = False
+        self._notices = Notices(spare_bytes)
+        self._layouts = LayoutWatch(plans.orders)
         self._start = time.perf_counter()
         self._entrance = entrance(model)
         # looked at in every step, and finding them anew takes ten times as long
@@ -155,8 +150,9 @@ class Runner:
             return call_model(self.model, args, kwargs)
         self._learn()
         self._plan_ahead(args, kwargs)
-        self._warn_of_gradients()
-        self._warn_of_two_calls()
+        self._notices.tell_of_gradients(self._parameters)
+        if self._waiting == self.backend.progress.backwards and self._last() is not None:
+            self._notices.tell_of_two_calls(self.backend.progress)
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
         self.backend.progress.begin_call()
         try:
@@ -177,8 +173,10 @@ class Runner:
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before = self.backend.num_graphs
             self._watch_loop()
-            self._watch_layouts(output)
-            self._warn_of_many_graphs()
+            if self.plans.loss_is_unknown:
+                self._layouts.watch(output)
+            seconds = time.perf_counter() - self._start
+            self._notices.tell_of_many_graphs(self.backend.num_graphs, self.compiled.seconds / seconds)
         return output
 
     def _watch_loop(self) -> None:
@@ -187,31 +185,13 @@ class Runner:
         if self.plans.loss_is_unknown and self._device == "cpu" and watch.begin():
             self.backend.progress.watch = watch
 
-    def _watch_layouts(self, output: Any) -> None:
-        """See in which order a loss that nobody knows gives gradients, and plan for that from then on."""
-        if self.plans.loss_is_unknown:
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None and tensor.dim() > 1:
-                    look = _layout_watch(tensor, self.plans.orders, self._relearn)
-                    tensor.register_hook(look)  # type: ignore[no-untyped-call]
-
-    def _relearn(self) -> None:
-        self._has_new_orders = True
-        if self._first_time("layouts"):
-            logger.warning(
-                "%s: the last bits of this step can differ, since torch copies it into the output's order "
-                "first, and eager does not. It is planned for from the next step on; pass `loss=` to plan "
-                "for it from the first",
-                LAID_OUT_OTHERWISE,
-            )
-
     def _learn(self) -> None:
         """Plan again where the last step was another one than the plan counts on."""
         progress = self.backend.progress
         progress.watch = None  # where no backward pass came
         held, progress.held = progress.held, None
         used = {fingerprint: outputs for fingerprint, outputs in progress.used.items() if outputs}
-        has_new_orders, self._has_new_orders = self._has_new_orders, False
+        has_new_orders = self._layouts.has_news()
         if held is None and not used and not has_new_orders:
             return
         if self.plans.learn(held, used) or has_new_orders:
@@ -226,7 +206,7 @@ class Runner:
             return
         buckets = ddp.buckets_of(wrapper)
         if buckets.hold_gradients:
-            self._warned.add("gradients")  # those that are there are in the buckets, which count
+            self._notices.leave_out("gradients")  # those that are there are in the buckets, which count
         if self.plans.count_buckets(buckets):
             self.compiled.forget()
             self.backend.forget()
@@ -307,66 +287,6 @@ class Runner:
             for origin, value in zip(origins, hooks.graph_inputs(graph), strict=True)
         ]
 
-    def _warn_of_two_calls(self) -> None:
-        """Both hold what they save, and eager would sum the gradients of a weight over both."""
-        if self._waiting != self.backend.progress.backwards or self._last() is None:
-            return
-        saved_bytes = self.backend.progress.saved_bytes
-        if (
-            self.spare_bytes is not None
-            and saved_bytes > max(0, self.spare_bytes)
-            and self._first_time("held")
-        ):
-            logger.warning(
-                "the model is called again before the backward pass of its last call, for which %s are held, "
-                "and the plan did not count on them: the peak is higher by as much. Run backward() after "
-                "each call, or plan for a budget that is smaller by %d bytes",
-                format_size(saved_bytes),
-                saved_bytes,
-            )
-        if self.backend.progress.summed and self._first_time("calls"):
-            logger.warning(
-                "the model is called twice before a backward pass and uses '%s' several times in a call: "
-                "each call sums its gradients alone, so that the last bits can differ from eager's. Run "
-                "backward() after each call",
-                self.backend.progress.summed,
-            )
-
-    def _first_time(self, about: str) -> bool:
-        if about in self._warned:
-            return False
-        self._warned.add(about)
-        return True
-
-    def _warn_of_many_graphs(self) -> None:
-        """Told where most of the time goes into it."""
-        if self.backend.num_graphs < MANY_GRAPHS or "graphs" in self._warned:
-            return
-        share = self.compiled.seconds / (time.perf_counter() - self._start)
-        if share > LARGE_SHARE:
-            self._warned.add("graphs")
-            logger.warning(
-                "%d graphs were planned so far, which took %.0f%% of the time since the plan was applied: "
-                "every new shape, and every new value of a Python number that the forward reads, is a graph "
-                "of its own. Pad batches to a few lengths (pad_to_multiple_of=64, say), and pass numbers "
-                "that change as tensors",
-                self.backend.num_graphs,
-                share * 100,
-            )
-
-    def _warn_of_gradients(self) -> None:
-        if self.spare_bytes is None or "gradients" in self._warned:
-            return
-        nbytes = sum(gradient_bytes(p) for p in self._parameters)
-        if nbytes > max(0, self.spare_bytes):
-            self._warned.add("gradients")
-            logger.warning(
-                "%s of gradients are there before the forward pass, and the plan did not count on them: the "
-                "peak is higher by as much. Set them to None first (zero_grad), or, to accumulate gradients, "
-                "plan with accumulate=True",
-                format_size(nbytes),
-            )
-
 
 class _Guarded:
     """Stands where a wrapper's own code is called, which talks to other processes before its model does."""
@@ -381,21 +301,6 @@ class _Guarded:
 
 def _unguarded(_when: str) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-def _layout_watch(
-    output: torch.Tensor, orders: dict[str, str], tell: Callable[[], None]
-) -> Callable[[torch.Tensor], None]:
-    """Notes in `orders` how the gradient of an output is laid out that comes otherwise, and tells of it."""
-    like = torch.empty_strided(output.shape, output.stride(), device="meta")
-    order = order_of(like)
-
-    def look(gradient: torch.Tensor) -> None:
-        if order not in orders and in_another_order(like, gradient):
-            orders[order] = order_of(gradient)
-            tell()
-
-    return look
 
 
 def _nothing() -> None:
