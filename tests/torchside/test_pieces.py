@@ -9,7 +9,7 @@ from torch import nn
 from training import Target, measured_peak, twin
 
 import lowtide
-from lowtide.capture import step
+from lowtide.capture import optimizer_nodes
 from lowtide.capture.one_by_one import split_of
 from lowtide.torchside.pieces import Pieces, step_in_slices, take_step
 
@@ -117,7 +117,7 @@ def test_the_optimizers_temporaries_do_not_set_the_floor(
     monkeypatch: pytest.MonkeyPatch, foreach: bool
 ) -> None:
     sizes = tuple(1 << n for n in (20, 22, 24))
-    monkeypatch.setattr(step, "PIECE_SIZES", sizes)
+    monkeypatch.setattr(optimizer_nodes, "PIECE_SIZES", sizes)
     model = nn.Sequential(nn.Embedding(6000, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     batch = torch.randint(0, 6000, (4,))
     optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)

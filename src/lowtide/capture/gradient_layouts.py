@@ -27,7 +27,8 @@ def seen_orders(trace: Trace) -> dict[str, set[str]]:
             if grad is None or source not in made or made[source].shape != grad.meta["val"].shape:
                 continue
             taken, found = made[source], grad.meta["val"]
-            order = order_of(found) if in_another_order(taken, found) else order_of(taken)
+            is_other = in_another_order(taken.shape, taken.stride(), found.stride())
+            order = order_of(found if is_other else taken)
             seen.setdefault(order_of(taken), set()).add(order)
     return seen
 

@@ -32,11 +32,12 @@ class LayoutWatch:
         return has_news
 
     def _watch(self, output: torch.Tensor) -> None:
-        like = torch.empty_strided(output.shape, output.stride(), device="meta")
-        order = order_of(like)
+        shape, strides, order = output.shape, output.stride(), order_of(output)
 
-        def look(gradient: torch.Tensor) -> None:
-            if order not in self.orders and in_another_order(like, gradient):
+        def look(gradient: torch.Tensor | None) -> None:
+            if gradient is None or order in self.orders:
+                return
+            if in_another_order(shape, strides, gradient.stride()):
                 self.orders[order], self._has_news = order_of(gradient), True
                 self._tell()
 

@@ -172,9 +172,9 @@ class Runner:
         self.backend.progress.outputs.note(output)
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before = self.backend.num_graphs
-            self._watch_loop()
             if self.plans.loss_is_unknown:
                 self._layouts.watch(output)
+            self._watch_loop()
             seconds = time.perf_counter() - self._start
             self._notices.tell_of_many_graphs(self.backend.num_graphs, self.compiled.seconds / seconds)
         return output

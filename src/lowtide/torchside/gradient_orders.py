@@ -7,7 +7,7 @@ it is, and some kernels sum in another order then.
 
 import contextlib
 import unittest.mock
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,11 @@ def order_of(tensor: torch.Tensor) -> str:
     return "".join(map(str, sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))))
 
 
-def in_another_order(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
+def in_another_order(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
     """Whether two tensors of one shape are laid out in another order of their dimensions. A gradient that was
     expanded has the same number everywhere, in any order."""
-    own, others = tensor.stride(), gradient.stride()
-    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1 and own[dim] and others[dim]]
-    return sorted(dims, key=lambda dim: -own[dim]) != sorted(dims, key=lambda dim: -others[dim])
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] and others[dim]]
+    return sorted(dims, key=lambda dim: -strides[dim]) != sorted(dims, key=lambda dim: -others[dim])
 
 
 @contextlib.contextmanager
