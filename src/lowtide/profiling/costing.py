@@ -135,7 +135,7 @@ def _fill(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpC
 def _with_outside(step: Step, captured: Captured) -> Step:
     """Add what ops of code between the graphs hold inside."""
     calls = {signature(call): call for found in captured.outside_calls.values() for call, _ in found}
-    if not calls or step.device == "meta":
+    if not calls:
         return step
     inside = measure_insides({name: (call, 0) for name, call in calls.items()})
     nodes = list(step.nodes)
