@@ -218,9 +218,12 @@ def test_interrupted_leaves_no_half_written_files(folder):
         "--budget",
         "60%",
     ]
+    # tests that a shell runs in the background ignore Ctrl-C, and so would what they start
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [*command, "-o", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    signal.signal(signal.SIGINT, before)
     assert process.stderr is not None
     assert process.stderr.readline() == "on\n"
     time.sleep(0.2)
