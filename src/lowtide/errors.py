@@ -45,10 +45,11 @@ class PlanMismatch(LowtideError):
 
 
 class RankError(LowtideError):
-    """Another process of the group, `rank`, failed or did not come."""
+    """Another process of the group, `rank`, failed or did not come. `kind` is the type of the exception
+    there, if it raised one."""
 
-    def __init__(self, rank: int, message: str) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, message: str, *, kind: str = "") -> None:
+        self.rank, self.kind = rank, kind
         super().__init__(message)
 
 

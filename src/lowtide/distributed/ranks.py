@@ -104,6 +104,10 @@ def _told(ranks: Ranks, store: Any, place: str) -> list[Any]:
             ) from error
         record = json.loads(store.get(f"{place}/{rank}"))
         if "error" in record:
-            raise RankError(rank, f"rank {rank} cannot train with the others: {record['error']}")
+            raise RankError(
+                rank,
+                f"rank {rank} cannot train with the others: {record['error']}",
+                kind=record["error"].partition(":")[0],
+            )
         told.append(record["told"])
     return told

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.api import checkpoint
-from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.distributed.ranks import ranks_of, together
+from lowtide.errors import BudgetTooSmall, LowtideError, RankError
 from lowtide.integrations.first_call import (
     await_first_call,
     checked_budget,
@@ -47,9 +48,9 @@ class Lowtide(Callback):
     model is the plain one again when the training ends.
 
     Whether what the network returned (logits, say) is held through the backward pass is seen at the first:
-    where `training_step` lets go of it, the second batch is planned anew, with less to hold.
-    `holds_outputs=True` or `False` says it beforehand. `swap="disk:FOLDER"`: activations may also wait there.
-    `executor="inductor"`: what is planned is compiled by Inductor.
+    where `training_step` lets go of it, on all processes, the second batch is planned anew, with less to
+    hold. `holds_outputs=True` or `False` says it beforehand. `swap="disk:FOLDER"`: activations may also wait
+    there. `executor="inductor"`: what is planned is compiled by Inductor.
 
     Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
     """
@@ -93,11 +94,12 @@ class Lowtide(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """The first time, see what is left of the network's outputs now that `training_step` has returned."""
-        runner = None if self._planned is None else runner_of(self._planned)
-        if runner is None or self._lets_go:
+        if self._planned is None or self._lets_go:
             return
-        if self.plan is not None and _may_win(self.plan) and trainer.world_size == 1:
-            self._lets_go = runner.backend.progress.outputs.nbytes <= SMALL_BYTES
+        runner = runner_of(self._planned)
+        is_gone = runner is not None and runner.backend.progress.outputs.nbytes <= SMALL_BYTES
+        wins = self.plan is not None and _may_win(self.plan)
+        self._lets_go = _on_all(self._planned, is_gone=is_gone, wins=wins)
         if not self._lets_go:
             self._planned = None
 
@@ -129,14 +131,24 @@ class Lowtide(Callback):
         first = self.holds_outputs is None and not self._lets_go
         try:
             checkpoint(module, call, holds_outputs=first or bool(self.holds_outputs), **options)
-        except BudgetTooSmall:
-            if not first:
+        except (BudgetTooSmall, RankError) as error:
+            # where several processes train, the others hear of it
+            if not first or (isinstance(error, RankError) and error.kind != BudgetTooSmall.__name__):
                 raise
             checkpoint(module, call, holds_outputs=False, **options)  # warns if that is not so
         self.plan = plan_of_model(module)
         self._planned = module if first else None
         if self.plan is not None and trainer.is_global_zero:
             tell(self.plan)
+
+
+def _on_all(module: nn.Module, *, is_gone: bool, wins: bool) -> bool:
+    """Whether the outputs are gone on all ranks and one of them wins by that: all of them then plan anew."""
+    ranks = ranks_of(module, None)
+    told = [(is_gone, wins)]
+    if ranks is not None:
+        _, told = together(ranks, lambda: (is_gone, wins), tell=list)
+    return all(gone for gone, _ in told) and any(one_wins for _, one_wins in told)
 
 
 def _may_win(plan: Plan) -> bool:
