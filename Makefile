@@ -15,7 +15,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist w
 KERNELS ?= ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 \
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=4
 EXACT := tests/end_to_end tests/running tests/methods tests/checking/test_verification.py \
-	$(addprefix tests/profiling/,test_ops.py test_interpreter.py test_layouts.py test_whole_run.py)
+	$(addprefix tests/profiling/,test_ops.py test_shrink.py test_interpreter.py test_layouts.py test_whole_run.py)
 
 # What `make test-torch` runs, with which torch, and where: all that can differ from one torch to the next.
 VERSION ?= 2.15.0
