@@ -7,9 +7,11 @@ STAMP := .venv/.installed
 # What tests and demo run with by default; any version that pyproject.toml allows will do.
 TORCH ?= torch==2.13.0
 
-# Threads of two test processes that wait for work must not keep two cores busy with waiting.
+# Threads of two test processes that wait for work must not keep two cores busy with waiting; and none of the
+# many processes that tests start compiles lowtide again.
 WORKERS ?= 2
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+QUIETLY := OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=
+PYTEST := $(QUIETLY) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Kernels that other processors would choose, and other numbers of threads; each is one run of EXACT.
 KERNELS ?= ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 \
@@ -48,7 +50,7 @@ demo: install
 
 # The tests of exactness with another torch, in an environment of its own: make test-torch VERSION=2.14.1
 test-torch: $(OTHER)/.installed
-	OMP_WAIT_POLICY=passive $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TORCH_TESTS)
+	$(QUIETLY) $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TORCH_TESTS)
 
 test: install
 	$(PYTEST)
