@@ -19,13 +19,15 @@ KERNELS ?= ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_I
 EXACT := tests/end_to_end tests/running tests/methods tests/checking/test_verification.py \
 	$(addprefix tests/profiling/,test_ops.py test_shrink.py test_interpreter.py test_layouts.py test_whole_run.py)
 
+SOAK := $(addprefix tests/end_to_end/,test_fuzz.py test_soak.py test_random_models.py) tests/cli/test_trust.py
+
 # What `make test-torch` runs, with which torch, and where: all that can differ from one torch to the next.
 VERSION ?= 2.15.0
 OTHER := .venv-torch-$(VERSION)
 TORCH_TESTS := tests/capture tests/checking tests/end_to_end tests/experiments/test_experiments.py tests/methods \
 	tests/profiling tests/running tests/torchside
 
-.PHONY: install demo test quick soak test-kernels test-torch check format docs bench clean
+.PHONY: install demo test quick soak test-long test-kernels test-torch check format docs bench clean
 
 install: $(STAMP)
 
@@ -61,8 +63,11 @@ quick: install
 
 # Every night: fuzzed inputs, long runs, many shapes and plans, 300 random (model, budget) pairs. Half an hour.
 soak: install
-	$(PYTEST) -m long -rP --show-capture=stdout tests/end_to_end/test_fuzz.py tests/end_to_end/test_soak.py \
-		tests/end_to_end/test_random_models.py tests/cli/test_trust.py
+	$(PYTEST) -m long -rP --show-capture=stdout $(SOAK)
+
+# Big models, more processes, and the rest of the grids of which `make test` has a sample.
+test-long: install
+	$(PYTEST) -m long $(addprefix --ignore=,$(SOAK))
 
 # All of them run, and it fails if one did.
 test-kernels: install

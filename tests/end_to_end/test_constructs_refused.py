@@ -65,7 +65,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore:Full backward hook is firing:UserWarning",
+    "ignore:Please use quant_min and quant_max:UserWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_is_said_in_one_line_and_leaves_the_model_as_it_was(name: str, caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
