@@ -40,12 +40,12 @@ def _profiled(target: Target) -> Profile:
 
 
 def _check(target: Target, found: Profile, shares: tuple[float, ...] = SHARES) -> None:
-    """Trains copies, and in the end the target itself, which is not traced again for that."""
+    """Trains copies, which are traced again, and after them the target itself, which is not."""
     expected = train(twin(target))
-    *higher, lowest = sorted({between(found, share) for share in shares}, reverse=True)
-    for budget in (*higher, lowest):
+    first, *others = sorted({between(found, share) for share in shares}, reverse=True)
+    for budget in (first, *others):
         plan = found.plan(budget)
-        planned = target if budget == lowest else twin(target)
+        planned = target if budget in others[-1:] else twin(target)
         plan.apply(planned.model)
         assert differences(expected, train(planned)) == [], budget
         measured = measured_peak(planned)
