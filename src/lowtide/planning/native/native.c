@@ -25,6 +25,8 @@ typedef struct {
     const uint8_t *optional, *may_move;
     const int64_t *nbytes;
     const uint8_t *pinned;
+    const uint8_t *read_classes, *make_classes; /* like `reads` and `makes`: classes of readers, a bit each */
+    const uint8_t *classes;                     /* by storage: all of its classes */
     int64_t static_bytes;
 } Problem;
 
@@ -52,9 +54,10 @@ typedef struct {
     int32_t chunk, count;
 } Span;
 
-/* Where an event reads or makes a storage. */
+/* Where an event reads or makes a storage, for which classes of readers. */
 typedef struct {
-    int32_t event, is_read;
+    int32_t event;
+    uint8_t is_read, classes;
 } Touch;
 
 typedef struct {
@@ -300,7 +303,7 @@ static double views_around(State *state, int storage, int i) {
     return seconds;
 }
 
-static void put_touch(State *state, int storage, int i, int event, int is_read) {
+static void put_touch(State *state, int storage, int i, int event, int is_read, int classes) {
     Touches *mine = &state->touches[storage];
     if (mine->count == mine->room) {
         const int room = 2 * mine->room + 4;
@@ -312,7 +315,7 @@ static void put_touch(State *state, int storage, int i, int event, int is_read) 
         mine->items = items, mine->room = room;
     }
     memmove(mine->items + i + 1, mine->items + i, (size_t)(mine->count - i) * sizeof(Touch));
-    mine->items[i].event = event, mine->items[i].is_read = is_read;
+    mine->items[i].event = event, mine->items[i].is_read = (uint8_t)is_read, mine->items[i].classes = (uint8_t)classes;
     mine->count++;
 }
 
@@ -320,6 +323,79 @@ static void drop_touch(State *state, int storage, int i) {
     Touches *mine = &state->touches[storage];
     memmove(mine->items + i, mine->items + i + 1, (size_t)(mine->count - i - 1) * sizeof(Touch));
     mine->count--;
+}
+
+/* Whether some of what brings a storage back serves some of its readers only. Each of them reads the latest
+   block that serves it, so that several blocks are held side by side. */
+static int is_split(const State *state, int storage) { return state->p->classes[storage] != 1; }
+
+/* The place of the first or the last read that the block made at place `i` serves; `i` where there is none. The
+   touch at place `without` does not count. */
+static int served_by(const Touches *mine, int i, int is_first, int without) {
+    int open = mine->items[i].classes, found = i;
+    for (int j = i + 1; j < mine->count && open; j++) {
+        if (j == without) continue;
+        if (!mine->items[j].is_read) open &= ~mine->items[j].classes;
+        else if (mine->items[j].classes & open) {
+            found = j;
+            if (is_first) break;
+        }
+    }
+    return found;
+}
+
+/* What the views take that are read of all blocks of a split storage. What serves some readers is a view itself. */
+static double split_views(State *state, int storage) {
+    const Problem *p = state->p;
+    const Touches *mine = &state->touches[storage];
+    double seconds = 0.0;
+    for (int i = 0; i < mine->count; i++) {
+        if (mine->items[i].is_read || mine->items[i].classes != p->classes[storage]) continue;
+        if (state->events[mine->items[i].event].op < p->num_first) continue;
+        int open = mine->items[i].classes;
+        state->view_stamp++;
+        for (int j = i + 1; j < mine->count && open; j++) {
+            if (!mine->items[j].is_read) open &= ~mine->items[j].classes;
+            else if ((mine->items[j].classes & open) && mine->items[j].event != TAIL) {
+                const int op = state->events[mine->items[j].event].op;
+                for (int k = p->vread_ptr[op]; k < p->vread_ptr[op + 1]; k++)
+                    state->view_mark[p->vreads[k]] = state->view_stamp;
+            }
+        }
+        for (int k = p->view_ptr[storage]; k < p->view_ptr[storage + 1]; k++)
+            if (state->view_mark[p->views[k]] == state->view_stamp) seconds += p->view_seconds[p->views[k]];
+    }
+    return seconds;
+}
+
+/* Count the bytes that the touch at place `i` of a split storage changes, as it comes (1) or goes (-1). */
+static void count_touch(State *state, int storage, int i, int sign) {
+    const Touches *mine = &state->touches[storage];
+    const int64_t nbytes = sign * state->p->nbytes[storage];
+    for (int j = 0; j <= i; j++) {
+        if (mine->items[j].is_read) continue;
+        const int with = served_by(mine, j, 0, -1), without = j == i ? i : served_by(mine, j, 0, i);
+        const int one = mine->items[without].event, two = mine->items[with].event;
+        if (with > without) add_between(state, one, two, nbytes);
+        else if (with < without) add_between(state, two, one, -nbytes);
+    }
+}
+
+/* Let an event touch a split storage. */
+static void put_split(State *state, int storage, int e, int is_read, int classes) {
+    const int i = touch_at(state, storage, e);
+    state->seconds -= split_views(state, storage);
+    put_touch(state, storage, i, e, is_read, classes);
+    count_touch(state, storage, i, 1);
+    state->seconds += split_views(state, storage);
+}
+
+static void drop_split(State *state, int storage, int e) {
+    const int i = touch_at(state, storage, e);
+    state->seconds -= split_views(state, storage);
+    count_touch(state, storage, i, -1);
+    drop_touch(state, storage, i);
+    state->seconds += split_views(state, storage);
 }
 
 /* Let `op` run right before event `before`; the new event. */
@@ -335,18 +411,26 @@ static int insert(State *state, int op, int before) {
     state->seconds += p->seconds[op];
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
         const int s = p->makes[j];
+        if (is_split(state, s)) {
+            put_split(state, s, e, 0, p->make_classes[j]);
+            continue;
+        }
         const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i - 1);
         if (is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, -p->nbytes[s]);
-        put_touch(state, s, i, e, 0);
+        put_touch(state, s, i, e, 0, 1);
         state->seconds += views_around(state, s, i - 1) + views_around(state, s, i);
     }
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int s = p->reads[j];
+        if (is_split(state, s)) {
+            put_split(state, s, e, 1, p->read_classes[j]);
+            continue;
+        }
         const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i - 1);
         if (!is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, p->nbytes[s]);
-        put_touch(state, s, i, e, 1);
+        put_touch(state, s, i, e, 1, 1);
         state->seconds += views_around(state, s, i);
     }
     if (op < p->num_first) {
@@ -364,6 +448,10 @@ static void take_out(State *state, int e) {
     const int op = events[e].op;
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int s = p->reads[j];
+        if (is_split(state, s)) {
+            drop_split(state, s, e);
+            continue;
+        }
         const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i);
         drop_touch(state, s, i);
@@ -372,6 +460,10 @@ static void take_out(State *state, int e) {
     }
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
         const int s = p->makes[j];
+        if (is_split(state, s)) {
+            drop_split(state, s, e);
+            continue;
+        }
         const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i - 1) + views_around(state, s, i);
         drop_touch(state, s, i);
@@ -422,9 +514,22 @@ static int is_needless(const State *state, int e) {
     if (!p->optional[op]) return 0;
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
         const Touches *mine = &state->touches[p->makes[j]];
-        if (is_read_at(mine, touch_at(state, p->makes[j], e) + 1)) return 0;
+        const int i = touch_at(state, p->makes[j], e);
+        if (is_split(state, p->makes[j]) ? served_by(mine, i, 1, -1) > i : is_read_at(mine, i + 1)) return 0;
     }
     return 1;
+}
+
+static void discard(State *state, int e);
+
+/* Discard what brings a storage back for nobody, before its place `i`: the latest, or of a split one any. */
+static void discard_before(State *state, int storage, int i) {
+    for (i--; i >= 0 && !full(state); i--) {
+        const Touches *mine = &state->touches[storage];
+        if (i >= mine->count || mine->items[i].is_read) continue;
+        if (is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
+        if (!is_split(state, storage)) return;
+    }
 }
 
 /* Take an event out and with it all that only it needed. */
@@ -434,12 +539,8 @@ static void discard(State *state, int e) {
     const int next = next_of(state, e);
     note(state, e, op, next, 0);
     take_out(state, e);
-    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1] && !full(state); j++) {
-        const Touches *mine = &state->touches[p->reads[j]];
-        int i = touch_at(state, p->reads[j], next) - 1;
-        while (i >= 0 && mine->items[i].is_read) i--;
-        if (i >= 0 && is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
-    }
+    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1] && !full(state); j++)
+        discard_before(state, p->reads[j], touch_at(state, p->reads[j], next));
 }
 
 /* After a run was put in: discard those before it whose blocks it took the readers of. */
@@ -447,12 +548,8 @@ static void discard_behind(State *state, int e) {
     const Problem *p = state->p;
     const int op = state->events[e].op;
     if (op < 0) return; /* discarded in the meantime */
-    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1] && !full(state); j++) {
-        const Touches *mine = &state->touches[p->makes[j]];
-        int i = touch_at(state, p->makes[j], e) - 1;
-        while (i >= 0 && mine->items[i].is_read) i--;
-        if (i >= 0 && is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
-    }
+    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1] && !full(state); j++)
+        discard_before(state, p->makes[j], touch_at(state, p->makes[j], e));
 }
 
 static void take_back(State *state, const Change *changes, int64_t count) {
@@ -490,13 +587,45 @@ static int may_stand(const State *state, int before, int op) {
     return before != TAIL && p->slot[state->events[before].op] == p->slot[op];
 }
 
-static int some_way(State *state, int storage) {
+/* The classes of readers of a storage that an op serves. */
+static int classes_served(const State *state, int storage, int op) {
     const Problem *p = state->p;
-    return p->ways[p->way_ptr[storage] + pick(state, p->way_ptr[storage + 1] - p->way_ptr[storage])];
+    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++)
+        if (p->makes[j] == storage) return p->make_classes[j];
+    return 0;
 }
 
-/* Whether a storage is there at event `at`, or made between that and `target`. */
-static int is_there(const State *state, int storage, int at, int target) {
+/* Some op that brings a storage back for some classes of readers; -1 where none does. */
+static int some_way(State *state, int storage, int classes) {
+    const Problem *p = state->p;
+    const int32_t *ways = p->ways + p->way_ptr[storage];
+    const int count = p->way_ptr[storage + 1] - p->way_ptr[storage];
+    if (!is_split(state, storage)) return ways[pick(state, count)];
+    int fitting = 0;
+    for (int i = 0; i < count; i++) fitting += !(classes & ~classes_served(state, storage, ways[i]));
+    if (!fitting) return -1;
+    int left = pick(state, fitting);
+    for (int i = 0;; i++)
+        if (!(classes & ~classes_served(state, storage, ways[i])) && !left--) return ways[i];
+}
+
+/* Whether a storage is there at event `at` for some class of readers, or made between that and `target`. */
+static int is_there_for(const State *state, int storage, int at, int target, int class) {
+    const Touches *mine = &state->touches[storage];
+    for (int i = touch_at(state, storage, at); i < mine->count; i++) {
+        if (!(mine->items[i].classes & class)) continue;
+        return mine->items[i].is_read || mine->items[i].event == at || is_before(state, mine->items[i].event, target);
+    }
+    return 0;
+}
+
+/* The same for all of some classes. */
+static int is_there(const State *state, int storage, int at, int target, int classes) {
+    if (is_split(state, storage)) {
+        for (int class = 1; class <= classes; class *= 2)
+            if ((classes & class) && !is_there_for(state, storage, at, target, class)) return 0;
+        return 1;
+    }
     const Touches *mine = &state->touches[storage];
     int i = touch_at(state, storage, at);
     if (i < mine->count && mine->items[i].event == at) return 1;
@@ -513,16 +642,59 @@ static void gather(State *state, int at, int target, int op, int depth, double c
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int s = p->reads[j];
         if (depth + state->num_gathered >= MAX_GATHERED) break;
-        if (p->way_ptr[s] == p->way_ptr[s + 1] || is_there(state, s, at, target) || draw(state) > chain) continue;
-        const int way = some_way(state, s);
-        if (state->mark[way] == state->stamp || !may_stand(state, target, way)) continue;
+        if (p->way_ptr[s] == p->way_ptr[s + 1] || is_there(state, s, at, target, p->read_classes[j]) || draw(state) > chain)
+            continue;
+        const int way = some_way(state, s, p->read_classes[j]);
+        if (way < 0 || state->mark[way] == state->stamp || !may_stand(state, target, way)) continue;
         gather(state, at, target, way, depth + 1, chain);
     }
     state->gathered[state->num_gathered++] = op;
 }
 
-/* Free a block that is idle at event `at`: bring it back right before it is read next. What that needs and is
-   not there at `at` either is brought back with it, each by the chance `chain`. */
+/* Bring a storage back right before an event, and what that needs and is not there at event `at` either, each by
+   the chance `chain`; the classes of readers that this serves. */
+static int bring_all(State *state, int storage, int classes, int at, int target, double chain) {
+    if (target == TAIL) return 0;
+    const int way = some_way(state, storage, classes);
+    if (way < 0 || !may_stand(state, target, way)) return 0;
+    state->stamp++;
+    state->num_gathered = 0;
+    gather(state, at, target, way, 0, chain);
+    const int first = state->num_changes;
+    for (int j = 0; j < state->num_gathered; j++) bring(state, state->gathered[j], target);
+    const int last = state->num_changes;
+    for (int j = first; j < last && !full(state); j++) {
+        const int e = state->journal[j].event;
+        if (!state->journal[j].inserted || state->events[e].op != state->journal[j].op) continue;
+        if (is_needless(state, e)) discard(state, e);
+        else discard_behind(state, e);
+    }
+    return classes_served(state, storage, way);
+}
+
+/* Free all blocks of a split storage that are idle at event `at`; whether there was any. */
+static int free_split(State *state, int storage, int at, double chain) {
+    const Touches *mine = &state->touches[storage];
+    const int i = touch_at(state, storage, at);
+    int open = state->p->classes[storage], idle = 0;
+    if (i == 0 || (i < mine->count && mine->items[i].event == at)) return 0;
+    for (int j = i; j < mine->count; j++) {
+        if (mine->items[j].is_read) idle |= mine->items[j].classes & open;
+        open &= ~mine->items[j].classes;
+    }
+    if (!idle) return 0;
+    while (idle && !full(state)) {
+        int j = touch_at(state, storage, at);
+        while (j < mine->count && !(mine->items[j].is_read && (mine->items[j].classes & idle))) j++;
+        if (j == mine->count) break;
+        const int served = bring_all(state, storage, mine->items[j].classes & idle, at, mine->items[j].event, chain);
+        if (!served) break;
+        idle &= ~served;
+    }
+    return 1;
+}
+
+/* Free a block that is idle at event `at`: bring it back right before it is read next. */
 static void evict(State *state, int at, double chain) {
     if (!state->num_candidates) return;
     const double most = state->weights[state->num_candidates - 1];
@@ -541,26 +713,14 @@ static void evict(State *state, int at, double chain) {
         } else {
             chosen = state->candidates[pick(state, state->num_candidates)];
         }
+        if (is_split(state, chosen)) {
+            if (free_split(state, chosen, at, chain)) return;
+            continue;
+        }
         const Touches *mine = &state->touches[chosen];
         const int i = touch_at(state, chosen, at);
         if (i == 0 || !is_read_at(mine, i) || mine->items[i].event == at) continue;
-        const int target = mine->items[i].event;
-        if (target == TAIL) continue;
-        const int way = some_way(state, chosen);
-        if (!may_stand(state, target, way)) continue;
-        state->stamp++;
-        state->num_gathered = 0;
-        gather(state, at, target, way, 0, chain);
-        const int first = state->num_changes;
-        for (int j = 0; j < state->num_gathered; j++) bring(state, state->gathered[j], target);
-        const int last = state->num_changes;
-        for (int j = first; j < last && !full(state); j++) {
-            const int e = state->journal[j].event;
-            if (!state->journal[j].inserted || state->events[e].op != state->journal[j].op) continue;
-            if (is_needless(state, e)) discard(state, e);
-            else discard_behind(state, e);
-        }
-        return;
+        if (bring_all(state, chosen, 1, at, mine->items[i].event, chain)) return;
     }
 }
 
@@ -597,7 +757,8 @@ static void move_again(State *state, int e) {
     if (draw(state) < 0.5) { /* right before it is first read */
         for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
             const Touches *mine = &state->touches[p->makes[j]];
-            const int i = touch_at(state, p->makes[j], e) + 1;
+            const int made = touch_at(state, p->makes[j], e);
+            const int i = is_split(state, p->makes[j]) ? served_by(mine, made, 1, -1) : made + 1;
             if (!is_read_at(mine, i)) continue;
             const int reader = mine->items[i].event;
             if (target < 0 || is_before(state, reader, target)) target = reader;
@@ -751,7 +912,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     state->tail_held = p->static_bytes;
     for (int s = 0; s < p->num_storages; s++) {
         if (!p->pinned[s]) continue;
-        put_touch(state, s, 0, TAIL, 1);
+        put_touch(state, s, 0, TAIL, 1, p->classes[s]);
         state->tail_held += p->nbytes[s];
     }
     for (int i = 0; i < length && !state->failed; i++) {
