@@ -6,7 +6,10 @@ from unittest import mock
 
 from lowtide import methods
 
-METHODS_OF = {"packed": ("bits", "sign", "narrow"), "slices": ("slices",)}
+METHODS_OF = {
+    "packed": ("bits", "sign", "narrow"),
+    "slices": ("slices", "large_slices", "large_rows", "whole_rows"),
+}
 
 
 @contextmanager
@@ -17,10 +20,10 @@ def without(levers: Collection[str]) -> Iterator[None]:
         others = tuple(method for method in methods.METHODS if method.name not in gone)
         stack.enter_context(mock.patch.object(methods, "METHODS", others))
         if "slices" in levers:
-            stack.enter_context(mock.patch("lowtide.torchside.ops.use_loss_rows", lambda graph: None))
-            stack.enter_context(mock.patch("lowtide.torchside.ops.use_score_rows", lambda graph: None))
+            for rows in ("use_loss_rows", "use_soft_loss_rows", "use_score_rows"):
+                stack.enter_context(mock.patch(f"lowtide.torchside.ops.{rows}", lambda graph: None))
             for module in ("capture.analyse", "running.rewrite"):
-                stack.enter_context(mock.patch(f"lowtide.{module}.overwrites", lambda segment: {}))
+                stack.enter_context(mock.patch(f"lowtide.{module}.overwrites", lambda *_: {}))
         if "pieces" in levers:
-            stack.enter_context(mock.patch("lowtide.capture.step._pieces", lambda *_: ()))
+            stack.enter_context(mock.patch("lowtide.capture.step.pieces_of_step", lambda *_: ()))
         yield

@@ -1,4 +1,4 @@
-"""The end of a chain of pointwise ops, brought back a slice at a time."""
+"""Chains of pointwise ops, a slice at a time: forward values come back so, and backward ops run so."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,7 @@ from torch import nn
 from training import differences, measured_peak, train, twin
 
 import lowtide
+from lowtide.planning.planner import Desk
 from lowtide.running.runner import runner_of
 from lowtide.torchside.ops.chains import in_slices
 from lowtide.zoo.targets import Target
@@ -53,3 +54,30 @@ def test_a_chain_comes_back_in_slices(dtype: torch.dtype, threads: int) -> None:
     assert abs(measured_peak(planned) / plan.peak_bytes - 1) < 0.01
     (graphs,) = [graphs for _, _, graphs in runner_of(planned.model).backend.graphs]
     assert in_slices in [node.target for node in graphs.backward.graph.nodes]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 2)], indirect=["threads"]
+)
+def test_a_backward_chain_lowers_the_floor(dtype: torch.dtype, threads: int) -> None:
+    """Where the gradient of a formula written by hand sets the peak."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(513), Block(513)).to(dtype)
+    batch = torch.randn(1024 * threads + 3, 16, dtype=dtype)
+    plain = Target("model", model, batch, torch.optim.SGD(model.parameters(), lr=0.1))
+    planned = twin(plain)
+    found = lowtide.profile(planned.model, planned.batch, optimizer=planned.optimizer)
+    without = Desk(found.step)
+    assert found.floor_bytes < 0.9 * without.floor_bytes
+    plan = found.plan(found.floor_bytes)
+    assert any("inside of" in row.reason and row.method == "slices" for row in plan.decisions)
+    assert plan.solution.lower_bound_seconds is not None
+    for budget_bytes in (found.floor_bytes, without.floor_bytes, found.peak_bytes):
+        one_by_one = without.best(budget_bytes)
+        assert one_by_one is None or found.plan(budget_bytes).recompute_seconds <= one_by_one.added_seconds
+    plan.apply(planned.model)
+    assert differences(train(plain), train(planned)) == []
+    assert abs(measured_peak(planned) / plan.peak_bytes - 1) < 0.01
+    (graphs,) = [graphs for _, _, graphs in runner_of(planned.model).backend.graphs]
+    sliced = [node for node in graphs.backward.graph.nodes if node.target is in_slices]
+    assert [node.kwargs for node in sliced if node.kwargs.get("over") is not None]

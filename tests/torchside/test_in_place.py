@@ -9,6 +9,7 @@ from lowtide.torchside.ops.dropout import apply_mask
 from lowtide.torchside.ops.in_place import WITH_OUT, overwriting
 from lowtide.torchside.ops.loss_rows import loss_gradient, rows_at_a_time
 from lowtide.torchside.ops.score_rows import log_probabilities
+from lowtide.torchside.ops.soft_loss_rows import LOSS_GRADIENTS, soft_loss_gradient
 
 aten = torch.ops.aten
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -40,7 +41,7 @@ def arguments(target: object, shape: tuple[int, ...], dtype: torch.dtype) -> tup
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
     "target",
-    [target for target in WITH_OUT if target is not loss_gradient],
+    [target for target in WITH_OUT if target not in LOSS_GRADIENTS],
     ids=lambda op: getattr(op, "__name__", str(op)),
 )
 def test_every_op_gives_the_same_bits_over_its_argument(target, dtype: torch.dtype) -> None:
@@ -103,6 +104,28 @@ def compare(shape: tuple[int, ...], dtype: torch.dtype, reduction: str) -> None:
     expected = aten._log_softmax_backward_data(between, scores, 1, dtype)
     assert torch.equal(loss_gradient(grad, scores, *args), expected)
     assert torch.equal(loss_gradient(grad, scores, *args, out=scores), expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES[:3])
+@pytest.mark.parametrize("shape", [(1, 5), (33, 1003), (500, 257), (9, 33, 65)])
+def test_the_gradient_of_a_loss_of_probabilities_in_slices_has_eagers_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    scores = (4 * torch.randn(shape)).to(dtype).log_softmax(1)
+    targets, grad = torch.rand(shape).to(dtype), torch.tensor(-0.37, dtype=dtype).expand(shape)
+    weight = torch.rand(shape[1]).to(dtype).view(1, -1, *[1] * (len(shape) - 2))
+    threads = torch.get_num_threads()
+    for num_threads, slice_bytes in [(1, 3000), (2, 50_000)]:
+        monkeypatch.setattr(loss_rows, "SLICE_BYTES", slice_bytes)
+        torch.set_num_threads(num_threads)
+        try:
+            expected = aten._log_softmax_backward_data(grad * weight * targets, scores, 1, dtype)
+            assert torch.equal(soft_loss_gradient(grad, [weight, targets], scores, 1, dtype), expected)
+            out = scores.clone()
+            assert soft_loss_gradient(grad, [weight, targets], out, 1, dtype, out=out) is out
+            assert torch.equal(out, expected)
+        finally:
+            torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", TYPES[:3])

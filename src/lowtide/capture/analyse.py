@@ -27,6 +27,7 @@ from lowtide.capture.gradients import (
 )
 from lowtide.capture.graphs import Execution, Trace, mutated_inputs
 from lowtide.capture.names import module_path, source_line
+from lowtide.capture.other_ways import add_other_ways
 from lowtide.capture.outside import add_code_outside
 from lowtide.capture.overwrites import overwrites
 from lowtide.capture.records import Analysis, GraphState, Place
@@ -41,10 +42,10 @@ from lowtide.methods import Kept, Method
 from lowtide.torchside import hooks
 from lowtide.torchside.calls import Call, storage_key, target_name
 from lowtide.torchside.ops.dropout import extra_eager_bytes
-from lowtide.torchside.ops.loss_rows import extra_loss_bytes
 from lowtide.torchside.ops.recurrent_bytes import extra_inside_bytes, extra_result_bytes
 from lowtide.torchside.ops.schema import writes_inputs
 from lowtide.torchside.ops.score_rows import extra_score_bytes
+from lowtide.torchside.ops.soft_loss_rows import extra_loss_bytes
 
 OUTPUT = "output"
 
@@ -158,6 +159,8 @@ def _backward(
             _write_over(analysis, state.rank[node], written_over[node])
         for index in places.get(place, ()):
             add_update(analysis, state, index=index, grad=grads[index], inside_bytes=updates)
+    if state.in_model:
+        add_other_ways(analysis, state, ops, written_over)
     held = [grad for index, grad in enumerate(state.grads) if index not in grads]
     _add_output(analysis, state, held, Region.BACKWARD)
     add_gradients(analysis, state)

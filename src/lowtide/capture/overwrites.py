@@ -1,7 +1,7 @@
 """Backward ops that write their result over a value which nothing reads after them."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -11,14 +11,20 @@ from lowtide.capture.graphs import Segment, results_of
 from lowtide.capture.regions import split
 from lowtide.capture.tangents import stands_for
 from lowtide.torchside.calls import Call, storage_key
+from lowtide.torchside.ops.backward_chains import stood_in_for
+from lowtide.torchside.ops.chains import in_slices
 from lowtide.torchside.ops.in_place import ROUND_ONCE, WITH_OUT, overwriting
-from lowtide.torchside.ops.loss_rows import loss_gradient
 from lowtide.torchside.ops.packed import layout_of
+from lowtide.torchside.ops.soft_loss_rows import LOSS_GRADIENTS
+
+NO_CALLS: Mapping[fx.Node, Call] = {}
 
 
-def overwrites(segment: Segment, backward: Sequence[fx.Node]) -> dict[fx.Node, Call]:
+def overwrites(
+    segment: Segment, backward: Sequence[fx.Node], calls: Mapping[fx.Node, Call] = NO_CALLS
+) -> dict[fx.Node, Call]:
     """What such ops call instead where the backward ops run in the order `backward`; nodes of the graph are
-    among the arguments.
+    among the arguments. `calls` are what some of them run in another way, in the place of others, too.
 
     A value can be written over that the backward pass makes. A forward value can be where nothing that
     depends on it is read later in backward, so that no plan brings it back to read it there.
@@ -27,19 +33,39 @@ def overwrites(segment: Segment, backward: Sequence[fx.Node]) -> dict[fx.Node, C
         return {}
     forward = split(segment)[0]
     blocks = _Blocks(segment, [*forward, *backward])
+    for node in calls:
+        blocks.run_with(node, stood_in_for(node))
     made_forward = set(forward)
     found: dict[fx.Node, Call] = {}
     for node in backward:
+        if node in calls and calls[node].target is in_slices:
+            over = _over(calls[node], node, blocks, made_forward)
+            if over is not None:
+                found[node] = Call(in_slices, calls[node].args, {"over": over})
+            continue
         for place in WITH_OUT[node.target][1] if node.target in WITH_OUT else ():
             value = node.args[place]
             if not isinstance(value, fx.Node) or not blocks.ends_with(value, node) or not _same(value, node):
                 continue
             if blocks.maker(value) not in made_forward or (
-                node.target is loss_gradient and blocks.is_forgotten(value, node, made_forward)
+                node.target in LOSS_GRADIENTS and blocks.is_forgotten(value, node, made_forward)
             ):
-                found[node] = overwriting(node.target, place, node.args, dict(node.kwargs))
+                kwargs = calls[node].kwargs if node in calls else node.kwargs
+                found[node] = overwriting(node.target, place, node.args, dict(kwargs))
                 break
     return found
+
+
+def _over(call: Call, node: fx.Node, blocks: "_Blocks", forward: set[fx.Node]) -> int | None:
+    """Which of its inputs a program can write its result over."""
+    for place, value in enumerate(call.args[1]):
+        if (
+            blocks.ends_with(value, node, call.args[1])
+            and _same(value, node)
+            and blocks.maker(value) not in forward
+        ):
+            return place
+    return None
 
 
 class _Blocks:
@@ -59,15 +85,21 @@ class _Blocks:
         """The first that holds the block of `value`; all others only look at it."""
         return min(self._holders(value), key=self.position.__getitem__)
 
-    def ends_with(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether `reader` is the last that reads the block of `value`, and reads nothing else of it."""
+    def run_with(self, node: fx.Node, others: Iterable[fx.Node]) -> None:
+        """Let what `others` read be read where `node` runs."""
+        for other in others:
+            self.position[other] = self.position[node]
+
+    def ends_with(self, value: fx.Node, reader: fx.Node, reads: Sequence[fx.Node] | None = None) -> bool:
+        """Whether `reader` is the last that reads the block of `value`, and reads nothing else of it; it may
+        read `value` itself as often as it likes where `reads` are all that it reads."""
         if not _keys(value) or any(key in self.returned for key in _keys(value)):
             return False
         holders = self._holders(value)
         if any(node.op != "call_function" for node in holders):
             return False
-        others = [source for source in reader.all_input_nodes if source is not value]
-        if any(source in holders for source in others) or _count(reader, value) > 1:
+        others = [source for source in reads or reader.all_input_nodes if source is not value]
+        if any(source in holders for source in others) or (reads is None and _count(reader, value) > 1):
             return False
         last = max(self.position[user] for node in holders for user in node.users)
         return last == self.position[reader]
@@ -114,7 +146,7 @@ def _same(value: fx.Node, result: fx.Node) -> bool:
         for tensor in _tensors(source)
         if tensor.shape == here.shape
     ]
-    in_any_order = result.target in (*ROUND_ONCE, loss_gradient) and not result.kwargs
+    in_any_order = result.target in (*ROUND_ONCE, *LOSS_GRADIENTS) and not result.kwargs
     return layout is not None and layout == layout_of(there) and (in_any_order or len(set(alike)) == 1)
 
 

@@ -5,7 +5,7 @@
 - `replay`: a random op from its earlier generator state
 - `batch_norm`: batch norm without counting its statistics twice
 - `dropout_mask`: a dropout's result from its kept mask
-- `slices`: the end of a chain of pointwise ops, a slice at a time
+- `slices`: the end of a chain of pointwise ops, a slice at a time; how large slices are
 - `swap`: read back from a store; only where the user names one
 - `packed`: masks and signs as bits, indices in fewer bytes
 
@@ -20,10 +20,10 @@ from lowtide.methods.method import Kept, Method
 from lowtide.methods.packed import Bits, Narrow, Sign
 from lowtide.methods.replay import Replay
 from lowtide.methods.run_again import RunAgain
-from lowtide.methods.slices import Slices
+from lowtide.methods.slices import LargeRows, LargeSlices, Slices, WholeRows
 from lowtide.methods.swap import Swap
 
-__all__ = ["METHODS", "Kept", "Method", "fitting", "method_named", "methods_for"]
+__all__ = ["METHODS", "Kept", "Method", "fitting", "method_named", "methods_for", "standing_in"]
 
 METHODS: tuple[Method, ...] = (
     BatchNormAgain(),
@@ -31,6 +31,9 @@ METHODS: tuple[Method, ...] = (
     Replay(),
     RunAgain(),
     Slices(),
+    LargeSlices(),
+    LargeRows(),
+    WholeRows(),
     Bits(),
     Sign(),
     Narrow(),
@@ -50,6 +53,11 @@ def fitting(node: fx.Node, *, swap: bool = False) -> tuple[list[Method], str]:
     reasons = {method: method.why_not(node) for method in methods_for(swap=swap)}
     fit = [method for method, reason in reasons.items() if reason == ""]
     return fit, "" if fit else next((reason for reason in reasons.values() if reason), "no method fits it")
+
+
+def standing_in(node: fx.Node) -> list[Method]:
+    """The methods that can run a backward op in another way."""
+    return [method for method in METHODS if method.stands_in(node)]
 
 
 def method_named(name: str) -> Method:

@@ -66,6 +66,11 @@ class Method(ABC):
         """What runs in the backward pass. Its arguments are nodes of the graph, whose values it reads,
         the `kept` tensors, and constants."""
 
+    def stands_in(self, node: fx.Node) -> bool:
+        """Whether `call` can run a backward op in another way, in the place of those that lead to it alone,
+        too. Such a method keeps nothing."""
+        return False
+
     def kept(self, node: fx.Node) -> tuple[Kept, ...]:
         """What the forward pass keeps for it."""
         return ()

@@ -11,7 +11,14 @@ from lowtide.facts.units import format_size
 from lowtide.planning.link import is_fetch, value_of
 from lowtide.planning.releases import released_after
 from lowtide.planning.search.table import Table
-from lowtide.planning.simulate import Timeline, source_of
+from lowtide.planning.simulate import (
+    Timeline,
+    extra_seconds,
+    is_again,
+    recipe_of,
+    source_of,
+    stood_in_for,
+)
 
 
 def decide(
@@ -26,6 +33,12 @@ def decide(
     step = table.step
     brought_back = _brought_back(step, planned.runs)
     seconds = _seconds_by_storage(step, planned, brought_back)
+    within = _within_others(step, planned.runs)
+    for run, storages in within.items():
+        for storage in storages:
+            brought_back[storage] = [recipe_of(step, run)]
+            seconds[storage] = [extra_seconds(step, run) / len(storages)]
+    inside = {s: step.nodes[run.node].name for run, storages in within.items() for s in storages}
     over = np.flatnonzero(_by_rank(plain, len(step.nodes)) > budget_bytes)
     away = _away(step, planned.runs)
     dearest = max(
@@ -59,7 +72,7 @@ def decide(
                 first_backward_use=a.first_backward_use,
                 last_backward_use=a.last_backward_use,
                 recompute_seconds=cost if recomputes else a.recompute_seconds,
-                reason=_why_freed(a, cost, recipes, said, between)
+                reason=_why_freed(a, cost, recipes, said=said, away=between, inside=inside.get(a.storage, ""))
                 if recipes
                 else _why_retained(a, over, dearest),
                 released_after=between[0],
@@ -122,6 +135,33 @@ def _brought_back(step: Step, runs: Sequence[Run]) -> dict[int, list[Recipe]]:
     return found
 
 
+def _within_others(step: Step, runs: Sequence[Run]) -> dict[Run, list[int]]:
+    """By run of a backward node that stands in for others, the forward storages that are read nowhere for its
+    sake: it makes what it needs of them inside of itself."""
+    read = {
+        storage
+        for run in runs
+        if step.nodes[run.node].region is not Region.FORWARD
+        for rank in source_of(step, run).reads
+        for storage in step.nodes[rank].holds
+    }
+    found: dict[Run, list[int]] = {}
+    for run in runs:
+        if run.is_first or is_again(step, run):
+            continue
+        plain = [
+            storage
+            for rank in (run.node, *stood_in_for(step, run))
+            for value in step.nodes[rank].reads
+            if step.nodes[value].region is Region.FORWARD
+            for storage in step.nodes[value].holds
+        ]
+        freed = [s for s in dict.fromkeys(plain) if s not in read and not step.storages[s].static]
+        if freed:
+            found[run] = freed
+    return found
+
+
 def _seconds_by_storage(
     step: Step, planned: Timeline, brought_back: Container[int]
 ) -> dict[int, list[float]]:
@@ -156,8 +196,10 @@ def _why_freed(
     a: Activation,
     seconds: float,
     recipes: Sequence[Recipe],
+    *,
     said: Mapping[str, str],
     away: tuple[str, str],
+    inside: str,
 ) -> str:
     between = f"ranks {a.last_forward_use} and {a.first_backward_use}"
     if recipes[0].action is Action.OFFLOAD:
@@ -165,7 +207,8 @@ def _why_freed(
     idle = f"frees {format_size(a.nbytes)} between {between}"
     often = f", {len(recipes)} times" if len(recipes) > 1 else ""
     how = said.get(recipes[0].method, recipes[0].method)
-    return f"{idle} for {1e3 * seconds:.3g} ms: {how}{often}"
+    where = f", inside of '{inside}'" if inside else ""
+    return f"{idle} for {1e3 * seconds:.3g} ms: {how}{often}{where}"
 
 
 def _why_retained(a: Activation, over: NDArray[np.intp], dearest: float) -> str:

@@ -106,7 +106,8 @@ class Desk:
     def reserve(self) -> Reserve:
         return reserve(self.step)
 
-    def timeline(self, plan: Plan) -> Timeline:
+    def timeline(self, plan: Plan, *, budget_bytes: int = 0) -> Timeline:
+        """What a plan holds and costs; what may stand elsewhere does so for `budget_bytes`."""
         return simulate(self.step, without_needless_runs(self.step, schedule_of(self.table, plan)))
 
     def _best_timeline(self, entry: Entry, budget_bytes: int) -> Timeline:
@@ -181,7 +182,7 @@ class Desk:
             baseline_peak_bytes=self.eager_peak_bytes,
             floor_bytes=self.floor_bytes if planner == "auto" else None,
             step_seconds=self.plain.seconds,
-            recompute_seconds=timeline.added_seconds,
+            recompute_seconds=max(0.0, timeline.added_seconds),
             decisions=decide(
                 self.table,
                 self.activations,

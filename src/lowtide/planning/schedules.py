@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from lowtide.facts import UPDATE, Graph, Kind, Node, Region, Reserve, Run, Step, Storage
 from lowtide.planning.link import value_of
 from lowtide.planning.releases import last_forward_reads, released_after, with_releases
-from lowtide.planning.simulate import Timeline, eager_runs, plain_runs, simulate, source_of, walked
+from lowtide.planning.simulate import (
+    Timeline,
+    eager_runs,
+    is_again,
+    plain_runs,
+    simulate,
+    source_of,
+    walked,
+)
 
 ENDS = ("placeholder", "output", UPDATE)
 """What is no op of a graph: its ends, and updates of parameters; its schedule does not count them."""
@@ -45,7 +53,7 @@ def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:
     brought_back: set[int] = set()
     kept = []
     for run in runs:
-        if not run.is_first:
+        if is_again(step, run):
             recipe = source_of(step, run)
             if not recipe.makes and brought_back.isdisjoint(recipe.reads):
                 continue
@@ -107,7 +115,7 @@ def runs_of_schedules(
         if region is Region.BACKWARD and segment >= 0 and scheduled[segment]:
             runs += _first_runs(node for node in nodes if node.op == "placeholder")
             ends = [node for node in nodes if node.op in ENDS and node.op != "placeholder"]
-            runs += _with_ends(scheduled[segment], _first_runs(ends))
+            runs += _with_ends(step, scheduled[segment], _first_runs(ends))
         else:
             runs += _first_runs(nodes)
     return tuple(runs)
@@ -159,11 +167,11 @@ def _first_runs(nodes: Iterable[Node]) -> list[Run]:
     return [Run(node.rank) for node in nodes]
 
 
-def _with_ends(runs: Iterable[Run], ends: list[Run]) -> list[Run]:
+def _with_ends(step: Step, runs: Iterable[Run], ends: list[Run]) -> list[Run]:
     """A schedule with what it does not count, each before the first op of a later rank."""
     found: list[Run] = []
     for run in runs:
-        while ends and run.is_first and ends[0].node < run.node:
+        while ends and not is_again(step, run) and ends[0].node < run.node:
             found.append(ends.pop(0))
         found.append(run)
     return found + ends

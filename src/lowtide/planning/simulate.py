@@ -4,7 +4,8 @@ The model: a run makes fresh blocks, holds its workspace while it runs, and give
 every value whose last read it was. A block is freed when no live value holds it. Static blocks are
 always there; a pinned one stays from the run that first makes it to the end of the step. A run
 reads the latest earlier run of each node it needs; one that brings a value back goes by the recipe of
-its method. What a recipe keeps from the forward pass is made only where such a recipe is used.
+its method. A backward node that runs by a method does so in the place of those that lead to it alone.
+What a recipe keeps from the forward pass is made only where such a recipe is used.
 Transfers to a store and back change no bytes here: a value is held until the run that lets go of it, and
 again from the run that reads it back. They only take time (`planning/link.py`).
 A part taken again from a tuple that stands since the forward pass is the part's first value: it
@@ -82,14 +83,52 @@ def eager_runs(step: Step) -> tuple[Run, ...]:
 
 def source_of(step: Step, run: Run) -> Node | Recipe:
     """What says how a run goes: the node itself for its first, else its recipe by the run's method."""
+    return step.nodes[run.node] if run.is_first else recipe_of(step, run)
+
+
+def recipe_of(step: Step, run: Run) -> Recipe:
+    """The recipe of the run's method."""
     node = step.nodes[run.node]
-    if run.is_first:
-        return node
     recipe = node.recipe(run.method)
     if recipe is None:
         why = node.fixed or f"it has no recipe '{run.method}'"
         raise ValueError(f"'{node.name}' cannot be brought back: {why}")
     return recipe
+
+
+def is_again(step: Step, run: Run) -> bool:
+    """Whether a run brings a value back; that of a backward node by a method is its first."""
+    return not run.is_first and step.nodes[run.node].region is Region.FORWARD
+
+
+def stood_in_for(step: Step, run: Run) -> tuple[int, ...]:
+    """The backward ranks that need not run where `run` does, its own apart: those between it and what it
+    reads. None for a first run by no method."""
+    recipe = step.nodes[run.node].recipe(run.method)
+    if recipe is None or is_again(step, run):
+        return ()
+    reads = set(recipe.reads)
+    found: set[int] = set()
+    waiting = [read for read in step.nodes[run.node].reads if read not in reads]
+    while waiting:
+        rank = waiting.pop()
+        if rank not in found and step.nodes[rank].region is Region.BACKWARD:
+            found.add(rank)
+            waiting += [read for read in step.nodes[rank].reads if read not in reads]
+    return tuple(sorted(found))
+
+
+def extra_seconds(step: Step, run: Run) -> float:
+    """What a run of a backward node by a method takes longer than the ops that it stands in for."""
+    plain = [-step.nodes[rank].seconds for rank in (run.node, *stood_in_for(step, run))]
+    return fsum([recipe_of(step, run).seconds, *plain])
+
+
+def _added_seconds(step: Step, run: Run) -> float:
+    """What a run takes that the plain step does not have."""
+    if is_again(step, run) or step.nodes[run.node].on_demand:
+        return source_of(step, run).seconds
+    return 0.0 if run.is_first else extra_seconds(step, run)
 
 
 def recompute_slots(step: Step) -> tuple[int, ...]:
@@ -125,17 +164,20 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
     waiting: list[Node] = []
     due = 0
     before: Node | None = None
+    needless = {node.rank for node in nodes if node.on_demand}
+    known = [run for run in runs if 0 <= run.node < len(nodes)]
+    needless.update(rank for run in known for rank in stood_in_for(step, run))
     for position, run in enumerate(runs):
-        rank, method = run
+        rank = run.node
         try:
             _check_run(step, run, seen)
-            if method:
+            if is_again(step, run):
                 waiting.append(nodes[rank])
                 continue
             if nodes[rank].movable:
                 _check_movable(nodes, rank, due, before, seen)
             elif rank != due:
-                _check_first(nodes, rank, due)
+                _check_first(rank, due, needless)
             if waiting:
                 _check_slot(waiting, nodes[rank], slots[rank])
                 waiting.clear()
@@ -147,7 +189,7 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
     if waiting:
         raise ValueError(f"'{waiting[0].name}' is brought back after the last node of the step")
     for node in nodes[due:]:
-        if not node.on_demand:
+        if node.rank not in needless:
             raise ValueError(f"'{node.name}' never runs")
 
 
@@ -156,19 +198,19 @@ def _check_run(step: Step, run: Run, seen: set[int]) -> None:
     if not 0 <= rank < len(step.nodes):
         raise ValueError(f"there is no rank {rank}")
     node = step.nodes[rank]
-    if method and rank not in seen:
-        raise ValueError(f"'{node.name}' is brought back before it has run")
-    if method and node.region is not Region.FORWARD:
+    if method and node.region is not Region.FORWARD and (rank in seen or not node.recipes):
         raise ValueError(f"'{node.name}' is not a forward node, yet brought back")
+    if is_again(step, run) and rank not in seen:
+        raise ValueError(f"'{node.name}' is brought back before it has run")
     reads = source_of(step, run).reads if method else node.reads
     if not seen.issuperset(reads):
         missing = next(read for read in reads if read not in seen)
         raise ValueError(f"'{node.name}' reads '{step.nodes[missing].name}', which has not run")
 
 
-def _check_first(nodes: Sequence[Node], rank: int, due: int) -> None:
-    """First runs come in the order of ranks; only those on demand may be left out."""
-    left_out = [node.rank for node in nodes[due:rank] if not node.on_demand]
+def _check_first(rank: int, due: int, needless: Container[int]) -> None:
+    """First runs come in the order of ranks; only what is needless may be left out."""
+    left_out = [other for other in range(due, rank) if other not in needless]
     if rank < due or left_out:
         wanted = left_out[0] if left_out else due
         raise ValueError(f"first run of rank {rank}, where that of {wanted} is due")
@@ -223,7 +265,8 @@ def walked(step: Step, runs: Sequence[Run]) -> Timeline:
         rank, method = run
         node = nodes[rank]
         source = source_of(step, run) if method else node
-        first_value[rank] = not method
+        again = is_again(step, run)
+        first_value[rank] = not again
         whole = tuple_of(step, source) if isinstance(source, Recipe) else None
         if whole is None or not first_value[whole]:
             for read in source.reads:
@@ -234,7 +277,7 @@ def walked(step: Step, runs: Sequence[Run]) -> Timeline:
                 mine[storage] = len(block_storage)
                 block_storage.append(storage)
                 block_start.append(position)
-                block_pinned.append(not method and storages[storage].pinned)
+                block_pinned.append(not again and storages[storage].pinned)
         for storage in source.holds:
             if not static[storage] and storage not in mine:
                 mine[storage] = _shared_block(
@@ -244,8 +287,7 @@ def walked(step: Step, runs: Sequence[Run]) -> Timeline:
         latest[rank] = position
         workspace.append(source.workspace_bytes)
         seconds.append(source.seconds)
-        if method or node.on_demand:
-            added_seconds.append(source.seconds)
+        added_seconds.append(_added_seconds(step, run))
 
     block_end = list(block_start)
     for position, mine in enumerate(held):

@@ -23,6 +23,7 @@ from lowtide.planning.parts import REST, step_of_graph
 from lowtide.planning.planner import Carried, Desk, Floor
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import Timeline, simulate
+from lowtide.planning.sliced import SlicedDesk, has_other_ways, without_dearer
 from lowtide.planning.swaps import SwapDesk, can_offload
 
 NUM_BUDGETS = 12
@@ -68,13 +69,18 @@ def desk_for(step: Step) -> Desk:
     fingerprints = [graph.fingerprint for graph in step.graphs]
     repeated = {i for i, name in enumerate(fingerprints) if fingerprints.count(name) > 1}
     tied = any(node.recipes and node.segment in repeated for node in step.nodes)
-    if not can_offload(step):
-        return TiedDesk(step) if tied else Desk(step)
-    if tied:
+    if tied and can_offload(step):
         raise LowtideError(
             "values cannot be offloaded where graphs run several times, as with FSDP2: leave 'swap' out"
         )
-    return SwapDesk(step)
+    step = without_dearer(step)
+    if tied:
+        return TiedDesk(step)
+    return SlicedDesk(step, _desk_of_one_way) if has_other_ways(step) else _desk_of_one_way(step)
+
+
+def _desk_of_one_way(step: Step) -> Desk:
+    return SwapDesk(step) if can_offload(step) else Desk(step)
 
 
 class TiedDesk(Desk):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lowtide.facts import Activation, Decision, Region, Run, Step
 from lowtide.planning.activations import activations
-from lowtide.planning.simulate import source_of
+from lowtide.planning.simulate import is_again, source_of
 from lowtide.report.embed import pack_integers
 
 
@@ -34,7 +34,7 @@ class Neighbourhoods:
                 self._holders.setdefault(storage, []).append(node.rank)
             for read in node.reads:
                 self._readers.setdefault(read, []).append(node.rank)
-        self._again = {run.node: run for run in runs if not run.is_first}
+        self._again = {run.node: run for run in runs if is_again(step, run)}
 
     def of(self, activation: Activation) -> Around:
         nodes = self.step.nodes

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lowtide.facts import Kind, Step
-from lowtide.planning.simulate import Timeline
+from lowtide.planning.simulate import Timeline, is_again
 from lowtide.report.words import short_source
 
 OUTSIDE = "outside of modules"
@@ -72,7 +72,7 @@ def held_at_peak(step: Step, timeline: Timeline) -> list[Held]:
             continue
         run = timeline.runs[start]
         maker = step.nodes[run.node]
-        again = "" if run.is_first else ", made again"
+        again = ", made again" if is_again(step, run) else ""
         reader = step.nodes[timeline.runs[end].node].name
         kept = "held to the end of the step" if storage.pinned and end == last else f"read last by {reader}"
         rows.append(

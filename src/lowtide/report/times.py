@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.facts import Node, Region, Run, Step
-from lowtide.planning.simulate import Timeline, source_of
+from lowtide.planning.simulate import Timeline, is_again, source_of
 from lowtide.report.traffic import WAIT, run_waits
 
 RECOMPUTE = "recompute"
@@ -34,7 +34,7 @@ def timed(step: Step, runs: Sequence[Run]) -> list[_Timed]:
     found = []
     for run in runs:
         node, seconds = step.nodes[run.node], source_of(step, run).seconds
-        part = node.region if run.is_first and not node.on_demand else RECOMPUTE
+        part = RECOMPUTE if is_again(step, run) or node.on_demand else node.region
         found.append(_Timed(node=node, seconds=seconds, part=part))
     return found
 

@@ -50,7 +50,8 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One entry of a schedule, looked up: a backward op, or a forward value brought back by a `call`."""
+    """One entry of a schedule, looked up: a backward op, or a forward value brought back by a `call`. A
+    backward op has one where it runs in another way."""
 
     node: fx.Node
     method: str = ""
@@ -256,8 +257,10 @@ def _backward_graph(
 ) -> fx.GraphModule:
     graph = fx.Graph()
     latest: dict[fx.Node | Kept, fx.Node] = {}
-    ran = [step.node for step in steps if step.call is None]
-    written_over = overwrites(segment, ran) if in_place else {}
+    backward_ops = set(split(segment)[1])
+    ran = [step.node for step in steps if step.node in backward_ops]
+    calls = {step.node: step.call for step in steps if step.call and step.node in backward_ops}
+    written_over = overwrites(segment, ran, calls) if in_place else {}
     for value in (*saved.all, *tangents):
         latest[value] = graph.placeholder(saved.kept[value] if isinstance(value, Kept) else value.name)
         latest[value].meta = {"val": value.value} if isinstance(value, Kept) else dict(value.meta)
@@ -299,12 +302,12 @@ def _written(
     written_over: Mapping[fx.Node, Call],
 ) -> fx.Node:
     """One step of a schedule as a node of the backward graph."""
-    if step.call is None and step.node not in written_over:
-        return _copy(graph, step.node, latest)
-    if step.call is None:
+    if step.node in written_over:
         copy = _write(graph, written_over[step.node], latest)
         copy.meta = dict(step.node.meta)
         return copy
+    if step.call is None:
+        return _copy(graph, step.node, latest)
     copy = _write(graph, step.call, latest)
     copy.meta = {
         **step.node.meta,

@@ -1,6 +1,7 @@
 """Ops that need more than their name: one file each, with all that lowtide knows of them.
 
 - `autocast`: weights that eager casts once
+- `backward_chains`: pointwise ops of the backward pass, in slices with the forward ops that they need
 - `by_value`: ops that eager differentiates by looking at values
 - `chains`: pointwise ops, a slice of the elements at a time
 - `direct`: ops called without torch's ways around them
@@ -8,6 +9,7 @@
 - `grouped`: the products of experts, traced in all types
 - `in_place`: ops that can write over what they read
 - `loss_rows`: the gradient of a cross entropy in slices of rows
+- `soft_loss_rows`: the same where targets are probabilities
 - `packed`: truth values as bits, and names for values of which only the sign is asked
 - `norms`: the types of their statistics under autocast
 - `recurrent`: LSTM layers that are one op in eager, and their workspace
@@ -28,6 +30,7 @@ from lowtide.torchside.ops.packed import name_signs
 from lowtide.torchside.ops.recurrent import use_recurrent_layers
 from lowtide.torchside.ops.recurrent_cells import add_in_eagers_order
 from lowtide.torchside.ops.score_rows import use_score_rows
+from lowtide.torchside.ops.soft_loss_rows import use_soft_loss_rows
 
 
 def as_eager_computes(graph: fx.Graph) -> None:
@@ -39,4 +42,5 @@ def as_eager_computes(graph: fx.Graph) -> None:
     use_real_types(graph)
     name_signs(graph)
     use_loss_rows(graph)
+    use_soft_loss_rows(graph)
     use_score_rows(graph)

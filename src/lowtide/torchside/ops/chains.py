@@ -6,7 +6,7 @@ So slices end where vectors do, counted from the start of each thread's range of
 of such a range is cut so small that no thread divides it further.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ VECTOR = 64
 """A multiple of the elements that any kernel works on at once."""
 SLICE = 2 * GRAIN
 """Elements of a slice for each thread: few enough to stay in its cache."""
+LARGE_SLICE = 8 * SLICE
+"""Fewer calls of each op, and more bytes."""
 LEAST_SLICES = 8
 MOST_OPS = 32
 
@@ -72,33 +74,47 @@ Program = list[Any]
 """Ops in their order, each with its arguments; `"%3"` stands for the third of the inputs and results."""
 
 
-def in_slices(program: Program, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The last result of a program over inputs that lie densely, all of one shape, or are single numbers."""
+def in_slices(
+    program: Program,
+    inputs: list[Tensor],
+    dtype: torch.dtype,
+    size: int = SLICE,
+    *,
+    over: int | None = None,
+) -> Tensor:
+    """The last result of a program over inputs that lie densely, all of one shape, or are single numbers.
+
+    It is written over input `over`, or into memory of its own. Where the inputs do not lie so, against what
+    was captured, the program runs as it is, whole.
+    """
     whole = next(value for value in inputs if value.dim())
     if isinstance(whole, FakeTensor):
-        return torch.empty_like(whole, dtype=dtype)
-    flat = [value.reshape(-1) if value.dim() else value for value in inputs]
-    out = torch.empty_like(whole, dtype=dtype)
-    flat_out, last = out.view(-1), _last_uses(program, len(inputs))
-    for first, end in slices(whole.numel(), torch.get_num_threads()):
+        return torch.empty_like(whole, dtype=dtype) if over is None else inputs[over]
+    last = _last_uses(program, len(inputs))
+    if not all(value.is_contiguous() for value in inputs):
+        return _run(program, {f"%{i}": value for i, value in enumerate(inputs)}, last)  # type: ignore[no-any-return]
+    flat = [value.view(-1) if value.dim() else value for value in inputs]
+    out = torch.empty_like(whole, dtype=dtype) if over is None else inputs[over]
+    flat_out = out.view(-1)
+    for first, end in slices(whole.numel(), torch.get_num_threads(), size):
         some = {f"%{i}": value[first:end] if value.dim() else value for i, value in enumerate(flat)}
         flat_out[first:end] = _run(program, some, last)
     return out
 
 
-def slices(count: int, threads: int) -> Iterator[tuple[int, int]]:
-    """Where a tensor of `count` elements is cut."""
+def slices(count: int, threads: int, size: int = SLICE) -> Iterator[tuple[int, int]]:
+    """Where a tensor of `count` elements is cut, so that a slice has about `size` for each thread."""
     if count < threads * GRAIN:  # some kernels would divide the whole among fewer threads than others
         yield 0, count
         return
     part = -(-count // threads)
     for begin in range(0, count, part):
         end = min(count, begin + part)
-        number = (end - begin) // (threads * SLICE)
-        size = (end - begin) // max(1, number) // (VECTOR * threads) * VECTOR * threads
-        for place in range(begin, begin + number * size, max(1, size)):
-            yield place, place + size
-        for rest in range(begin + number * size, end, SMALL_GRAIN):
+        number = (end - begin) // (threads * size)
+        step = (end - begin) // max(1, number) // (VECTOR * threads) * VECTOR * threads
+        for place in range(begin, begin + number * step, max(1, step)):
+            yield place, place + step
+        for rest in range(begin + number * step, end, SMALL_GRAIN):
             yield rest, min(end, rest + SMALL_GRAIN)
 
 
@@ -126,8 +142,11 @@ def _is_name(arg: Any) -> bool:
 def program_of(node: fx.Node) -> tuple[Program, list[fx.Node]] | None:
     """How a forward value is made in slices, and of what; None where that is not by several pointwise ops."""
     inside = _chain(node)
-    if len(inside) < 2:
-        return None
+    return written_out(inside) if len(inside) > 1 else None
+
+
+def written_out(inside: list[fx.Node]) -> tuple[Program, list[fx.Node]]:
+    """Ops that run one after the other as a program, and the values that they read of others."""
     sources = [source for one in inside for source in one.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys(sources))
     names = {value: f"%{place}" for place, value in enumerate((*inputs, *inside))}
@@ -144,17 +163,22 @@ def program_of(node: fx.Node) -> tuple[Program, list[fx.Node]] | None:
 
 def _chain(node: fx.Node) -> list[fx.Node]:
     """The pointwise ops that lead to a value and to nothing else of the forward pass, its own the last."""
-    if is_view_op(node.target) or not _fits(node, node):
+    if is_view_op(node.target) or not is_pointwise(node, node):
         return []
     inside = {node}
     waiting = list(node.all_input_nodes)
     while waiting:
         source = waiting.pop()
-        if source in inside or len(inside) >= MOST_OPS or not _fits(source, node):
+        if source in inside or len(inside) >= MOST_OPS or not is_pointwise(source, node):
             continue
         if all(reader in inside for reader, _ in readers(source) if not is_backward(reader)):
             inside.add(source)
             waiting += source.all_input_nodes
+    return in_order(node, inside)
+
+
+def in_order(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+    """These ops so that each comes after what it reads; `node`, which all of them lead to, is the last."""
     order: dict[fx.Node, None] = {}
     stack = [(node, False)]
     while stack:
@@ -167,9 +191,12 @@ def _chain(node: fx.Node) -> list[fx.Node]:
     return list(order)
 
 
-def _fits(node: fx.Node, like: fx.Node) -> bool:
-    """Whether an op works element by element on tensors of one shape, each in the order of memory."""
-    if node.op != "call_function" or node.target not in POINTWISE or is_backward(node):
+def is_pointwise(
+    node: fx.Node, like: fx.Node, *, ops: Container[Any] = POINTWISE, backward: bool = False
+) -> bool:
+    """Whether an op of one of the two passes works element by element on tensors of one shape, each in the
+    order of memory."""
+    if node.op != "call_function" or node.target not in ops or is_backward(node) != backward:
         return False
     if not set(node.kwargs) <= {"dtype", "approximate"} or any(
         isinstance(a, (list, tuple)) for a in node.args

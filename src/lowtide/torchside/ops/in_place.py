@@ -11,6 +11,7 @@ from lowtide.torchside.hooks import OpOverload
 from lowtide.torchside.ops.dropout import apply_mask
 from lowtide.torchside.ops.loss_rows import loss_gradient
 from lowtide.torchside.ops.packed import layout_of
+from lowtide.torchside.ops.soft_loss_rows import soft_loss_gradient
 
 aten = torch.ops.aten
 
@@ -46,6 +47,7 @@ WITH_OUT: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
     aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, (0,)),
     apply_mask: (apply_mask, (0,)),
     loss_gradient: (loss_gradient, (1,)),
+    soft_loss_gradient: (soft_loss_gradient, (2,)),
 }
 """The variant of an op that writes where it is told to, or over its first argument, and which of its
 arguments that may be."""

@@ -16,6 +16,7 @@ aten = torch.ops.aten
 
 SLICE_BYTES = 1 << 20
 """What a slice of rows takes at most, unless a single row takes more."""
+LARGE_SLICE_BYTES = 8 << 20
 LEAST_SLICES = 16
 
 LOSSES = {aten.nll_loss_backward.default: 2, aten.nll_loss2d_backward.default: 4}
@@ -35,11 +36,13 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
     plus: Tensor | None = None,
     *,
     out: Tensor | None = None,
+    slice_bytes: int | None = None,
 ) -> Tensor:
     """What `nll_loss_backward` and then `_log_softmax_backward_data` give for the log-probabilities `scores`.
 
     `plus` is added in between, as the gradient of label smoothing is. `out` may be `scores` itself. It is
-    left alone where autograd keeps what it has saved for another backward pass.
+    left alone where autograd keeps what it has saved for another backward pass. A slice takes at most
+    `slice_bytes`; 0 is for all rows at once.
     """
     if isinstance(scores, FakeTensor):
         return torch.empty_like(scores) if out is None else out
@@ -48,7 +51,7 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
     backward = aten.nll_loss_backward if scores.dim() == 2 else aten.nll_loss2d_backward
     images = scores.unsqueeze(2) if scores.dim() == 3 else scores  # torch sees sequences as images of one row
     per_row = grad.dim() > 0
-    step = rows_at_a_time(scores)
+    step = rows_at_a_time(scores, slice_bytes)
     for first in range(0, len(scores), step):
         rows = slice(first, first + step)
         some = backward(
@@ -67,17 +70,12 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
     return out
 
 
-def rows_at_a_time(scores: Tensor) -> int:
-    """How many rows make a slice."""
-    return max(1, min(SLICE_BYTES // max(1, scores[0].nbytes), len(scores) // LEAST_SLICES))
-
-
-def extra_loss_bytes(node: fx.Node) -> int:
-    """What eager holds between the two ops beyond one slice of it."""
-    if node.target is not loss_gradient:
-        return 0
-    value = node.meta["val"]
-    return int(value.nbytes - rows_at_a_time(value) * value[0].nbytes)
+def rows_at_a_time(scores: Tensor, slice_bytes: int | None = None) -> int:
+    """How many rows make a slice; all of them where `slice_bytes` is 0."""
+    if slice_bytes == 0:
+        return len(scores)
+    most = (slice_bytes or SLICE_BYTES) // max(1, scores[0].nbytes)
+    return max(1, min(most, len(scores) // LEAST_SLICES))
 
 
 def use_loss_rows(graph: fx.Graph) -> None:
