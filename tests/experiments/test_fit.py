@@ -7,7 +7,8 @@ from torch import nn
 import lowtide
 from lowtide.experiments import fit as fits
 from lowtide.experiments.between import step_at
-from lowtide.experiments.fit import Vary, find_fit
+from lowtide.experiments.fit import Vary, find_fit, find_fits
+from lowtide.profiling.device import OpTiming
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -93,6 +94,42 @@ def test_few_sizes_are_captured_and_the_others_told_from_them(found, budget_byte
     assert (again.largest_plain, again.largest) == (found.largest_plain, found.largest)
     assert len(captured) == len(set(captured)) <= 5 and 38 not in captured
     assert {row.size: row.profiled for row in again.rows}[37] is (37 in captured)
+
+
+def test_several_budgets_share_what_is_captured(found, budget_bytes):
+    captured = []
+
+    def source(size):
+        captured.append(size)
+        return Target("small", *make(size))
+
+    budgets = [budget_bytes, 1000, 2 * budget_bytes]
+    one, none, two = find_fits(source, budgets=budgets, vary=Vary(), check=False)
+    assert [each.budget_bytes for each in (one, none, two)] == budgets
+    assert (one.largest_plain, one.largest) == (found.largest_plain, found.largest)
+    assert (
+        none.largest == 0 and two.largest > one.largest and not fits_with_a_plan(two.largest + 1, budgets[2])
+    )
+    assert len(captured) == len(set(captured)) <= 6
+
+
+def test_times_are_measured_at_one_size_and_scaled_to_others(budget_bytes, monkeypatch):
+    timed = []
+    monkeypatch.setattr(
+        "lowtide.profiling.trials.Trial.time",
+        lambda self, **_: timed.append(self.call) or self.timings.append(OpTiming(1e-3)),
+    )
+
+    def profile_anew(target):
+        return lowtide.profile(target.model, target.batch, optimizer=target.optimizer, cache=False)
+
+    def source(size):
+        return Target("small", *make(size))
+
+    found = find_fit(source, budget=budget_bytes, vary=Vary(), check=False, profile=profile_anew)
+    assert found.largest > found.largest_plain
+    sizes = {size for call in timed for tensor in call.tensors for size in tensor.shape[:1]}
+    assert sizes == {1, 8, WIDTH, 4 * WIDTH}  # the first size, and what is as large at all of them
 
 
 def test_nothing_fits():

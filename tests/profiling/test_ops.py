@@ -14,6 +14,7 @@ from lowtide.profiling import ops as ops_module
 from lowtide.profiling import trials
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import OpTiming, device_for
+from lowtide.profiling.hurry import Hurry, in_a_hurry
 from lowtide.profiling.ops import measure_calls, profile_calls
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.work import work_of
@@ -282,7 +283,7 @@ def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch, made_up_cloc
 def test_in_a_hurry_nothing_is_measured_twice_and_little_remembered(tmp_path, monkeypatch, made_up_clock):
     call, cache, measured = Call(aten.mm.default, (fake(20, 20),) * 2), CostCache(CPU, directory=tmp_path), {}
     monkeypatch.setattr(ops_module, "_PATIENCE_IN_A_HURRY_SECONDS", 0.0)
-    with ops_module.in_a_hurry(measured):
+    with in_a_hurry(Hurry(measured=measured)):
         first = profile_calls([call], cache=cache)
         assert measured == {signature(call): first[0]}
         monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
