@@ -1,6 +1,7 @@
 """Ops that need more than their name: one file each, with all that lowtide knows of them.
 
 - `autocast`: weights that eager casts once
+- `by_number`: ops that torch traces only for a known number, for any
 - `by_value`: ops that eager differentiates by looking at values
 - `chains`: pointwise ops, a slice of the elements at a time
 - `direct`: ops called without torch's ways around them

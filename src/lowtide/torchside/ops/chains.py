@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.torchside.calls import is_number
 from lowtide.torchside.hooks import FakeTensor
 from lowtide.torchside.ops.readers import is_backward, readers
 from lowtide.torchside.ops.schema import is_view_op
@@ -72,18 +73,22 @@ Program = list[Any]
 """Ops in their order, each with its arguments; `"%3"` stands for the third of the inputs and results."""
 
 
-def in_slices(program: Program, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
+def in_slices(program: Program, inputs: list[Any], dtype: torch.dtype) -> Tensor:
     """The last result of a program over inputs that lie densely, all of one shape, or are single numbers."""
-    whole = next(value for value in inputs if value.dim())
+    whole = next(value for value in inputs if _is_cut(value))
     if isinstance(whole, FakeTensor):
         return torch.empty_like(whole, dtype=dtype)
-    flat = [value.reshape(-1) if value.dim() else value for value in inputs]
+    flat = [value.reshape(-1) if _is_cut(value) else value for value in inputs]
     out = torch.empty_like(whole, dtype=dtype)
     flat_out, last = out.view(-1), _last_uses(program, len(inputs))
     for first, end in slices(whole.numel(), torch.get_num_threads()):
-        some = {f"%{i}": value[first:end] if value.dim() else value for i, value in enumerate(flat)}
+        some = {f"%{i}": value[first:end] if _is_cut(value) else value for i, value in enumerate(flat)}
         flat_out[first:end] = _run(program, some, last)
     return out
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, Tensor) and bool(value.dim())
 
 
 def slices(count: int, threads: int) -> Iterator[tuple[int, int]]:
@@ -181,6 +186,8 @@ def _fits(node: fx.Node, like: fx.Node) -> bool:
 
 
 def _lies(value: Any, shape: Any) -> bool:
+    if is_number(value):
+        return True
     if not isinstance(value, Tensor) or value.device.type != "cpu" or value.is_complex():
         return False
     return not value.dim() or (value.shape == shape and value.is_contiguous())
