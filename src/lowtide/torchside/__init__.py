@@ -17,6 +17,7 @@
 - `inductor`, `opaque`: graphs that Inductor compiles, and calls in them that it leaves as they are
 - `checks`: checks of linear algebra are ops like others
 - `batch`: how a model is called, and what a step differentiates
+- `unprinted`: no text of graphs that nobody reads
 - `garbage`: fewer searches for garbage while graphs are made
 - `one_at_a_time`: threads that plan at the same time wait for each other
 - `flops`: a counter of flops that other threads do not notice
