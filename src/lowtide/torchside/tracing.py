@@ -10,6 +10,7 @@ from lowtide.torchside.eager_paths import eager_answers
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.log_lines import log_lines_after_graphs
 from lowtide.torchside.loops import resumed_loops
+from lowtide.torchside.masked_writes import masked_writes_between_graphs
 from lowtide.torchside.numbers import changing_numbers
 from lowtide.torchside.one_at_a_time import compile_lock
 from lowtide.torchside.ops import by_number, by_value, recurrent_tracing
@@ -40,6 +41,7 @@ def tracing() -> Iterator[None]:
         changing_numbers(),
         log_lines_after_graphs(),
         resumed_loops(),
+        masked_writes_between_graphs(),
     ):
         yield
 
