@@ -132,6 +132,30 @@ def test_times_are_measured_at_one_size_and_scaled_to_others(budget_bytes, monke
     assert sizes == {1, 8, WIDTH, 4 * WIDTH}  # the first size, and what is as large at all of them
 
 
+def test_sizes_that_the_model_refuses_are_not_looked_at(caplog):
+    class Positions(nn.Module):
+        """Takes sequences from 100 to 300."""
+
+        def __init__(self):
+            super().__init__()
+            self.positions = nn.Parameter(torch.randn(300, WIDTH))
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            if x.shape[0] < 100:
+                raise ValueError("too short")
+            return self.layer(x + self.positions[: x.shape[0]]).relu().sum()
+
+    def source(size):
+        return Target("positions", Positions(), torch.randn(size, WIDTH))
+
+    found = find_fit(source, budget="1MiB", vary=Vary(multiple_of=10, name="length"), check=False)
+    assert (found.largest_plain, found.largest, found.most) == (300, 300, 300)
+    assert "no length from 310 on is looked at, since one is refused" in caplog.text
+    with pytest.raises(lowtide.CaptureError, match="too short"):
+        find_fit(source, budget="1MiB", vary=Vary(name="length"), check=False)
+
+
 def test_nothing_fits():
     found = lowtide.fit(make, budget=1000, check=False)
     assert (found.largest_plain, found.largest, found.rows) == (0, 0, ()) and found.fastest is None

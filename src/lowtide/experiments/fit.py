@@ -8,13 +8,14 @@ found can then be measured.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from typing import Any
 
 from lowtide import api
+from lowtide.errors import CaptureError, TargetError
 from lowtide.experiments.between import peak_from
 from lowtide.experiments.fit_records import MOST, Check, Fit, FitRow, Vary, budget_bytes_of
 from lowtide.experiments.guess import last_within
@@ -153,7 +154,7 @@ class _Search:
         unit, sizes = self.vary.multiple_of, self.sizes
         beyond = self.most + unit
         if not sizes.looks:
-            sizes.capture(min(FIRST * unit, self.most))
+            self._capture_first(min(FIRST * unit, self.most))
         while (
             not (sizes.tells(beyond) and len(sizes.captured) > self.vary.degree)
             and len(sizes.captured) < MOST_FIRST
@@ -161,9 +162,24 @@ class _Search:
         ):
             sizes.capture(self._next_to_capture())
 
+    def _capture_first(self, size: int) -> None:
+        """Where a size is refused, as images may be that are too small for a model, a larger one is tried."""
+        try:
+            self.sizes.capture(size)
+        except (CaptureError, TargetError):
+            if size == self.most:
+                raise
+            with suppress(CaptureError, TargetError):
+                self.sizes.capture(min(2 * size, self.most))
+            if not self.sizes.looks:
+                raise
+
     def _next_to_capture(self) -> int:
-        """About the largest size that should fit with a plan; where that is captured, one next to it."""
+        """About the largest size that should fit with a plan; where that is captured, one next to it; where
+        it is refused, one half-way."""
         unit, captured = self.vary.multiple_of, self.sizes.captured
+        if self.sizes.refused:
+            return -(-(max(captured) + self.most) // 2 // unit) * unit
         guess = self._guess(0, self.most + unit, self.lowest_bytes)
         largest = max(captured)
         for size in (guess or 0, largest // 2 // unit * unit, 3 * largest // 4 // unit * unit):
@@ -185,19 +201,20 @@ class _Search:
         without it, so that wrong guesses cost a few times the captures of halving at most. `on_paper`: does a
         size fit? None where it has to be looked at.
         """
-        unit, most, looks = self.vary.multiple_of, self.most, self.sizes.looks
+        unit, most, looks, refused = self.vary.multiple_of, self.most, self.sizes.looks, self.sizes.refused
         high = most + unit
         low = max([low, *(size for size in looks if self.probe(size).fits_plain)])
         for turn in count():
             if high - low == unit:
                 return low
-            middle = min(2 * low, most) if high > most else (low + high) // 2 // unit * unit
-            guess = self._guess(low, high, needed) if turn % 4 < 3 else None
+            is_open = high > most and high not in refused
+            middle = min(2 * low, most) if is_open else (low + high) // 2 // unit * unit
+            guess = self._guess(low, high, needed) if turn % 4 < 3 and high not in refused else None
             size = max(low + unit, middle if guess is None else guess)
-            does_fit = None if size in looks else on_paper(size)
+            does_fit = None if size in looks or self.sizes.may_be_refused(size) else on_paper(size)
             if does_fit is None:
                 self.sizes.look_at(size)
-                does_fit = fits(self.probe(size))
+                does_fit = size in looks and fits(self.probe(size))
             low, high = (size, high) if does_fit else (low, size)
         raise AssertionError
 

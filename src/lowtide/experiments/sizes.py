@@ -6,12 +6,14 @@ the captured ones, as far as they have the same ops (`between`). What ops hold i
 is looked at, that is measured (`inside`).
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import inf
 
+from lowtide.errors import CaptureError, TargetError
 from lowtide.experiments.between import (
     APART,
     Form,
@@ -33,6 +35,8 @@ from lowtide.profiling.hurry import Hurry, in_a_hurry
 from lowtide.profiling.known import Known
 from lowtide.torchside.calls import OpCost
 from lowtide.zoo.targets import Target, TargetSpec
+
+logger = logging.getLogger("lowtide")
 
 FAR = 8
 """How many times the only captured size the one is that is guessed from it alone."""
@@ -68,6 +72,7 @@ class Sizes:
     working: Working
     least_bytes: int
     looks: dict[int, Look] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
     version: int = 0
     """how often something new was learnt: what was told before is told anew then"""
     _forms: list[Form] = field(default_factory=list)
@@ -80,19 +85,33 @@ class Sizes:
 
     @property
     def most(self) -> int:
-        return self.vary.most // self.vary.multiple_of * self.vary.multiple_of
+        """The largest size to look at."""
+        unit = self.vary.multiple_of
+        return min([self.vary.most // unit * unit, *(size - unit for size in self.refused)])
 
     @property
     def captured(self) -> dict[int, Look]:
         return {size: look for size, look in self.looks.items() if look.captured}
 
     def capture(self, size: int) -> None:
-        """Capture one size and measure its ops, or scale what was measured of the first size."""
+        """Capture one size and measure its ops, or scale what was measured of the first size.
+
+        One that is `refused`, and larger than all captured ones, is the end of what can be looked at.
+        """
         if size in self.looks and self.looks[size].captured:
             return
         hurry = Hurry(measured=self._timed, like=self._known, least_bytes=self.least_bytes)
-        with self.working(f"{self.vary.name} {size}"), in_a_hurry(hurry):
-            found = self.profile(self.source(size))
+        try:
+            with self.working(f"{self.vary.name} {size}"), in_a_hurry(hurry):
+                found = self.profile(self.source(size))
+        except (CaptureError, TargetError) as error:
+            if size < max(self.captured, default=size + 1):
+                raise
+            logger.warning(
+                "no %s from %s on is looked at, since one is refused: %s", self.vary.name, size, error
+            )
+            self.refused.add(size)
+            return
         if self._known is None:
             self._known = found.known
         # without the model behind it, of which there would be one for each size
@@ -102,7 +121,7 @@ class Sizes:
         """Make one size on paper, with the bytes inside of its ops measured; capture it where that fails."""
         if size in self.looks:
             return
-        step = self._measured_on_paper(size)
+        step = None if self.may_be_refused(size) else self._measured_on_paper(size)
         if step is None:
             self.capture(size)
         else:
@@ -138,6 +157,11 @@ class Sizes:
     def _alike(self, size: int, looks: dict[int, Look]) -> list[int]:
         forms = {other: look.form for other, look in looks.items()}
         return sizes_alike(size, forms, degree=self.vary.degree)
+
+    def may_be_refused(self, size: int) -> bool:
+        """Whether the model may take no size as large as that: one was refused, and it is above those
+        captured."""
+        return bool(self.refused) and size > max(self.captured)
 
     def is_apart(self, size: int) -> bool:
         """Whether a size is far enough from all captured ones to draw a line through it and them."""
