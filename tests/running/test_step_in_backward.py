@@ -171,6 +171,37 @@ def closure(target: Target) -> None:
     target.optimizer.step(again)
 
 
+def test_a_closure_runs_its_backward_pass_before_the_step() -> None:
+    """As Lightning takes steps."""
+    plain = target_with(OPTIMIZERS["adam"])
+    stepping = twin(plain)
+    planned(stepping)
+    found = []
+    for target in (plain, stepping):
+        torch.manual_seed(1)
+
+        def step(target: Target = target) -> torch.Tensor:
+            target.optimizer.zero_grad()
+            loss = target.model(target.batch)
+            loss.backward()
+            return loss
+
+        losses = [target.optimizer.step(step).detach() for _ in range(3)]
+        found.append([*losses, *target.model.state_dict().values()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_model_moves_with_gradients_that_are_used() -> None:
+    """As Lightning does with it in the end."""
+    target = target_with(OPTIMIZERS["adam"])
+    planned(target)
+    target.model(target.batch).backward()
+    target.optimizer.step()
+    target.model.cpu().double()
+    assert all(p.grad is None or p.grad.dtype is torch.float64 for p in target.model.parameters())
+    target.model.zero_grad()
+
+
 @pytest.mark.parametrize(
     "call", [clip_norm, pytest.param(clip_value, marks=pytest.mark.long), accumulate, look, closure]
 )

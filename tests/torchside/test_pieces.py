@@ -11,6 +11,7 @@ from training import Target, measured_peak, twin
 import lowtide
 from lowtide.capture import optimizer_nodes
 from lowtide.capture.one_by_one import split_of
+from lowtide.torchside import pieces
 from lowtide.torchside.pieces import Pieces, step_in_slices, take_step
 
 SHAPES = [(37, 11), (5,), (), (64, 3, 3), (1, 7), (129,)]
@@ -89,9 +90,45 @@ def test_rows_of_a_slice_are_written_to_the_state_of_the_whole() -> None:
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], parameter.grad)
 
 
-def test_a_closure_and_later_hooks_let_the_step_go_whole(caplog: pytest.LogCaptureFixture) -> None:
+class Twice(torch.optim.SGD):
+    """Not torch's own: nobody knows what it does with a closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            closure()
+        return super().step(closure)
+
+
+def test_a_closure_runs_before_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lightning takes steps."""
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
+    steps = Pieces([optimizer], slices=True)
+    steps.open()
+    ran = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = parameter.sum()
+        loss.backward()
+        ran.append(loss)
+        return loss
+
+    taken: list[Any] = []
+    own = pieces.take_step
+    monkeypatch.setattr(
+        pieces, "take_step", lambda *args, **kwargs: (taken.append(args), own(*args, **kwargs))
+    )
+    with torch.no_grad():
+        for call in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+            assert call() is ran[-1]
+    assert len(ran) == len(taken) == 2
+    assert parameter.sum() == -16 and parameter.grad is not None
+
+
+def test_other_closures_and_later_hooks_let_the_step_go_whole(caplog: pytest.LogCaptureFixture) -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    optimizer = Twice([parameter], lr=1.0)
     steps = Pieces([optimizer], slices=True)
     steps.open()
 
@@ -101,6 +138,9 @@ def test_a_closure_and_later_hooks_let_the_step_go_whole(caplog: pytest.LogCaptu
 
     assert optimizer.step(closure) == 1.0
     assert parameter.sum() == 0
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    later = Pieces([optimizer], slices=True)
+    later.open()
 
     def double(*_: Any) -> None:
         parameter.grad.mul_(2)
@@ -108,7 +148,7 @@ def test_a_closure_and_later_hooks_let_the_step_go_whole(caplog: pytest.LogCaptu
     optimizer.register_step_pre_hook(double)
     optimizer.step()
     assert parameter.sum() == -32
-    assert sum("step goes whole" in record.getMessage() for record in caplog.records) == 1
+    assert sum("step goes whole" in record.getMessage() for record in caplog.records) == 2
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind, Reserve
 from lowtide.facts.plan import EXECUTORS, PLANNERS
 from lowtide.facts.sizes import parse_budget, parse_size
-from lowtide.planning.planner import Desk
+from lowtide.planning.tied import desk_for
 from lowtide.running.backend import Backend, GraphPlan
 from lowtide.running.inductor import InductorOps, executor_named, solve_compiled
 from lowtide.running.steps import step_of
@@ -64,7 +64,7 @@ def lowtide(
         step = step_of(
             segment, nn.Module(), like=None, reserve=Reserve(optimizer_state_bytes=reserve), known=None
         )
-        desk = Desk(step)
+        desk = desk_for(step)
         budget = parse_budget(wanted, whole=desk.eager_peak_bytes)
         if isinstance(executor, InductorOps):
             solution = solve_compiled(desk, segment, executor, budget_bytes=budget, planner=planner)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.torchside.calls import storage_key
+from lowtide.torchside.closures import Arguments, closure_done, has_arguments
 
 Optimizer = torch.optim.Optimizer
 
@@ -146,15 +147,19 @@ class Pieces:
             hook.remove()
         self._hooks = []
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if len(args) > 1 or kwargs.get("closure") is not None or not self._is_last(optimizer):
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
+        done: Arguments | None = None
+        if not self._is_last(optimizer) or (
+            has_arguments(args, kwargs) and (done := closure_done(args, kwargs)) is None
+        ):
             self._warn()
-            return
+            return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         take_step(optimizer, parameters, slices=self.slices, piece_bytes=self.piece_bytes)
         self._grads[id(optimizer)] = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter in parameters:
             parameter.grad = None
+        return done
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for parameter, grad in self._grads.pop(id(optimizer), ()):
@@ -169,9 +174,9 @@ class Pieces:
         if not self._told:
             self._told = True
             logger.warning(
-                "the optimizer's step goes whole, since it was given a closure or another hook comes after "
-                "lowtide's: its temporaries take more than the plan counts on. Call optimizer.step() without "
-                "arguments, and register hooks before the plan is applied"
+                "the optimizer's step goes whole, since it is not torch's own and was given a closure, or "
+                "another hook comes after lowtide's: its temporaries take more than the plan counts on. Call "
+                "optimizer.step() without arguments, and register hooks before the plan is applied"
             )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import Unsupported
+from lowtide.torchside.closures import Arguments, closure_done, has_arguments
 from lowtide.torchside.hooks import graph_is_kept
 from lowtide.torchside.pieces import take_step
 
@@ -37,13 +38,15 @@ class UsedGradient(Tensor):
     is_zero = False
 
     @staticmethod
-    def of(parameter: Tensor) -> "UsedGradient":
+    def of(parameter: Tensor, like: Tensor | None = None) -> "UsedGradient":
+        """One for a parameter; of the type and on the device of `like`, if that is given."""
+        like = parameter if like is None else like
         made: UsedGradient = Tensor._make_wrapper_subclass(
             UsedGradient,
             parameter.shape,
             strides=parameter.stride(),
-            dtype=parameter.dtype,
-            device=parameter.device,
+            dtype=like.dtype,
+            device=like.device,
         )
         return made
 
@@ -61,6 +64,14 @@ class UsedGradient(Tensor):
                 if isinstance(gradient, UsedGradient) and "zero" in name:
                     gradient.is_zero = True
             return args[0]
+        if name == "_has_compatible_shallow_copy_type":
+            return False  # or a module that moves would put its data into this one
+        if name in MOVING:
+            own = args[0]
+            like = func(torch.empty(0, dtype=own.dtype, device=own.device), *args[1:], **(kwargs or {}))
+            moved = UsedGradient.of(own, like)
+            moved.is_zero = own.is_zero
+            return moved
         raise Unsupported(
             f"{name}() reads a gradient that the step in backward has used already: for clipping by norm, "
             f"GradScaler, accumulation, or to look at gradients, {LEAVE_OUT}"
@@ -75,6 +86,8 @@ class UsedGradient(Tensor):
 
 HARMLESS = {"__get__", "__set__", "size", "dim", "stride", "numel", "is_complex", "is_floating_point"}
 """What asks for no values."""
+MOVING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+"""What `model.cpu()` and the like do, as trainers call it in the end."""
 ZEROING = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
 """What `zero_grad` does."""
 
@@ -169,15 +182,17 @@ class Updates:
                 len(self.parameters),
             )
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse a step that does not do what the backward pass has done by now, and hide what it used."""
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
+        """Refuse a step that does not do what the backward pass has done by now, and hide what it used. One
+        with a closure has its backward pass now."""
+        done = closure_done(args, kwargs) if has_arguments(args, kwargs) else (args, kwargs)
+        if done is None:
+            raise Unsupported(
+                "optimizer.step(closure) runs a backward pass inside of a step that is not torch's own: call "
+                f"it without a closure, or {LEAVE_OUT}"
+            )
         own = [p for group in optimizer.param_groups for p in group["params"]]
         used = [(p, p.grad) for p in own if isinstance(p.grad, UsedGradient)]
-        if any(given is not None for given in (*args[1:], *kwargs.values())):
-            raise Unsupported(
-                "optimizer.step(closure) runs a backward pass inside of the step: call it without a closure, "
-                f"or {LEAVE_OUT}"
-            )
         found = self._settings.pop(id(optimizer), None)
         if found is None and any(not gradient.is_zero for _, gradient in used):
             raise Unsupported(
@@ -193,6 +208,7 @@ class Updates:
         self._used[id(optimizer)] = used
         for parameter, _ in used:
             parameter.grad = None
+        return done
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for parameter, gradient in self._used.pop(id(optimizer), ()):
