@@ -99,10 +99,14 @@ def peak_from(size: int, chosen: Mapping[int, Sequence[int] | Bytes]) -> int:
 
 def scaled(step: Step, ratio: Fraction) -> Step:
     """A guess at the step of `ratio` times the size, from one alone: parameters, their gradients and the
-    optimizer's step stay as they are, and all else grows."""
+    optimizer's step stay as they are, and all else grows, the batch too."""
     updates = [node for node in step.nodes if node.region is Region.OPTIMIZER]
     stay = {storage for node in updates for storage in node.makes}
-    stay |= {one.id for one in step.storages if one.static or (one.pinned and one.kind is Kind.GRADIENT)}
+    stay |= {
+        one.id
+        for one in step.storages
+        if (one.static and one.kind is not Kind.INPUT) or (one.pinned and one.kind is Kind.GRADIENT)
+    }
     storages = tuple(
         one if one.id in stay else replace(one, nbytes=ceil(one.nbytes * ratio)) for one in step.storages
     )

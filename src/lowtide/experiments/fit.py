@@ -89,13 +89,7 @@ def find_fits(
 ) -> list[Fit]:
     """`find_fit` for several budgets, in their order: what is captured and measured serves all of them."""
     budgets_bytes = [budget_bytes_of(budget) for budget in budgets]
-    sizes = Sizes(
-        source=source,
-        vary=vary,
-        profile=profile or _profile,
-        working=working,
-        least_bytes=min(budgets_bytes) // LEAST_SHARE,
-    )
+    sizes = Sizes(source=source, vary=vary, profile=profile or _profile, working=working)
     found = {}
     # the largest first, whose sizes tell of those between, and not beyond
     for budget_bytes in sorted(set(budgets_bytes), reverse=True):
@@ -123,6 +117,7 @@ class _Search:
         return self.sizes.most
 
     def answer(self, *, check: bool) -> Fit:
+        self.sizes.least_bytes = self.budget_bytes // LEAST_SHARE
         self.begin()
         largest_plain = self.largest(
             lambda probe: probe.fits_plain, self.sizes.peak_bytes, self.plain_on_paper
@@ -299,13 +294,17 @@ class _Search:
         between = {largest_plain + gap * i // (NUM_BETWEEN + 1) * unit for i in range(1, NUM_BETWEEN + 1)}
         plain = {size for size in looks if self.probe(size).fits_plain}
         chosen = (plain | between | {largest_plain, largest}) - {0}
-        return [self._row(size, largest) for size in sorted(chosen) if self.sizes.tells(size)]
+        return [
+            self._row(size, largest, planned=size > largest_plain)
+            for size in sorted(chosen)
+            if self.sizes.tells(size)
+        ]
 
-    def _row(self, size: int, largest: int) -> FitRow:
+    def _row(self, size: int, largest: int, *, planned: bool) -> FitRow:
         plain_peak_bytes, seconds = self.sizes.peak_bytes(size), self.sizes.step_seconds(size)
         assert plain_peak_bytes is not None
         peak_bytes, recompute = plain_peak_bytes, 0.0
-        if plain_peak_bytes > self.budget_bytes:
+        if planned and plain_peak_bytes > self.budget_bytes:
             plan = self.probe(largest).plan
             assert plan is not None
             if size == largest:

@@ -70,7 +70,7 @@ class Sizes:
     vary: Vary
     profile: Profiler
     working: Working
-    least_bytes: int
+    least_bytes: int = 0
     looks: dict[int, Look] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     version: int = 0
@@ -78,7 +78,7 @@ class Sizes:
     _forms: list[Form] = field(default_factory=list)
     _timed: dict[str, OpCost] = field(default_factory=dict)
     _known: Known | None = None
-    _insides: dict[tuple[int, ...], Insides] = field(default_factory=dict)
+    _insides: dict[tuple[int, tuple[int, ...]], Insides] = field(default_factory=dict)
     _papers: dict[tuple[int, int], Step] = field(default_factory=dict)
     _margin: tuple[int, float] = (-1, inf)
     _far: Bounds | None = None
@@ -142,7 +142,7 @@ class Sizes:
         if len(known) <= self.vary.degree or not self._is_steady(min(chosen)):
             return None
         step = step_from(size, {one: captured[one].profile.step for one in chosen})
-        key = tuple(sorted(chosen))
+        key = (self.least_bytes, tuple(sorted(chosen)))
         insides = self._insides.setdefault(
             key, Insides(known, least_bytes=self.least_bytes, measure=measure_insides)
         )
