@@ -7,15 +7,19 @@ STAMP := .venv/.installed
 # What tests and demo run with by default; any version that pyproject.toml allows will do.
 TORCH ?= torch==2.13.0
 
-# Threads of two test processes that wait for work must not keep two cores busy with waiting.
+# Threads of two test processes that wait for work must not keep two cores busy with waiting; and none of the
+# many processes that tests start compiles lowtide again.
 WORKERS ?= 2
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+QUIETLY := OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=
+PYTEST := $(QUIETLY) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Kernels that other processors would choose, and other numbers of threads; each is one run of EXACT.
 KERNELS ?= ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 \
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=4
 EXACT := tests/end_to_end tests/running tests/methods tests/checking/test_verification.py \
-	$(addprefix tests/profiling/,test_ops.py test_interpreter.py test_layouts.py test_whole_run.py)
+	$(addprefix tests/profiling/,test_ops.py test_shrink.py test_interpreter.py test_layouts.py test_whole_run.py)
+
+SOAK := $(addprefix tests/end_to_end/,test_fuzz.py test_soak.py test_random_models.py) tests/cli/test_trust.py
 
 # What `make test-torch` runs, with which torch, and where: all that can differ from one torch to the next.
 VERSION ?= 2.15.0
@@ -23,7 +27,7 @@ OTHER := .venv-torch-$(VERSION)
 TORCH_TESTS := tests/capture tests/checking tests/end_to_end tests/experiments/test_experiments.py tests/methods \
 	tests/profiling tests/running tests/torchside
 
-.PHONY: install demo test quick soak test-kernels test-torch check format docs bench clean
+.PHONY: install demo test quick soak test-long test-kernels test-torch check format docs bench clean
 
 install: $(STAMP)
 
@@ -48,7 +52,7 @@ demo: install
 
 # The tests of exactness with another torch, in an environment of its own: make test-torch VERSION=2.14.1
 test-torch: $(OTHER)/.installed
-	OMP_WAIT_POLICY=passive $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TORCH_TESTS)
+	$(QUIETLY) $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TORCH_TESTS)
 
 test: install
 	$(PYTEST)
@@ -59,8 +63,11 @@ quick: install
 
 # Every night: fuzzed inputs, long runs, many shapes and plans, 300 random (model, budget) pairs. Half an hour.
 soak: install
-	$(PYTEST) -m long -rP --show-capture=stdout tests/end_to_end/test_fuzz.py tests/end_to_end/test_soak.py \
-		tests/end_to_end/test_random_models.py tests/cli/test_trust.py
+	$(PYTEST) -m long -rP --show-capture=stdout $(SOAK)
+
+# Big models, more processes, and the rest of the grids of which `make test` has a sample.
+test-long: install
+	$(PYTEST) -m long $(addprefix --ignore=,$(SOAK))
 
 # All of them run, and it fails if one did.
 test-kernels: install

@@ -34,6 +34,7 @@ def main() -> None:
     try:
         for number, case in enumerate(waiting, 1):
             row = run(case, limit_seconds=options.limit)
+            row.day = time.strftime("%Y-%m-%d", time.gmtime())
             finished.append(row)
             append(options.out, row)
             print(f"{number}/{len(waiting)} {case.name}: {row.outcome} {row.words}"[:150], file=sys.stderr)

@@ -133,11 +133,25 @@ def layered(sizes: list[str]) -> None:
 
 def small(counts: list[str]) -> None:
     """Against an exact search: plans that are optimal, budgets wrongly refused, bounds that are tight."""
+    columns = (
+        "steps",
+        "instances",
+        "optimal",
+        "wrongly refused",
+        "bound tight",
+        "bound wrong",
+        "floor proven",
+    )
+    kinds = {"all kinds of ops": {}, "values kept as their sign": {"signs": True}}
+    show(columns, (_small_row(words, int(counts[0]), kind) for words, kind in kinds.items()))
+
+
+def _small_row(words: str, count: int, kind: dict[str, bool]) -> tuple[object, ...]:
     from exact import least_peak, least_seconds, random_step
 
     plans = optimal = refused = wrong_bounds = tight = floors = proven = 0
-    for seed in range(int(counts[0])):
-        step = random_step(Random(seed))
+    for seed in range(count):
+        step = random_step(Random(seed), **kind)
         desk = Desk(step)
         low, high = least_peak(step), desk.plain.peak_bytes
         floors += 1
@@ -153,9 +167,7 @@ def small(counts: list[str]) -> None:
                 optimal += desk.solve(budget_bytes=budget).recompute_seconds <= best + 1e-9
             except BudgetTooSmall:
                 refused += 1
-    rows = [(plans, optimal, refused, tight, wrong_bounds, f"{proven} of {floors}")]
-    columns = ("instances", "optimal", "wrongly refused", "bound tight", "bound wrong", "floor proven")
-    show(columns, iter(rows))
+    return words, plans, optimal, refused, tight, wrong_bounds, f"{proven} of {floors}"
 
 
 def layers(counts: list[str]) -> None:

@@ -70,9 +70,9 @@ def pieces(model: Model, *, timed_runs: int, check: bool = True) -> list[Piece]:
     found = []
     if model.profiled:
         found.append(Piece(name, "profile", ("profile", name, "-b", str(model.profiled))))
-    for budget in model.fits:
+    if model.fits:
         checks = () if check else ("--no-check",)
-        found.append(Piece(name, "fit", ("fit", name, "--budget", budget, *checks), budget))
+        found.append(Piece(name, "fit", ("fit", name, "--budget", ",".join(model.fits), *checks)))
     if model.sizes:
         sizes = ",".join(map(str, model.sizes))
         found.append(Piece(name, "sweep", ("sweep", name, "--budget", model.budget, "-b", sizes, *runs)))

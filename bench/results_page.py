@@ -19,17 +19,15 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """One `lowtide` command of the page. Its `name` is also that of its file; `of` tells those of one kind
-    apart."""
+    """One `lowtide` command of the page. Its `name` is also that of its file."""
 
     model: str
     kind: str
     command: tuple[str, ...]
-    of: str = ""
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, (self.model, self.kind, self.of)))
+        return f"{self.model}-{self.kind}"
 
     def path(self, folder: Path) -> Path:
         return folder / f"{self.name}.json"
@@ -223,9 +221,10 @@ def larger_batches(pieces: Sequence[Piece], found: Mapping[str, dict[str, Any]])
     if not pieces:
         return []
     rows = [
-        (piece.model, piece.of, *_larger(found[piece.name]["data"]))
+        (piece.model, budget, *_larger(fit))
         for piece in pieces
         if piece.name in found
+        for budget, fit in zip(_budgets(piece), found[piece.name]["data"], strict=True)
     ]
     columns = (
         "model",
@@ -247,6 +246,10 @@ def larger_batches(pieces: Sequence[Piece], found: Mapping[str, dict[str, Any]])
         *([_table(columns, rows)] if rows else []),
         "; ".join(ran),
     ]
+
+
+def _budgets(piece: Piece) -> list[str]:
+    return piece.command[piece.command.index("--budget") + 1].split(",")
 
 
 def _larger(data: dict[str, Any]) -> tuple[str, ...]:

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from impatience import be_impatient
 
 from lowtide.cli import app
 from lowtide.profiling.trials import Trial
+
+IS_NOISY = Trial.noisy
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,11 +29,18 @@ def temporary_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
-@pytest.fixture(autouse=True)
-def idle_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def idle_machine() -> Iterator[None]:
     """Tests keep their own machine busy: what they time is good enough for them, and is remembered."""
-    if request.node.get_closest_marker("busy") is None:
-        monkeypatch.setattr(Trial, "noisy", False)
+    with pytest.MonkeyPatch.context() as patch:
+        be_impatient(patch.setattr)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def busy_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("busy") is not None:
+        monkeypatch.setattr(Trial, "noisy", IS_NOISY)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.checking import verification
 from lowtide.cli import exits
+from lowtide.errors import CannotMoveToFreshProcess
 from lowtide.experiments import contenders, machine
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +57,18 @@ def run(page: Path, block: Block, names: dict[str, typing.Any]) -> None:
         exec(code, names)
 
 
+@pytest.fixture
+def verified_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` starts no processes, which take seconds each: other tests look at those."""
+
+    def run_fresh(*_: object, **__: object) -> None:
+        raise CannotMoveToFreshProcess("not now", kind="")
+
+    monkeypatch.setattr(verification, "run_fresh", run_fresh)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("verified_here")
 @pytest.mark.parametrize("page", [page for page in DOCS if blocks(page)], ids=lambda page: page.stem)
 def test_the_code_of_a_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
@@ -66,6 +79,7 @@ def test_the_code_of_a_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("verified_here")
 def test_the_code_of_the_readme() -> None:
     """Every block by itself, with what its reader has."""
     for block in blocks(README):
@@ -176,6 +190,7 @@ def test_messages_are_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* is deprecated. Check CHANGES for Sphinx API")
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     build = pytest.importorskip("sphinx.cmd.build")
     assert build.main(["-W", "-q", "-b", "html", str(ROOT / "docs"), str(tmp_path)]) == 0

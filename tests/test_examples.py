@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from torchrun import ROOT, torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*LeafSpec.*:FutureWarning"),
+]
 
 EXAMPLES = ROOT / "examples"
 ALONE = {

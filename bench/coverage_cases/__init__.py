@@ -3,7 +3,8 @@
 - `case`: what a case is, and the steps of a loop
 - `architectures`, `shrink`: the models of transformers, made tiny
 - `constructions`: plain torch.nn models
-- `net`, `loops`, `forwards`: a small model, ways to train it, and what its code does besides computing
+- `net`, `loops`, `batches`, `weights`, `forwards`: a small model, ways to train it, and what its code does
+  besides computing
 - `examine`: with and without lowtide, compared and measured
 - `outcome`, `table`: rows, and how they are shown
 """

@@ -1,6 +1,5 @@
-"""Ways to train: what loops do around a model."""
+"""Ways to train: what loops do around a model, and with its gradients."""
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,20 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from .batches import BATCHES
 from .case import STEPS, Case, Training, Values, forward, gradients, step, update
 from .net import (
     GENERATOR_BYTES,
-    LENGTH,
-    NET_BYTES,
     NOISE,
     ROW_BYTES,
     ROWS,
-    SENTENCES,
     WIDTH,
-    Net,
     classes_loss,
     training_of,
 )
+from .weights import WEIGHTS
 
 
 def _state(training: Training) -> Values:
@@ -81,16 +78,6 @@ def _scheduled(training: Training, *, make: Callable[[Any], Any]) -> Values:
         schedule.step()
 
 
-def _sizes(training: Training, *, sizes: tuple[int, ...]) -> Values:
-    for size in sizes:
-        yield from step(training, torch.randn(size, WIDTH))
-
-
-def _lengths(training: Training) -> Values:
-    for length in (LENGTH, LENGTH - 2, LENGTH, LENGTH - 1):
-        yield from step(training, torch.randn(SENTENCES, length, WIDTH))
-
-
 def _evaluates(training: Training) -> Values:
     for _ in range(STEPS):
         yield from step(training)
@@ -113,26 +100,6 @@ def _inference_mode(training: Training) -> Values:
         found = training.model(training.batch)
     yield [found.clone()]
     yield from step(training)
-
-
-def _freezes_later(training: Training) -> Values:
-    yield from step(training)
-    for parameter in training.model.first.parameters():
-        parameter.requires_grad_(False)
-    yield from step(training)
-
-
-def _toggles(training: Training) -> Values:
-    """As a GAN's discriminator: its parameters train in one step and not in the next."""
-    inputs = training.batch.clone().requires_grad_()
-    for trains in (True, False, True):
-        for parameter in training.model.parameters():
-            parameter.requires_grad_(trains)
-        forward(training, training.batch if trains else inputs).backward()
-        yield from _state(training)
-        if trains:
-            update(training)
-    training.model.zero_grad(set_to_none=True)
 
 
 def _gan(training: Training) -> Values:
@@ -220,20 +187,6 @@ def _forward_hooks(training: Training) -> Values:
     yield seen
 
 
-def _loads_a_state(training: Training) -> Values:
-    yield from step(training)
-    training.model.load_state_dict({k: v * 0.9 for k, v in training.model.state_dict().items()})
-    yield from step(training)
-
-
-def _averages(training: Training) -> Values:
-    average = torch.optim.swa_utils.AveragedModel(training.model)
-    for _ in range(STEPS):
-        yield from step(training)
-        average.update_parameters(training.model)
-    yield [parameter.detach() for parameter in average.parameters()]
-
-
 def _raises_once(training: Training) -> Values:
     yield from step(training)
     try:
@@ -298,76 +251,6 @@ def _threads(training: Training) -> Values:
         torch.set_num_threads(before)
 
 
-def _adds_noise_to_weights(training: Training) -> Values:
-    for _ in range(STEPS):
-        with torch.no_grad():
-            for parameter in training.model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.01)
-        yield from step(training)
-
-
-def _replaces_a_weight(training: Training) -> Values:
-    yield from step(training)
-    with torch.no_grad():
-        training.model.last[2].weight.data = training.model.last[2].weight.data.clone() * 0.5
-    yield from step(training)
-
-
-def _loader(training: Training) -> Values:
-    data = torch.utils.data.TensorDataset(torch.randn(2 * ROWS + ROWS // 2, WIDTH))
-    for (rows,) in torch.utils.data.DataLoader(data, batch_size=ROWS, shuffle=True):
-        yield from step(training, rows)
-
-
-def _infinite(training: Training) -> Values:
-    for rows in itertools.islice(iter(lambda: torch.randn(ROWS, WIDTH), None), STEPS):
-        yield from step(training, rows)
-
-
-class Sequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.TransformerEncoderLayer(WIDTH, 4, 48, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.mix(x)
-        return result
-
-
-class Masked(Sequences):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        padding = None if mask.all() else mask == 0
-        result: torch.Tensor = self.mix(x, src_key_padding_mask=padding)
-        return result
-
-
-def _masks(training: Training) -> Values:
-    x, mask = training.batch
-    padded = mask.clone()
-    padded[:, -2:] = 0
-    for each in (mask, padded, mask):
-        yield from step(training, (x, each))
-
-
-def _frozen_first() -> nn.Module:
-    model = Net()
-    model.first.requires_grad_(False)
-    return model
-
-
-def _low_rank() -> nn.Module:
-    """All weights frozen but those of two small matrices beside a layer."""
-    model = Net(lambda net, x: x + net.up(net.down(x)))
-    model.requires_grad_(False)
-    model.down, model.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-    return model
-
-
-def _square(output: Any) -> torch.Tensor:
-    value: torch.Tensor = output.square().mean()
-    return value
-
-
 def _sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
@@ -418,37 +301,9 @@ LOOP: dict[str, Callable[[], Training]] = {
     "one-cycle": partial(
         training_of, partial(_scheduled, make=lambda opt: schedulers.OneCycleLR(opt, 0.1, total_steps=10))
     ),
-    "smaller-last-batch": partial(
-        training_of, partial(_sizes, sizes=(ROWS, ROWS, 5)), loop_bytes=ROWS * ROW_BYTES
-    ),
-    "larger-batch": partial(
-        training_of, partial(_sizes, sizes=(ROWS, ROWS + 4)), loop_bytes=ROWS * ROW_BYTES
-    ),
-    "changing-lengths": partial(
-        training_of,
-        _lengths,
-        model=Sequences,
-        loss=_square,
-        batch=lambda: torch.randn(SENTENCES, LENGTH, WIDTH),
-        loop_bytes=SENTENCES * LENGTH * ROW_BYTES,
-    ),
-    "changing-masks": partial(
-        training_of,
-        _masks,
-        model=Masked,
-        loss=_square,
-        batch=lambda: (
-            torch.randn(SENTENCES, LENGTH, WIDTH),
-            torch.ones(SENTENCES, LENGTH, dtype=torch.long),
-        ),
-    ),
     "evaluation-between": partial(training_of, _evaluates),
     "no-grad-in-training-mode": partial(training_of, _without_gradients_in_training_mode),
     "inference-mode-between": partial(training_of, _inference_mode),
-    "frozen-part": partial(training_of, model=_frozen_first),
-    "low-rank-adapters": partial(training_of, model=_low_rank),
-    "frozen-later": partial(training_of, _freezes_later),
-    "requires-grad-toggled": partial(training_of, _toggles, loop_bytes=2 * ROWS * ROW_BYTES),
     "gan": partial(training_of, _gan, loop_bytes=ROWS * ROW_BYTES + GENERATOR_BYTES),
     "several-losses": partial(training_of, _several_losses),
     "two-backward-passes": partial(training_of, _two_backwards),
@@ -458,16 +313,12 @@ LOOP: dict[str, Callable[[], Training]] = {
     "gradient-hooks": partial(training_of, _hooks_on_gradients),
     "step-in-backward": partial(training_of, _step_in_hooks, optimizer=lambda model: None),
     "forward-hooks": partial(training_of, _forward_hooks),
-    "load-state-dict": partial(training_of, _loads_a_state),
-    "averaged-weights": partial(training_of, _averages, loop_bytes=NET_BYTES),
     "bad-batch-caught": partial(training_of, _raises_once),
     "infinite-loss-skipped": partial(training_of, _skips_what_is_not_finite, loop_bytes=ROWS * ROW_BYTES),
     "zeroed-gradients": partial(training_of, _zeroes_instead_of_none, accumulate=True),
     "anomaly-detection": partial(training_of, _anomalies),
     "other-number-of-threads": partial(training_of, _threads),
-    "noise-on-weights": partial(training_of, _adds_noise_to_weights),
-    "weight-replaced": partial(training_of, _replaces_a_weight),
-    "data-loader": partial(training_of, _loader, loop_bytes=(3 * ROWS + ROWS // 2) * ROW_BYTES),
-    "endless-batches": partial(training_of, _infinite, loop_bytes=ROWS * ROW_BYTES),
+    **BATCHES,
+    **WEIGHTS,
 }
 LOOPS = [Case(name, "loop", build) for name, build in LOOP.items()]

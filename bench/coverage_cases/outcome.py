@@ -33,6 +33,8 @@ class Outcome:
     num_nodes: int = 0
     num_graphs: int = 0
     breaks: str = ""
+    day: str = ""
+    """When it was run, and so with which state of the code."""
 
     @classmethod
     def from_text(cls, row: Mapping[str, str]) -> "Outcome":

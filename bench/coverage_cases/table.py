@@ -36,6 +36,16 @@ def total_lines(rows: Sequence[Outcome]) -> list[list[str]]:
     return found
 
 
+def day_lines(rows: Sequence[Outcome]) -> list[list[str]]:
+    """How many rows are of which day, the newest first."""
+    counts = Counter((row.day, row.group) for row in rows)
+    found = []
+    for day in sorted({row.day for row in rows}, reverse=True):
+        each = [counts[day, group] for group in GROUPS]
+        found.append([day, *map(str, each), str(sum(each))])
+    return found
+
+
 def cause_lines(rows: Sequence[Outcome]) -> list[list[str]]:
     """What went wrong, numbers and paths taken out, the most common first."""
     causes: dict[tuple[str, str], list[str]] = {}
@@ -54,6 +64,7 @@ def cause(row: Outcome) -> str:
 def markdown(rows: Sequence[Outcome]) -> str:
     """The same as a page, with one line per case."""
     lines = ["## Totals", "", *_table(["outcome", *GROUPS, "all"], total_lines(rows)), ""]
+    lines += ["## Days", "", *_table(["last run", *GROUPS, "all"], day_lines(rows)), ""]
     lines += ["## Causes", "", *_table(["cases", "outcome", "cause", "for example"], cause_lines(rows)), ""]
     lines += ["## Cases", ""]
     cases = [

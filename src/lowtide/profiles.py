@@ -14,6 +14,7 @@ from lowtide.facts.sizes import parse_budget
 from lowtide.facts.units import format_size
 from lowtide.planning.activations import activations
 from lowtide.planning.allocator import reserved_for
+from lowtide.planning.bounds.curve import Bounds
 from lowtide.planning.planner import Desk
 from lowtide.planning.schedules import as_eager, eager_timeline
 from lowtide.planning.simulate import Timeline, simulate
@@ -71,6 +72,11 @@ class Profile:
     def floor_bytes(self) -> int:
         """The lowest peak that a plan reaches."""
         return self._desk.floor().floor_bytes
+
+    @property
+    def bounds(self) -> Bounds:
+        """What is proven of all plans of the step."""
+        return self._desk.bounds
 
     @property
     def step_seconds(self) -> float:

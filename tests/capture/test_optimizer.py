@@ -33,7 +33,8 @@ VARIANTS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
 }
 CASES = [
-    (name, variant)
+    # on a CPU, the default of all of them is the loop
+    pytest.param(name, variant, marks=pytest.mark.long if variant == "default" and name != "Adam" else ())
     for name in OPTIMIZERS
     for variant in VARIANTS
     if not (variant == "fused" and name == "RMSprop")

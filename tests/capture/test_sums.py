@@ -97,7 +97,13 @@ def test_views_of_one_value(caplog: pytest.LogCaptureFixture, copies: bool, loss
 
 
 @pytest.mark.parametrize(
-    ("what", "outside"), [("value", False), ("weight", False), ("value", True), ("weight", True)]
+    ("what", "outside"),
+    [
+        ("value", False),
+        ("weight", True),
+        pytest.param("value", True, marks=pytest.mark.long),
+        pytest.param("weight", False, marks=pytest.mark.long),
+    ],
 )
 def test_what_several_graphs_use_several_times(what: str, outside: bool) -> None:
     torch.manual_seed(0)

@@ -3,11 +3,12 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import replace
 from pathlib import Path
 
+import fresh_cases
 import pytest
 import torch
+from fresh_cases import take_first
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -23,6 +24,7 @@ from lowtide.zoo.targets import Target, TargetSpec, load_target
 
 pytestmark = pytest.mark.slow
 
+HELPERS = Path(fresh_cases.__file__).parent
 MIB = 2**20
 FLOATS_PER_MIB = MIB // 4
 
@@ -33,22 +35,6 @@ def small_target(width=64, batch_size=256):
         nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1), nn.BatchNorm1d(width), nn.Linear(width, 8)
     )
     return Target("small", model, torch.randn(batch_size, width), torch.optim.Adam(model.parameters()))
-
-
-def take_first(target, *, count):
-    """A `prepare` hook: the child imports it from this file."""
-    return replace(target, batch=target.batch[:count].clone())
-
-
-def raise_here(text):
-    raise ValueError(f"{text}\nsecond line")
-
-
-def sleep_in(folder):
-    partial = Path(folder) / "partial"
-    partial.write_text(str(os.getpid()))
-    partial.rename(Path(folder) / "pid")
-    time.sleep(60)
 
 
 def is_running(pid):
@@ -217,7 +203,7 @@ def test_live_objects_a_hook_and_the_clock():
     target = small_target()
     before = [parameter.detach().clone() for parameter in target.model.parameters()]
     whole = measure_here(target)
-    measured = measure_step(target, prepare="test_measure:take_first", payload={"count": 128}, timed_runs=3)
+    measured = measure_step(target, prepare="fresh_cases:take_first", payload={"count": 128}, timed_runs=3)
     assert measured.static_bytes == whole.static_bytes - target.batch.nbytes // 2
     assert measured.peak_bytes < whole.peak_bytes
     assert len(measured.timing.runs) == 3 and min(measured.timing.runs) > 0
@@ -246,7 +232,7 @@ def test_measuring_here_counts_like_a_fresh_process():
 
 def test_an_exception_in_the_child_comes_back():
     with pytest.raises(FreshProcessError) as caught:
-        run_fresh("test_measure:raise_here", text="went wrong")
+        run_fresh("fresh_cases:raise_here", text="went wrong")
     assert str(caught.value) == "went wrong"
     assert caught.value.kind == "ValueError"
     assert "in raise_here" in caught.value.details
@@ -307,9 +293,9 @@ def test_an_interrupt_ends_the_child(monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for the process in /proc")
 def test_the_child_ends_with_a_parent_that_is_killed(tmp_path):
-    call = f"run_fresh('test_measure:sleep_in', folder={str(tmp_path)!r})"
+    call = f"run_fresh('fresh_cases:sleep_in', folder={str(tmp_path)!r})"
     script = f"from lowtide.checking.fresh import run_fresh; {call}"
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)}
+    environ = os.environ | {"PYTHONPATH": str(HELPERS), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", script], env=environ)
     pid = wait_for(lambda: (tmp_path / "pid").exists() and int((tmp_path / "pid").read_text()))
     parent.kill()

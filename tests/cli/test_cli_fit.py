@@ -45,12 +45,12 @@ def finds(monkeypatch):
     """Let `lowtide fit` find something; the options that it asked with are returned."""
     asked = {}
 
-    def let(found):
-        def find_fit(source, **options):
+    def let(*found):
+        def find_fits(source, **options):
             asked.update(options, source=source)
-            return found
+            return list(found)
 
-        monkeypatch.setattr(fit, "find_fit", find_fit)
+        monkeypatch.setattr(fit, "find_fits", find_fits)
         return asked
 
     return let
@@ -78,6 +78,16 @@ def test_data_for_programs(run_lowtide, finds):
     data = json.loads(stdout)
     assert code == 0 and asked["check"] is False
     assert (data["largest_plain"], data["largest"], data["fastest"]) == (8, 20, 8) and len(data["rows"]) == 3
+
+
+def test_several_budgets_are_asked_at_once(run_lowtide, finds):
+    none = replace(FOUND, budget_bytes=1 << 20, largest_plain=0, largest=0, rows=(), checks=())
+    asked = finds(none, FOUND)
+    code, stdout, _ = run_lowtide("fit", "bert-base", "--budget", "1MiB,8GiB", "--json")
+    assert code == Exit.DOES_NOT_FIT and asked["budgets"] == ["1MiB", "8GiB"]
+    assert [found["largest"] for found in json.loads(stdout)] == [0, 20]
+    code, stdout, _ = run_lowtide("fit", "bert-base", "--budget", "1MiB,8GiB")
+    assert "fits into 1.0 MiB" in stdout and "with a plan: 20" in stdout
 
 
 @pytest.mark.parametrize(
@@ -111,6 +121,8 @@ def test_how_it_ends(run_lowtide, finds, found, code):
     ("arguments", "words"),
     [
         (("--budget", "60%"), "8GiB"),
+        (("--budget", "2GB,60%"), "8GiB"),
+        (("--budget", "2GB,"), "cannot read the size"),
         (("--budget", "8GiB", "-b", "4"), "--batch-size 4 is what grows"),
         (("--budget", "8GiB", "--vary", "image-size"), "Say --batch-size N"),
         (("--budget", "8GiB", "--vary", "colour"), "colour"),

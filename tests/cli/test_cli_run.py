@@ -1,6 +1,7 @@
 """`lowtide profile`, `verify` and `run` on a small model of the user's own."""
 
 import csv
+import importlib
 import io
 import json
 import shlex
@@ -15,7 +16,7 @@ from budgets import between
 from rich.console import Console
 
 from lowtide.api import profile
-from lowtide.checking import verification
+from lowtide.checking import measure, verification
 from lowtide.checking.clock import Timing
 from lowtide.checking.verification import Verification
 from lowtide.cli.exits import Exit
@@ -297,7 +298,14 @@ def test_a_machine_too_busy_to_time_is_told_so(runs, is_noisy):
 # a machine that is too small
 
 
+def run_here(function, *, environment=None, **arguments):
+    """What a fresh process would run, where another test looks at that process."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
 def test_run_where_only_the_plan_fits_measures_it_alone(run_lowtide, budget, monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "run_fresh", run_here)
     monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
     monkeypatch.setattr(
         measured, "why_not", lambda step, *, peak_bytes: "is large" if peak_bytes > step.budget_bytes else ""

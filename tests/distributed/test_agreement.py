@@ -32,16 +32,16 @@ GOES_OTHERWISE = {
 def ended() -> dict[str, list[Rank]]:
     troubles = [("in_group", {"trouble": trouble}) for trouble in TROUBLES]
     groups = {
-        "troubles": Group("ddp_cases:several", {"calls": troubles}),
-        "does not come": Group("ddp_cases:does_not_come", {"seconds": SECONDS}),
+        "troubles": Group("ddp_trouble:several", {"calls": troubles}),
+        "does not come": Group("ddp_trouble:does_not_come", {"seconds": SECONDS}),
         **going(GOES),
-        "no group": Group("ddp_cases:alone"),
+        "no group": Group("ddp_trouble:alone"),
     }
     return run_ranks(groups)
 
 
 def going(ways: dict[str, int]) -> dict[str, Group]:
-    return {how: Group("ddp_cases:ends_in_a_step", {"how": how}, ranks=n) for how, n in ways.items()}
+    return {how: Group("ddp_trouble:ends_in_a_step", {"how": how}, ranks=n) for how, n in ways.items()}
 
 
 @pytest.fixture

@@ -25,10 +25,12 @@ def on_paper(ranks: int) -> lowtide.Profile:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_peaks_are_as_predicted_with_and_without_the_other_processes(tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "shares"), [(2, (0,)), pytest.param(4, (0.5, 0), marks=pytest.mark.long)], ids=["2", "4"]
+)
+def test_peaks_are_as_predicted_with_and_without_the_other_processes(tmp_path, ranks, shares):
     paper = on_paper(ranks)
-    for rows in on_processes(peaks, ranks, tmp_path / "ranks", SIZE):
+    for rows in on_processes(peaks, ranks, tmp_path / "ranks", SIZE, shares):
         plain, *planned = rows
         assert abs(plain["predicted"] - plain["measured"]) <= 0.02 * plain["measured"]
         assert abs(paper.peak_bytes - plain["measured"]) <= 0.02 * plain["measured"]

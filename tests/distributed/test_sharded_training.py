@@ -14,7 +14,8 @@ RARELY += [("default", loop) for loop in LOOPS if loop not in ("plain", "changin
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folders = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("saved")
-    return on_processes(all_differences, 2, folders[0], request.param, folders[1])
+    blocks = 2 if request.param is OFTEN else 3
+    return on_processes(all_differences, 2, folders[0], request.param, folders[1], blocks)
 
 
 def _check(results, options: str, loop: str) -> None:

@@ -12,18 +12,22 @@ from coverage_cases.outcome import GOOD, OVER
 pytestmark = pytest.mark.slow
 
 SAMPLE = (
-    *("deep-residual", "alpha-dropout", "group-norm", "convolutions", "depthwise", "lstm"),
-    *("tied-weights", "masked-attention", "rotary", "experts", "own-checkpoint", "einsum"),
-    *("running-mean", "vector-quantized", "fourier", "bfloat16"),
-    *("adam-fused", "clip-norm", "autocast-bfloat16", "grad-scaler", "smaller-last-batch"),
-    *("inference-mode-between", "low-rank-adapters", "gan", "several-losses", "autograd-grad"),
-    *("gradient-hooks", "numpy-in-forward", "never-drops-layers", "asks-whether-compiled"),
-    *("accumulation", "forward-hooks", "exception-in-forward", "drops-layers"),
+    *("deep-residual", "alpha-dropout", "group-norm", "depthwise", "masked-attention", "rotary", "experts"),
+    *("running-mean", "vector-quantized", "fourier", "adam-fused", "clip-norm", "inference-mode-between"),
+    *("low-rank-adapters", "several-losses", "autograd-grad", "numpy-in-forward", "never-drops-layers"),
+    *("asks-whether-compiled", "accumulation", "exception-in-forward", "drops-layers"),
 )
+TESTED_ELSEWHERE = (
+    *("convolutions", "lstm", "tied-weights", "own-checkpoint", "einsum", "bfloat16", "autocast-bfloat16"),
+    *("grad-scaler", "smaller-last-batch", "gan", "gradient-hooks", "forward-hooks"),
+)
+"""With other models, in the tests of constructs, situations, mixed precision and recurrent layers."""
 CASES = {case.name: case for case in (*CONSTRUCTIONS, *LOOPS, *FORWARDS)}
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize(
+    "name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.long) for name in TESTED_ELSEWHERE)]
+)
 def test_exact_and_within_the_budget(name: str) -> None:
     row = examine(CASES[name])
     assert row.outcome == GOOD, row

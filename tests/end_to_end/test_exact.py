@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from training import differences, measured_peak, train, twin
 from trouble import TROUBLE
 
+import lowtide
 from lowtide.api import profile
 from lowtide.profiles import Profile
 from lowtide.zoo.targets import Target, load_target
@@ -17,14 +18,14 @@ from lowtide.zoo.targets import Target, load_target
 pytestmark = pytest.mark.slow
 
 TINY = (
-    *("transformer", "gpt2", "unet"),
+    *("transformer", "unet"),
     *(
         pytest.param(name, marks=pytest.mark.long)
-        for name in ("bert-base", "bert-base-mlm", "resnet152", "vit")
+        for name in ("gpt2", "bert-base", "bert-base-mlm", "resnet152", "vit")
     ),
 )
 SHARES = (1 / 2, 0)
-MORE_SHARES = (1, 3 / 4, 1 / 4)
+MORE_SHARES = (1, 3 / 4, 1 / 2, 1 / 4)
 
 
 def _trouble(name: str) -> Target:
@@ -39,22 +40,25 @@ def _profiled(target: Target) -> Profile:
 
 
 def _check(target: Target, found: Profile, shares: tuple[float, ...] = SHARES) -> None:
+    """Trains copies, which are traced again, and after them the target itself, which is not."""
     expected = train(twin(target))
-    for budget in sorted({between(found, share) for share in shares}):
+    first, *others = sorted({between(found, share) for share in shares}, reverse=True)
+    for budget in (first, *others):
         plan = found.plan(budget)
-        planned = twin(target)
+        planned = target if budget in others[-1:] else twin(target)
         plan.apply(planned.model)
         assert differences(expected, train(planned)) == [], budget
         measured = measured_peak(planned)
         assert measured <= plan.budget_bytes, budget
         # the bytes are for models of a few hundred kilobytes, where scalars and vectors beside a graph count
         assert measured == pytest.approx(plan.peak_bytes, rel=0.01, abs=2300), budget
+    lowtide.remove(target.model)
 
 
 @pytest.mark.parametrize("name", TROUBLE)
 def test_models_written_for_trouble(name: str) -> None:
     target = _trouble(name)
-    _check(target, _profiled(target))
+    _check(target, _profiled(target), (0,))
 
 
 @pytest.mark.long

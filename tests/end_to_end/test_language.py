@@ -17,7 +17,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", pytest.param("clip", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("mixtral", "clip"))]
+)
 def test_one_graph_and_exact(name: str, caplog: pytest.LogCaptureFixture) -> None:
     training = build(name, MODELS[name])
     if "attention_mask" in training.batch:

@@ -184,7 +184,7 @@ def test_cells_in_a_loop_are_exact() -> None:
     assert measured_peak(planned) <= found.floor_bytes * 1.01
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("kind", [pytest.param(nn.GRU, marks=pytest.mark.long), nn.LSTM])
 def test_packed_sequences_run_between_the_graphs_and_count(kind: type) -> None:
     torch.manual_seed(0)
     model = Packed(kind, num_layers=2, dropout=0.2, bidirectional=True)

@@ -7,7 +7,8 @@ from torch import nn
 import lowtide
 from lowtide.experiments import fit as fits
 from lowtide.experiments.between import step_at
-from lowtide.experiments.fit import Vary, find_fit
+from lowtide.experiments.fit import Vary, find_fit, find_fits
+from lowtide.profiling.device import OpTiming
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -93,6 +94,66 @@ def test_few_sizes_are_captured_and_the_others_told_from_them(found, budget_byte
     assert (again.largest_plain, again.largest) == (found.largest_plain, found.largest)
     assert len(captured) == len(set(captured)) <= 5 and 38 not in captured
     assert {row.size: row.profiled for row in again.rows}[37] is (37 in captured)
+
+
+def test_several_budgets_share_what_is_captured(found, budget_bytes):
+    captured = []
+
+    def source(size):
+        captured.append(size)
+        return Target("small", *make(size))
+
+    budgets = [budget_bytes, 1000, 2 * budget_bytes]
+    one, none, two = find_fits(source, budgets=budgets, vary=Vary(), check=False)
+    assert [each.budget_bytes for each in (one, none, two)] == budgets
+    assert (one.largest_plain, one.largest) == (found.largest_plain, found.largest)
+    assert (
+        none.largest == 0 and two.largest > one.largest and not fits_with_a_plan(two.largest + 1, budgets[2])
+    )
+    assert len(captured) == len(set(captured)) <= 6
+
+
+def test_times_are_measured_at_one_size_and_scaled_to_others(budget_bytes, monkeypatch):
+    timed = []
+    monkeypatch.setattr(
+        "lowtide.profiling.trials.Trial.time",
+        lambda self, **_: timed.append(self.call) or self.timings.append(OpTiming(1e-3)),
+    )
+
+    def profile_anew(target):
+        return lowtide.profile(target.model, target.batch, optimizer=target.optimizer, cache=False)
+
+    def source(size):
+        return Target("small", *make(size))
+
+    found = find_fit(source, budget=budget_bytes, vary=Vary(), check=False, profile=profile_anew)
+    assert found.largest > found.largest_plain
+    sizes = {size for call in timed for tensor in call.tensors for size in tensor.shape[:1]}
+    assert sizes == {1, 8, WIDTH, 4 * WIDTH}  # the first size, and what is as large at all of them
+
+
+def test_sizes_that_the_model_refuses_are_not_looked_at(caplog):
+    class Positions(nn.Module):
+        """Takes sequences from 100 to 300."""
+
+        def __init__(self):
+            super().__init__()
+            self.positions = nn.Parameter(torch.randn(300, WIDTH))
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            if x.shape[0] < 100:
+                raise ValueError("too short")
+            return self.layer(x + self.positions[: x.shape[0]]).relu().sum()
+
+    def source(size):
+        return Target("positions", Positions(), torch.randn(size, WIDTH))
+
+    found = find_fit(source, budget="1MiB", vary=Vary(multiple_of=10, name="length"), check=False)
+    assert (found.largest_plain, found.largest, found.most) == (300, 300, 300)
+    assert "no length from 310 on is looked at, since one is refused" in caplog.text
+    with pytest.raises(lowtide.CaptureError, match="too short"):
+        find_fit(source, budget="1MiB", vary=Vary(name="length"), check=False)
 
 
 def test_nothing_fits():

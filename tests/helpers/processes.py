@@ -10,6 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ranks import PRELOADED
+
 SECONDS = 300
 """Long enough for a machine that is busy with much else."""
 
@@ -17,7 +19,7 @@ SECONDS = 300
 def on_processes(function: Callable[..., Any], ranks: int, folder: Path, *args: Any) -> list[Any]:
     """`function(rank, *args)` in `ranks` processes that share one import of torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lowtide.api", function.__module__])
+    context.set_forkserver_preload([*PRELOADED, function.__module__])
     folder.mkdir(exist_ok=True)
     started = [
         context.Process(target=_follow, args=(function, rank, ranks, folder, args)) for rank in range(ranks)
@@ -48,11 +50,10 @@ def _answer(path: Path, status: int | None) -> tuple[bool, Any]:
 def _follow(function: Callable[..., Any], rank: int, ranks: int, folder: Path, args: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
-
-    from lowtide.profiling.trials import Trial
+    from impatience import be_impatient
 
     torch.set_num_threads(1)
-    Trial.noisy = False  # what is timed on a busy machine is good enough for tests
+    be_impatient()
     try:
         dist.init_process_group(
             "gloo",

@@ -23,6 +23,12 @@ GROUP_SECONDS = 300
 LIMIT_SECONDS = 900
 """Long enough for a machine that is busy with much else: nothing that goes well waits for these."""
 
+PRELOADED = (
+    *("lowtide.api", "functorch.compile", "torch._dynamo.backends.inductor", "torch._inductor.scheduler"),
+    *("torch.export._trace", "torch.distributed.tensor.experimental"),
+)
+"""What a first trace imports: once for all ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
@@ -73,10 +79,9 @@ def run_ranks(groups: dict[str, Group], *, limit_seconds: float = LIMIT_SECONDS)
 
 
 def _lead(folder: Path) -> None:
-    # what is timed on a busy machine is good enough for tests
-    importlib.import_module("lowtide.profiling.trials").Trial.noisy = False
-    for module in ("lowtide.api", "functorch.compile"):  # once for all ranks
+    for module in PRELOADED:
         importlib.import_module(module)
+    importlib.import_module("impatience").be_impatient()
     answers = []
     for number, (function, arguments, ranks, seconds) in enumerate(
         pickle.loads((folder / "request").read_bytes())

@@ -194,16 +194,16 @@ LOOPS: dict[str, Callable[..., None]] = {
 }
 
 
-def differences(rank: int, options: str, loop: str, folder: Path) -> dict[str, Any]:
+def differences(rank: int, options: str, loop: str, folder: Path, *, blocks: int) -> dict[str, Any]:
     """What a planned model leaves behind that is not what the plain one does."""
     warnings.simplefilter("ignore")
     run = LOOPS[loop]
     if run is saving_loop:
         run = partial(run, folder=folder / "plain")
-    expected = build(rank=rank, **OPTIONS[options])
+    expected = build(rank=rank, blocks=blocks, **OPTIONS[options])
     torch.manual_seed(rank)
     run(expected)
-    case = build(rank=rank, **OPTIONS[options])
+    case = build(rank=rank, blocks=blocks, **OPTIONS[options])
     profile = lowtide.profile(case.model, case.tokens, optimizer=case.optimizer, loss=case.loss)
     plan = profile.plan(profile.floor_bytes)
     plan.apply(case.model)
@@ -226,25 +226,27 @@ def differences(rank: int, options: str, loop: str, folder: Path) -> dict[str, A
     }
 
 
-def all_differences(rank: int, wanted: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str], Any]:
+def all_differences(
+    rank: int, wanted: list[tuple[str, str]], folder: Path, blocks: int
+) -> dict[tuple[str, str], Any]:
     found = {}
     for options, loop in wanted:
         own = folder / f"{options}-{loop}".replace(" ", "_")
         if rank == 0:
             own.mkdir()
         dist.barrier()
-        found[options, loop] = differences(rank, options, loop, own)
+        found[options, loop] = differences(rank, options, loop, own, blocks=blocks)
     return found
 
 
-def peaks(rank: int, options: dict[str, Any]) -> list[dict[str, int]]:
+def peaks(rank: int, options: dict[str, Any], shares: tuple[float, ...] = (0.5, 0)) -> list[dict[str, int]]:
     """Predicted and measured peaks of this process: without a plan, in between, and at the floor."""
     warnings.simplefilter("ignore")
     case = build(rank=rank, **options)
     profile = lowtide.profile(case.model, case.tokens, optimizer=case.optimizer, loss=case.loss)
     rows = [{"budget": 0, "predicted": profile.peak_bytes, "measured": _measured(case)}]
     low, high = profile.floor_bytes, profile.peak_bytes
-    for budget in ((low + high) // 2, low):
+    for budget in (low + int((high - low) * share) for share in shares):
         plan = profile.plan(budget)
         plan.apply(case.model)
         rows.append({"budget": budget, "predicted": plan.peak_bytes, "measured": _measured(case)})

@@ -19,7 +19,10 @@ from lowtide.integrations.lightning import Lowtide  # noqa: E402
 from lowtide.running.runner import runner_of  # noqa: E402
 from lowtide.torchside.inductor import has_compiler  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:UserWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*LeafSpec.*:FutureWarning"),
+]
 
 WIDTH, CLASSES, ROWS, BATCH = 32, 5, 240, 64
 

@@ -20,6 +20,15 @@ from lowtide.planning.simulate import simulate
 @settings(max_examples=40, deadline=None)
 @given(steps(max_forward=10))
 def test_a_sequence_holds_and_adds_what_the_simulator_says(step):
+    check_counts(step)
+
+
+def test_a_value_that_comes_back_for_some_readers_only_is_counted_as_the_simulator_does():
+    for seed in range(30):
+        check_counts(random_step(Random(seed), signs=True))
+
+
+def check_counts(step):
     desk = Desk(step)
     problem = desk.problem.problem
     plain = desk.problem.sequence(())

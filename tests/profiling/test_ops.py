@@ -6,22 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from fake_calls import conv, conv_backward, fake
 
 from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import tensors_in
 from lowtide.profiling import ops as ops_module
 from lowtide.profiling import trials
-from lowtide.profiling import work as work_module
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import OpTiming, device_for
-from lowtide.profiling.known import Known
+from lowtide.profiling.hurry import Hurry, in_a_hurry
 from lowtide.profiling.ops import measure_calls, profile_calls
 from lowtide.profiling.samples import make_sample
-from lowtide.profiling.shrink import shrink
-from lowtide.profiling.work import Work, work_making, work_of
+from lowtide.profiling.work import work_of
 from lowtide.torchside.calls import Call, OpCost, signature, storages_bytes
-from lowtide.torchside.ops.dropout import apply_mask
 
 aten = torch.ops.aten
 empty = torch.empty
@@ -51,22 +48,6 @@ def made_up_clock(monkeypatch):
 
     monkeypatch.setattr(trials, "timed", timed)
     return SimpleNamespace(runs=runs, special=special)
-
-
-def fake(*shape, dtype=torch.float32):
-    with FakeTensorMode():
-        return torch.empty(shape, dtype=dtype)
-
-
-def conv(batch, *, channels=16, size=32):
-    image, weight = fake(batch, channels, size, size), fake(channels, channels, 3, 3)
-    return Call(aten.convolution.default, (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
-
-
-def conv_backward(batch, *, channels=16, size=32):
-    image, weight = fake(batch, channels, size, size), fake(channels, channels, 3, 3)
-    rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
-    return Call(aten.convolution_backward.default, (fake(batch, channels, size, size), image, weight, *rest))
 
 
 def test_costs_come_in_order_and_each_signature_is_run_once(monkeypatch, made_up_clock):
@@ -215,26 +196,6 @@ def test_what_a_scalar_result_keeps_is_seen_whole_and_from_a_slice(limit):
     assert cost.hidden_bytes == (pytest.approx(4 * MIB - 4, abs=8),)
 
 
-def test_shrink_takes_the_batch():
-    call = conv(64)
-    part = shrink(call, work_of(call), limit_bytes=MIB)
-    assert part is not None
-    assert part.reduced == ("size 64",)
-    assert [tuple(tensor.shape) for tensor in part.call.tensors] == [(4, 16, 32, 32), (16, 16, 3, 3)]
-    assert work_of(call).ratio_to(part.work) == 16
-
-
-def test_shrink_keeps_order_and_gaps_of_strides():
-    with FakeTensorMode():
-        heads = torch.empty(32, 100, 3, 64)[:, :, 1].transpose(0, 1)
-    call = Call(aten.clone.default, (heads,))
-    part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 4)
-    assert part is not None
-    (small,) = part.call.tensors
-    assert small.shape == (25, 32, 64)
-    assert small.stride() == (192, 25 * 192, 1)
-
-
 def test_a_view_of_any_size_costs_its_dispatch(made_up_clock):
     (cost,) = profile_calls([Call(aten.t.default, (fake(1 << 20, 1 << 20),))])
     assert cost.estimated
@@ -268,27 +229,6 @@ def test_what_cannot_run_is_costed_by_bytes_and_said_so(caplog, tmp_path):
     assert cost.estimated
     assert cost.seconds == pytest.approx(4e6 / 2 / CPU.copy_bytes_per_second())
     assert cache.get(signature(call), memory_limit_bytes=1) is None
-
-
-def test_a_batch_as_large_as_an_image_is_high_is_reduced_alone():
-    stride, padding, ones = [2, 2], [1, 1], [1, 1]
-    tensors = (fake(28, 8, 14, 14), fake(28, 4, 28, 28), fake(8, 4, 3, 3))
-    options = ([0], stride, padding, ones, False, [0, 0], 1, [True, True, False])
-    call = Call(aten.convolution_backward.default, (*tensors, *options))
-    work = work_of(call)
-    part = shrink(call, work, limit_bytes=work.nbytes // 3)
-    assert [tuple(t.shape) for t in part.call.tensors[:2]] == [(7, 8, 14, 14), (7, 4, 28, 28)]
-    args, kwargs = make_sample(part.call)
-    call.target(*args, **kwargs)  # as it runs alone
-    part = shrink(call, work, limit_bytes=work.nbytes // 12)
-    args, kwargs = make_sample(part.call)
-    call.target(*args, **kwargs)
-
-
-def test_a_square_product_is_reduced_wherever_its_size_stands():
-    call = Call(aten.mm.default, (fake(64, 64), fake(64, 64)))
-    part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 3)
-    assert [tuple(t.shape) for t in part.call.tensors] == [(32, 32), (32, 32)]
 
 
 def fails_in_slices(tensor):
@@ -343,7 +283,7 @@ def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch, made_up_cloc
 def test_in_a_hurry_nothing_is_measured_twice_and_little_remembered(tmp_path, monkeypatch, made_up_clock):
     call, cache, measured = Call(aten.mm.default, (fake(20, 20),) * 2), CostCache(CPU, directory=tmp_path), {}
     monkeypatch.setattr(ops_module, "_PATIENCE_IN_A_HURRY_SECONDS", 0.0)
-    with ops_module.in_a_hurry(measured):
+    with in_a_hurry(Hurry(measured=measured)):
         first = profile_calls([call], cache=cache)
         assert measured == {signature(call): first[0]}
         monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
@@ -382,62 +322,6 @@ def test_times_of_a_busy_machine_are_told_and_not_remembered(
     assert again.get(signature(RELU), memory_limit_bytes=1) == found.costs[1]
     assert [record.message for record in caplog.records] == [found.note] * num_noisy
     assert ("1 of 2 ops" in found.note) is bool(num_noisy)
-
-
-def test_scaled_cost_takes_the_nearest_of_the_same_op():
-    def mm(rows):
-        return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))
-
-    known = Known(
-        [
-            (mm(8), OpCost(1.0, 100, False), (8 * 64 * 4,)),
-            (mm(1024), OpCost(64.0, 4000, False, (0, 8000)), (1024 * 64 * 4,)),
-            (Call(aten.relu.default, (fake(512, 64),)), OpCost(1e6, 0, False), (512 * 64 * 4,)),
-        ]
-    )
-    cost = known.cost_of(mm(512), signature(mm(512)), (512 * 64 * 4,))
-    assert cost.estimated
-    assert cost.seconds == 32.0
-    assert cost.workspace_bytes == 4000, "a smaller call may need as much"
-    assert cost.hidden_bytes == (0, pytest.approx(4121, abs=1))
-    assert known.cost_of(mm(2048), signature(mm(2048)), (2048 * 64 * 4,)).workspace_bytes > 7500
-    assert known.cost_of(mm(8), signature(mm(8)), ()) == OpCost(1.0, 100, False)
-    sine = Call(aten.sin.default, (fake(8),))
-    assert known.cost_of(sine, signature(sine), (32,)).estimated
-
-
-def test_only_what_has_flops_is_run_on_fake_tensors_and_once(monkeypatch):
-    found = []
-    monkeypatch.setattr(work_module, "_work_of", lambda call: found.append(call) or Work(8, 8, (8,)))
-    monkeypatch.setattr(work_module, "_KNOWN", {})
-
-    def masked(rows):
-        return Call(apply_mask, (fake(rows), torch.empty(rows, dtype=torch.bool), 0.1))
-
-    def product(rows):
-        return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))
-
-    for make, num_runs in ((masked, 0), (product, 5)):
-        known = Known((make(rows), OpCost(1.0, 0, False), (4 * rows,)) for rows in (16, 32))
-        for _ in range(2):
-            for rows in (8, 64, 128):
-                cost = known.cost_of(make(rows), signature(make(rows)), (4 * rows,))
-                assert cost.estimated
-        assert len(found) == num_runs
-    item = Call(operator.getitem, ([fake(3), fake(3)], 0))
-    assert known.cost_of(item, signature(item), ()) == OpCost(0.0, 0, False)
-
-
-def test_the_work_of_a_call_is_the_same_from_the_blocks_that_it_makes():
-    call = Call(aten.relu.default, (fake(512, 64),))
-    assert work_making(call, (512 * 64 * 4,)) == work_of(call)
-
-
-def test_shrink_never_leaves_a_size_of_one():
-    call = Call(aten.add.Tensor, (fake(4, 1000), fake(4, 1000)))
-    part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 4)
-    assert part is not None
-    assert part.call.tensors[0].shape == (4, 250)
 
 
 @pytest.mark.parametrize(("rows", "is_whole"), [(4096, True), (1 << 16, False)])

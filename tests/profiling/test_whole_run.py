@@ -12,7 +12,15 @@ from lowtide.api import profile
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["batch-norms", "shared-module", "tuple-output", "losses-inside"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batch-norms",
+        pytest.param("shared-module", marks=pytest.mark.long),
+        pytest.param("tuple-output", marks=pytest.mark.long),
+        "losses-inside",
+    ],
+)
 def test_both_modes_agree_on_every_byte(name: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     case = TROUBLE[name]

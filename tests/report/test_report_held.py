@@ -12,7 +12,7 @@ from lowtide.profiles import Profile
 from lowtide.report.held import NARROWEST, by_module, by_source, flame, held_at_peak
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(steps())
 def test_the_rows_add_up_to_the_peak(step: Step) -> None:
     found = Profile(step)

@@ -43,6 +43,7 @@ class Interrupted:
 
     name = "interrupted"
     in_place = True
+    takes_numbers = True
     stop = -1
 
     def __init__(self, *, in_backward: bool = True) -> None:

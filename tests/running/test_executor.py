@@ -21,6 +21,7 @@ class Interpreted:
 
     name = "interpreted"
     in_place = True
+    takes_numbers = True
 
     def __init__(self) -> None:
         self.compiled: list[bool] = []

@@ -24,8 +24,8 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.BatchNorm2d(5) for _ in range(3))
-        self.convolutions = nn.ModuleList(nn.Conv2d(5, 5, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(5) for _ in range(2))
+        self.convolutions = nn.ModuleList(nn.Conv2d(5, 5, 3, padding=1) for _ in range(2))
         self.linear = nn.Linear(5 * 49, 33)
         self.drop = nn.Dropout(0.3)
 

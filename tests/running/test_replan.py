@@ -66,7 +66,10 @@ def _gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor | Non
 
 
 @pytest.mark.parametrize("adam", [pytest.param(False, marks=pytest.mark.long), True], ids=["sgd", "adam"])
-@pytest.mark.parametrize("make, batch", [(stack, rows), (SharedModule, rows), (BatchNorms, images)])
+@pytest.mark.parametrize(
+    "make, batch",
+    [(stack, rows), pytest.param(SharedModule, rows, marks=pytest.mark.long), (BatchNorms, images)],
+)
 def test_smaller_batches_stay_within_a_plan_at_the_floor(
     make: Callable[[], nn.Module],
     batch: Callable[[int], torch.Tensor],

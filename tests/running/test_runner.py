@@ -56,6 +56,16 @@ def pair() -> tuple[Target, Target]:
     return _pair(SharedModule())
 
 
+@pytest.fixture(scope="module")
+def other_pair() -> tuple[Target, Target]:
+    return _pair(LongSkips())
+
+
+@pytest.fixture(scope="module")
+def plan() -> lowtide.Plan:
+    return profile(SharedModule(), torch.randn(BATCH, WIDTH)).plan("1GiB")
+
+
 def test_gradient_accumulation_clipping_and_a_schedule(pair: tuple[Target, Target]) -> None:
     def loop(target: Target) -> None:
         schedule = torch.optim.lr_scheduler.StepLR(target.optimizer, step_size=1, gamma=0.5)
@@ -70,11 +80,11 @@ def test_gradient_accumulation_clipping_and_a_schedule(pair: tuple[Target, Targe
     _same(*pair, loop)
 
 
-def test_two_calls_before_one_backward() -> None:
+def test_two_calls_before_one_backward(other_pair: tuple[Target, Target]) -> None:
     def loop(target: Target) -> None:
         (target.model(target.batch) * target.model(target.batch.flip(0))).sum().backward()
 
-    _same(*_pair(LongSkips()), loop)
+    _same(*other_pair, loop)
 
 
 def test_retain_graph(pair: tuple[Target, Target]) -> None:
@@ -160,11 +170,13 @@ def test_remove_gives_the_plain_model_back() -> None:
     assert backend.progress.forwards == 0
 
 
-def test_two_models_at_a_time() -> None:
-    plain, planned = zip(_pair(SharedModule()), _pair(LongSkips()), strict=True)
+def test_two_models_at_a_time(pair: tuple[Target, Target], other_pair: tuple[Target, Target]) -> None:
+    plain, planned = zip(pair, other_pair, strict=True)
 
     def loop(targets) -> list:
         torch.manual_seed(5)
+        for target in targets:
+            target.model.zero_grad()
         loss = sum(target.model(target.batch).square().mean() for target in targets)
         loss.backward()
         return [(name, p.grad) for t in targets for name, p in t.model.named_parameters()]
@@ -182,22 +194,19 @@ def test_a_loss_outside_that_uses_one_of_several_outputs() -> None:
     assert planned.model.right.weight.grad is None
 
 
-def test_a_larger_batch_that_cannot_fit_is_refused() -> None:
-    _, planned = _pair(SharedModule())
+def test_a_larger_batch_that_cannot_fit_is_refused(pair: tuple[Target, Target]) -> None:
     with pytest.raises(lowtide.BudgetTooSmall):
-        planned.model(torch.randn(BATCH * 50, WIDTH))
+        pair[1].model(torch.randn(BATCH * 50, WIDTH))
 
 
-def test_a_compiled_model_is_not_planned_over() -> None:
+def test_a_compiled_model_is_not_planned_over(plan: lowtide.Plan) -> None:
     model = SharedModule()
-    plan = profile(model, torch.randn(BATCH, WIDTH)).plan("1GiB")
     model.compile(backend="eager")
     with pytest.raises(lowtide.LowtideError, match="already compiled"):
         plan.apply(model)
 
 
-def test_a_plan_for_another_model_is_refused() -> None:
-    plan = profile(SharedModule(), torch.randn(BATCH, WIDTH)).plan("1GiB")
+def test_a_plan_for_another_model_is_refused(plan: lowtide.Plan) -> None:
     with pytest.raises(lowtide.PlanMismatch, match="model"):
         plan.apply(LongSkips())
 

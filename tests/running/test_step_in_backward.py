@@ -81,7 +81,9 @@ def planned(target: Target, **options: Any) -> lowtide.Plan:
     return plan
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["adam", "foreach", "fused", "sgd", pytest.param("rmsprop", marks=pytest.mark.long)]
+)
 def test_training_has_eagers_bits(name: str) -> None:
     plain = target_with(OPTIMIZERS[name])
     other = twin(plain)
@@ -200,7 +202,9 @@ def test_a_model_moves_with_gradients_that_are_used() -> None:
     target.model.zero_grad()
 
 
-@pytest.mark.parametrize("call", [clip_norm, clip_value, accumulate, look, closure])
+@pytest.mark.parametrize(
+    "call", [clip_norm, pytest.param(clip_value, marks=pytest.mark.long), accumulate, look, closure]
+)
 def test_what_needs_the_gradients_is_refused_when_it_is_tried(call: Callable[[Target], None]) -> None:
     target = target_with(OPTIMIZERS["adam"])
     planned(target)

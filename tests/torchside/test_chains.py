@@ -13,7 +13,7 @@ from lowtide.torchside.ops.chains import GRAIN, LEAST_SLICES, SLICE, in_slices, 
 Chain = Callable[[Tensor, Tensor], Tensor]
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.long), 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

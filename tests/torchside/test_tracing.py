@@ -58,3 +58,19 @@ def test_only_this_threads_log_lines_are_muted(caplog: pytest.LogCaptureFixture)
             other.join()
         logger.warning("afterwards")
     assert [record.getMessage() for record in caplog.records] == ["from another thread", "afterwards"]
+
+
+def test_no_graph_is_written_out_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> bool:
+        torch.compiler.reset()
+        written.clear()
+        lowtide.profile(nn.Linear(8, 8), torch.randn(4, 8))
+        return bool(written)
+
+    written: list[nn.Module] = []
+    monkeypatch.setattr(
+        torch.fx.graph_module, "_print_readable", lambda module, *_, **__: written.append(module) or ""
+    )
+    assert not asked()
+    monkeypatch.setenv("TORCH_TRACE", "anywhere")
+    assert asked(), "torch's own record has the text"

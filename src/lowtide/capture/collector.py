@@ -32,7 +32,7 @@ from lowtide.facts.devices import Gpu
 from lowtide.facts.sharding import Passage
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import tensors_in
-from lowtide.torchside.calls import iter_tensors, storage_key
+from lowtide.torchside.calls import call_of, iter_tensors, storage_key, value_of
 from lowtide.torchside.gradient_orders import Orders
 from lowtide.torchside.graph_key import key_of
 from lowtide.torchside.ops.gpu_attention import use_gpu_attention
@@ -146,7 +146,7 @@ class Collector:
     def _runner(self, module: fx.GraphModule, segment: Segment) -> Function:
         outputs = module.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
-        values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
+        values = [_returned(node) if isinstance(node, fx.Node) else node for node in outputs]
         mutated = mutated_inputs(segment.joint)
         self.forward_bytes = max(self.forward_bytes, forecast.peak_bytes(module.graph))
         if self.real:
@@ -318,6 +318,16 @@ class Collector:
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The (execution, output) that made this tensor."""
         return self._made.get(storage_key(tensor))
+
+
+def _returned(node: fx.Node) -> Any:
+    """The fake value of an output; numbers, which torch returns as tensors, are what they are."""
+    if node.target is torch.ops.aten.scalar_tensor.default:
+        made = call_of(node)
+        if not isinstance(made.args[0], torch.Tensor):
+            with hooks.real_tensors():
+                return made.target(*made.args, **made.kwargs)
+    return value_of(node)
 
 
 def _forward_alone(segment: Segment) -> fx.GraphModule:

@@ -4,7 +4,7 @@ import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,14 @@ from lowtide.torchside.sharded import local
 
 Optimizer = torch.optim.Optimizer
 CONTAINERS = (list, tuple, dict, defaultdict, OrderedDict, set, deque)
+
+
+class Double(NamedTuple):
+    """An optimizer over `fakes`, by the identity of the user's own parameters, all of `mode`."""
+
+    optimizer: Optimizer
+    fakes: dict[int, torch.Tensor]
+    mode: FakeTensorMode
 
 
 def double_of(optimizer: Optimizer, fakes: Mapping[int, torch.Tensor], mode: FakeTensorMode) -> Optimizer:
@@ -43,6 +51,17 @@ def held_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors that an optimizer has as the state of its parameters, those of optimizers inside it too."""
     return [tensor for state in _states(optimizer) for tensor in _tensors(state, seen=set())]
+
+
+def go_on_to(optimizer: Optimizer, number: int) -> None:
+    """Let a double count on as if it had taken as many steps, where it keeps a count of them."""
+    for states in _states(optimizer):
+        for state in states.values():
+            count = state.get("step") if isinstance(state, dict) else None
+            if isinstance(count, torch.Tensor) and not count.dim() and type(count) is torch.Tensor:
+                count.fill_(number)
+            elif type(count) is int:
+                state["step"] = number
 
 
 def _states(optimizer: Optimizer) -> Iterator[Mapping[Any, Any]]:

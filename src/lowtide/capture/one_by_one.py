@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowtide.capture.doubles import double_of, fake_like
-from lowtide.capture.optimizer import recorded_bytes
+from lowtide.capture.doubles import Double, double_of, fake_like
+from lowtide.capture.optimizer import OptimizerTrace, peak_bytes, recorded_bytes
 from lowtide.capture.stand_ins import small_one
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.torchside.hooks import FakeTensorMode
 from lowtide.torchside.optimizers import each_of
-from lowtide.torchside.pieces import pieces_of, step_for, step_in_slices, take_step
+from lowtide.torchside.pieces import Piece, pieces_of, step_for, step_in_slices, take_step
 
 Optimizer = torch.optim.Optimizer
 
@@ -24,6 +24,7 @@ TRIED_PARAMETERS = 6
 """Of every group."""
 TRIED_SLICES = 3
 ODD_SIZE = 67
+OWNER_ROUNDS = 4
 
 
 class Split(NamedTuple):
@@ -65,10 +66,19 @@ def inside_bytes(optimizers: Iterable[Optimizer], *, slices: bool) -> dict[int, 
     return {key: n for each in optimizers for key, n in _inside_bytes(each, slices=slices).items()}
 
 
-def pieces_bytes(optimizer: Optimizer, *, slices: bool, sizes: Iterable[int]) -> dict[int, int]:
+def pieces_bytes(
+    optimizer: Optimizer, traced: OptimizerTrace, *, slices: bool, sizes: Sequence[int]
+) -> dict[int, int]:
     """By size of a piece, the most that a whole step in such pieces holds inside: that of the largest."""
-    found = [_pieces_bytes(each, slices=slices, sizes=tuple(sizes)) for each in each_of(optimizer)]
-    return {size: max(each[size] for each in found) for size in found[0]}
+    every = each_of(optimizer)
+    if len(every) == 1 and traced.double is not None and traced.gradients:
+        return _pieces_bytes(traced.double, traced, slices=slices, sizes=sizes)
+    found = []
+    for each in every:
+        double = _with_state(each)
+        with _gradients(double.fakes.values()):
+            found.append(_pieces_bytes(double, None, slices=slices, sizes=sizes))
+    return {size: max(each[size] for each in found) for size in sizes}
 
 
 def _split_of(optimizer: Optimizer) -> Split:
@@ -154,27 +164,68 @@ def _inside_bytes(optimizer: Optimizer, *, slices: bool) -> dict[int, int]:
     return found
 
 
-def _pieces_bytes(optimizer: Optimizer, *, slices: bool, sizes: tuple[int, ...]) -> dict[int, int]:
-    """What a step in pieces holds, by their size; pieces that are alike are traced once."""
-    double, fakes, mode = _with_state(optimizer)
-    places = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-    number_of = {id(fake): number for fake, number in zip(fakes.values(), places, strict=True)}
+def _pieces_bytes(
+    double: Double, traced: OptimizerTrace | None, *, slices: bool, sizes: Iterable[int]
+) -> dict[int, int]:
+    """What a step in pieces holds, by their size.
+
+    Where each op of the `traced` whole step is for one parameter, it tells of any piece but slices of rows,
+    of which two tell: what stays of the first is there beside the second. Other pieces are traced, those
+    that are alike once.
+    """
+    fakes = {id(fake): key for key, fake in double.fakes.items()}
+    groups = double.optimizer.param_groups
+    number_of = {id(fake): number for number, group in enumerate(groups) for fake in group["params"]}
+    owners = None if traced is None else _owners(traced)
     known: dict[Any, int] = {}
-    most: dict[int, int] = {}
-    every = list(fakes.values())
-    with warnings.catch_warnings(), torch.no_grad(), _gradients(every):
+
+    def inside_bytes(piece: Piece) -> int:
+        if traced is not None and owners is not None and not piece.rows:
+            own = {fakes[id(parameter)] for parameter in piece.parameters}
+            pairs = zip(traced.ops, owners, strict=True)
+            return peak_bytes((op for op, owner in pairs if owner in own), traced.sizes)
+        alike = (piece.rows, *((number_of[id(p)], _layout(p)) for p in piece.parameters))
+        if alike not in known:
+            known[alike] = recorded_bytes(partial(_rehearse, piece, double.optimizer), double.mode)
+        return known[alike]
+
+    every = list(double.fakes.values())
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        for size in sizes:
-            for piece in pieces_of(every, slices=slices, piece_bytes=size):
-                alike = (piece.rows, *((number_of[id(p)], _layout(p)) for p in piece.parameters))
-                if alike not in known:
-                    known[alike] = recorded_bytes(partial(piece.take_step, double), mode)
-                most[size] = max(most.get(size, 0), known[alike])
-    return most
+        return {
+            size: max(map(inside_bytes, pieces_of(every, slices=slices, piece_bytes=size)), default=0)
+            for size in sizes
+        }
 
 
-def _with_state(optimizer: Optimizer) -> tuple[Optimizer, dict[int, torch.Tensor], FakeTensorMode]:
-    """A double over fake parameters, by the identity of the real ones, after its first step."""
+def _rehearse(piece: Piece, double: Optimizer) -> None:
+    if piece.rows:
+        step_in_slices(double, piece.parameters[0], piece.rows, most_slices=2)
+    else:
+        piece.take_step(double)
+
+
+def _owners(traced: OptimizerTrace) -> list[int] | None:
+    """For each op of a step the parameter that it is for, by identity; None where one is for several."""
+    owner = {**traced.parameters, **traced.gradients}
+    found: list[int | None] = [None] * len(traced.ops)
+    # an op may change a moment before another reads it together with the gradient: look until all are told
+    for _ in range(OWNER_ROUNDS):
+        for place, op in enumerate(traced.ops):
+            keys = (*op.reads, *op.makes)
+            own = {owner[key] for key in keys if key in owner}
+            if len(own) > 1:
+                return None
+            for one in own:
+                found[place] = one
+                owner.update(dict.fromkeys(keys, one))
+        if None not in found:
+            break
+    return None if None in found else [one for one in found if one is not None]
+
+
+def _with_state(optimizer: Optimizer) -> Double:
+    """A double after its first step."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = {
         id(parameter): fake_like(parameter, mode)
@@ -185,7 +236,7 @@ def _with_state(optimizer: Optimizer) -> tuple[Optimizer, dict[int, torch.Tensor
     with warnings.catch_warnings(), torch.no_grad(), _gradients(every):
         warnings.simplefilter("ignore")
         take_step(double, every, slices=False)
-    return double, fakes, mode
+    return Double(double, fakes, mode)
 
 
 def _traced_bytes(double: Optimizer, fakes: list[torch.Tensor], mode: FakeTensorMode, *, slices: bool) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lowtide.capture.doubles import double_of, fake_like, held_tensors, state_tensors
+from lowtide.capture.doubles import Double, double_of, fake_like, go_on_to, held_tensors, state_tensors
 from lowtide.capture.stand_ins import Estimate, estimate
 from lowtide.errors import CaptureError
 from lowtide.torchside.calls import storage_key
@@ -28,6 +28,9 @@ from lowtide.torchside.ops.schema import READS_VALUES
 from lowtide.torchside.optimizers import each_of
 
 Optimizer = torch.optim.Optimizer
+
+TRACED_STEP = 1000
+"""The number of the step that is traced: some do more in later steps, or in every tenth."""
 
 
 @dataclass(slots=True)
@@ -50,7 +53,8 @@ class OptimizerOp:
 class OptimizerTrace:
     """`sizes` are bytes by storage key (temporaries have negative keys); the rest says what keys are.
 
-    `parameters` and `gradients` give the identity of the user's parameter. `note` says what is estimated.
+    `parameters` and `gradients` give the identity of the user's parameter. `note` says what is estimated, and
+    `double` is what took the step.
     """
 
     ops: list[OptimizerOp]
@@ -59,6 +63,7 @@ class OptimizerTrace:
     parameters: dict[int, int]
     gradients: dict[int, int]
     note: str = ""
+    double: Double | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -67,7 +72,7 @@ class OptimizerTrace:
     @property
     def peak_bytes(self) -> int:
         """The most that the step holds at once of what it makes."""
-        return _peak_bytes(self.ops, self.sizes)
+        return peak_bytes(self.ops, self.sizes)
 
 
 class _Recorder(TorchDispatchMode):
@@ -160,7 +165,7 @@ class _Attempt:
 
 
 def trace_optimizer(optimizer: Optimizer, gradients: Container[int]) -> OptimizerTrace:
-    """Trace the second step of `optimizer` (its state already there).
+    """Trace a later step of `optimizer` (its state already there).
 
     `gradients` has the identities of the parameters that get one. Where the optimizer's code reads values,
     which fake tensors have not, its trace has a `note`: what it holds is an estimate.
@@ -238,6 +243,7 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
         _give_gradients(fakes, gradients)
         take_step()
         _give_gradients(fakes, gradients)
+        go_on_to(double, TRACED_STEP - 1)
         own = {id(fake) for fake in fakes.values()}
         states = {id(tensor) for tensor in state_tensors(double)}
         # a number that is no parameter's state, such as a learning rate, is the user's own
@@ -257,6 +263,7 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
         state=tuple(dict.fromkeys(storage_key(tensor) for tensor in kept)),
         parameters={storage_key(fake): key for key, fake in fakes.items()},
         gradients={storage_key(fake.grad): key for key, fake in fakes.items() if fake.grad is not None},
+        double=Double(double, fakes, mode),
     )
     return _Attempt(
         trace,
@@ -273,15 +280,21 @@ def recorded_bytes(step: Callable[[], None], mode: FakeTensorMode) -> int:
     with recorder:
         step()
         recorder.collect()
-    return _peak_bytes(recorder.ops, recorder.sizes)
+    return peak_bytes(recorder.ops, recorder.sizes)
 
 
-def _peak_bytes(ops: Iterable[OptimizerOp], sizes: Mapping[int, int]) -> int:
-    held = most = 0
+def peak_bytes(ops: Iterable[OptimizerOp], sizes: Mapping[int, int]) -> int:
+    """The most that these ops of a step hold at once of what they make."""
+    held: set[int] = set()
+    held_bytes = most = 0
     for op in ops:
-        held += sum(sizes[key] for key in op.makes)
-        most = max(most, held)
-        held -= sum(sizes[key] for key in op.frees)
+        held |= {*op.makes}
+        held_bytes += sum(sizes[key] for key in op.makes)
+        most = max(most, held_bytes)
+        # others than these may free what is made by ops in between
+        freed = held.intersection(op.frees)
+        held -= freed
+        held_bytes -= sum(sizes[key] for key in freed)
     return most
 
 

@@ -76,7 +76,9 @@ def pieces_of_step(
     if not split.apart:
         return ()
     found: list[tuple[int, int]] = []
-    for size, nbytes in sorted(pieces_bytes(optimizer, slices=split.slices, sizes=PIECE_SIZES).items()):
+    for size, nbytes in sorted(
+        pieces_bytes(optimizer, traced, slices=split.slices, sizes=PIECE_SIZES).items()
+    ):
         if nbytes >= whole_bytes:
             break
         if found and nbytes <= found[-1][1]:  # larger pieces that hold no more

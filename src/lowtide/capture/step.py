@@ -31,7 +31,7 @@ from lowtide.facts.devices import Gpu
 from lowtide.methods import Kept
 from lowtide.torchside import hooks
 from lowtide.torchside.batch import split_batch, tensors_in
-from lowtide.torchside.calls import Call, call_of, map_leaves, storage_key
+from lowtide.torchside.calls import Call, call_of, is_number, map_leaves, storage_key, value_of
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.one_at_a_time import one_at_a_time
 from lowtide.torchside.sharded import local
@@ -311,7 +311,8 @@ def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
 
 
 def _calls_op(place: Place) -> bool:
-    return place.node.op == "call_function"
+    """Whether something is computed there that takes time: numbers take next to none."""
+    return place.node.op == "call_function" and not is_number(place.node.meta.get("val"))
 
 
 def _own_call(place: Place, values: Values) -> Call:
@@ -329,7 +330,7 @@ def _filled(call: Call, values: Values) -> Call:
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
-            return values[leaf] if leaf in values else leaf.meta["val"]
+            return values[leaf] if leaf in values else value_of(leaf)
         return leaf.value if isinstance(leaf, Kept) else leaf
 
     args, kwargs = map_leaves(value, (call.args, call.kwargs))

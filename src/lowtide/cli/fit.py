@@ -23,7 +23,7 @@ from lowtide.cli.options import (
     SequenceLength,
     TargetText,
     Verbose,
-    bytes_budget,
+    bytes_budgets,
 )
 from lowtide.cli.output import table
 from lowtide.cli.terminal import session
@@ -52,10 +52,11 @@ def fit(
     budget: Annotated[
         str,
         typer.Option(
-            metavar="SIZE",
-            help="Most bytes to hold at any moment: 8GiB, 500MB or a number.",
+            metavar="SIZE,...",
+            help="Most bytes to hold at any moment: 8GiB, 500MB or a number. Several, as in 2GB,4GB, share "
+            "what is captured and measured.",
             show_default=False,
-            callback=bytes_budget,
+            callback=bytes_budgets,
         ),
     ],
     vary: Annotated[
@@ -89,8 +90,8 @@ def fit(
     All is predicted, and no size is tried by running out of memory: the largest size fits, and the next
     does not. Then the largest size is trained for a few steps with its plan, and the first that does not
     fit without one; what does not fit into this machine is not, and is said. With --device all is estimated,
-    and nothing is trained. Exits with 3 where no size
-    fits or a measured peak is above the budget, with 4 when results differ.
+    and nothing is trained. With several budgets, --json gives a list. Exits with 3 where no size fits or a
+    measured peak is above its budget, with 4 when results differ.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         given = {
@@ -115,7 +116,7 @@ def fit(
         )
         with terminal.working("starting"):
             from lowtide.cli.sources import profile_target
-            from lowtide.experiments.fit import find_fit
+            from lowtide.experiments.fit import find_fits
 
         def profile(one: "Source") -> "Profile":
             assert isinstance(one, TargetSpec)
@@ -126,17 +127,19 @@ def fit(
             changes: dict[str, Any] = {vary.replace("-", "_"): number}
             return replace(spec, **changes)
 
-        found = find_fit(
+        found = find_fits(
             at,
-            budget=budget,
+            budgets=budget.split(","),
             vary=_vary(vary, spec.batch_size, multiple_of=multiple_of, most=most),
             check=not no_check and device is None,
             profile=profile,
         )
         label = "" if device is None else GPUS[device].label
-        terminal.data({**fit_data(found, target=target), "device": label or "here"})
-        terminal.show(*fit_tables(found, name=target if device is None else f"{target}, on {label}"))
-        raise typer.Exit(fit_exit(found))
+        data = [{**fit_data(one, target=target), "device": label or "here"} for one in found]
+        terminal.data(data[0] if len(data) == 1 else data)
+        for one in found:
+            terminal.show(*fit_tables(one, name=target if device is None else f"{target}, on {label}"))
+        raise typer.Exit(max(map(fit_exit, found)))
 
 
 def _words(vary: Grows) -> str:

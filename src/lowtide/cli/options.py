@@ -31,6 +31,13 @@ def bytes_budget(text: str) -> str:
     return _budget(text)
 
 
+def bytes_budgets(text: str) -> str:
+    """The same for several, with commas between them."""
+    for one in text.split(","):
+        bytes_budget(one)
+    return text
+
+
 def _size(text: str) -> str:
     return _read(text, lambda: parse_size(text))
 

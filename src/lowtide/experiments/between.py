@@ -4,56 +4,57 @@ Bytes are polynomials of a size where nothing is rounded: of degree 1 in the bat
 length of sequences (attention) and in the height of images. Where something is, this is a guess.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, lcm
+from operator import mul
 
-from lowtide.facts import Node, Recipe, Step, Storage
+import numpy as np
+
+from lowtide.facts import Kind, Node, Recipe, Region, Step, Storage
+from lowtide.planning.simulate import Bytes
 
 APART = Fraction(1, 10)
 """Captured sizes nearer to each other than this share are not drawn a line through: it would magnify what
 is rounded."""
 
 
+Form = tuple[object, ...]
+"""What two steps must have in common for a third between them to be made of both."""
+
+
 def step_at(size: int, captured: Mapping[int, Step], *, degree: int) -> Step | None:
-    """The step at `size`, from the `captured` ones next to it; None where fewer than two have the same ops.
+    """The step at `size`, from the `captured` ones next to it; None where no two have the same ops."""
+    if size in captured:
+        return captured[size]
+    chosen = sizes_alike(size, {other: form_of(step) for other, step in captured.items()}, degree=degree)
+    return step_from(size, {other: captured[other] for other in chosen}) if chosen else None
+
+
+def step_from(size: int, chosen: Mapping[int, Step]) -> Step:
+    """The step at `size` from the `chosen` ones, the nearest first, which have the same ops.
 
     Seconds are on the line through the next two, whatever the degree, since they are noisy; beyond both, at
     most as steep as from nothing to the next one, which noise would be magnified above.
     """
-    if size in captured:
-        return captured[size]
-    chosen = sizes_alike(size, captured, degree=degree)
-    if len(chosen) < 2:
-        return None
-    return _blend(
-        [captured[other] for other in chosen],
-        bytes_by=weights(size, chosen),
-        seconds_by=_seconds_by(size, chosen),
-    )
+    sizes = list(chosen)
+    return _blend(list(chosen.values()), bytes_by=weights(size, sizes), seconds_by=seconds_by(size, sizes))
 
 
-def sizes_alike(size: int, captured: Mapping[int, Step], *, degree: int) -> list[int]:
-    """The `captured` sizes next to `size` that have the same ops, the nearest first, at most as many as a
-    polynomial of `degree` needs; none where no two have. Those with the ops of the nearest come first."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for other in sorted(captured, key=lambda other: (abs(other - size), other)):
-        chosen = alike.setdefault(_form(captured[other]), [])
+def sizes_alike(size: int, forms: Mapping[int, Hashable], *, degree: int) -> list[int]:
+    """The sizes next to `size` that have the same form, the nearest first, at most as many as a polynomial of
+    `degree` needs; none where no two have. Those of the form of the nearest come first."""
+    alike: dict[Hashable, list[int]] = {}
+    for other in sorted(forms, key=lambda other: (abs(other - size), other)):
+        chosen = alike.setdefault(forms[other], [])
         apart = all(abs(other - one) >= APART * max(other, one) for one in chosen)
         if apart and len(chosen) <= degree:
             chosen.append(other)
     return next((sizes for sizes in alike.values() if len(sizes) > 1), [])
 
 
-def is_steady(sizes: Sequence[int], captured: Mapping[int, Step]) -> bool:
-    """Whether all captured sizes above the smallest of `sizes` have its ops: small ones may lack some."""
-    own = _form(captured[min(sizes)])
-    return all(_form(step) == own for size, step in captured.items() if size > min(sizes))
-
-
-def _form(step: Step) -> tuple[object, ...]:
-    """What two steps must have in common for a third between them to be made of both."""
+def form_of(step: Step) -> Form:
     return (
         len(step.storages),
         *(
@@ -75,7 +76,7 @@ def weights(size: int, sizes: Sequence[int]) -> list[Fraction]:
     return weights
 
 
-def _seconds_by(size: int, sizes: Sequence[int]) -> Callable[[Sequence[float]], float]:
+def seconds_by(size: int, sizes: Sequence[int]) -> Callable[[Sequence[float]], float]:
     near, far = sizes[:2]
     shares = [float(weight) for weight in weights(size, (near, far))]
 
@@ -89,16 +90,49 @@ def _seconds_by(size: int, sizes: Sequence[int]) -> Callable[[Sequence[float]], 
     return seconds
 
 
+def peak_from(size: int, chosen: Mapping[int, Sequence[int] | Bytes]) -> int:
+    """The most bytes at `size`, from those at the same moments of the `chosen` sizes."""
+    shares = np.array([float(weight) for weight in weights(size, list(chosen))])
+    held = shares @ np.array([np.asarray(series, dtype=float) for series in chosen.values()])
+    return ceil(float(held.max()) - 1e-3)  # of a float that was an int
+
+
+def scaled(step: Step, ratio: Fraction) -> Step:
+    """A guess at the step of `ratio` times the size, from one alone: parameters, their gradients and the
+    optimizer's step stay as they are, and all else grows, the batch too."""
+    updates = [node for node in step.nodes if node.region is Region.OPTIMIZER]
+    stay = {storage for node in updates for storage in node.makes}
+    stay |= {
+        one.id
+        for one in step.storages
+        if (one.static and one.kind is not Kind.INPUT) or (one.pinned and one.kind is Kind.GRADIENT)
+    }
+    storages = tuple(
+        one if one.id in stay else replace(one, nbytes=ceil(one.nbytes * ratio)) for one in step.storages
+    )
+    nodes = tuple(
+        node
+        if node.region is Region.OPTIMIZER or not node.workspace_bytes
+        else replace(node, workspace_bytes=ceil(node.workspace_bytes * ratio))
+        for node in step.nodes
+    )
+    return replace(step, storages=storages, nodes=nodes)
+
+
 def _blend(
     steps: Sequence[Step],
     *,
     bytes_by: Sequence[Fraction],
     seconds_by: Callable[[Sequence[float]], float],
 ) -> Step:
+    denominator = lcm(*(weight.denominator for weight in bytes_by))
+    numerators = [int(weight * denominator) for weight in bytes_by]
+
     def nbytes(values: Sequence[int]) -> int:
-        if len(set(values)) == 1:
+        if values.count(values[0]) == len(values):
             return values[0]
-        return ceil(sum(weight * value for weight, value in zip(bytes_by, values, strict=True)))
+        total: int = sum(map(mul, numerators, values))
+        return -(-total // denominator)
 
     def storage(same: Sequence[Storage]) -> Storage:
         return replace(

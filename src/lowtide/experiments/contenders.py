@@ -60,7 +60,8 @@ def switch_for(method: Method, target: Target) -> Switch:
         case "partitioner":
             return _route(model, _compiled(model, hooks.partitioned_by_torch, method.memory_budget))
         case "inductor":
-            return _route(model, _compiled(model, _by_inductor, method.memory_budget))
+            eager_random = method.memory_budget is None  # so that results can be eager's
+            return _route(model, _compiled(model, _by_inductor(eager_random), method.memory_budget))
         case "plan":
             assert method.solution is not None
             runner = _taken(planned(target, solution=method.solution).model)
@@ -76,7 +77,7 @@ def reference_for(method: Method, target: Target) -> Switch | None:
     if method.kind == "partitioner":
         return _route(model, _compiled(model, hooks.partitioned_by_torch, None))
     if method.kind == "inductor" and method.memory_budget is not None:
-        return _route(model, _compiled(model, _by_inductor, None))
+        return _route(model, _compiled(model, _by_inductor(eager_random=False), None))
     if method.kind == "plan":
         assert method.solution is not None
         executor = executor_named(solution_from_dict(method.solution).executor)
@@ -118,10 +119,10 @@ def _around_blocks(blocks: list[nn.Module]) -> Switch:
     return Switch(on, off)
 
 
-def _by_inductor(graph: Any, inputs: Any, *, memory_budget: float | None) -> Callable[..., Any]:
+def _by_inductor(eager_random: bool) -> Callable[..., Any]:
     from lowtide.torchside.inductor import compiled_by_torch  # Inductor takes seconds to import
 
-    return compiled_by_torch(graph, inputs, memory_budget=memory_budget)
+    return partial(compiled_by_torch, eager_random=eager_random)
 
 
 def _compiled(

@@ -1,51 +1,41 @@
 """How large a batch fits into a budget, without and with a plan, and which size is the fastest.
 
-No step is run to find out. Two small sizes are captured and profiled; from them a step of any size is made
-on paper (`between`), and of the largest that should fit with a plan, the bytes inside of its ops are measured
-(`inside`). It shows how far off paper is, and sizes that are further than that from the budget are told from
-those around them; others are looked at in turn, until one fits and the next does not. Where paper tells
-nothing, sizes are captured instead. What was found can then be measured: the size is captured for that.
+No step is run to find out. Two sizes are captured, of which the second is about the largest that should fit
+with a plan; all others are told from them (`sizes`). How far off that is shows in sizes whose ops were asked
+what they hold inside: sizes that are further than that from the budget are believed, and others looked at
+in turn, until one fits and the next does not. Where paper tells nothing, sizes are captured instead. What was
+found can then be measured.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from typing import Any
 
 from lowtide import api
-from lowtide.experiments.between import is_steady, sizes_alike, step_at
+from lowtide.errors import CaptureError, TargetError
+from lowtide.experiments.between import peak_from
 from lowtide.experiments.fit_records import MOST, Check, Fit, FitRow, Vary, budget_bytes_of
 from lowtide.experiments.guess import last_within
-from lowtide.experiments.inside import Insides
 from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
-from lowtide.experiments.probe import Probe, bounds_of
-from lowtide.facts import Step
+from lowtide.experiments.probe import Probe
+from lowtide.experiments.sizes import LEAST_SHARE, Look, Profiler, Sizes, Source, Working
+from lowtide.planning.simulate import Bytes, simulate
 from lowtide.profiles import Profile
-from lowtide.profiling.costing import measure_insides
-from lowtide.profiling.ops import in_a_hurry
-from lowtide.torchside.calls import OpCost
-from lowtide.zoo.targets import Target, TargetSpec, call_factory
+from lowtide.zoo.targets import TargetSpec, call_factory
 
-__all__ = ["MOST", "Check", "Fit", "FitRow", "Source", "Vary", "find_fit", "fit"]
+__all__ = ["MOST", "Check", "Fit", "FitRow", "Source", "Vary", "find_fit", "find_fits", "fit"]
 
-FIRST = (8, 16)
+FIRST = 8
 """What is captured first, in multiples of the size's unit. Smaller steps lack some ways to save memory, which
 pay for large values alone, so that nothing can be told from them."""
 MOST_FIRST = 4
-"""So many are captured, each twice as large as the last, until two have the same ops."""
-MOST_ERROR = 0.01
-"""Paper that is further off than this share tells nothing."""
-LEAST_SHARE = 100
-"""What an op should hold inside, as a part of the budget, to be asked what it does."""
+"""So many are captured until two have the same ops."""
 NUM_BETWEEN = 4
-"""Sizes between the largest without and the largest with a plan that are planned on paper."""
-
-Source = TargetSpec | Target
-Profiler = Callable[[Source], Profile]
-Working = Callable[[str], AbstractContextManager[None]]
+"""Sizes between the largest without and the largest with a plan that are told of."""
 
 
 def fit(
@@ -84,105 +74,113 @@ def find_fit(
     working: Working = lambda _: nullcontext(),
 ) -> Fit:
     """`fit` for anything that can be profiled at a size. `working` is told what takes long."""
-    search = _Search(
-        source=source,
-        budget_bytes=budget_bytes_of(budget),
-        vary=vary,
-        profile=profile or _profile,
-        working=working,
-    )
-    search.begin()
-    largest_plain = search.largest(lambda probe: probe.fits_plain, search.plain_bytes, search.plain_on_paper)
-    largest = search.largest_with_a_plan(largest_plain, captured=check)
-    rows = search.rows(largest_plain, largest)
-    return Fit(
-        budget_bytes=search.budget_bytes,
-        vary=vary.name,
-        unit=vary.unit,
-        multiple_of=vary.multiple_of,
-        most=search.most,
-        largest_plain=largest_plain,
-        largest=largest,
-        lowest_bytes=search.probes[min(search.probes)].bounds.floor_bytes,
-        rows=tuple(rows),
-        checks=tuple(search.checks(largest_plain, largest)) if check else (),
-    )
+    [found] = find_fits(source, budgets=[budget], vary=vary, check=check, profile=profile, working=working)
+    return found
+
+
+def find_fits(
+    source: Callable[[int], Source],
+    *,
+    budgets: Sequence[str | int],
+    vary: Vary,
+    check: bool = True,
+    profile: Profiler | None = None,
+    working: Working = lambda _: nullcontext(),
+) -> list[Fit]:
+    """`find_fit` for several budgets, in their order: what is captured and measured serves all of them."""
+    budgets_bytes = [budget_bytes_of(budget) for budget in budgets]
+    sizes = Sizes(source=source, vary=vary, profile=profile or _profile, working=working)
+    found = {}
+    # the largest first, whose sizes tell of those between, and not beyond
+    for budget_bytes in sorted(set(budgets_bytes), reverse=True):
+        found[budget_bytes] = _Search(sizes=sizes, budget_bytes=budget_bytes).answer(check=check)
+    return [found[budget_bytes] for budget_bytes in budgets_bytes]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    source: Callable[[int], Source]
+    """What a budget asks of the sizes."""
+
+    sizes: Sizes
     budget_bytes: int
-    vary: Vary
-    profile: Profiler
-    working: Working
-    probes: dict[int, Probe] = field(default_factory=dict)
-    papers: dict[int, Probe] = field(default_factory=dict)
-    """sizes that were planned without having been captured"""
-    _measured: dict[str, OpCost] = field(default_factory=dict)
-    """of ops that are the same at all sizes, too"""
-    _num_added: int = 0
-    """how often something new was learnt: what was told before is told anew then"""
-    _margin: tuple[int, float] = (0, inf)
-    _insides: dict[tuple[int, ...], Insides] = field(default_factory=dict)
-    _floors: dict[tuple[int, int], int | None] = field(default_factory=dict)
+    _probes: dict[int, tuple[Look, Probe]] = field(default_factory=dict)
+    _papers: dict[int, Probe] = field(default_factory=dict)
+    """sizes that were planned without having been looked at"""
+    _held: dict[tuple[int, int, int], Bytes] = field(default_factory=dict)
+
+    @property
+    def vary(self) -> Vary:
+        return self.sizes.vary
 
     @property
     def most(self) -> int:
-        return self.vary.most // self.vary.multiple_of * self.vary.multiple_of
+        return self.sizes.most
 
-    def look_at(self, size: int) -> None:
-        """Make one size on paper, with the bytes inside of its ops measured; capture it where that fails."""
-        if size in self.probes:
-            return
-        step = self._measured_on_paper(size)
-        if step is None:
-            self.capture(size)
-        else:
-            self._add(size, Profile(step), captured=False)
+    def answer(self, *, check: bool) -> Fit:
+        self.sizes.least_bytes = self.budget_bytes // LEAST_SHARE
+        self.begin()
+        largest_plain = self.largest(
+            lambda probe: probe.fits_plain, self.sizes.peak_bytes, self.plain_on_paper
+        )
+        largest = self.largest_with_a_plan(largest_plain, captured=check)
+        smallest = self.sizes.looks[min(self.sizes.looks)]
+        return Fit(
+            budget_bytes=self.budget_bytes,
+            vary=self.vary.name,
+            unit=self.vary.unit,
+            multiple_of=self.vary.multiple_of,
+            most=self.most,
+            largest_plain=largest_plain,
+            largest=largest,
+            lowest_bytes=smallest.profile.bounds.floor_bytes,
+            rows=tuple(self.rows(largest_plain, largest)),
+            checks=tuple(self.checks(largest_plain, largest)) if check else (),
+        )
 
-    def _add(self, size: int, profile: Profile, *, captured: bool) -> None:
-        self.probes[size] = Probe(profile=profile, budget_bytes=self.budget_bytes, captured=captured)
-        self._num_added += 1
-
-    def capture(self, size: int) -> None:
-        """Capture and profile one size."""
-        if size in self.probes and self.probes[size].captured:
-            return
-        with self.working(f"{self.vary.name} {size}"), in_a_hurry(self._measured):
-            found = self.profile(self.source(size))
-        # without the model behind it, of which there would be one for each size
-        self._add(size, Profile(found.step, found.known), captured=True)
+    def probe(self, size: int) -> Probe:
+        """A size that was looked at."""
+        look = self.sizes.looks[size]
+        if size not in self._probes or self._probes[size][0] is not look:
+            self._probes[size] = look, Probe(profile=look.profile, budget_bytes=self.budget_bytes)
+        return self._probes[size][1]
 
     def begin(self) -> None:
-        """Look at sizes to tell others from."""
-        unit = self.vary.multiple_of
-        for size in FIRST:
-            self.capture(min(size * unit, self.most))
+        """Capture sizes to tell others from."""
+        unit, sizes = self.vary.multiple_of, self.sizes
         beyond = self.most + unit
+        if not sizes.looks:
+            self._capture_first(min(FIRST * unit, self.most))
         while (
-            self._on_paper(beyond) is None and len(self.probes) < MOST_FIRST and self.most not in self.probes
+            not (sizes.tells(beyond) and len(sizes.captured) > self.vary.degree)
+            and len(sizes.captured) < MOST_FIRST
+            and self.most not in sizes.captured
         ):
-            self.capture(min(2 * max(self.probes), self.most))
-        guess = self._guess(0, beyond, self.lowest_bytes)
-        if guess:
-            self.look_at(guess)
+            sizes.capture(self._next_to_capture())
 
-    def _measured_on_paper(self, size: int) -> Step | None:
-        captured = {other: probe.profile for other, probe in self.probes.items() if probe.captured}
-        steps = {other: profile.step for other, profile in captured.items()}
-        chosen = tuple(sorted(sizes_alike(size, steps, degree=self.vary.degree)))
-        known = {other: found for other in chosen if (found := captured[other].known) is not None}
-        if len(known) <= self.vary.degree or not is_steady(chosen, steps):
-            return None
-        step = step_at(size, {other: steps[other] for other in chosen}, degree=self.vary.degree)
-        assert step is not None
-        least_bytes = self.budget_bytes // LEAST_SHARE
-        insides = self._insides.setdefault(
-            chosen, Insides(known, least_bytes=least_bytes, measure=measure_insides)
-        )
-        with self.working(f"{self.vary.name} {size}"):
-            return insides.fill(step, size)
+    def _capture_first(self, size: int) -> None:
+        """Where a size is refused, as images may be that are too small for a model, a larger one is tried."""
+        try:
+            self.sizes.capture(size)
+        except (CaptureError, TargetError):
+            if size == self.most:
+                raise
+            with suppress(CaptureError, TargetError):
+                self.sizes.capture(min(2 * size, self.most))
+            if not self.sizes.looks:
+                raise
+
+    def _next_to_capture(self) -> int:
+        """About the largest size that should fit with a plan; where that is captured, one next to it; where
+        it is refused, one half-way."""
+        unit, captured = self.vary.multiple_of, self.sizes.captured
+        if self.sizes.refused:
+            return -(-(max(captured) + self.most) // 2 // unit) * unit
+        guess = self._guess(0, self.most + unit, self.lowest_bytes)
+        largest = max(captured)
+        for size in (guess or 0, largest // 2 // unit * unit, 3 * largest // 4 // unit * unit):
+            if min(captured) < size and self.sizes.is_apart(size):
+                return size
+        return min(2 * largest, self.most)
 
     def largest(
         self,
@@ -196,21 +194,22 @@ class _Search:
 
         `needed`: about how many bytes a size needs, None where nobody can tell. Every fourth size is chosen
         without it, so that wrong guesses cost a few times the captures of halving at most. `on_paper`: does a
-        size fit? None where it has to be captured.
+        size fit? None where it has to be looked at.
         """
-        unit, most = self.vary.multiple_of, self.most
+        unit, most, looks, refused = self.vary.multiple_of, self.most, self.sizes.looks, self.sizes.refused
         high = most + unit
-        low = max([low, *(size for size, probe in self.probes.items() if probe.fits_plain)])
+        low = max([low, *(size for size in looks if self.probe(size).fits_plain)])
         for turn in count():
             if high - low == unit:
                 return low
-            middle = min(2 * low, most) if high > most else (low + high) // 2 // unit * unit
-            guess = self._guess(low, high, needed) if turn % 4 < 3 else None
+            is_open = high > most and high not in refused
+            middle = min(2 * low, most) if is_open else (low + high) // 2 // unit * unit
+            guess = self._guess(low, high, needed) if turn % 4 < 3 and high not in refused else None
             size = max(low + unit, middle if guess is None else guess)
-            does_fit = None if size in self.probes else on_paper(size)
+            does_fit = None if size in looks or self.sizes.may_be_refused(size) else on_paper(size)
             if does_fit is None:
-                self.look_at(size)
-                does_fit = fits(self.probes[size])
+                self.sizes.look_at(size)
+                does_fit = size in looks and fits(self.probe(size))
             low, high = (size, high) if does_fit else (low, size)
         raise AssertionError
 
@@ -222,10 +221,10 @@ class _Search:
             )
             if size == largest_plain:
                 return size
-            if size not in self.probes:
-                self.look_at(size)
-            elif captured and not self.probes[size].captured:
-                self.capture(size)
+            if size not in self.sizes.looks:
+                self.sizes.look_at(size)
+            elif captured and not self.sizes.looks[size].captured:
+                self.sizes.capture(size)
             else:
                 return size
 
@@ -238,146 +237,127 @@ class _Search:
             high=high,
             unit=self.vary.multiple_of,
             most=self.most,
-            first=sorted(self.probes),
+            first=sorted(self.sizes.looks),
         )
 
-    def plain_bytes(self, size: int) -> float | None:
-        step = self._on_paper(size)
-        return None if step is None else Profile(step).peak_bytes
+    def lowest_bytes(self, size: int) -> int | None:
+        """What a size needs by the lowest plan of another one; where none was planned, what it is proven to
+        need at least."""
+        reached = [
+            nbytes for other in self._planned() if (nbytes := self._reached_by(other, size)) is not None
+        ]
+        return min(reached) if reached else self.sizes.floor_bytes(size)
 
-    def lowest_bytes(self, size: int) -> float | None:
-        """What no plan can be below, as many times as for the next size that was planned."""
-        floor_bytes = self._floor_on_paper(size)
-        if floor_bytes is None:
+    def _reached_by(self, other: int, size: int) -> int | None:
+        """What a size needs by the lowest plan of another one; told by the line through two sizes."""
+        looks = self.sizes.looks
+        here, there = self.sizes.told_from(size), self.sizes.told_from(other)
+        if not here or not there or looks[here[0]].form != looks[there[0]].form:
             return None
-        ratios = {other: probe.floor_ratio for other, probe in self.probes.items() if probe.floor_ratio > 1}
-        ratios |= {other: paper.floor_ratio for other, paper in self.papers.items() if paper.floor_ratio > 1}
-        near = min(ratios, key=lambda other: (abs(other - size), other), default=None)
-        return floor_bytes * (1.0 if near is None else ratios[near])
+        return peak_from(size, {one: self._held_by(other, one) for one in here})
 
-    def _floor_on_paper(self, size: int) -> int | None:
-        if size in self.probes:
-            return self.probes[size].bounds.floor_bytes
-        key = (size, self._num_added)
-        if key not in self._floors:
-            step = self._on_paper(size)
-            self._floors[key] = None if step is None else bounds_of(step).floor_bytes
-        return self._floors[key]
+    def _held_by(self, other: int, size: int) -> Bytes:
+        key = (other, size, self.sizes.version)
+        if key not in self._held:
+            step = self.sizes.looks[size].profile.step
+            self._held[key] = simulate(step, self._planned()[other].lowest_runs).bytes_held
+        return self._held[key]
+
+    def _planned(self) -> dict[int, Probe]:
+        """Sizes whose plans were searched for."""
+        known = {**self._papers, **{size: probe for size, (_, probe) in self._probes.items()}}
+        return {size: probe for size, probe in known.items() if probe.is_searched}
 
     def plain_on_paper(self, size: int) -> bool | None:
         """Whether a size fits without a plan; None where it is too near to the budget to tell."""
-        nbytes = self.plain_bytes(size)
-        if nbytes is None or abs(nbytes - self.budget_bytes) <= self.margin * self.budget_bytes:
+        nbytes, margin = self.sizes.peak_bytes(size), self.sizes.margin
+        if nbytes is None or margin == inf or abs(nbytes - self.budget_bytes) <= margin * self.budget_bytes:
             return None
         return nbytes < self.budget_bytes
 
     def with_a_plan_on_paper(self, size: int) -> bool | None:
         """Whether a size fits with a plan that was made on paper; None where paper is far off."""
-        step = self._on_paper(size)
-        if step is None or self.margin == inf:
+        if not self.sizes.tells(size) or self.sizes.margin == inf:
             return None
-        if size not in self.papers:
-            self.papers[size] = Probe(profile=Profile(step), budget_bytes=self.budget_bytes, captured=False)
-        return self.papers[size].fits
-
-    @property
-    def margin(self) -> float:
-        """Twice the largest share by which the peak of a captured size is not what the others say of it;
-        infinite where nothing can be told, or nothing well."""
-        if self._margin[0] != self._num_added:
-            self._margin = (self._num_added, 2 * self._error())
-        return self._margin[1]
-
-    def _error(self) -> float:
-        steps = {size: probe.profile.step for size, probe in self.probes.items()}
-        errors = [inf] if len(steps) < self.vary.degree + 2 else []
-        for size, probe in self.probes.items():
-            others = {other: step for other, step in steps.items() if other != size}
-            told = step_at(size, others, degree=self.vary.degree)
-            peak_bytes = probe.profile.peak_bytes
-            errors.append(inf if told is None else abs(Profile(told).peak_bytes / peak_bytes - 1))
-        return max(errors) if max(errors) <= MOST_ERROR else inf
+        if self._planned() and (self.lowest_bytes(size) or inf) <= self.budget_bytes:
+            return True
+        if size not in self._papers:
+            step = self.sizes.on_paper(size)
+            assert step is not None
+            self._papers[size] = Probe(profile=Profile(step), budget_bytes=self.budget_bytes)
+        return self._papers[size].fits
 
     def rows(self, largest_plain: int, largest: int) -> list[FitRow]:
-        """All profiled sizes that fit without a plan, the largest ones, and some in between."""
-        unit = self.vary.multiple_of
-        found = [
-            self._row(size, probe)
-            for size, probe in self.probes.items()
-            if probe.fits_plain or size == largest  # the others would need a search each
-        ]
+        """All sizes that were looked at and fit without a plan, the largest ones, and some in between."""
+        unit, looks = self.vary.multiple_of, self.sizes.looks
         gap = (largest - largest_plain) // unit
         between = {largest_plain + gap * i // (NUM_BETWEEN + 1) * unit for i in range(1, NUM_BETWEEN + 1)}
-        for size in (between | {largest_plain}) - self.probes.keys() - {0}:
-            step = self._on_paper(size)
-            if step is not None:
-                found.append(self._row_on_paper(size, step, self.probes.get(largest)))
-        return sorted(found, key=lambda row: row.size)
+        plain = {size for size in looks if self.probe(size).fits_plain}
+        chosen = (plain | between | {largest_plain, largest}) - {0}
+        return [
+            self._row(size, largest, planned=size > largest_plain)
+            for size in sorted(chosen)
+            if self.sizes.tells(size)
+        ]
 
-    def _row(self, size: int, probe: Probe) -> FitRow:
-        needs_plan = None if probe.fits_plain else probe.plan
-        seconds, peak_bytes = probe.profile.step_seconds, probe.profile.peak_bytes
-        recompute = 0.0 if needs_plan is None else needs_plan.recompute_seconds
+    def _row(self, size: int, largest: int, *, planned: bool) -> FitRow:
+        plain_peak_bytes, seconds = self.sizes.peak_bytes(size), self.sizes.step_seconds(size)
+        assert plain_peak_bytes is not None
+        peak_bytes, recompute = plain_peak_bytes, 0.0
+        if planned and plain_peak_bytes > self.budget_bytes:
+            plan = self.probe(largest).plan
+            assert plan is not None
+            if size == largest:
+                peak_bytes, recompute = plan.peak_bytes, plan.recompute_seconds
+            else:
+                peak_bytes = self.budget_bytes
+                recompute = seconds * self._overhead(plain_peak_bytes, self.probe(largest))
+        look = self.sizes.looks.get(size)
         return FitRow(
             size=size,
-            plain_peak_bytes=peak_bytes,
-            peak_bytes=peak_bytes if needs_plan is None else needs_plan.peak_bytes,
+            plain_peak_bytes=plain_peak_bytes,
+            peak_bytes=peak_bytes,
             step_seconds=seconds,
             recompute_seconds=recompute,
-            per_second=self._per_second(size, seconds + recompute),
-            profiled=probe.captured,
+            per_second=self.vary.amount(size) / (seconds + recompute) if seconds else None,
+            profiled=look is not None and look.captured,
         )
 
-    def _row_on_paper(self, size: int, step: Step, largest: Probe | None) -> FitRow:
-        """A size whose time to recompute is as far above the proven one as that of the `largest` size is."""
-        profile = Profile(step)
-        recompute = 0.0
-        if profile.peak_bytes > self.budget_bytes:
-            assert largest is not None
-            recompute = bounds_of(step).seconds(self.budget_bytes) * largest.bound_ratio
-        return FitRow(
-            size=size,
-            plain_peak_bytes=profile.peak_bytes,
-            peak_bytes=min(profile.peak_bytes, self.budget_bytes),
-            step_seconds=profile.step_seconds,
-            recompute_seconds=recompute,
-            per_second=self._per_second(size, profile.step_seconds + recompute),
-            profiled=False,
-        )
-
-    def _per_second(self, size: int, seconds: float) -> float | None:
-        return self.vary.amount(size) / seconds if seconds else None
-
-    def _on_paper(self, size: int) -> Step | None:
-        steps = {other: probe.profile.step for other, probe in self.probes.items()}
-        return step_at(size, steps, degree=self.vary.degree)
+    def _overhead(self, peak_bytes: int, largest: Probe) -> float:
+        """The share of time that a plan adds at a size of this peak: as at the `largest` one within the
+        same share of what it holds besides what is always there."""
+        static_bytes = largest.profile.step.static_bytes
+        share = (self.budget_bytes - static_bytes) / max(1, peak_bytes - static_bytes)
+        budget_bytes = static_bytes + int(share * (largest.profile.peak_bytes - static_bytes))
+        plan = largest.profile.plan(max(self.budget_bytes, budget_bytes))
+        return plan.recompute_seconds / largest.profile.step_seconds if largest.profile.step_seconds else 0.0
 
     def checks(self, largest_plain: int, largest: int) -> Sequence[Check]:
         """Run the largest size with its plan, and the first that does not fit without."""
-        found = []
+        found, working = [], self.sizes.working
         above = largest_plain + self.vary.multiple_of
         if above <= self.most:
-            with self.working(f"measuring {self.vary.name} {above} without a plan"):
+            with working(f"measuring {self.vary.name} {above} without a plan"):
                 found.append(self._check_plain(above))
         if largest > largest_plain:
-            with self.working(f"measuring {self.vary.name} {largest} with its plan"):
+            with working(f"measuring {self.vary.name} {largest} with its plan"):
                 found.append(self._check_plan(largest))
         return found
 
     def _check_plain(self, size: int) -> Check:
-        step = self._on_paper(size)
-        assert step is not None
-        peak_bytes = Profile(step).peak_bytes
+        step, peak_bytes = self.sizes.on_paper(size), self.sizes.peak_bytes(size)
+        assert step is not None and peak_bytes is not None
         reason = why_not(step, peak_bytes=peak_bytes)
         if reason:
             return Check(size=size, planned=False, predicted_peak_bytes=peak_bytes, reason=reason)
-        measured = run_plain(self.source(size), predicted=peak_bytes, timed_runs=0).measured_peak_bytes
+        source = self.sizes.source(size)
+        measured = run_plain(source, predicted=peak_bytes, timed_runs=0).measured_peak_bytes
         return Check(size=size, planned=False, predicted_peak_bytes=peak_bytes, measured_peak_bytes=measured)
 
     def _check_plan(self, size: int) -> Check:
-        plan = self.probes[size].plan
+        plan = self.probe(size).plan
         assert plan is not None
-        outcome = run_plan(self.source(size), plan, timed_runs=0)
+        outcome = run_plan(self.sizes.source(size), plan, timed_runs=0)
         return Check(
             size=size,
             planned=True,

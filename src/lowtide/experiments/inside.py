@@ -7,6 +7,7 @@ measured at the size itself: one run of each op that holds much. Shapes do lie o
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -44,21 +45,17 @@ class Insides:
         """`step`, made on paper for `size` from the captured ones, with what its ops hold inside measured;
         None where paper does not tell the calls. What was on the line at a size before is not asked again.
         """
+        texts_of = self._texts
+        if texts_of is None:
+            return None
         found: dict[Texts, tuple[str, int]] = {}
-        texts_of: dict[Run, Texts] = {}
         calls: dict[str, tuple[Call, int]] = {}
-        few: set[Texts] = set()
-        runs = next(iter(self.captured.values())).runs
-        for run in runs:
-            alike = {one: known.runs[run] for one, known in self.captured.items() if run in known.runs}
-            if len(alike) < len(self.captured):
-                return None
-            texts = texts_of[run] = tuple(map(signature, alike.values()))
-            if texts in found or texts in few or texts in self._straight or len(set(texts)) == 1:
+        for texts, run in {texts: run for run, texts in texts_of.items()}.items():
+            if texts in self._straight or len(set(texts)) == 1:
                 continue
+            alike = {one: known.runs[run] for one, known in self.captured.items()}
             line = self._line(size, alike)
             if line is None:
-                few.add(texts)
                 continue
             try:
                 call = call_at(size, alike)
@@ -71,13 +68,23 @@ class Insides:
         self._straight |= {texts for texts, nbytes in more.items() if abs(nbytes) < self.least_bytes}
         return _with_more_inside(step, {run: more.get(texts, 0) for run, texts in texts_of.items()})
 
+    @cached_property
+    def _texts(self) -> dict[Run, Texts] | None:
+        """None where a size has runs that another one has not."""
+        first, *others = (known.runs for known in self.captured.values())
+        if any(first.keys() - runs.keys() for runs in others):
+            return None
+        return {run: tuple(signature(known.runs[run]) for known in self.captured.values()) for run in first}
+
     def _line(self, size: int, alike: Mapping[int, Call]) -> int | None:
-        """Bytes inside on the line through the captured sizes; None where all are few."""
+        """Bytes inside on the line through the captured sizes; None where they are few, there and next to
+        it."""
         costs = [self.captured[one].measured_cost(call) for one, call in alike.items()]
         told = [0 if cost is None else cost.workspace_bytes for cost in costs]
         shares = weights(size, list(alike))
         line = ceil(sum(share * nbytes for share, nbytes in zip(shares, told, strict=True)))
-        return line if max(line, *told) >= self.least_bytes else None
+        near = min(zip(alike, told, strict=True), key=lambda each: (abs(each[0] - size), each[0]))[1]
+        return line if max(line, near) >= self.least_bytes else None
 
 
 def call_at(size: int, calls: Mapping[int, Call]) -> Call:

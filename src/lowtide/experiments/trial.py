@@ -17,7 +17,7 @@ from lowtide.checking.measure import WARM_UP_STEPS
 from lowtide.checking.peak import peak_above_start
 from lowtide.checking.train_step import device_of, static_bytes, train_step
 from lowtide.experiments.contenders import Method, Switch, reference_for, switch_for
-from lowtide.experiments.mistakes import GRADIENT, Mistake, judge, mistakes
+from lowtide.experiments.mistakes import GRADIENT, Mistake, judge, mistakes, shaken, weighed
 from lowtide.report.records import Results
 from lowtide.torchside import hooks
 from lowtide.zoo.targets import Target, TargetSpec
@@ -92,6 +92,8 @@ def _run(target: Target, method: Method, timed_runs: int, steps: int) -> Trial:
         switch.on()
         found = mistakes(target, start, expected)
         switch.off()
+        is_wrong = any(mistake.wrong for mistake in found)
+        sensitivity = shaken(target, start, expected[0]) if is_wrong else {}
         reference = reference_for(method, target) if found else None
         if reference is not None:
             reference.on()
@@ -110,7 +112,7 @@ def _run(target: Target, method: Method, timed_runs: int, steps: int) -> Trial:
         baseline_peak_bytes=baseline_peak_bytes,
         timing=timing,
         baseline_timing=baseline_timing,
-        mistakes=tuple(found),
+        mistakes=tuple(weighed(found, sensitivity)),
         unlike_eager=reference is not None,
         num_gradients=num_gradients,
     )

@@ -94,11 +94,12 @@ def policy(table: Table) -> list[Prefix]:
 
     The choices do not depend on the budget, only where the loop stops does.
     """
-    step = table.step
+    recomputable = [a for a in activations(table.step) if not a.fixed]
+    # sources that are never chosen change nothing, and those of long chains would be all parameters
+    names = {a.name for a in recomputable}
     candidates = [
-        Candidate(a.name, a, set(a.recompute_sources), a.recompute_seconds)
-        for a in activations(step)
-        if not a.fixed
+        Candidate(a.name, a, names.intersection(a.recompute_sources), a.recompute_seconds)
+        for a in recomputable
     ]
     pool = Pool(candidates)
     runs = LazyRuns(table)

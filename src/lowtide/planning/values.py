@@ -85,16 +85,21 @@ class Values:
                     found.setdefault(storage, set()).add(source)
         return found
 
-    def ways(self, storage: int, *, for_all: bool) -> list[int]:
-        """Recipes that make a storage anew for all of its readers, or for any of them."""
-        table = self.table
-        served = [
-            {n for rank in self.way_back(reader) for n in table.again[rank] if self._makes(n, storage)}
-            for reader in sorted(self.readers.get(storage, ()))
-        ]
-        if not served:
-            return []
-        return sorted(set.intersection(*served) if for_all else set.union(*served))
+    def ways(self, storage: int) -> list[int]:
+        """Recipes that make a storage anew for any of its readers."""
+        return sorted(frozenset().union(*(self._serving(r, storage) for r in self.readers.get(storage, ()))))
+
+    def _serving(self, reader: int, storage: int) -> frozenset[int]:
+        """Recipes that make a storage anew for one of its readers."""
+        back = self.way_back(reader)
+        return frozenset(n for rank in back for n in self.table.again[rank] if self._makes(n, storage))
+
+    def classes(self, storage: int) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """The readers of a storage that the same recipes serve, each with those recipes."""
+        found: dict[frozenset[int], set[int]] = {}
+        for reader in sorted(self.readers.get(storage, ())):
+            found.setdefault(self._serving(reader, storage), set()).add(reader)
+        return [(frozenset(readers), recipes) for recipes, readers in found.items()]
 
     def _makes(self, recipe: int, storage: int) -> bool:
         return any(made == storage for made, _, _ in self.table.recipes[recipe].fresh)

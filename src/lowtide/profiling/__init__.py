@@ -4,7 +4,7 @@ Two ways: op by op, each distinct one alone, on random data and in little memory
 for real, in the memory of the step.
 
 - `costing`: the costs of a captured step, op by op
-- `known`: those of another batch shape, scaled
+- `known`: those of another batch shape, scaled; `hurry`: where most are to be
 - `ops`: time and inner memory of single calls; `trials`: one of them under measurement
 - `samples`, `rules`: random inputs that an op accepts
 - `shrink`, `work`: a smaller call of the same op, and how much work a call is

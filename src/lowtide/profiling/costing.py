@@ -10,6 +10,7 @@ from lowtide.facts import Run, Step
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import device_for
+from lowtide.profiling.hurry import hurry_now
 from lowtide.profiling.known import Known
 from lowtide.profiling.layouts import real_values
 from lowtide.profiling.ops import measure_calls, memory_of_calls
@@ -47,17 +48,21 @@ def measure_costs(
             nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
         )
         calls = (with_values(captured, values) if values else captured).calls
-        measured = measure_calls(
-            list(calls.values()),
-            memory_limit_bytes=memory_limit_bytes,
-            cache=cache,
-            progress=progress,
-        )
-        costs = dict(zip(calls, measured.costs, strict=True))
+        hurry = hurry_now()
+        if hurry is not None and hurry.like is not None:
+            costs, note = _scaled(captured, calls, hurry.like, least_bytes=hurry.least_bytes), ""
+        else:
+            measured = measure_calls(
+                list(calls.values()),
+                memory_limit_bytes=memory_limit_bytes,
+                cache=cache,
+                progress=progress,
+            )
+            costs, note = dict(zip(calls, measured.costs, strict=True)), measured.note
         made = ((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
         known = Known(made, runs=calls)
         step = _with_outside(_fill(captured, calls, costs), captured)
-        notes = (*step.notes, measured.note) if measured.note else step.notes
+        notes = (*step.notes, note) if note else step.notes
         return replace(step, notes=notes, copy_bytes_per_second=device.copy_bytes_per_second()), known
 
 
@@ -77,20 +82,37 @@ def estimate_costs(captured: Captured, known: Known) -> Step:
 
     Only an op whose like was never measured, or only with tensors of other types, is measured.
     """
-    _measure_new(captured, known)
-    by_signature: dict[str, OpCost] = {}
-    costs = {}
-    for run, call in captured.calls.items():
-        name = signature(call)
-        if name not in by_signature:
-            by_signature[name] = known.cost_of(call, name, _made(captured.step, run))
-        costs[run] = by_signature[name]
+    costs = _scaled(captured, captured.calls, known)
     return _with_outside(_fill(captured, captured.calls, costs), captured)
 
 
-def _measure_new(captured: Captured, known: Known) -> None:
+def _scaled(
+    captured: Captured, calls: Mapping[Run, Call], known: Known, *, least_bytes: int | None = None
+) -> dict[Run, OpCost]:
+    """Costs from ops that were measured before. With `least_bytes`, what should hold so much inside is asked
+    what it does, since that need not be in proportion."""
+    _measure_new(captured, calls, known)
+    by_name: dict[str, OpCost] = {}
+    large: dict[str, tuple[Call, int]] = {}
+    names = {run: signature(call) for run, call in calls.items()}
+    cost_of = known.cost_of_run if known.runs.keys() == calls.keys() else _by_call(known)
+    for run, name in names.items():
+        if name not in by_name:
+            cost = by_name[name] = cost_of(run, calls[run], name, _made(captured.step, run))
+            if least_bytes is not None and cost.estimated and cost.workspace_bytes >= least_bytes:
+                large[name] = (calls[run], cost.workspace_bytes)
+    for name, nbytes in measure_insides(large).items():
+        by_name[name] = replace(by_name[name], workspace_bytes=nbytes)
+    return {run: by_name[name] for run, name in names.items()}
+
+
+def _by_call(known: Known) -> Callable[[Run, Call, str, tuple[int, ...]], OpCost]:
+    return lambda _, call, name, made: known.cost_of(call, name, made)
+
+
+def _measure_new(captured: Captured, calls: Mapping[Run, Call], known: Known) -> None:
     new: dict[str, tuple[Run, Call]] = {}
-    for run, call in captured.calls.items():
+    for run, call in calls.items():
         if not known.has_like(call):
             new.setdefault(signature(call), (run, call))
     if new:

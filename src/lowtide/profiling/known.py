@@ -32,6 +32,7 @@ class Known:
     ) -> None:
         self.runs: Mapping[Run, Call] = runs or {}
         self._costs: dict[str, OpCost] = {}
+        self._made: dict[str, Made] = {}
         self._calls: dict[Kind, list[tuple[Call, OpCost, Made]]] = {}
         self._works: dict[Kind, list[tuple[str, Work, OpCost]]] = {}
         self.add(measured)
@@ -43,7 +44,7 @@ class Known:
             if name not in self._costs:
                 self._calls.setdefault(kind, []).append((call, cost, made))
                 self._works.pop(kind, None)
-            self._costs[name] = cost
+            self._costs[name], self._made[name] = cost, made
 
     def without_runs(self) -> "Known":
         """The same costs, for a plan, which outlives the step that they were measured for."""
@@ -77,14 +78,16 @@ class Known:
         # which gradients a convolution gives, say, changes what it holds more than its size does
         alike = [each for each in works if each[0] == constants] or works
         _, near, cost = min(alike, key=lambda each: abs(log((each[1].nbytes + 1) / (work.nbytes + 1))))
-        ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
-        return OpCost(
-            cost.seconds * work.ratio_to(near),
-            # of a smaller call it may be as large: some kernels need as much whatever the batch
-            round(cost.workspace_bytes * max(1.0, ratio)),
-            estimated=True,
-            hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
-        )
+        return _scaled(cost, near, work)
+
+    def cost_of_run(self, run: Run, call: Call, name: str, made: Made) -> OpCost:
+        """The same for a run of a step that has the runs of the known one, at another size: scaled from that
+        run, where it is of the same op and types."""
+        same = self.runs.get(run)
+        if name in self._costs or same is None or kind_of(same) != kind_of(call):
+            return self.cost_of(call, name, made)
+        known = signature(same)
+        return _scaled(self._costs[known], work_making(same, self._made[known]), work_making(call, made))
 
     def _works_of(self, kind: Kind) -> list[tuple[str, Work, OpCost]]:
         if kind not in self._works:
@@ -92,6 +95,17 @@ class Known:
                 (_constants(call), work_making(call, made), cost) for call, cost, made in self._calls[kind]
             ]
         return self._works[kind]
+
+
+def _scaled(cost: OpCost, near: Work, work: Work) -> OpCost:
+    ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
+    return OpCost(
+        cost.seconds * work.ratio_to(near),
+        # of a smaller call it may be as large: some kernels need as much whatever the batch
+        round(cost.workspace_bytes * max(1.0, ratio)),
+        estimated=True,
+        hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
+    )
 
 
 def kind_of(call: Call) -> Kind:

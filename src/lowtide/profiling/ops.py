@@ -12,7 +12,6 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -21,6 +20,7 @@ import torch
 
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.device import Device, device_for
+from lowtide.profiling.hurry import hurry_now
 from lowtide.profiling.samples import SAMPLE_EXTRA_BYTES, make_sample
 from lowtide.profiling.shrink import Slice, shrink
 from lowtide.profiling.trials import ROUNDS, Memory, Trial
@@ -51,22 +51,9 @@ _SLICE_BYTES = 256 << 20
 
 Progress = Callable[[int, int], None]
 
-_hurry: ContextVar[dict[str, OpCost] | None] = ContextVar("hurry", default=None)
-
-
-@contextmanager
-def in_a_hurry(measured: dict[str, OpCost]) -> Iterator[None]:
-    """Whatever is measured inside is run a few times less, and not again if it is in `measured`, where the
-    costs that are found go."""
-    token = _hurry.set(measured)
-    try:
-        yield
-    finally:
-        _hurry.reset(token)
-
 
 def _patience_seconds() -> float:
-    return _PATIENCE_SECONDS if _hurry.get() is None else _PATIENCE_IN_A_HURRY_SECONDS
+    return _PATIENCE_SECONDS if hurry_now() is None else _PATIENCE_IN_A_HURRY_SECONDS
 
 
 class _TooLarge(Exception):
@@ -122,7 +109,8 @@ def measure_calls(
     distinct = dict(zip(reversed(signatures), reversed(calls), strict=True))
     costs: dict[str, OpCost] = {}
     missing: dict[str, Call] = {}
-    in_hurry = _hurry.get()
+    hurry = hurry_now()
+    in_hurry = None if hurry is None else hurry.measured
     for key in dict.fromkeys(signatures):
         known = cache.get(key, memory_limit_bytes=memory_limit_bytes) if cache is not None else None
         if distinct[key].target is operator.getitem:

@@ -53,7 +53,8 @@ def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     for index, row in enumerate(rows):
         after = row.planned.peak_bytes
         if row.reduction is not None and after is not None:
-            _above(axes, index + _WIDTH / 2, after / scale, percent(-row.reduction))
+            # from the bar's left edge on, where the higher bar beside it does not run through it
+            _above(axes, (index + 0.02, after / scale), percent(-row.reduction), ha="left", xytext=(0, 3))
     _budgets(axes, rows, scale)
     _batch_axis(axes, rows)
     axes.set_ylim(0, 1.12 * largest / scale if largest else 1)
@@ -96,7 +97,9 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     for index, row in enumerate(timed):
         if row.overhead is not None:
             top = max(tops[2 * index : 2 * index + 2]) / scale
-            _above(axes, index, top, added(row.overhead, row.noise).replace(" (", "\n("))
+            # to the left, since lines rise to the right
+            text = added(row.overhead, row.noise).replace(" (", "\n(")
+            _above(axes, (index, top), text, ha="right", xytext=(-3, 4))
     _batch_axis(axes, timed)
     axes.set_ylim(0, 1.2 * largest / scale if largest else 1)
     label_axes(axes, "batch size", f"step time ({unit})")
@@ -108,7 +111,8 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
 def plot_methods(rows: Sequence[CompareRow]) -> "Figure":
     """Peak of every method that ran, with its time beside it; those that are not exact are grey."""
     ran = [row for row in rows if row.peak_bytes is not None]
-    figure, axes = new_figure("Peak memory and time of each method (measured)", height=1.8 + 0.5 * len(ran))
+    title = "Peak memory and time of each method (grey: not eager's results)"
+    figure, axes = new_figure(title, height=1.8 + 0.5 * len(ran))
     unit, scale = byte_unit(max((row.peak_bytes or 0 for row in ran), default=0))
     peaks = [(row.peak_bytes or 0) / scale for row in ran]
     axes.barh(
@@ -122,7 +126,7 @@ def plot_methods(rows: Sequence[CompareRow]) -> "Figure":
         words = f" {size(row.peak_bytes)}{ratio}" + ("" if row.exact else f" ({row.verdict})")
         axes.text(peak, index, words, va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(ran)), [row.method for row in ran])
-    axes.invert_yaxis()
+    axes.set_ylim(len(ran) - 0.4, -0.6)  # the first on top
     axes.set_xlim(0, 1.5 * max(peaks, default=1))
     axes.grid(visible=False)
     label_axes(axes, f"peak memory ({unit})", "")
@@ -186,8 +190,8 @@ def plot_tradeoff(
     return figure
 
 
-def _above(axes: "Axes", x: float, y: float, text: str) -> None:
-    write_beside(axes, text, (x, y), palette.AFTER, xytext=(0, 3), ha="center")
+def _above(axes: "Axes", place: tuple[float, float], text: str, *, ha: str, xytext: tuple[int, int]) -> None:
+    write_beside(axes, text, place, palette.AFTER, xytext=xytext, ha=ha)
 
 
 def _budgets(axes: "Axes", rows: Sequence[SweepRow], scale: int) -> None:

@@ -112,6 +112,7 @@ class Backend:
         self.updates = updates
         self.origins = origins
         self.executor = executor
+        self.takes_numbers = executor.takes_numbers
         self.graphs: list[tuple[Segment, GraphPlan, Rewritten]] = []
         self.num_graphs = 0
         self.progress = Progress()
@@ -178,7 +179,8 @@ class Backend:
         """Let a graph that is compiled already run by its plan, if that asks for the gradients that torch
         knows of."""
         planned = self._planned(graph.segment)
-        if planned.gradients != graph.gradients or planned.rewritten.num_unchecked:
+        rewritten = planned.rewritten
+        if planned.gradients != graph.gradients or rewritten.num_unchecked or rewritten.num_numbers:
             return False
         graph.forward = planned.forward(graph.inputs)
         graph.backward = planned.backward

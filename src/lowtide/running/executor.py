@@ -26,6 +26,10 @@ class Executor(Protocol):
     def in_place(self) -> bool:
         """Whether its graphs may have ops that write over what they read last."""
 
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether inputs of its graphs may be numbers of Python."""
+
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function: ...
 
 
@@ -45,6 +49,7 @@ class EagerOps:
 
     name = "eager"
     in_place = True
+    takes_numbers = True
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function:
         return direct_function(module)

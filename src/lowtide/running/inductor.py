@@ -46,6 +46,7 @@ class InductorOps:
 
     name = "inductor"
     in_place = False
+    takes_numbers = False
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, bool], CompiledGraph] = {}

@@ -24,7 +24,7 @@ from lowtide.capture.updates import update_places, updated
 from lowtide.facts import Run
 from lowtide.methods import Kept
 from lowtide.torchside import hooks
-from lowtide.torchside.calls import Call, map_leaves, storage_key
+from lowtide.torchside.calls import Call, is_number, map_leaves, storage_key
 from lowtide.torchside.updates import Updates, update_parameter
 
 aten = torch.ops.aten
@@ -32,12 +32,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """The two graphs that run; `num_saved` tensors pass from the first to the second, and hold
-    `saved_bytes`, the model's own tensors and those of the batch apart; autograd does not check the version
-    of the last `num_unchecked` of them.
+    """The two graphs that run; `num_saved` values pass from the first to the second, and hold
+    `saved_bytes`, the model's own tensors and those of the batch apart. The last `num_numbers` of them are
+    Python's, and autograd does not check the version of the `num_unchecked` before those.
 
-    Backward's inputs are the saved tensors, then one gradient for each of `tangents`, the outputs
-    that can have one.
+    Backward's inputs are the saved numbers, the saved tensors, then one gradient for each of `tangents`, the
+    outputs that can have one.
     """
 
     forward: fx.GraphModule
@@ -46,6 +46,7 @@ class Rewritten:
     saved_bytes: int
     tangents: tuple[int, ...]
     num_unchecked: int
+    num_numbers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,26 @@ class _Saved:
     @property
     def checked(self) -> list[fx.Node | Kept]:
         """Those whose version autograd checks; they come first."""
-        return [*(node for node in self.values if not _no_version_check(node)), *self.kept]
+        tensors = (node for node in self.values if not _is_number(node))
+        return [*(node for node in tensors if not _no_version_check(node)), *self.kept]
 
     @property
     def unchecked(self) -> list[fx.Node | Kept]:
         return [node for node in self.values if _no_version_check(node)]
 
     @property
-    def all(self) -> list[fx.Node | Kept]:
-        return [*self.checked, *self.unchecked]
+    def numbers(self) -> list[fx.Node | Kept]:
+        return [node for node in self.values if _is_number(node)]
+
+    @property
+    def as_returned(self) -> list[fx.Node | Kept]:
+        """In the order in which torch wants the forward graph to give them."""
+        return [*self.checked, *self.unchecked, *self.numbers]
+
+    @property
+    def as_given(self) -> list[fx.Node | Kept]:
+        """In the order in which torch gives them to the backward graph."""
+        return [*self.numbers, *self.checked, *self.unchecked]
 
 
 Keepers = dict[fx.Node, list[Kept]]
@@ -113,10 +125,11 @@ def rewrite(
             segment, forward_ops, keepers, saved, tangents, releases=dict(releases), store=store
         ),
         backward=_backward_graph(segment, steps, saved, tangents, updates=updates, in_place=in_place),
-        num_saved=len(saved.all),
+        num_saved=len(saved.as_given),
         saved_bytes=_bytes_of(saved, segment),
         tangents=tuple(tangents.values()),
         num_unchecked=len(saved.unchecked),
+        num_numbers=len(saved.numbers),
     )
 
 
@@ -199,6 +212,10 @@ def _no_version_check(node: fx.Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
+def _is_number(node: fx.Node) -> bool:
+    return is_number(node.meta.get("val"))
+
+
 def _forward_graph(
     segment: Segment,
     ops: list[fx.Node],
@@ -242,7 +259,7 @@ def _forward_graph(
     outputs: list[Any] = [
         new[node] if node is not None else value for node, value in zip(results, plain, strict=False)
     ]
-    graph.output([*outputs, *(new[value] for value in saved.all)])
+    graph.output([*outputs, *(new[value] for value in saved.as_returned)])
     return _module(segment, graph)
 
 
@@ -261,7 +278,7 @@ def _backward_graph(
     ran = [step.node for step in steps if step.node in backward_ops]
     calls = {step.node: step.call for step in steps if step.call and step.node in backward_ops}
     written_over = overwrites(segment, ran, calls) if in_place else {}
-    for value in (*saved.all, *tangents):
+    for value in (*saved.as_given, *tangents):
         latest[value] = graph.placeholder(saved.kept[value] if isinstance(value, Kept) else value.name)
         latest[value].meta = {"val": value.value} if isinstance(value, Kept) else dict(value.meta)
     updated_grads = {} if updates is None else updated(segment, updates.place)

@@ -8,6 +8,7 @@
 - `numbers`: Python numbers that change from call to call, as inputs of the graph
 - `log_lines`: log lines of a forward, without a break in the graph
 - `loops`: a break in the graph inside of a loop over modules
+- `masked_writes`: a break in the graph where torch would only fail in the backward pass
 - `outside`, `outside_watch`: what code between the graphs holds, found by walking or by watching
 - `gradient_orders`: backward passes traced for gradients laid out as they will come
 - `sharded`, `units`: modules that share parameters with other processes (FSDP2), each compiled apart
@@ -17,6 +18,7 @@
 - `inductor`, `opaque`: graphs that Inductor compiles, and calls in them that it leaves as they are
 - `checks`: checks of linear algebra are ops like others
 - `batch`: how a model is called, and what a step differentiates
+- `unprinted`: no text of graphs that nobody reads
 - `garbage`: fewer searches for garbage while graphs are made
 - `one_at_a_time`: threads that plan at the same time wait for each other
 - `flops`: a counter of flops that other threads do not notice

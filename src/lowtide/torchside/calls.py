@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 
 Target = Callable[..., Any]
 
@@ -54,10 +54,21 @@ def call_of(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> Call:
         raise ValueError(f"node '{node.name}' calls no function: it is a {node.op}")
     known = values or {}
     args, kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda read: known[read] if read in known else read.meta["val"]
+        (node.args, node.kwargs), lambda read: known[read] if read in known else value_of(read)
     )
     assert callable(node.target)
     return Call(node.target, tuple(args), dict(kwargs))
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value that a node was captured with; a number is what it was then."""
+    value: Any = node.meta.get("val")
+    return value.node.hint if is_number(value) else value
+
+
+def is_number(value: Any) -> bool:
+    """Whether a captured value is a number that an input of the graph decides."""
+    return isinstance(value, SymInt | SymFloat | SymBool)
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:

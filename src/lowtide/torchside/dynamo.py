@@ -38,7 +38,7 @@ from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
 
 from lowtide.errors import LowtideError
-from lowtide.torchside.numbers import fix_what_decides_more
+from lowtide.torchside.numbers import compiled_with_numbers
 
 # Every batch shape is a graph of its own. Of each function this many are kept, the last ones that were used.
 GRAPHS_PER_FUNCTION = 256
@@ -205,8 +205,13 @@ def _within(
         # torch keeps every backend it saw: this one goes when its owner goes
         compiled = owner()
         assert compiled is not None
-        fix_what_decides_more(graph, attempts[-1])
-        return compiled.backend(graph, inputs, **options)
+        backend = compiled.backend
+        return compiled_with_numbers(
+            graph,
+            attempts[-1],
+            lambda: backend(graph, inputs, **options),
+            allowed=getattr(backend, "takes_numbers", True),
+        )
 
     context = torch._dynamo.optimize(compile_graph, dynamic=False)
     if not isinstance(context, OptimizeContext):

@@ -47,6 +47,8 @@ def _input_key(node: fx.Node, storages: dict[int, int]) -> Hashable:
     example = None if grapharg is None else grapharg.example
     if not isinstance(value, torch.Tensor) or not isinstance(example, torch.Tensor):
         raise _NoKey
+    if grapharg is not None and grapharg.pass_arg_as_tensor:
+        raise _NoKey  # a number, of which torch may have found out more than the graph says
     if type(example) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         raise _NoKey
     return (

@@ -52,6 +52,7 @@ from torch.utils._python_dispatch import (
 
 from lowtide.torchside.checks import traced_without_tokens
 from lowtide.torchside.gradient_orders import Orders, gradients_in
+from lowtide.torchside.unprinted import unprinted
 
 __all__ = [
     "BackendCompilerFailed",
@@ -148,6 +149,7 @@ def compile_graph(
         ),
         inductor_config.patch(fallback_random=True),
         _undivided(),
+        unprinted(),
         traced_without_tokens(),
         gradients_in(orders),
     ):

@@ -56,16 +56,17 @@ def has_compiler() -> bool:
 
 
 def compiled_by_torch(
-    graph: fx.GraphModule, inputs: Sequence[Any], *, memory_budget: float | None
+    graph: fx.GraphModule, inputs: Sequence[Any], *, memory_budget: float | None, eager_random: bool
 ) -> Callable[..., Any]:
     """torch.compile's own backend, for comparison; `memory_budget` is `activation_memory_budget`, None
-    torch's default."""
+    torch's default. `eager_random`: random ops draw what they draw in eager training. That is not torch's
+    default, and what is drawn again in the backward pass is something else then."""
     settings: dict[str, Any] = {"enable_autograd_cache": False}
     if memory_budget is not None:
         settings["activation_memory_budget"] = memory_budget
     with quiet(), functorch_config.patch(settings):
         # as patches of its own, since the backward graph is compiled when the first backward pass runs
-        compiled: Any = compile_fx(graph, list(inputs), config_patches={"fallback_random": True})
+        compiled: Any = compile_fx(graph, list(inputs), config_patches={"fallback_random": eager_random})
     return compiled  # type: ignore[no-any-return]
 
 

@@ -39,15 +39,17 @@ def step_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         step(optimizer)
 
 
-def step_in_slices(optimizer: Optimizer, parameter: Tensor, rows: int) -> None:
-    """The same for one parameter, `rows` of it at a time."""
+def step_in_slices(
+    optimizer: Optimizer, parameter: Tensor, rows: int, *, most_slices: int | None = None
+) -> None:
+    """The same for one parameter, `rows` of it at a time. `most_slices` is for those who only look on."""
     whole = optimizer.state.get(parameter, {})
     before = dict(whole)
     group = _group_of(optimizer, parameter)
     grad = parameter.grad
     assert grad is not None
     after: dict[Any, Any] = {}
-    for first in range(0, len(parameter), rows):
+    for first in range(0, len(parameter), rows)[:most_slices]:
         part = slice(first, first + rows)
         some = nn.Parameter(parameter.detach()[part], requires_grad=parameter.requires_grad)
         some.grad = grad[part]

@@ -10,9 +10,10 @@ from lowtide.torchside.eager_paths import eager_answers
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.log_lines import log_lines_after_graphs
 from lowtide.torchside.loops import resumed_loops
+from lowtide.torchside.masked_writes import masked_writes_between_graphs
 from lowtide.torchside.numbers import changing_numbers
 from lowtide.torchside.one_at_a_time import compile_lock
-from lowtide.torchside.ops import by_value, recurrent_tracing
+from lowtide.torchside.ops import by_number, by_value, recurrent_tracing
 from lowtide.torchside.ops.grouped import grouped_products_of_any_type
 from lowtide.torchside.ops.recurrent import eager_runs_whole, traced_layers
 from lowtide.torchside.outside_watch import unwatched
@@ -30,13 +31,17 @@ def tracing() -> Iterator[None]:
         rarely_collected(),
         layers,
         hooks.traced_by(recurrent_tracing.ways_to_trace()),
-        hooks.traced_by(by_value.ways_to_trace(), keys=hooks.DIFFERENTIATED_KEYS),
+        hooks.traced_by(
+            {**by_value.ways_to_trace(), **by_number.ways_to_trace()}, keys=hooks.DIFFERENTIATED_KEYS
+        ),
+        by_number.dropouts_by_number(),
         grouped_products_of_any_type(),
         eager_answers(),
         batch_values(),
         changing_numbers(),
         log_lines_after_graphs(),
         resumed_loops(),
+        masked_writes_between_graphs(),
     ):
         yield
 

@@ -6,7 +6,7 @@ search has fewer and larger moves; `sequences` puts their runs in.
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +26,9 @@ class Problem:
     bring a storage back. An `optional` op runs only where something reads what it makes. `may_move` are
     first runs that may change places. Op `i` reads its storages through the views `vreads`; after a storage
     came back, those of its `views` that are read take `view_seconds` each.
+
+    Where some op brings a storage back for some of its readers only, these are of several `classes`, each a
+    bit: `read_classes` are those that a read needs, `make_classes` those that what is made serves.
     """
 
     num_first: int
@@ -47,6 +50,9 @@ class Problem:
     may_move: NDArray[np.bool_]
     nbytes: NDArray[np.int64]
     pinned: NDArray[np.bool_]
+    read_classes: NDArray[np.uint8]
+    make_classes: NDArray[np.uint8]
+    classes: NDArray[np.uint8]
     static_bytes: int
 
     @cached_property
@@ -118,12 +124,16 @@ _POINTERS = (
         "views",
     ),
     *("seconds", "view_seconds", "workspace_bytes", "slot", "optional", "may_move", "nbytes", "pinned"),
+    *("read_classes", "make_classes", "classes"),
 )
+
+
+_NUMBERS = ("num_first", "num_ops", "num_storages", "num_views")
 
 
 class _Native(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("num_first", "num_ops", "num_storages", "num_views")),
+        *((name, ctypes.c_int32) for name in _NUMBERS),
         *((name, ctypes.c_void_p) for name in _POINTERS),
         ("static_bytes", ctypes.c_int64),
     )
@@ -139,6 +149,8 @@ class OpRow:
     optional: bool = False
     may_move: bool = False
     views: tuple[int, ...] = ()
+    classes: dict[int, int] = field(default_factory=dict)
+    """by storage that it reads or makes, which of its classes, where it has several"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +169,10 @@ def flatten(
     nbytes: list[int],
     pinned: list[bool],
     static_bytes: int,
+    classes: dict[int, int] | None = None,
 ) -> Problem:
-    """Rows of ops as arrays; `first` and `again` number the `views` by their place.
+    """Rows of ops as arrays; `first` and `again` number the `views` by their place. `classes` has the
+    storages with several.
 
     Storages that no op reads or makes are left out, and the others numbered anew.
     """
@@ -177,6 +191,7 @@ def flatten(
     way_ptr, flat_ways = _flat(ways)
     vread_ptr, vreads = _flat([list(row.views) for row in rows])
     view_ptr, flat_views = _flat(by_storage)
+    several = classes or {}
     return Problem(
         num_first=len(first),
         read_ptr=read_ptr,
@@ -197,8 +212,15 @@ def flatten(
         may_move=np.array([row.may_move for row in rows], dtype=np.bool_),
         nbytes=np.array([nbytes[s] for s in used], dtype=np.int64),
         pinned=np.array([pinned[s] for s in used], dtype=np.bool_),
+        read_classes=_bits([row.classes.get(s, several.get(s, 1)) for row in rows for s in row.reads]),
+        make_classes=_bits([row.classes.get(s, several.get(s, 1)) for row in rows for s in row.makes]),
+        classes=_bits([several.get(s, 1) for s in used]),
         static_bytes=static_bytes,
     )
+
+
+def _bits(classes: list[int]) -> NDArray[np.uint8]:
+    return np.array(classes, dtype=np.uint8)
 
 
 def _flat(lists: list[list[int]]) -> tuple[Ints, Ints]:

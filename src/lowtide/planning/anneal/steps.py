@@ -7,6 +7,7 @@ from math import fsum
 import numpy as np
 
 from lowtide.facts import Region, Run
+from lowtide.planning.anneal.classes import Classes, single_classes
 from lowtide.planning.anneal.problem import Ints, OpRow, Problem, View, flatten
 from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.runs import Rerun, demanded
@@ -27,6 +28,7 @@ class StepProblem:
         self._view_numbers: dict[int, int] = {}
         self._views: list[View] = []
         self._first_runs = [Run(rank) for rank in range(table.size)]
+        self._classes = Classes(self._values)
         first, self.ranks = self._first_ops()
         again, self.recipes = self._recipes()
         storages = table.step.storages
@@ -38,14 +40,16 @@ class StepProblem:
             nbytes=[storage.nbytes for storage in storages],
             pinned=[storage.pinned and storage.id in made for storage in storages],
             static_bytes=table.static_bytes,
+            classes=self._classes.all,
         )
         self._op_of_recipe = {number: len(first) + i for i, number in enumerate(self.recipes)}
         self._op_of_rank = {rank: i for i, rank in enumerate(self.ranks)}
         by_number = {number: view for view, number in self._view_numbers.items()}
         self._read_views = [
-            [(by_number[number], self._values.required[by_number[number]]) for number in row.views]
+            [(view, self._blocks(view, row.classes)) for view in map(by_number.__getitem__, row.views)]
             for row in (*first, *again)
         ]
+        self._made_blocks = {number: self._classes.made(number) for number in self.recipes}
         self._give_the_optimizer_its_bytes(plain)
 
     def _first_ops(self) -> tuple[list[OpRow], list[int]]:
@@ -73,6 +77,7 @@ class StepProblem:
                     slot=table.slot_segment[node.rank],
                     optional=node.on_demand,
                     views=() if is_forward else self._numbers(op.reads),
+                    classes={} if is_forward else self._classes.read(op.reads),
                 )
             )
             ranks.append(node.rank)
@@ -99,17 +104,12 @@ class StepProblem:
         return simulate(step, without_needless_runs(step, self.runs(sequence)))
 
     def _recipes(self) -> tuple[list[OpRow], list[int]]:
-        """What serves all readers of some storage; what it makes besides is held while it runs."""
+        """What serves readers of some storage; what it makes besides is held while it runs."""
         table, values = self.table, self._values
-        serves: dict[int, list[int]] = {}
-        for storage in sorted(values.readers):
-            if table.step.storages[storage].pinned:
-                continue
-            for number in values.ways(storage, for_all=True):
-                serves.setdefault(number, []).append(storage)
         rows: list[OpRow] = []
-        for number, made in sorted(serves.items()):
+        for number, classes in sorted(self._classes.served.items()):
             op = table.recipes[number]
+            made = sorted(classes)
             besides = sum(nbytes for s, nbytes, _ in op.fresh if s not in made)
             rows.append(
                 OpRow(
@@ -120,9 +120,24 @@ class StepProblem:
                     slot=table.segment[op.rank],
                     optional=True,
                     views=self._numbers(op.reads),
+                    classes={**self._classes.read(op.reads), **classes},
                 )
             )
-        return rows, sorted(serves)
+        return rows, sorted(self._classes.served)
+
+    def _blocks(self, view: int, classes: dict[int, int]) -> list[list[tuple[int, int]]]:
+        """The blocks, as (storage, class), through which a view may be read by whom reads these classes:
+        one list for each class of a storage that has several."""
+        storages = sorted(self._values.required[view])
+        several = [s for s in storages if s in self._classes.all]
+        if not several:
+            return [[(s, 1) for s in storages]]
+        rest = [(s, 1) for s in storages if s not in self._classes.all]
+        return [
+            [*rest, (s, one)]
+            for s in several
+            for one in single_classes(classes.get(s, 0) & self._classes.through(view, s))
+        ]
 
     def _numbers(self, reads: Iterable[int]) -> tuple[int, ...]:
         """The numbers of the views through which these ranks are read."""
@@ -212,19 +227,20 @@ class StepProblem:
         before they come back once more, in an order in which they can run."""
         table, num_first = self.table, self.problem.num_first
         take_again = self._values.view_recipe
-        latest: dict[int, int] = {}
+        latest: dict[tuple[int, int], int] = {}
         made_by: dict[int, int] = {}
         wanted: dict[int, set[int]] = {}
         for position, op in enumerate(ops):
             first = op < num_first
-            for view, storages in self._read_views[op]:
-                brought = [latest[s] for s in storages if s in latest]
-                if brought and self._is_view_of(view, made_by[max(brought)]):
-                    wanted.setdefault(max(brought), set()).add(view)
+            for view, ways in self._read_views[op]:
+                for blocks in ways:
+                    brought = [latest[block] for block in blocks if block in latest]
+                    if brought and self._is_view_of(view, made_by[max(brought)]):
+                        wanted.setdefault(max(brought), set()).add(view)
             if not first:
-                recipe = table.recipes[self.recipes[op - num_first]]
-                made_by[position] = recipe.rank
-                latest.update((s, position) for s, _, _ in recipe.fresh)
+                number = self.recipes[op - num_first]
+                made_by[position] = table.recipes[number].rank
+                latest.update((block, position) for block in self._made_blocks[number])
         return {
             position: sorted(
                 (n for v in views if (n := take_again[v]) is not None), key=table.place.__getitem__

@@ -33,12 +33,12 @@ class Tangents:
         self._cuts: dict[float, Cut] = {}
         self.most, self.leanest = at.everything(), at.leanest()
         self.least_bytes = at.fixed_bytes + floor(self.leanest.value * (1 + 1e-12))
-        self._sides = self._spread()
 
     @property
     def cuts(self) -> list[Cut]:
         """Cuts from low to high prices."""
-        return [self._cuts[price] for price in sorted(self._cuts)]
+        found = {cut.price: cut for cut in self._sides} | self._cuts
+        return [found[price] for price in sorted(found)]
 
     def seconds(self, budget_bytes: int) -> float:
         """What the known cuts prove for a budget."""
@@ -90,8 +90,10 @@ class Tangents:
             self._cuts[price] = self.at.cut(price)
         return self._cuts[price]
 
-    def _spread(self) -> list[Cut]:
-        """Cuts along the whole curve: always where two neighbours leave most room below them."""
+    @cached_property
+    def _sides(self) -> list[Cut]:
+        """Cuts along the whole curve: always where two neighbours leave most room below them. Who asks for
+        the floor alone needs none."""
         found: list[Cut] = []
         gaps = [(self.most, self.leanest)]
         while gaps and len(found) < NUM_CUTS:
@@ -124,15 +126,18 @@ class Bounds:
     @cached_property
     def moments(self) -> list[Tangents]:
         """The moments that are looked at: of every part of the step, the one that holds most."""
+        return [self.at(rank) for rank in self._ranks]
+
+    @cached_property
+    def _ranks(self) -> list[int]:
         held = Runs(self.table).slot_bytes()
         first, last = self._needs.span
         ranks = [rank for rank in range(first, last + 1) if rank not in self.table.on_demand]
         parts = min(NUM_MOMENTS, len(ranks))
-        chosen = [
+        return [
             max(ranks[i * len(ranks) // parts : (i + 1) * len(ranks) // parts], key=lambda r: (held[r], -r))
             for i in range(parts)
         ]
-        return [self.at(rank) for rank in chosen]
 
     def tightest(self, budget_bytes: int, count: int) -> list[Tangents]:
         """The moments with the largest bounds for a budget."""
@@ -151,9 +156,13 @@ class Bounds:
         return self._proven[budget_bytes]
 
     @cached_property
-    def floor_bytes(self) -> int:
-        """No schedule has a lower peak."""
+    def floor_ranks(self) -> list[int]:
+        """The moments that are looked at for the floor."""
         fixed = self._needs.fixed_bytes
         tight = sorted(range(self.table.size), key=lambda rank: (-fixed[rank], rank))[:NUM_TIGHT]
-        looked_at = [*self.moments, *(self.at(rank) for rank in tight if rank not in self.table.on_demand)]
-        return max([found.least_bytes for found in looked_at], default=self.table.static_bytes)
+        return [*self._ranks, *(rank for rank in tight if rank not in self.table.on_demand)]
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """No schedule has a lower peak."""
+        return max([self.at(rank).least_bytes for rank in self.floor_ranks], default=self.table.static_bytes)

@@ -253,7 +253,7 @@ def _groups(
     table = values.table
     ways: dict[int, list[int]] = {}
     for storage in sorted(values.readers):
-        mine = [number for number in values.ways(storage, for_all=False) if number not in left_out]
+        mine = [number for number in values.ways(storage) if number not in left_out]
         if free[storage] and mine:
             ways[storage] = mine
     parent: dict[int, int] = {}

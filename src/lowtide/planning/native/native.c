@@ -25,12 +25,14 @@ typedef struct {
     const uint8_t *optional, *may_move;
     const int64_t *nbytes;
     const uint8_t *pinned;
+    const uint8_t *read_classes, *make_classes; /* like `reads` and `makes`: classes of readers, a bit each */
+    const uint8_t *classes;                     /* by storage: all of its classes */
     int64_t static_bytes;
 } Problem;
 
 #define LARGEST (INT64_MAX / 4)
 
-enum { HEAD = 0, TAIL = 1, CHUNK = 64, MAX_GATHERED = 48 };
+enum { HEAD = 0, TAIL = 1, CHUNK = 64, FILLED = 48, MAX_GATHERED = 48 };
 
 /* One run of a sequence, by where it stands. HEAD and TAIL stand before and after all runs. */
 typedef struct {
@@ -38,18 +40,24 @@ typedef struct {
     int32_t chunk, index;
 } Event;
 
-/* Some events in the order they run, in a list of chunks whose `order` rises along it. An event holds its
-   own `held` bytes and `all`; `least` and `most` are bounds of the former, not always tight. */
+/* Some events in the order they run. */
 typedef struct {
-    int32_t prev, next, count, order;
-    int64_t all, least, most;
-    int64_t held[CHUNK];
+    int32_t place; /* among the spans */
     int32_t events[CHUNK];
+    int64_t held[CHUNK];
 } Chunk;
 
-/* Where an event reads or makes a storage. */
+/* A chunk as a whole; spans stand side by side in the order they run, since most changes pass through many. An
+   event holds its own `held` bytes and `all`; `least` and `most` are bounds of the former, not always tight. */
 typedef struct {
-    int32_t event, is_read;
+    int64_t all, least, most;
+    int32_t chunk, count;
+} Span;
+
+/* Where an event reads or makes a storage, for which classes of readers. */
+typedef struct {
+    int32_t event;
+    uint8_t is_read, classes;
 } Touch;
 
 typedef struct {
@@ -66,13 +74,16 @@ typedef struct {
     uint64_t random;
     Event *events;
     Chunk *chunks;
+    Span *spans;
     Touches *touches;         /* by storage */
     int32_t *spare, *spare_chunks, *again, *first_event, *maker, *candidates, *gathered;
     int64_t *own;             /* by op: bytes that it makes, and its workspace */
     double *weights;          /* running sums of the bytes of `candidates` */
     uint32_t *mark, *view_mark, stamp, view_stamp;
     Change *journal;
-    int num_events, num_spare, num_chunks, num_spare_chunks, num_again, num_candidates, num_changes, num_gathered, room, failed;
+    Change *since;            /* what was changed since the best sequence */
+    int64_t num_since, since_room;
+    int num_events, num_spare, num_chunks, num_spare_chunks, num_spans, num_again, num_candidates, num_changes, num_gathered, room, failed;
     int64_t budget, excess, tail_held; /* tail_held: bytes after the last run */
     double seconds;
 } State;
@@ -93,110 +104,114 @@ static int pick(State *state, int count) {
 
 static int64_t over(const State *state, int64_t held) { return held > state->budget ? held - state->budget : 0; }
 
+static Span *span_of(const State *state, int e) {
+    return &state->spans[state->chunks[state->events[e].chunk].place];
+}
+
 static int64_t held_at(const State *state, int e) {
-    const Chunk *chunk = &state->chunks[state->events[e].chunk];
-    return chunk->held[state->events[e].index] + chunk->all;
+    return state->chunks[state->events[e].chunk].held[state->events[e].index] + span_of(state, e)->all;
 }
 
 static int next_of(const State *state, int e) {
-    const Chunk *chunk = &state->chunks[state->events[e].chunk];
+    const Span *span = span_of(state, e);
     const int index = state->events[e].index + 1;
-    return index < chunk->count ? chunk->events[index] : state->chunks[chunk->next].events[0];
+    return index < span->count ? state->chunks[span->chunk].events[index] : state->chunks[span[1].chunk].events[0];
 }
 
 static int prev_of(const State *state, int e) {
-    const Chunk *chunk = &state->chunks[state->events[e].chunk];
+    const Span *span = span_of(state, e);
     const int index = state->events[e].index - 1;
-    if (index >= 0) return chunk->events[index];
-    const Chunk *before = &state->chunks[chunk->prev];
-    return before->events[before->count - 1];
+    if (index >= 0) return state->chunks[span->chunk].events[index];
+    return state->chunks[span[-1].chunk].events[span[-1].count - 1];
 }
 
 /* Whether one event runs before another. */
 static int is_before(const State *state, int e, int other) {
     const Event *one = &state->events[e], *two = &state->events[other];
     if (one->chunk == two->chunk) return one->index < two->index;
-    return state->chunks[one->chunk].order < state->chunks[two->chunk].order;
+    return state->chunks[one->chunk].place < state->chunks[two->chunk].place;
 }
 
-/* Add `nbytes` to the events of a chunk from index `from` to before `to`; what that adds to the excess. */
-static int64_t add_within(const State *state, Chunk *chunk, int from, int to, int64_t nbytes) {
-    const int64_t budget = state->budget - chunk->all;
+/* Add `nbytes` to the events of a span from index `from` to before `to`; what that adds to the excess. */
+static int64_t add_within(const State *state, Span *span, int from, int to, int64_t nbytes) {
+    int64_t *held = state->chunks[span->chunk].held;
+    const int64_t budget = state->budget - span->all;
     int64_t excess = 0;
     for (int i = from; i < to; i++) {
-        const int64_t before = chunk->held[i], after = before + nbytes;
-        chunk->held[i] = after;
+        const int64_t before = held[i], after = before + nbytes;
+        held[i] = after;
         excess += (after > budget ? after - budget : 0) - (before > budget ? before - budget : 0);
     }
-    if (nbytes > 0) chunk->most += nbytes;
-    else chunk->least += nbytes;
+    if (nbytes > 0) span->most += nbytes;
+    else span->least += nbytes;
     return excess;
 }
 
-/* The same for all events of a chunk: at once where all of them are below the budget, or all above. */
-static int64_t add_to_all(const State *state, Chunk *chunk, int64_t nbytes) {
-    const int64_t budget = state->budget - chunk->all;
-    if (chunk->most <= budget && chunk->most + nbytes <= budget) {
-        chunk->all += nbytes;
+/* The same for all events of a span: at once where all of them are below the budget, or all above. */
+static int64_t add_to_all(const State *state, Span *span, int64_t nbytes) {
+    const int64_t budget = state->budget - span->all;
+    if (span->most <= budget && span->most + nbytes <= budget) {
+        span->all += nbytes;
         return 0;
     }
-    if (chunk->least >= budget && chunk->least + nbytes >= budget) {
-        chunk->all += nbytes;
-        return nbytes * chunk->count;
+    if (span->least >= budget && span->least + nbytes >= budget) {
+        span->all += nbytes;
+        return nbytes * span->count;
     }
-    const int64_t excess = add_within(state, chunk, 0, chunk->count, nbytes);
+    const int64_t excess = add_within(state, span, 0, span->count, nbytes);
+    const int64_t *held = state->chunks[span->chunk].held;
     int64_t least = LARGEST, most = -LARGEST;
-    for (int i = 0; i < chunk->count; i++) {
-        const int64_t held = chunk->held[i];
-        least = held < least ? held : least;
-        most = held > most ? held : most;
+    for (int i = 0; i < span->count; i++) {
+        least = held[i] < least ? held[i] : least;
+        most = held[i] > most ? held[i] : most;
     }
-    chunk->least = least, chunk->most = most;
+    span->least = least, span->most = most;
     return excess;
 }
 
 /* Add `nbytes` to all events after `first` up to `last`. */
 static void add_between(State *state, int first, int last, int64_t nbytes) {
-    Chunk *chunks = state->chunks;
     if (last == TAIL) {
         state->tail_held += nbytes;
         last = prev_of(state, TAIL);
     }
-    int chunk = state->events[first].chunk;
-    const int end = state->events[last].chunk;
+    Span *span = span_of(state, first), *end = span_of(state, last);
     int from = state->events[first].index + 1;
-    for (; chunk != end; chunk = chunks[chunk].next) {
-        if (from) state->excess += add_within(state, &chunks[chunk], from, chunks[chunk].count, nbytes);
-        else state->excess += add_to_all(state, &chunks[chunk], nbytes);
+    if (span != end) {
+        state->excess += add_within(state, span, from, span->count, nbytes);
+        for (span++; span != end; span++) state->excess += add_to_all(state, span, nbytes);
         from = 0;
     }
-    state->excess += add_within(state, &chunks[end], from, state->events[last].index + 1, nbytes);
+    state->excess += add_within(state, end, from, state->events[last].index + 1, nbytes);
 }
 
-/* A chunk without events, behind another one. */
-static int new_chunk(State *state, int behind) {
-    Chunk *chunks = state->chunks;
-    const int made = state->num_spare_chunks ? state->spare_chunks[--state->num_spare_chunks] : state->num_chunks++;
-    const int next = chunks[behind].next;
-    chunks[made].prev = behind, chunks[made].next = next;
-    chunks[behind].next = chunks[next].prev = made;
-    chunks[made].count = 0;
-    for (int chunk = state->events[HEAD].chunk, order = 0;; chunk = chunks[chunk].next) {
-        chunks[chunk].order = order++;
-        if (chunk == state->events[TAIL].chunk) break;
-    }
+/* Let the spans from a place on, and their chunks, stand elsewhere. */
+static void move_spans(State *state, int from, int by) {
+    memmove(state->spans + from + by, state->spans + from, (size_t)(state->num_spans - from) * sizeof(Span));
+    state->num_spans += by;
+    for (int place = from + by; place < state->num_spans; place++) state->chunks[state->spans[place].chunk].place = place;
+}
+
+/* A span without events behind another one. */
+static Span *new_span(State *state, int behind) {
+    const int chunk = state->num_spare_chunks ? state->spare_chunks[--state->num_spare_chunks] : state->num_chunks++;
+    move_spans(state, behind + 1, 1);
+    Span *made = &state->spans[behind + 1];
+    made->chunk = chunk, made->count = 0;
+    state->chunks[chunk].place = behind + 1;
     return made;
 }
 
-/* Move the last events of a chunk, from index `from` on, to the end of another one. */
-static void shift(State *state, int chunk, int from, int to) {
-    Chunk *source = &state->chunks[chunk], *target = &state->chunks[to];
+/* Move the last events of a span, from index `from` on, to the end of another one. */
+static void shift(State *state, Span *source, int from, Span *target) {
+    const Chunk *mine = &state->chunks[source->chunk];
+    Chunk *other = &state->chunks[target->chunk];
     if (!target->count) target->all = source->all, target->least = LARGEST, target->most = -LARGEST;
     for (int i = from; i < source->count; i++) {
-        const int e = source->events[i], index = target->count++;
-        const int64_t held = source->held[i] + source->all - target->all;
-        target->events[index] = e, target->held[index] = held;
-        state->events[e].chunk = to, state->events[e].index = index;
+        const int e = mine->events[i], index = target->count++;
+        const int64_t held = mine->held[i] + source->all - target->all;
+        other->events[index] = e, other->held[index] = held;
+        state->events[e].chunk = target->chunk, state->events[e].index = index;
         if (held < target->least) target->least = held;
         if (held > target->most) target->most = held;
     }
@@ -205,48 +220,52 @@ static void shift(State *state, int chunk, int from, int to) {
 
 /* Let event `e` stand right behind another one, with its bytes. */
 static void link(State *state, int e, int behind, int64_t held) {
-    int chunk = state->events[behind].chunk, index = state->events[behind].index + 1;
-    if (state->chunks[chunk].count == CHUNK) {
-        const int made = new_chunk(state, chunk);
-        shift(state, chunk, CHUNK / 2, made);
-        chunk = state->events[behind].chunk, index = state->events[behind].index + 1;
+    Span *span = span_of(state, behind);
+    int index = state->events[behind].index + 1;
+    const int place = state->chunks[span->chunk].place;
+    if (place + 2 == state->num_spans && index >= FILLED && index == span->count) { /* at the end, where whole sequences grow */
+        span = new_span(state, place);
+        span->all = 0, span->least = LARGEST, span->most = -LARGEST;
+        index = 0;
+    } else if (span->count == CHUNK) {
+        new_span(state, place);
+        shift(state, &state->spans[place], CHUNK / 2, &state->spans[place + 1]);
+        span = span_of(state, behind), index = state->events[behind].index + 1;
     }
-    Chunk *mine = &state->chunks[chunk];
-    for (int i = mine->count++; i > index; i--) {
+    Chunk *mine = &state->chunks[span->chunk];
+    for (int i = span->count++; i > index; i--) {
         mine->events[i] = mine->events[i - 1], mine->held[i] = mine->held[i - 1];
         state->events[mine->events[i]].index = i;
     }
-    held -= mine->all;
+    held -= span->all;
     mine->events[index] = e, mine->held[index] = held;
-    state->events[e].chunk = chunk, state->events[e].index = index;
-    if (held < mine->least) mine->least = held;
-    if (held > mine->most) mine->most = held;
+    state->events[e].chunk = span->chunk, state->events[e].index = index;
+    if (held < span->least) span->least = held;
+    if (held > span->most) span->most = held;
 }
 
-static int may_join(const State *state, int chunk, int next) {
-    const int count = state->chunks[next].count;
-    return !count || state->chunks[chunk].count + count <= CHUNK / 2;
-}
-
-/* Let a chunk have the events of the next one, too. */
-static void join(State *state, int chunk, int next) {
-    shift(state, next, 0, chunk);
-    state->chunks[chunk].next = state->chunks[next].next;
-    state->chunks[state->chunks[next].next].prev = chunk;
-    state->spare_chunks[state->num_spare_chunks++] = next;
+/* Let a span have the events of the next one, too, where both have few. */
+static int join(State *state, int place) {
+    Span *span = &state->spans[place];
+    if (span[1].count && span->count + span[1].count > CHUNK / 2) return 0;
+    const int chunk = span[1].chunk;
+    shift(state, &span[1], 0, span);
+    move_spans(state, place + 2, -1);
+    state->spare_chunks[state->num_spare_chunks++] = chunk;
+    return 1;
 }
 
 static void unlink_event(State *state, int e) {
-    Chunk *chunks = state->chunks;
-    const int chunk = state->events[e].chunk;
-    Chunk *mine = &chunks[chunk];
-    mine->count--;
-    for (int i = state->events[e].index; i < mine->count; i++) {
+    Span *span = span_of(state, e);
+    Chunk *mine = &state->chunks[span->chunk];
+    const int place = mine->place;
+    span->count--;
+    for (int i = state->events[e].index; i < span->count; i++) {
         mine->events[i] = mine->events[i + 1], mine->held[i] = mine->held[i + 1];
         state->events[mine->events[i]].index = i;
     }
-    if (chunk != state->events[HEAD].chunk && may_join(state, mine->prev, chunk)) join(state, mine->prev, chunk);
-    else if (mine->next != state->events[TAIL].chunk && may_join(state, chunk, mine->next)) join(state, chunk, mine->next);
+    if (place > 0 && join(state, place - 1)) return;
+    if (place + 2 < state->num_spans) join(state, place);
 }
 
 /* The place of the first touch of a storage at or after an event. */
@@ -284,7 +303,7 @@ static double views_around(State *state, int storage, int i) {
     return seconds;
 }
 
-static void put_touch(State *state, int storage, int i, int event, int is_read) {
+static void put_touch(State *state, int storage, int i, int event, int is_read, int classes) {
     Touches *mine = &state->touches[storage];
     if (mine->count == mine->room) {
         const int room = 2 * mine->room + 4;
@@ -296,7 +315,7 @@ static void put_touch(State *state, int storage, int i, int event, int is_read) 
         mine->items = items, mine->room = room;
     }
     memmove(mine->items + i + 1, mine->items + i, (size_t)(mine->count - i) * sizeof(Touch));
-    mine->items[i].event = event, mine->items[i].is_read = is_read;
+    mine->items[i].event = event, mine->items[i].is_read = (uint8_t)is_read, mine->items[i].classes = (uint8_t)classes;
     mine->count++;
 }
 
@@ -304,6 +323,79 @@ static void drop_touch(State *state, int storage, int i) {
     Touches *mine = &state->touches[storage];
     memmove(mine->items + i, mine->items + i + 1, (size_t)(mine->count - i - 1) * sizeof(Touch));
     mine->count--;
+}
+
+/* Whether some of what brings a storage back serves some of its readers only. Each of them reads the latest
+   block that serves it, so that several blocks are held side by side. */
+static int is_split(const State *state, int storage) { return state->p->classes[storage] != 1; }
+
+/* The place of the first or the last read that the block made at place `i` serves; `i` where there is none. The
+   touch at place `without` does not count. */
+static int served_by(const Touches *mine, int i, int is_first, int without) {
+    int open = mine->items[i].classes, found = i;
+    for (int j = i + 1; j < mine->count && open; j++) {
+        if (j == without) continue;
+        if (!mine->items[j].is_read) open &= ~mine->items[j].classes;
+        else if (mine->items[j].classes & open) {
+            found = j;
+            if (is_first) break;
+        }
+    }
+    return found;
+}
+
+/* What the views take that are read of all blocks of a split storage. What serves some readers is a view itself. */
+static double split_views(State *state, int storage) {
+    const Problem *p = state->p;
+    const Touches *mine = &state->touches[storage];
+    double seconds = 0.0;
+    for (int i = 0; i < mine->count; i++) {
+        if (mine->items[i].is_read || mine->items[i].classes != p->classes[storage]) continue;
+        if (state->events[mine->items[i].event].op < p->num_first) continue;
+        int open = mine->items[i].classes;
+        state->view_stamp++;
+        for (int j = i + 1; j < mine->count && open; j++) {
+            if (!mine->items[j].is_read) open &= ~mine->items[j].classes;
+            else if ((mine->items[j].classes & open) && mine->items[j].event != TAIL) {
+                const int op = state->events[mine->items[j].event].op;
+                for (int k = p->vread_ptr[op]; k < p->vread_ptr[op + 1]; k++)
+                    state->view_mark[p->vreads[k]] = state->view_stamp;
+            }
+        }
+        for (int k = p->view_ptr[storage]; k < p->view_ptr[storage + 1]; k++)
+            if (state->view_mark[p->views[k]] == state->view_stamp) seconds += p->view_seconds[p->views[k]];
+    }
+    return seconds;
+}
+
+/* Count the bytes that the touch at place `i` of a split storage changes, as it comes (1) or goes (-1). */
+static void count_touch(State *state, int storage, int i, int sign) {
+    const Touches *mine = &state->touches[storage];
+    const int64_t nbytes = sign * state->p->nbytes[storage];
+    for (int j = 0; j <= i; j++) {
+        if (mine->items[j].is_read) continue;
+        const int with = served_by(mine, j, 0, -1), without = j == i ? i : served_by(mine, j, 0, i);
+        const int one = mine->items[without].event, two = mine->items[with].event;
+        if (with > without) add_between(state, one, two, nbytes);
+        else if (with < without) add_between(state, two, one, -nbytes);
+    }
+}
+
+/* Let an event touch a split storage. */
+static void put_split(State *state, int storage, int e, int is_read, int classes) {
+    const int i = touch_at(state, storage, e);
+    state->seconds -= split_views(state, storage);
+    put_touch(state, storage, i, e, is_read, classes);
+    count_touch(state, storage, i, 1);
+    state->seconds += split_views(state, storage);
+}
+
+static void drop_split(State *state, int storage, int e) {
+    const int i = touch_at(state, storage, e);
+    state->seconds -= split_views(state, storage);
+    count_touch(state, storage, i, -1);
+    drop_touch(state, storage, i);
+    state->seconds += split_views(state, storage);
 }
 
 /* Let `op` run right before event `before`; the new event. */
@@ -319,18 +411,26 @@ static int insert(State *state, int op, int before) {
     state->seconds += p->seconds[op];
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
         const int s = p->makes[j];
+        if (is_split(state, s)) {
+            put_split(state, s, e, 0, p->make_classes[j]);
+            continue;
+        }
         const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i - 1);
         if (is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, -p->nbytes[s]);
-        put_touch(state, s, i, e, 0);
+        put_touch(state, s, i, e, 0, 1);
         state->seconds += views_around(state, s, i - 1) + views_around(state, s, i);
     }
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int s = p->reads[j];
+        if (is_split(state, s)) {
+            put_split(state, s, e, 1, p->read_classes[j]);
+            continue;
+        }
         const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i - 1);
         if (!is_read_at(&state->touches[s], i)) add_between(state, event_before(&state->touches[s], i), e, p->nbytes[s]);
-        put_touch(state, s, i, e, 1);
+        put_touch(state, s, i, e, 1, 1);
         state->seconds += views_around(state, s, i);
     }
     if (op < p->num_first) {
@@ -348,6 +448,10 @@ static void take_out(State *state, int e) {
     const int op = events[e].op;
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int s = p->reads[j];
+        if (is_split(state, s)) {
+            drop_split(state, s, e);
+            continue;
+        }
         const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i);
         drop_touch(state, s, i);
@@ -356,6 +460,10 @@ static void take_out(State *state, int e) {
     }
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
         const int s = p->makes[j];
+        if (is_split(state, s)) {
+            drop_split(state, s, e);
+            continue;
+        }
         const int i = touch_at(state, s, e);
         state->seconds -= views_around(state, s, i - 1) + views_around(state, s, i);
         drop_touch(state, s, i);
@@ -406,9 +514,22 @@ static int is_needless(const State *state, int e) {
     if (!p->optional[op]) return 0;
     for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
         const Touches *mine = &state->touches[p->makes[j]];
-        if (is_read_at(mine, touch_at(state, p->makes[j], e) + 1)) return 0;
+        const int i = touch_at(state, p->makes[j], e);
+        if (is_split(state, p->makes[j]) ? served_by(mine, i, 1, -1) > i : is_read_at(mine, i + 1)) return 0;
     }
     return 1;
+}
+
+static void discard(State *state, int e);
+
+/* Discard what brings a storage back for nobody, before its place `i`: the latest, or of a split one any. */
+static void discard_before(State *state, int storage, int i) {
+    for (i--; i >= 0 && !full(state); i--) {
+        const Touches *mine = &state->touches[storage];
+        if (i >= mine->count || mine->items[i].is_read) continue;
+        if (is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
+        if (!is_split(state, storage)) return;
+    }
 }
 
 /* Take an event out and with it all that only it needed. */
@@ -418,12 +539,8 @@ static void discard(State *state, int e) {
     const int next = next_of(state, e);
     note(state, e, op, next, 0);
     take_out(state, e);
-    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1] && !full(state); j++) {
-        const Touches *mine = &state->touches[p->reads[j]];
-        int i = touch_at(state, p->reads[j], next) - 1;
-        while (i >= 0 && mine->items[i].is_read) i--;
-        if (i >= 0 && is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
-    }
+    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1] && !full(state); j++)
+        discard_before(state, p->reads[j], touch_at(state, p->reads[j], next));
 }
 
 /* After a run was put in: discard those before it whose blocks it took the readers of. */
@@ -431,20 +548,36 @@ static void discard_behind(State *state, int e) {
     const Problem *p = state->p;
     const int op = state->events[e].op;
     if (op < 0) return; /* discarded in the meantime */
-    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1] && !full(state); j++) {
-        const Touches *mine = &state->touches[p->makes[j]];
-        int i = touch_at(state, p->makes[j], e) - 1;
-        while (i >= 0 && mine->items[i].is_read) i--;
-        if (i >= 0 && is_needless(state, mine->items[i].event)) discard(state, mine->items[i].event);
+    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1] && !full(state); j++)
+        discard_before(state, p->makes[j], touch_at(state, p->makes[j], e));
+}
+
+static void take_back(State *state, const Change *changes, int64_t count) {
+    while (count) {
+        const Change change = changes[--count];
+        if (change.inserted) take_out(state, change.event);
+        else insert(state, change.op, change.before);
     }
 }
 
 static void undo(State *state) {
-    while (state->num_changes) {
-        const Change change = state->journal[--state->num_changes];
-        if (change.inserted) take_out(state, change.event);
-        else insert(state, change.op, change.before);
+    take_back(state, state->journal, state->num_changes);
+    state->num_changes = 0;
+}
+
+/* Remember how a move leads away from the best sequence. */
+static void remember(State *state) {
+    if (state->num_since + state->num_changes > state->since_room) {
+        const int64_t room = 2 * state->since_room + 1024;
+        Change *since = realloc(state->since, (size_t)room * sizeof(Change));
+        if (!since) {
+            state->failed = 1;
+            return;
+        }
+        state->since = since, state->since_room = room;
     }
+    memcpy(state->since + state->num_since, state->journal, (size_t)state->num_changes * sizeof(Change));
+    state->num_since += state->num_changes;
 }
 
 /* Whether `op` may run again right before an event. */
@@ -454,13 +587,45 @@ static int may_stand(const State *state, int before, int op) {
     return before != TAIL && p->slot[state->events[before].op] == p->slot[op];
 }
 
-static int some_way(State *state, int storage) {
+/* The classes of readers of a storage that an op serves. */
+static int classes_served(const State *state, int storage, int op) {
     const Problem *p = state->p;
-    return p->ways[p->way_ptr[storage] + pick(state, p->way_ptr[storage + 1] - p->way_ptr[storage])];
+    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++)
+        if (p->makes[j] == storage) return p->make_classes[j];
+    return 0;
 }
 
-/* Whether a storage is there at event `at`, or made between that and `target`. */
-static int is_there(const State *state, int storage, int at, int target) {
+/* Some op that brings a storage back for some classes of readers; -1 where none does. */
+static int some_way(State *state, int storage, int classes) {
+    const Problem *p = state->p;
+    const int32_t *ways = p->ways + p->way_ptr[storage];
+    const int count = p->way_ptr[storage + 1] - p->way_ptr[storage];
+    if (!is_split(state, storage)) return ways[pick(state, count)];
+    int fitting = 0;
+    for (int i = 0; i < count; i++) fitting += !(classes & ~classes_served(state, storage, ways[i]));
+    if (!fitting) return -1;
+    int left = pick(state, fitting);
+    for (int i = 0;; i++)
+        if (!(classes & ~classes_served(state, storage, ways[i])) && !left--) return ways[i];
+}
+
+/* Whether a storage is there at event `at` for some class of readers, or made between that and `target`. */
+static int is_there_for(const State *state, int storage, int at, int target, int class) {
+    const Touches *mine = &state->touches[storage];
+    for (int i = touch_at(state, storage, at); i < mine->count; i++) {
+        if (!(mine->items[i].classes & class)) continue;
+        return mine->items[i].is_read || mine->items[i].event == at || is_before(state, mine->items[i].event, target);
+    }
+    return 0;
+}
+
+/* The same for all of some classes. */
+static int is_there(const State *state, int storage, int at, int target, int classes) {
+    if (is_split(state, storage)) {
+        for (int class = 1; class <= classes; class *= 2)
+            if ((classes & class) && !is_there_for(state, storage, at, target, class)) return 0;
+        return 1;
+    }
     const Touches *mine = &state->touches[storage];
     int i = touch_at(state, storage, at);
     if (i < mine->count && mine->items[i].event == at) return 1;
@@ -477,16 +642,59 @@ static void gather(State *state, int at, int target, int op, int depth, double c
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int s = p->reads[j];
         if (depth + state->num_gathered >= MAX_GATHERED) break;
-        if (p->way_ptr[s] == p->way_ptr[s + 1] || is_there(state, s, at, target) || draw(state) > chain) continue;
-        const int way = some_way(state, s);
-        if (state->mark[way] == state->stamp || !may_stand(state, target, way)) continue;
+        if (p->way_ptr[s] == p->way_ptr[s + 1] || is_there(state, s, at, target, p->read_classes[j]) || draw(state) > chain)
+            continue;
+        const int way = some_way(state, s, p->read_classes[j]);
+        if (way < 0 || state->mark[way] == state->stamp || !may_stand(state, target, way)) continue;
         gather(state, at, target, way, depth + 1, chain);
     }
     state->gathered[state->num_gathered++] = op;
 }
 
-/* Free a block that is idle at event `at`: bring it back right before it is read next. What that needs and is
-   not there at `at` either is brought back with it, each by the chance `chain`. */
+/* Bring a storage back right before an event, and what that needs and is not there at event `at` either, each by
+   the chance `chain`; the classes of readers that this serves. */
+static int bring_all(State *state, int storage, int classes, int at, int target, double chain) {
+    if (target == TAIL) return 0;
+    const int way = some_way(state, storage, classes);
+    if (way < 0 || !may_stand(state, target, way)) return 0;
+    state->stamp++;
+    state->num_gathered = 0;
+    gather(state, at, target, way, 0, chain);
+    const int first = state->num_changes;
+    for (int j = 0; j < state->num_gathered; j++) bring(state, state->gathered[j], target);
+    const int last = state->num_changes;
+    for (int j = first; j < last && !full(state); j++) {
+        const int e = state->journal[j].event;
+        if (!state->journal[j].inserted || state->events[e].op != state->journal[j].op) continue;
+        if (is_needless(state, e)) discard(state, e);
+        else discard_behind(state, e);
+    }
+    return classes_served(state, storage, way);
+}
+
+/* Free all blocks of a split storage that are idle at event `at`; whether there was any. */
+static int free_split(State *state, int storage, int at, double chain) {
+    const Touches *mine = &state->touches[storage];
+    const int i = touch_at(state, storage, at);
+    int open = state->p->classes[storage], idle = 0;
+    if (i == 0 || (i < mine->count && mine->items[i].event == at)) return 0;
+    for (int j = i; j < mine->count; j++) {
+        if (mine->items[j].is_read) idle |= mine->items[j].classes & open;
+        open &= ~mine->items[j].classes;
+    }
+    if (!idle) return 0;
+    while (idle && !full(state)) {
+        int j = touch_at(state, storage, at);
+        while (j < mine->count && !(mine->items[j].is_read && (mine->items[j].classes & idle))) j++;
+        if (j == mine->count) break;
+        const int served = bring_all(state, storage, mine->items[j].classes & idle, at, mine->items[j].event, chain);
+        if (!served) break;
+        idle &= ~served;
+    }
+    return 1;
+}
+
+/* Free a block that is idle at event `at`: bring it back right before it is read next. */
 static void evict(State *state, int at, double chain) {
     if (!state->num_candidates) return;
     const double most = state->weights[state->num_candidates - 1];
@@ -505,26 +713,14 @@ static void evict(State *state, int at, double chain) {
         } else {
             chosen = state->candidates[pick(state, state->num_candidates)];
         }
+        if (is_split(state, chosen)) {
+            if (free_split(state, chosen, at, chain)) return;
+            continue;
+        }
         const Touches *mine = &state->touches[chosen];
         const int i = touch_at(state, chosen, at);
         if (i == 0 || !is_read_at(mine, i) || mine->items[i].event == at) continue;
-        const int target = mine->items[i].event;
-        if (target == TAIL) continue;
-        const int way = some_way(state, chosen);
-        if (!may_stand(state, target, way)) continue;
-        state->stamp++;
-        state->num_gathered = 0;
-        gather(state, at, target, way, 0, chain);
-        const int first = state->num_changes;
-        for (int j = 0; j < state->num_gathered; j++) bring(state, state->gathered[j], target);
-        const int last = state->num_changes;
-        for (int j = first; j < last && !full(state); j++) {
-            const int e = state->journal[j].event;
-            if (!state->journal[j].inserted || state->events[e].op != state->journal[j].op) continue;
-            if (is_needless(state, e)) discard(state, e);
-            else discard_behind(state, e);
-        }
-        return;
+        if (bring_all(state, chosen, 1, at, mine->items[i].event, chain)) return;
     }
 }
 
@@ -561,7 +757,8 @@ static void move_again(State *state, int e) {
     if (draw(state) < 0.5) { /* right before it is first read */
         for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++) {
             const Touches *mine = &state->touches[p->makes[j]];
-            const int i = touch_at(state, p->makes[j], e) + 1;
+            const int made = touch_at(state, p->makes[j], e);
+            const int i = is_split(state, p->makes[j]) ? served_by(mine, made, 1, -1) : made + 1;
             if (!is_read_at(mine, i)) continue;
             const int reader = mine->items[i].event;
             if (target < 0 || is_before(state, reader, target)) target = reader;
@@ -625,13 +822,15 @@ static int some_excess(State *state) {
         if (e >= 0 && over(state, held_at(state, e))) return e;
     }
     const int start = some_event(state);
-    int chunk = state->events[start < 0 ? HEAD : start].chunk, i = start < 0 ? 0 : state->events[start].index;
-    for (int left = state->num_chunks + 1; left >= 0; left--) {
-        const Chunk *mine = &state->chunks[chunk];
-        if (mine->most + mine->all > state->budget)
-            for (; i < mine->count; i++)
-                if (mine->held[i] + mine->all > state->budget && mine->events[i] > TAIL) return mine->events[i];
-        chunk = mine->next < 0 ? state->events[HEAD].chunk : mine->next;
+    const Event *from = &state->events[start < 0 ? HEAD : start];
+    int place = state->chunks[from->chunk].place, i = start < 0 ? 0 : from->index;
+    for (int left = state->num_spans; left >= 0; left--) {
+        const Span *span = &state->spans[place];
+        const Chunk *mine = &state->chunks[span->chunk];
+        if (span->most + span->all > state->budget)
+            for (; i < span->count; i++)
+                if (mine->held[i] + span->all > state->budget && mine->events[i] > TAIL) return mine->events[i];
+        place = (place + 1) % state->num_spans;
         i = 0;
     }
     return -1;
@@ -639,19 +838,20 @@ static int some_excess(State *state) {
 
 static int64_t peak_of(const State *state) {
     int64_t peak = 0;
-    for (int chunk = state->events[HEAD].chunk; chunk >= 0; chunk = state->chunks[chunk].next) {
-        const Chunk *mine = &state->chunks[chunk];
-        for (int i = 0; i < mine->count; i++)
-            if (mine->events[i] > TAIL && mine->held[i] + mine->all > peak) peak = mine->held[i] + mine->all;
+    for (int place = 0; place < state->num_spans; place++) {
+        const Span *span = &state->spans[place];
+        const Chunk *mine = &state->chunks[span->chunk];
+        for (int i = 0; i < span->count; i++)
+            if (mine->events[i] > TAIL && mine->held[i] + span->all > peak) peak = mine->held[i] + span->all;
     }
     return peak;
 }
 
 static int write_order(const State *state, int32_t *order) {
     int length = 0;
-    for (int chunk = state->events[HEAD].chunk; chunk >= 0; chunk = state->chunks[chunk].next) {
-        const Chunk *mine = &state->chunks[chunk];
-        for (int i = 0; i < mine->count; i++)
+    for (int place = 0; place < state->num_spans; place++) {
+        const Chunk *mine = &state->chunks[state->spans[place].chunk];
+        for (int i = 0; i < state->spans[place].count; i++)
             if (mine->events[i] > TAIL) order[length++] = state->events[mine->events[i]].op;
     }
     return length;
@@ -667,6 +867,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     const size_t chunks = events / 8 + 8; /* two neighbours have more than CHUNK / 2 events */
     state->events = calloc(events, sizeof(Event));
     state->chunks = calloc(chunks, sizeof(Chunk));
+    state->spans = calloc(chunks, sizeof(Span));
     state->spare_chunks = malloc(chunks * sizeof(int32_t));
     state->touches = calloc(storages, sizeof(Touches));
     state->spare = malloc(events * sizeof(int32_t));
@@ -680,7 +881,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     state->mark = calloc(ops, sizeof(uint32_t));
     state->view_mark = calloc((size_t)p->num_views + 1, sizeof(uint32_t));
     state->journal = malloc(1024 * sizeof(Change));
-    if (!(state->events && state->chunks && state->spare_chunks && state->touches && state->spare && state->again && state->first_event && state->maker &&
+    if (!(state->events && state->chunks && state->spans && state->spare_chunks && state->touches && state->spare && state->again && state->first_event && state->maker &&
           state->candidates && state->weights && state->gathered && state->own && state->mark && state->view_mark &&
           state->journal))
         return 0;
@@ -703,17 +904,15 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     }
     state->num_events = 2;
     state->events[HEAD].op = state->events[TAIL].op = -1;
-    state->num_chunks = 2;
+    state->num_chunks = state->num_spans = 2;
     for (int e = HEAD; e <= TAIL; e++) {
-        Chunk *chunk = &state->chunks[e];
-        state->events[e].chunk = chunk->order = e;
-        chunk->prev = e == HEAD ? -1 : HEAD, chunk->next = e == HEAD ? TAIL : -1;
-        chunk->events[0] = e, chunk->count = 1;
+        state->events[e].chunk = state->spans[e].chunk = state->chunks[e].place = e;
+        state->chunks[e].events[0] = e, state->spans[e].count = 1;
     }
     state->tail_held = p->static_bytes;
     for (int s = 0; s < p->num_storages; s++) {
         if (!p->pinned[s]) continue;
-        put_touch(state, s, 0, TAIL, 1);
+        put_touch(state, s, 0, TAIL, 1, p->classes[s]);
         state->tail_held += p->nbytes[s];
     }
     for (int i = 0; i < length && !state->failed; i++) {
@@ -734,10 +933,10 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
 
 static void end(State *state) {
     for (int s = 0; state->touches && s < state->p->num_storages; s++) free(state->touches[s].items);
-    free(state->events), free(state->chunks), free(state->spare_chunks), free(state->touches), free(state->spare);
+    free(state->events), free(state->chunks), free(state->spans), free(state->spare_chunks), free(state->touches), free(state->spare);
     free(state->again), free(state->first_event);
     free(state->maker), free(state->candidates), free(state->weights), free(state->gathered), free(state->own);
-    free(state->mark), free(state->view_mark), free(state->journal);
+    free(state->mark), free(state->view_mark), free(state->journal), free(state->since);
 }
 
 /* The figures of a sequence: excess over the budget, peak, and seconds added. Runs that nobody needs count for
@@ -769,10 +968,9 @@ int lowtide_anneal(const Problem *p, int32_t *order, int length, int room, int64
     int64_t largest = 1;
     for (int s = 0; s < p->num_storages; s++)
         if (p->nbytes[s] > largest) largest = p->nbytes[s];
-    int best_length = write_order(&state, order), is_written = 1;
+    int is_best = 0; /* whether the best sequence was met by the last move */
     int64_t best_excess = state.excess;
     double best_seconds = state.seconds;
-    *peak = peak_of(&state);
     double price = heat / (double)largest, temperature = heat;
     for (int64_t move = 0; move < moves && !state.failed; move++) {
         if (!best_excess && best_seconds <= enough_seconds) break;
@@ -801,25 +999,25 @@ int lowtide_anneal(const Problem *p, int32_t *order, int length, int room, int64
         }
         if (!state.num_changes) continue;
         const double worse = state.seconds - old_seconds + price * (double)(state.excess - old_excess);
-        int stays = !full(&state) && (worse <= 0.0 || draw(&state) < exp(-worse / temperature));
+        const int stays = !full(&state) && (worse <= 0.0 || draw(&state) < exp(-worse / temperature));
         if (stays && state.seconds >= least_seconds &&
             (state.excess < best_excess || (state.excess == best_excess && state.seconds < best_seconds * (1 - 1e-12)))) {
             best_excess = state.excess, best_seconds = state.seconds;
-            is_written = 0;
-        } else if (!is_written) {
-            stays = 0; /* no move leads away from the best one before it is written down */
-        }
-        if (!stays) {
-            undo(&state);
+            state.num_since = 0;
+            is_best = 1;
+        } else if (stays && !is_best) {
+            remember(&state);
+        } else {
+            undo(&state); /* also the first move away from a new best one: a second look at what is near it */
             state.seconds = old_seconds; /* sums of many small numbers drift */
-            if (!is_written) best_length = write_order(&state, order), *peak = peak_of(&state), is_written = 1;
+            is_best = 0;
         }
         if (move % 100 == 99) price *= state.excess > 0 ? 1.3 : 0.8;
     }
-    if (!is_written) best_length = write_order(&state, order), *peak = peak_of(&state);
-    const int failed = state.failed;
+    if (!state.failed) take_back(&state, state.since, state.num_since);
+    const int failed = state.failed, best_length = failed ? 0 : write_order(&state, order);
+    *excess = best_excess, *peak = failed ? 0 : peak_of(&state), *seconds = best_seconds;
     end(&state);
-    *excess = best_excess, *seconds = best_seconds;
     return failed ? -1 : best_length;
 }
 

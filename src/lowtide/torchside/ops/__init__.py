@@ -2,6 +2,7 @@
 
 - `autocast`: weights that eager casts once
 - `backward_chains`: pointwise ops of the backward pass, in slices with the forward ops that they need
+- `by_number`: ops that torch traces only for a known number, for any
 - `by_value`: ops that eager differentiates by looking at values
 - `chains`: pointwise ops, a slice of the elements at a time
 - `direct`: ops called without torch's ways around them

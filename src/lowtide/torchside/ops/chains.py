@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.torchside.calls import is_number
 from lowtide.torchside.hooks import FakeTensor
 from lowtide.torchside.ops.readers import is_backward, readers
 from lowtide.torchside.ops.schema import is_view_op
@@ -76,7 +77,7 @@ Program = list[Any]
 
 def in_slices(
     program: Program,
-    inputs: list[Tensor],
+    inputs: list[Any],
     dtype: torch.dtype,
     size: int = SLICE,
     *,
@@ -87,19 +88,23 @@ def in_slices(
     It is written over input `over`, or into memory of its own. Where the inputs do not lie so, against what
     was captured, the program runs as it is, whole.
     """
-    whole = next(value for value in inputs if value.dim())
+    whole = next(value for value in inputs if _is_cut(value))
     if isinstance(whole, FakeTensor):
         return torch.empty_like(whole, dtype=dtype) if over is None else inputs[over]
     last = _last_uses(program, len(inputs))
-    if not all(value.is_contiguous() for value in inputs):
+    if not all(value.is_contiguous() for value in inputs if _is_cut(value)):
         return _run(program, {f"%{i}": value for i, value in enumerate(inputs)}, last)  # type: ignore[no-any-return]
-    flat = [value.view(-1) if value.dim() else value for value in inputs]
+    flat = [value.view(-1) if _is_cut(value) else value for value in inputs]
     out = torch.empty_like(whole, dtype=dtype) if over is None else inputs[over]
     flat_out = out.view(-1)
     for first, end in slices(whole.numel(), torch.get_num_threads(), size):
-        some = {f"%{i}": value[first:end] if value.dim() else value for i, value in enumerate(flat)}
+        some = {f"%{i}": value[first:end] if _is_cut(value) else value for i, value in enumerate(flat)}
         flat_out[first:end] = _run(program, some, last)
     return out
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, Tensor) and bool(value.dim())
 
 
 def slices(count: int, threads: int, size: int = SLICE) -> Iterator[tuple[int, int]]:
@@ -208,6 +213,8 @@ def is_pointwise(
 
 
 def _lies(value: Any, shape: Any) -> bool:
+    if is_number(value):
+        return True
     if not isinstance(value, Tensor) or value.device.type != "cpu" or value.is_complex():
         return False
     return not value.dim() or (value.shape == shape and value.is_contiguous())

@@ -4,7 +4,8 @@ import functools
 import operator
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.types import Number
 
 from lowtide.torchside.hooks import FakeTensor, real_tensors
 
@@ -48,7 +49,31 @@ def apply_mask(
     return result
 
 
-@functools.cache
+@torch.library.custom_op(
+    "lowtide::dropout_by_number", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def dropout_by_number(value: Tensor, probability: Number) -> tuple[Tensor, Tensor]:
+    """What `eager_dropout` gives, which takes its place in graphs: traced where the probability is an input
+    of the graph, and torch's own ops would ask for its value."""
+    return eager_dropout(value, float(probability), True)
+
+
+@dropout_by_number.register_fake
+def _fake_dropout(value: Tensor, probability: Number) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(value), torch.empty_like(value, dtype=torch.bool)
+
+
+@torch.library.custom_op("lowtide::dropout_by_number_backward", mutates_args=())
+def dropout_by_number_backward(grad: Tensor, mask: Tensor, probability: Number) -> Tensor:
+    return apply_mask(grad, mask, float(probability))
+
+
+@dropout_by_number_backward.register_fake
+def _fake_dropout_backward(grad: Tensor, mask: Tensor, probability: Number) -> Tensor:
+    return torch.empty_like(grad)
+
+
+@functools.lru_cache(maxsize=256)
 def _scale(dtype: torch.dtype, probability: float) -> float:
     """What eager multiplies with, in its rounding: exactly a number of that type."""
     if probability == 1:
@@ -86,6 +111,13 @@ def use_eager_dropout(graph: fx.Graph) -> None:
         if dropout is not None:
             node.target = apply_mask
             node.args = (*node.args[:2], dropout.args[1])
+    for node in graph.find_nodes(op="call_function", target=torch.ops.lowtide.dropout_by_number.default):
+        node.target = eager_dropout
+        node.args = (*node.args, True)
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.lowtide.dropout_by_number_backward.default
+    ):
+        node.target = apply_mask
     for node in graph.nodes:
         pair = dropout_output(node)
         if pair is not None:

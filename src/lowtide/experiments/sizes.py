@@ -1,0 +1,258 @@
+"""The sizes of one step that were looked at, and what they tell of all others, whatever the budget.
+
+The first size is captured and its ops are timed; from it alone a guess is made at the size that matters,
+which is captured next, with its seconds scaled. Bytes at any other size lie on the line, or parabola, through
+the captured ones, as far as they have the same ops (`between`). What ops hold inside does not: of a size that
+is looked at, that is measured (`inside`).
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import inf
+
+from lowtide.errors import CaptureError, TargetError
+from lowtide.experiments.between import (
+    APART,
+    Form,
+    form_of,
+    peak_from,
+    scaled,
+    seconds_by,
+    sizes_alike,
+    step_from,
+)
+from lowtide.experiments.fit_records import Vary
+from lowtide.experiments.inside import Insides
+from lowtide.facts import Step
+from lowtide.planning.bounds.curve import Bounds
+from lowtide.planning.search.table import make_table
+from lowtide.profiles import Profile
+from lowtide.profiling.costing import measure_insides
+from lowtide.profiling.hurry import Hurry, in_a_hurry
+from lowtide.profiling.known import Known
+from lowtide.torchside.calls import OpCost
+from lowtide.zoo.targets import Target, TargetSpec
+
+logger = logging.getLogger("lowtide")
+
+FAR = 8
+"""How many times the only captured size the one is that is guessed from it alone."""
+MOST_ERROR = 0.01
+"""Paper that is further off than this share tells nothing."""
+LEAST_SHARE = 100
+"""What an op should hold inside, as a part of the budget, to be asked what it does."""
+
+Source = TargetSpec | Target
+Profiler = Callable[[Source], Profile]
+Working = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """A size that was looked at: `captured`, or made on paper with what its ops hold inside measured.
+
+    `form` numbers the different kinds of steps.
+    """
+
+    profile: Profile
+    captured: bool
+    form: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Sizes:
+    """`least_bytes`: ops that should hold less inside are not asked what they do."""
+
+    source: Callable[[int], Source]
+    vary: Vary
+    profile: Profiler
+    working: Working
+    least_bytes: int = 0
+    looks: dict[int, Look] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+    version: int = 0
+    """how often something new was learnt: what was told before is told anew then"""
+    _forms: list[Form] = field(default_factory=list)
+    _timed: dict[str, OpCost] = field(default_factory=dict)
+    _known: Known | None = None
+    _insides: dict[tuple[int, tuple[int, ...]], Insides] = field(default_factory=dict)
+    _papers: dict[tuple[int, int], Step] = field(default_factory=dict)
+    _margin: tuple[int, float] = (-1, inf)
+    _far: Bounds | None = None
+
+    @property
+    def most(self) -> int:
+        """The largest size to look at."""
+        unit = self.vary.multiple_of
+        return min([self.vary.most // unit * unit, *(size - unit for size in self.refused)])
+
+    @property
+    def captured(self) -> dict[int, Look]:
+        return {size: look for size, look in self.looks.items() if look.captured}
+
+    def capture(self, size: int) -> None:
+        """Capture one size and measure its ops, or scale what was measured of the first size.
+
+        One that is `refused`, and larger than all captured ones, is the end of what can be looked at.
+        """
+        if size in self.looks and self.looks[size].captured:
+            return
+        hurry = Hurry(measured=self._timed, like=self._known, least_bytes=self.least_bytes)
+        try:
+            with self.working(f"{self.vary.name} {size}"), in_a_hurry(hurry):
+                found = self.profile(self.source(size))
+        except (CaptureError, TargetError) as error:
+            if size < max(self.captured, default=size + 1):
+                raise
+            logger.warning(
+                "no %s from %s on is looked at, since one is refused: %s", self.vary.name, size, error
+            )
+            self.refused.add(size)
+            return
+        if self._known is None:
+            self._known = found.known
+        # without the model behind it, of which there would be one for each size
+        self._add(size, Profile(found.step, found.known), captured=True)
+
+    def look_at(self, size: int) -> None:
+        """Make one size on paper, with the bytes inside of its ops measured; capture it where that fails."""
+        if size in self.looks:
+            return
+        step = None if self.may_be_refused(size) else self._measured_on_paper(size)
+        if step is None:
+            self.capture(size)
+        else:
+            self._add(size, Profile(step), captured=False)
+
+    def _add(self, size: int, profile: Profile, *, captured: bool) -> None:
+        form = form_of(profile.step)
+        if form not in self._forms:
+            self._forms.append(form)
+        self.looks[size] = Look(profile=profile, captured=captured, form=self._forms.index(form))
+        self.version += 1
+        self._papers.clear()
+
+    def _measured_on_paper(self, size: int) -> Step | None:
+        captured = self.captured
+        chosen = self._alike(size, captured)
+        known = {one: found for one in chosen if (found := captured[one].profile.known) is not None}
+        if len(known) <= self.vary.degree or not self._is_steady(min(chosen)):
+            return None
+        step = step_from(size, {one: captured[one].profile.step for one in chosen})
+        key = (self.least_bytes, tuple(sorted(chosen)))
+        insides = self._insides.setdefault(
+            key, Insides(known, least_bytes=self.least_bytes, measure=measure_insides)
+        )
+        with self.working(f"{self.vary.name} {size}"):
+            return insides.fill(step, size)
+
+    def _is_steady(self, smallest: int) -> bool:
+        """Whether all captured sizes above have the same ops: small ones may lack some."""
+        form = self.looks[smallest].form
+        return all(look.form == form for size, look in self.captured.items() if size > smallest)
+
+    def _alike(self, size: int, looks: dict[int, Look]) -> list[int]:
+        forms = {other: look.form for other, look in looks.items()}
+        return sizes_alike(size, forms, degree=self.vary.degree)
+
+    def may_be_refused(self, size: int) -> bool:
+        """Whether the model may take no size as large as that: one was refused, and it is above those
+        captured."""
+        return bool(self.refused) and size > max(self.captured)
+
+    def is_apart(self, size: int) -> bool:
+        """Whether a size is far enough from all captured ones to draw a line through it and them."""
+        return all(abs(size - other) >= APART * max(size, other) for other in self.captured)
+
+    def tells(self, size: int) -> bool:
+        """Whether there is something to tell a size from."""
+        return bool(self.told_from(size))
+
+    def on_paper(self, size: int) -> Step | None:
+        """The step at a size; None where nothing tells it."""
+        if size in self.looks:
+            return self.looks[size].profile.step
+        if (size, self.version) not in self._papers:
+            chosen = self._alike(size, self.looks)
+            if not chosen:
+                return None
+            steps = {one: self.looks[one].profile.step for one in chosen}
+            self._papers[size, self.version] = step_from(size, steps)
+        return self._papers[size, self.version]
+
+    def peak_bytes(self, size: int) -> int | None:
+        """The peak of a size without a plan; None where nothing tells it."""
+        return self._peak_bytes(size, self.looks)
+
+    def _peak_bytes(self, size: int, looks: dict[int, Look]) -> int | None:
+        if size in looks:
+            return looks[size].profile.peak_bytes
+        chosen = self._alike(size, looks)
+        if not chosen:
+            return None
+        timelines = {one: looks[one].profile.timeline for one in chosen}
+        if len({timeline.runs for timeline in timelines.values()}) == 1:
+            return peak_from(size, {one: timeline.bytes_held for one, timeline in timelines.items()})
+        step = step_from(size, {one: looks[one].profile.step for one in chosen})
+        return Profile(step).peak_bytes
+
+    def told_from(self, size: int) -> list[int]:
+        """The sizes that one is told from, which have the same ops; itself where it was looked at."""
+        return [size] if size in self.looks else self._alike(size, self.looks)
+
+    def step_seconds(self, size: int) -> float:
+        """The time of a size without a plan, by the next two."""
+        if size in self.looks:
+            return self.looks[size].profile.step_seconds
+        near = self._alike(size, self.looks)[:2]
+        return seconds_by(size, near)([self.looks[one].profile.step_seconds for one in near])
+
+    def floor_bytes(self, size: int) -> int | None:
+        """About what no plan of a size can be below; None where nothing tells it."""
+        if size in self.looks:
+            return self.looks[size].profile.bounds.floor_bytes
+        if len(self.looks) == 1:
+            return self._guessed_floor(size)
+        chosen = self._alike(size, self.looks)
+        return _floor_from(size, {one: self.looks[one].profile.bounds for one in chosen}) if chosen else None
+
+    def _guessed_floor(self, size: int) -> int:
+        """The same from one size alone, and one that is guessed from it."""
+        [(only, look)] = self.looks.items()
+        amount = self.vary.amount
+        far = FAR * only
+        if self._far is None:
+            ratio = Fraction(amount(far), amount(only))
+            self._far = Bounds(make_table(scaled(look.profile.step, ratio)))
+        return _floor_from(amount(size), {amount(only): look.profile.bounds, amount(far): self._far})
+
+    @property
+    def margin(self) -> float:
+        """Twice the largest share by which the peak of a size that was looked at is not what smaller and
+        larger ones say of it; infinite where nothing can be told, or nothing well."""
+        if self._margin[0] != self.version:
+            self._margin = (self.version, 2 * self._error())
+        return self._margin[1]
+
+    def _error(self) -> float:
+        between = sorted(self.looks)[1:-1]
+        if len(between) < self.vary.degree:
+            return inf
+        errors = []
+        for size in between:
+            others = {other: look for other, look in self.looks.items() if other != size}
+            told = self._peak_bytes(size, others)
+            errors.append(inf if told is None else abs(told / self.looks[size].profile.peak_bytes - 1))
+        return max(errors) if max(errors) <= MOST_ERROR else inf
+
+
+def _floor_from(size: int, chosen: dict[int, Bounds]) -> int:
+    ranks = sorted({rank for bounds in chosen.values() for rank in bounds.floor_ranks})
+    if not ranks:
+        return max(bounds.floor_bytes for bounds in chosen.values())
+    return peak_from(
+        size, {one: [bounds.at(rank).least_bytes for rank in ranks] for one, bounds in chosen.items()}
+    )
