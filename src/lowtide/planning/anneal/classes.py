@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from lowtide.planning.values import Values
 
+NEAR = 0.01
+"""Of all ops of a step, how many may run between two reads of a storage for it to stay anyway."""
 MOST = 8
 """Classes of one storage. Where there would be more, only what serves all readers brings it back."""
 
@@ -23,13 +25,38 @@ class Classes:
         self.served: dict[int, dict[int, int]] = {}
         self._readers: dict[int, dict[int, int]] = {}
         storages = values.table.step.storages
-        for storage in sorted(values.readers):
-            if not storages[storage].pinned:
-                self._add(storage)
+        free = [storage for storage in sorted(values.readers) if not storages[storage].pinned]
+        found = {storage: values.classes(storage) for storage in free}
+        reads = self._reads([storage for storage in free if 1 < len(found[storage]) <= MOST])
+        for storage in free:
+            self._add(storage, found[storage], reads.get(storage, {}))
 
-    def _add(self, storage: int) -> None:
-        found = self._values.classes(storage)
-        if len(found) == 1 or len(found) > MOST:
+    def _reads(self, storages: list[int]) -> dict[int, dict[int, list[int]]]:
+        """By storage and reader, when the backward pass reads it: after how many ops that make something."""
+        table, values = self._values.table, self._values
+        found: dict[int, dict[int, list[int]]] = {storage: {} for storage in storages}
+        place = 0
+        for op in table.plain[table.first_backward :] if storages else ():
+            place += bool(op.fresh)
+            for source in {source for read in op.reads for source in values.sources(read)}:
+                for storage in values.required[source] & found.keys():
+                    found[storage].setdefault(source, []).append(place)
+        return found
+
+    def _is_near(self, mine: frozenset[int], reads: dict[int, list[int]]) -> bool:
+        """Whether each read of some readers comes right after one of others, for which the block is there."""
+        own = [place for reader in mine for place in reads.get(reader, ())]
+        others = [place for reader in reads if reader not in mine for place in reads[reader]]
+        most = 1 + NEAR * self._values.table.size
+        return bool(own) and all(any(0 <= place - other <= most for other in others) for place in own)
+
+    def _add(
+        self,
+        storage: int,
+        found: list[tuple[frozenset[int], frozenset[int]]],
+        reads: dict[int, list[int]],
+    ) -> None:
+        if not 1 < len(found) <= MOST or any(self._is_near(readers, reads) for readers, _ in found):
             for number in sorted(frozenset.intersection(*(recipes for _, recipes in found))):
                 self.served.setdefault(number, {})[storage] = 1
             return

@@ -42,7 +42,6 @@ typedef struct {
 
 /* Some events in the order they run. */
 typedef struct {
-    int32_t place; /* among the spans */
     int32_t events[CHUNK];
     int64_t held[CHUNK];
 } Chunk;
@@ -75,6 +74,7 @@ typedef struct {
     Event *events;
     Chunk *chunks;
     Span *spans;
+    int32_t *places;          /* by chunk, its span */
     Touches *touches;         /* by storage */
     int32_t *spare, *spare_chunks, *again, *first_event, *maker, *candidates, *gathered;
     int64_t *own;             /* by op: bytes that it makes, and its workspace */
@@ -105,7 +105,7 @@ static int pick(State *state, int count) {
 static int64_t over(const State *state, int64_t held) { return held > state->budget ? held - state->budget : 0; }
 
 static Span *span_of(const State *state, int e) {
-    return &state->spans[state->chunks[state->events[e].chunk].place];
+    return &state->spans[state->places[state->events[e].chunk]];
 }
 
 static int64_t held_at(const State *state, int e) {
@@ -129,21 +129,30 @@ static int prev_of(const State *state, int e) {
 static int is_before(const State *state, int e, int other) {
     const Event *one = &state->events[e], *two = &state->events[other];
     if (one->chunk == two->chunk) return one->index < two->index;
-    return state->chunks[one->chunk].place < state->chunks[two->chunk].place;
+    return state->places[one->chunk] < state->places[two->chunk];
 }
 
 /* Add `nbytes` to the events of a span from index `from` to before `to`; what that adds to the excess. */
 static int64_t add_within(const State *state, Span *span, int from, int to, int64_t nbytes) {
     int64_t *held = state->chunks[span->chunk].held;
     const int64_t budget = state->budget - span->all;
+    const int64_t most = span->most, least = span->least;
     int64_t excess = 0;
+    if (nbytes > 0) span->most += nbytes;
+    else span->least += nbytes;
+    if (most <= budget && span->most <= budget) {
+        for (int i = from; i < to; i++) held[i] += nbytes;
+        return 0;
+    }
+    if (least >= budget && span->least >= budget) {
+        for (int i = from; i < to; i++) held[i] += nbytes;
+        return nbytes * (to - from);
+    }
     for (int i = from; i < to; i++) {
         const int64_t before = held[i], after = before + nbytes;
         held[i] = after;
         excess += (after > budget ? after - budget : 0) - (before > budget ? before - budget : 0);
     }
-    if (nbytes > 0) span->most += nbytes;
-    else span->least += nbytes;
     return excess;
 }
 
@@ -189,7 +198,7 @@ static void add_between(State *state, int first, int last, int64_t nbytes) {
 static void move_spans(State *state, int from, int by) {
     memmove(state->spans + from + by, state->spans + from, (size_t)(state->num_spans - from) * sizeof(Span));
     state->num_spans += by;
-    for (int place = from + by; place < state->num_spans; place++) state->chunks[state->spans[place].chunk].place = place;
+    for (int place = from + by; place < state->num_spans; place++) state->places[state->spans[place].chunk] = place;
 }
 
 /* A span without events behind another one. */
@@ -198,7 +207,7 @@ static Span *new_span(State *state, int behind) {
     move_spans(state, behind + 1, 1);
     Span *made = &state->spans[behind + 1];
     made->chunk = chunk, made->count = 0;
-    state->chunks[chunk].place = behind + 1;
+    state->places[chunk] = behind + 1;
     return made;
 }
 
@@ -222,7 +231,7 @@ static void shift(State *state, Span *source, int from, Span *target) {
 static void link(State *state, int e, int behind, int64_t held) {
     Span *span = span_of(state, behind);
     int index = state->events[behind].index + 1;
-    const int place = state->chunks[span->chunk].place;
+    const int place = state->places[span->chunk];
     if (place + 2 == state->num_spans && index >= FILLED && index == span->count) { /* at the end, where whole sequences grow */
         span = new_span(state, place);
         span->all = 0, span->least = LARGEST, span->most = -LARGEST;
@@ -258,7 +267,7 @@ static int join(State *state, int place) {
 static void unlink_event(State *state, int e) {
     Span *span = span_of(state, e);
     Chunk *mine = &state->chunks[span->chunk];
-    const int place = mine->place;
+    const int place = state->places[span->chunk];
     span->count--;
     for (int i = state->events[e].index; i < span->count; i++) {
         mine->events[i] = mine->events[i + 1], mine->held[i] = mine->held[i + 1];
@@ -823,7 +832,7 @@ static int some_excess(State *state) {
     }
     const int start = some_event(state);
     const Event *from = &state->events[start < 0 ? HEAD : start];
-    int place = state->chunks[from->chunk].place, i = start < 0 ? 0 : from->index;
+    int place = state->places[from->chunk], i = start < 0 ? 0 : from->index;
     for (int left = state->num_spans; left >= 0; left--) {
         const Span *span = &state->spans[place];
         const Chunk *mine = &state->chunks[span->chunk];
@@ -868,6 +877,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     state->events = calloc(events, sizeof(Event));
     state->chunks = calloc(chunks, sizeof(Chunk));
     state->spans = calloc(chunks, sizeof(Span));
+    state->places = calloc(chunks, sizeof(int32_t));
     state->spare_chunks = malloc(chunks * sizeof(int32_t));
     state->touches = calloc(storages, sizeof(Touches));
     state->spare = malloc(events * sizeof(int32_t));
@@ -881,7 +891,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     state->mark = calloc(ops, sizeof(uint32_t));
     state->view_mark = calloc((size_t)p->num_views + 1, sizeof(uint32_t));
     state->journal = malloc(1024 * sizeof(Change));
-    if (!(state->events && state->chunks && state->spans && state->spare_chunks && state->touches && state->spare && state->again && state->first_event && state->maker &&
+    if (!(state->events && state->chunks && state->spans && state->places && state->spare_chunks && state->touches && state->spare && state->again && state->first_event && state->maker &&
           state->candidates && state->weights && state->gathered && state->own && state->mark && state->view_mark &&
           state->journal))
         return 0;
@@ -906,7 +916,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     state->events[HEAD].op = state->events[TAIL].op = -1;
     state->num_chunks = state->num_spans = 2;
     for (int e = HEAD; e <= TAIL; e++) {
-        state->events[e].chunk = state->spans[e].chunk = state->chunks[e].place = e;
+        state->events[e].chunk = state->spans[e].chunk = state->places[e] = e;
         state->chunks[e].events[0] = e, state->spans[e].count = 1;
     }
     state->tail_held = p->static_bytes;
@@ -933,7 +943,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
 
 static void end(State *state) {
     for (int s = 0; state->touches && s < state->p->num_storages; s++) free(state->touches[s].items);
-    free(state->events), free(state->chunks), free(state->spans), free(state->spare_chunks), free(state->touches), free(state->spare);
+    free(state->events), free(state->chunks), free(state->spans), free(state->places), free(state->spare_chunks), free(state->touches), free(state->spare);
     free(state->again), free(state->first_event);
     free(state->maker), free(state->candidates), free(state->weights), free(state->gathered), free(state->own);
     free(state->mark), free(state->view_mark), free(state->journal), free(state->since);
