@@ -21,6 +21,19 @@ pytestmark = pytest.mark.slow
 SMALL = 37
 
 
+class Repeated(nn.Module):
+    """One layer, used over and over, and its weight once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.tanh(self.layer(x))
+        return x @ self.layer.weight
+
+
 def _target(model: nn.Module) -> Target:
     return Target(
         "model", model, torch.randn(BATCH, WIDTH), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -85,6 +98,18 @@ def test_two_calls_before_one_backward(other_pair: tuple[Target, Target]) -> Non
         (target.model(target.batch) * target.model(target.batch.flip(0))).sum().backward()
 
     _same(*other_pair, loop)
+
+
+def test_two_calls_that_each_use_a_weight_several_times(caplog: pytest.LogCaptureFixture) -> None:
+    def loop(target: Target) -> None:
+        for _ in range(2):  # from the second step on it is planned for
+            target.model(target.batch).sum().backward()
+            (target.model(target.batch).sum() + target.model(target.batch.flip(0)).sum()).backward()
+
+    pair = _pair(Repeated())
+    _same(*pair, loop)
+    assert runner_of(pair[1].model).backend.graphs[-1][1].apart
+    assert "called twice" not in caplog.text
 
 
 def test_retain_graph(pair: tuple[Target, Target]) -> None:

@@ -1,6 +1,7 @@
 """What a step was captured from, in words that can be compared and shown."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture.graphs import Segment, name_tensors
 from lowtide.capture.tangents import tangent_outputs
-from lowtide.facts import Kind
+from lowtide.facts import Graph, Kind
 
 
 def identify(model: nn.Module, batch: Any) -> tuple[tuple[str, str], ...]:
@@ -52,3 +53,18 @@ def _layout(name: str, tensor: torch.Tensor) -> str:
     """`input_ids int64[4x128]`"""
     shape = "x".join(map(str, tensor.shape))
     return f"{name} {str(tensor.dtype).removeprefix('torch.')}[{shape}]"
+
+
+def why_unknown(segment: Segment, planned: Sequence[Graph]) -> str:
+    """Why a graph is none of the planned ones, as far as its inputs tell."""
+    now = identify_inputs(segment)
+    alike = [graph.inputs for graph in planned if len(graph.inputs) == len(now)]
+    if now in alike:
+        return (
+            "its inputs are as planned, so the model took another path through its code, or runs in another "
+            "setting, such as autocast"
+        )
+    if not alike:
+        return f"it reads {len(now)} inputs of the batch"
+    new, old = next(pair for pair in zip(now, alike[0], strict=True) if pair[0] != pair[1])
+    return f"its input {new} was planned as {old}"

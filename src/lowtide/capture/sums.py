@@ -95,11 +95,17 @@ def casts_of(segment: Segment) -> dict[int, torch.dtype]:
     return {place: dtype for place, dtype in found.items() if dtype is not None}
 
 
-def sums_inside(segment: Segment, apart: Collection[int]) -> str:
-    """A weight whose gradient a graph adds up itself, in words: another call would be added to the sum, where
-    eager adds up term by term. Empty for none."""
+def sums_inside(segment: Segment, apart: Collection[int]) -> tuple[int, ...]:
+    """Weights, by their places, whose gradients a graph adds up itself: another call would be added to the
+    sum, where eager adds up term by term."""
+    return tuple(place for place, _, grad in _weights(segment) if _adds(grad) and place not in apart)
+
+
+def sums_in_casts(segment: Segment) -> str:
+    """A weight with such a sum in the type that autocast has cast it to, whose terms cannot leave apart;
+    empty for none."""
     for place, _weight, grad in _weights(segment):
-        if (_adds(grad) and place not in apart) or is_sum_in_type_of_cast(grad):
+        if is_sum_in_type_of_cast(grad):
             return segment.origins[place].name
     return ""
 
@@ -137,13 +143,19 @@ def _with_terms(segment: Segment, places: Collection[int]) -> Segment:
     if not places:
         return segment
     copy = copy_of(segment)
-    graph, output = copy.joint.graph, copy.joint.graph.output_node()
-    results = list(results_of(copy.joint))
+    return_terms(copy.joint, [segment.num_forward_outputs + place for place in sorted(places)])
+    return copy
+
+
+def return_terms(module: fx.GraphModule, places: Sequence[int]) -> None:
+    """Let a graph return the gradients at these places among its results as terms."""
+    graph, output = module.graph, module.graph.output_node()
+    results = results_of(module)
     plain = output.args[0]
     assert isinstance(plain, (list, tuple))
     returned: list[Any] = list(plain)
-    for place in sorted(places):
-        grad = results[segment.num_forward_outputs + place]
+    for place in places:
+        grad = results[place]
         if grad is None:
             continue
         parts = _terms(grad)
@@ -151,13 +163,12 @@ def _with_terms(segment: Segment, places: Collection[int]) -> Segment:
             node = graph.call_function(terms, tuple(parts))
         node.meta = {**grad.meta, "val": [part.meta["val"] for part in parts]}
         node.meta.pop("is_gradient_acc", None)
-        returned[segment.num_forward_outputs + place] = node
+        returned[place] = node
     output.args = (returned,)
     for node in reversed(list(graph.nodes)):
         if _adds(node) and not node.users:
             graph.erase_node(node)
-    copy.joint.recompile()
-    return copy
+    module.recompile()
 
 
 def _last_input(graph: fx.Graph) -> fx.Node:
@@ -170,7 +181,7 @@ def _terms(grad: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     node = grad
     while _adds(node) and (node is grad or len(node.users) == 1):
-        earlier, last = node.args
+        earlier, last = node.args[-2:]  # before them, those of an op that writes over what it reads
         assert isinstance(earlier, fx.Node) and isinstance(last, fx.Node)
         found.append(last)
         node = earlier

@@ -7,6 +7,7 @@
 - `backward`: backward passes, for whichever outputs got a gradient
 - `fans`: gradients of several graphs that autograd adds up in eager's order
 - `shared_casts`: gradients of several calls that autocast's casts of a weight add up, as eager rounds them
+- `pending`: the call whose backward pass has not come yet
 - `loop_watch`, `layout_watch`, `kept_graphs`, `bypass`: notice what the loop does that the plan does not
   count on; `notices` say it
 - `expected_loss`: room for a loss that is not known yet

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from lowtide.capture.graphs import Origin, Segment, has_gradients, new_segment
-from lowtide.capture.sums import casts_of, specialised, sums_inside, sums_of
+from lowtide.capture.sums import casts_of, specialised, sums_in_casts, sums_inside, sums_of
 from lowtide.capture.traced import TracedGraph
 from lowtide.facts import Kind, Run
 from lowtide.running.backward import Backward, FirstCalls
@@ -48,7 +48,8 @@ class Progress:
     seen then: `held` is what the loop made, and `used`, by graph, are outputs that got a gradient though no
     plan counts on it. `outputs` are what the model returned in a loop that is to hold nothing of it but the
     loss. `casts` are the weights of autocast's current block, `summed` a weight whose gradient is a sum
-    that a graph makes.
+    that a graph makes, `summed_in_cast` one whose terms cannot leave the
+    graph; `is_called_again`: several calls come before a backward pass, and plans do not know it.
     """
 
     forwards: int = 0
@@ -64,6 +65,8 @@ class Progress:
     kept: KeptGraphs = field(default_factory=KeptGraphs)
     casts: SharedCasts = field(default_factory=SharedCasts)
     summed: str = ""
+    summed_in_cast: str = ""
+    is_called_again: bool = False
 
     def begin_call(self) -> None:
         self.forwards_before, self.saved_bytes = self.forwards, 0
@@ -230,8 +233,13 @@ class _PlannedGraph:
         )
         sums = sums_of(segment)
         self.fans = {place: sums.get(place, 1) for place in sorted(plan.apart)}
+        # sums that leave in one, unless the model is called again before the backward pass
+        self.sums = () if updates is not None or not executor.in_place else sums_inside(segment, plan.apart)
+        self.fans |= {place: sums[place] for place in self.sums}
         self.casts = casts_of(segment)
-        progress.summed = progress.summed or sums_inside(segment, plan.apart)
+        for place in sums_inside(segment, plan.apart):
+            progress.summed = progress.summed or segment.origins[place].name
+        progress.summed_in_cast = progress.summed_in_cast or sums_in_casts(segment)
         self.gradients = has_gradients(self.rewritten.backward, 0)
         self.gates: Gates | None = None
         if isinstance(executor, ExecutorInParts):
@@ -266,6 +274,7 @@ class _PlannedGraph:
             first_calls=self.first_calls,
             used=used,
             gates=self.gates,
+            sums=self.sums,
             skips_parameters=any(
                 origin.kind is Kind.PARAMETER and not has_gradient
                 for origin, has_gradient in zip(self.segment.origins, self.gradients, strict=False)
@@ -275,7 +284,7 @@ class _PlannedGraph:
         def call(values: list[Any]) -> Any:
             progress.begin_backward(values[num_saved:] if progress.watch is not None else ())
             with taking_updates(updates_number) if updates_number else nullcontext():
-                result = run(values)
+                result = run(values, is_called_again=progress.is_called_again)
             progress.outputs.warn()
             return result
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lowtide.capture.graphs import Segment
-from lowtide.capture.sums import specialised
+from lowtide.capture.sums import return_terms, specialised
 from lowtide.capture.tangents import drop_zeros
 from lowtide.errors import Unsupported
 from lowtide.running.executor import Executor, ExecutorInParts, Parts
@@ -65,7 +65,8 @@ class FirstCalls:
 class Backward:
     """`used` collects the outputs that got a gradient though the plan counts on none.
 
-    Where inputs came through `gates`, it returns with the first gradients and lets those run the rest.
+    Where inputs came through `gates`, it returns with the first gradients and lets those run the rest. Where
+    the model was called again before, the gradients of the inputs `sums` leave as terms.
     `skips_parameters`: some get no gradient whatever the loss is.
     """
 
@@ -80,6 +81,7 @@ class Backward:
         first_calls: FirstCalls,
         used: set[int],
         gates: Gates | None = None,
+        sums: Sequence[int] = (),
         skips_parameters: bool = False,
     ) -> None:
         self.rewritten = rewritten
@@ -90,11 +92,12 @@ class Backward:
         self.first_calls = first_calls
         self.used = used
         self.gates = gates
+        self.sums = sums
         self.skips_parameters = skips_parameters
-        self._functions = {planned_missing: executor(rewritten.backward, inputs, is_backward=True)}
+        self._functions = {(planned_missing, False): executor(rewritten.backward, inputs, is_backward=True)}
         self._parts: dict[frozenset[int], Parts] = {}
 
-    def __call__(self, args: list[Any]) -> Any:
+    def __call__(self, args: list[Any], *, is_called_again: bool = False) -> Any:
         tangents = self.rewritten.tangents
         given = args[self.rewritten.num_saved :]
         missing = frozenset(output for output, value in zip(tangents, given, strict=True) if value is None)
@@ -108,9 +111,13 @@ class Backward:
         chain = None if self.gates is None else waiting_chain(self.gates)
         if chain is not None:
             return chain.begin(self._in_parts(missing), args)
-        if missing not in self._functions:
-            self._functions[missing] = self.executor(self._without(missing), self.inputs, is_backward=True)
-        return self._functions[missing](args)
+        kind = missing, is_called_again and bool(self.sums)
+        if kind not in self._functions:
+            module = self._without(missing)
+            if kind[1]:
+                return_terms(module, self.sums)
+            self._functions[kind] = self.executor(module, self.inputs, is_backward=True)
+        return self._functions[kind](args)
 
     def _in_parts(self, missing: frozenset[int]) -> Parts:
         if missing not in self._parts:

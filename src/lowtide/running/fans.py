@@ -23,6 +23,7 @@ class _Fan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, carrier: Any) -> Any:
         gradients = () if carrier is None else taken_apart(carrier)
+        del carrier
         return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
 
 

@@ -25,8 +25,9 @@ class Notices:
     def leave_out(self, about: str) -> None:
         self._said.add(about)
 
-    def tell_of_two_calls(self, progress: Progress) -> None:
-        """Both hold what they save, and eager would sum the gradients of a weight over both."""
+    def tell_of_two_calls(self, progress: Progress, *, is_mended: bool) -> None:
+        """Both hold what they save, and eager sums the gradients of a weight over both, which plans do where
+        that `is_mended`."""
         saved_bytes = progress.saved_bytes
         if self._has_no_room(saved_bytes) and self._first_time("held"):
             logger.warning(
@@ -36,12 +37,13 @@ class Notices:
                 format_size(saved_bytes),
                 saved_bytes,
             )
-        if progress.summed and self._first_time("calls"):
+        weight = progress.summed_in_cast or ("" if is_mended else progress.summed)
+        if weight and self._first_time("calls"):
             logger.warning(
                 "the model is called twice before a backward pass and uses '%s' several times in a call: "
                 "each call sums its gradients alone, so that the last bits can differ from eager's. Run "
                 "backward() after each call",
-                progress.summed,
+                weight,
             )
 
     def tell_of_many_graphs(self, number: int, share: float) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide.capture.fingerprint import structure
 from lowtide.capture.graphs import Segment
-from lowtide.capture.identity import identify_inputs, identify_model
+from lowtide.capture.identity import identify_model, why_unknown
 from lowtide.capture.loop import Loop
 from lowtide.capture.one_by_one import inside_bytes
 from lowtide.errors import BudgetTooSmall
@@ -79,6 +79,7 @@ class PlanBook:
         self._peak_bytes = plan.peak_bytes
         self._dropped: dict[str, str] = {}
         self._told_of_executor = False
+        self._several_calls = False
         self._room: Room | None = None
         if self.loss_is_unknown and not isinstance(executor, InductorOps) and not units_of(model):
             self._room = Room.for_loss(plan, self.first)
@@ -151,6 +152,11 @@ class PlanBook:
         self._drop(cause)
         return True
 
+    def expect_calls(self) -> None:
+        """From now on, several calls come before a backward pass: their gradients are added up one by one."""
+        self._several_calls = True
+        self._drop("several calls come before a backward pass")
+
     def _drop(self, cause: str) -> None:
         self._room = None
         self._dropped |= dict.fromkeys(self.graphs, cause)
@@ -215,6 +221,7 @@ class PlanBook:
             updates=self._inside_bytes,
             link=self.link,
             orders=self.orders,
+            is_called_again=self._several_calls,
         )
         own = [graph for graph in step.graphs if graph.in_model]
         if all(graph.fingerprint in self.graphs for graph in own):
@@ -249,8 +256,10 @@ class PlanBook:
             optimizer=optimizer_of(self.model, self.loop) if changed else None,
             updates=self._inside_bytes,
             link=self.link,
+            is_called_again=self._several_calls,
         )
-        alike = [graph for graph in found if graph.structure == step.graphs[0].structure]
+        new = step.graphs[0]
+        alike = [graph for graph in found if (graph.structure, graph.apart) == (new.structure, new.apart)]
         larger = changed or growth(step, like=self._planned_graph, reserve=self.reserve) > 1
         plan = self._plan(step, alike[:1], larger=larger, segment=segment)
         self._tell(plan.peak_bytes, cause)
@@ -274,6 +283,7 @@ class PlanBook:
             later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
             is_whole=False,
             link=self.link,
+            is_called_again=self._several_calls,
         )
         if beside is None and not progress.is_whole:
             # nobody knows what follows: leave as much room as there is
@@ -355,21 +365,6 @@ class PlanBook:
 
 def _structures(graphs: Sequence[Graph]) -> tuple[str, ...]:
     return tuple(graph.structure for graph in graphs)
-
-
-def why_unknown(segment: Segment, planned: Sequence[Graph]) -> str:
-    """Why a graph is none of the planned ones, as far as its inputs tell."""
-    now = identify_inputs(segment)
-    alike = [graph.inputs for graph in planned if len(graph.inputs) == len(now)]
-    if now in alike:
-        return (
-            "its inputs are as planned, so the model took another path through its code, or runs in another "
-            "setting, such as autocast"
-        )
-    if not alike:
-        return f"it reads {len(now)} inputs of the batch"
-    new, old = next(pair for pair in zip(now, alike[0], strict=True) if pair[0] != pair[1])
-    return f"its input {new} was planned as {old}"
 
 
 def _schedules(like: Sequence[Graph], step: Step) -> list[tuple[Run, ...]]:

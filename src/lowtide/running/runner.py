@@ -28,6 +28,7 @@ from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.layout_watch import LayoutWatch
 from lowtide.running.loop_watch import Held, LoopWatch, leave
 from lowtide.running.notices import Notices
+from lowtide.running.pending import PendingCall
 from lowtide.stores import Store
 from lowtide.torchside import ddp, dynamo, hooks
 from lowtide.torchside.batch import tensors_in
@@ -68,6 +69,10 @@ class Plans(Protocol):
     def learn(self, held: Held | None, used: Mapping[str, Collection[int]]) -> bool:
         """Whether plans were dropped, because of what a loop made between forward and backward pass, or of
         outputs that it used though no plan counts on that, by graph."""
+        ...
+
+    def expect_calls(self) -> None:
+        """Drop plans, since several calls come before a backward pass, and no plan counts on that."""
         ...
 
     def count_buckets(self, buckets: ddp.Buckets) -> bool:
@@ -120,8 +125,8 @@ class Runner:
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
-        self._waiting = -1  # how many backward passes had run when a call last ended
-        self._last: Callable[[], Any] = _nothing  # what its backward pass would run, if anybody still can
+        self._pending = PendingCall(self.backend.progress)
+        self._can_add_up = updates is None and executor.in_place
         self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
         self._notices = Notices(spare_bytes)
         self._layouts = LayoutWatch(plans.orders)
@@ -151,8 +156,9 @@ class Runner:
         self._learn()
         self._plan_ahead(args, kwargs)
         self._notices.tell_of_gradients(self._parameters)
-        if self._waiting == self.backend.progress.backwards and self._last() is not None:
-            self._notices.tell_of_two_calls(self.backend.progress)
+        if self._pending.is_there():
+            self.backend.progress.is_called_again = True
+            self._notices.tell_of_two_calls(self.backend.progress, is_mended=self._can_add_up)
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
         self.backend.progress.begin_call()
         try:
@@ -167,8 +173,7 @@ class Runner:
             raise
         finally:
             self._batch, self._may_start_over = (), True
-        self._waiting = self.backend.progress.backwards
-        self._last = _graph_behind(output)
+        self._pending.note(output)
         self.backend.progress.outputs.note(output)
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before = self.backend.num_graphs
@@ -192,12 +197,23 @@ class Runner:
         held, progress.held = progress.held, None
         used = {fingerprint: outputs for fingerprint, outputs in progress.used.items() if outputs}
         has_new_orders = self._layouts.has_news()
-        if held is None and not used and not has_new_orders:
+        has_new_calls = progress.is_called_again and not self._pending.is_there() and self._expect_calls()
+        if held is None and not used and not has_new_orders and not has_new_calls:
             return
-        if self.plans.learn(held, used) or has_new_orders:
+        if self.plans.learn(held, used) or has_new_orders or has_new_calls:
             self.compiled.forget()
             self.backend.forget()
             progress.used.clear()
+
+    def _expect_calls(self) -> bool:
+        """Let the gradients of weights that are used several times leave each call one by one."""
+        progress = self.backend.progress
+        progress.is_called_again = False
+        if not progress.summed or not self._can_add_up:
+            return False
+        progress.summed = ""
+        self.plans.expect_calls()
+        return True
 
     def _meet_wrapper(self) -> None:
         """Plan again where a DistributedDataParallel around the model has buckets that were not counted."""
@@ -305,17 +321,6 @@ def _unguarded(_when: str) -> AbstractContextManager[None]:
 
 def _nothing() -> None:
     return None
-
-
-def _graph_behind(output: Any) -> Callable[[], Any]:
-    """A weak reference to what a backward pass from an output would run."""
-    node: Any = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
-    while node is not None:
-        try:
-            return weakref.ref(node)
-        except TypeError:  # autograd's own nodes; those of graphs are behind them
-            node = node.next_functions[0][0] if node.next_functions else None
-    return _nothing
 
 
 def _ran_without_plan(why: str) -> Unsupported:

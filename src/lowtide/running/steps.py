@@ -38,6 +38,7 @@ def step_of(
     updates: Mapping[int, int] | None = None,
     is_whole: bool = True,
     link: Link | None = None,
+    is_called_again: bool = False,
 ) -> Step:
     """The facts of a step around one graph, its times from ops measured before.
 
@@ -45,12 +46,14 @@ def step_of(
     found for the graph `planned`; what the `optimizer` needs is in there, too, unless it is given.
     `held_bytes` are there all along, `later_bytes` between the forward and the backward pass: those of
     other graphs, of which there are none where `is_whole`. `link` leads to the store that values may wait in.
+    `is_called_again`: before the backward pass.
     """
     tangents = frozenset(tangent_outputs(segment.joint).values())
     returned = like.returned if like is not None else tuple(range(segment.num_forward_outputs))
     missing = frozenset(like.missing) if like is not None else frozenset()
     # without a like, a later graph may use whatever this one does
-    apart = () if is_whole else sums_of(segment) if like is None else like.apart
+    is_unknown = is_called_again or (like is None and not is_whole)
+    apart = sums_of(segment) if is_unknown else () if is_whole or like is None else like.apart
     traced = Trace(
         executions=[Execution(segment, apart=frozenset(apart))],
         returned=frozenset((0, output) for output in returned),
@@ -85,6 +88,7 @@ def step_of_call(
     updates: Mapping[int, int] | None = None,
     link: Link | None = None,
     orders: Orders | None = None,
+    is_called_again: bool = False,
 ) -> Step:
     """The facts of the step that a call of `model` begins, captured whole, without running it.
 
@@ -93,6 +97,9 @@ def step_of_call(
     traced = trace(model, args, kwargs, loss=loop.loss, any_loss=True, orders=orders)
     if not loop.holds_outputs:
         traced = only_loss_held(traced)
+    if is_called_again:
+        for execution in traced.executions[: traced.num_in_model]:
+            execution.apart = frozenset(sums_of(execution.segment))
     optimizer = optimizer_of(model, loop)
     accumulate, swap = bool(reserve.earlier_gradient_bytes), link is not None
     analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=swap)

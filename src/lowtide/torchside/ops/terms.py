@@ -13,7 +13,10 @@ def terms(*gradients: torch.Tensor) -> torch.Tensor:
 
 
 def taken_apart(carrier: Any) -> tuple[torch.Tensor, ...]:
-    """The gradients that `terms` was given. Only once: autograd would copy what is known elsewhere."""
-    gradients: tuple[torch.Tensor, ...] = carrier.lowtide_terms
+    """The gradients that `terms` was given, or the one that no such op has seen. Only once: autograd would
+    copy what is known elsewhere."""
+    gradients: tuple[torch.Tensor, ...] | None = getattr(carrier, "lowtide_terms", None)
+    if gradients is None:
+        return (carrier,)
     del carrier.lowtide_terms
     return gradients
