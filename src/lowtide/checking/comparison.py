@@ -259,6 +259,9 @@ class PlainPlans:
         """Nothing to plan."""
         return False
 
+    def expect_calls(self) -> None:
+        """Nothing to plan."""
+
 
 def _time(target: Target, runs: int) -> dict[str, Timing]:
     model, runner = target.model, route_of(target.model)

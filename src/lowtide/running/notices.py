@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from lowtide.errors import Unsupported
 from lowtide.facts.units import format_size
 from lowtide.running.backend import Progress
 from lowtide.torchside.updates import gradient_bytes
@@ -79,3 +80,10 @@ class Notices:
             return False
         self._said.add(about)
         return True
+
+
+def ran_without_plan(why: str) -> Unsupported:
+    return Unsupported(
+        f"the model ran without its plan, since torch.compile gave up on its forward pass ({why}). Is its "
+        "code the same as when it was planned? Plan it as it trains, or lowtide.remove(model)"
+    )

@@ -20,14 +20,14 @@ from lowtide.capture import failures
 from lowtide.capture.graphs import Origin, Segment, describe_inputs, name_tensors
 from lowtide.capture.identity import layouts
 from lowtide.capture.traced import TracedModel
-from lowtide.errors import CaptureError, LowtideError, Unsupported
+from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
 from lowtide.running.backend import Backend, GraphPlan, Progress
 from lowtide.running.bypass import mark, unmark
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.layout_watch import LayoutWatch
 from lowtide.running.loop_watch import Held, LoopWatch, leave
-from lowtide.running.notices import Notices
+from lowtide.running.notices import Notices, ran_without_plan
 from lowtide.running.pending import PendingCall
 from lowtide.stores import Store
 from lowtide.torchside import ddp, dynamo, hooks
@@ -126,7 +126,7 @@ class Runner:
         self._batch: Any = ()
         self._may_start_over = True
         self._pending = PendingCall(self.backend.progress)
-        self._can_add_up = updates is None and executor.in_place
+        self._has_terms = updates is None and executor.in_place
         self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
         self._notices = Notices(spare_bytes)
         self._layouts = LayoutWatch(plans.orders)
@@ -158,13 +158,13 @@ class Runner:
         self._notices.tell_of_gradients(self._parameters)
         if self._pending.is_there():
             self.backend.progress.is_called_again = True
-            self._notices.tell_of_two_calls(self.backend.progress, is_mended=self._can_add_up)
+            self._notices.tell_of_two_calls(self.backend.progress, is_mended=self._adds_up())
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
         self.backend.progress.begin_call()
         try:
             output = self._call_planned(args, kwargs)
             if not self.backend.progress.graphs_in_call:
-                raise _ran_without_plan(next(iter(dynamo.graph_breaks() - breaks), "it gives no reason"))
+                raise ran_without_plan(next(iter(dynamo.graph_breaks() - breaks), "it gives no reason"))
         except hooks.TorchDynamoException as error:
             self.compiled.look_again()
             self._raise_as_eager(error)
@@ -205,11 +205,15 @@ class Runner:
             self.backend.forget()
             progress.used.clear()
 
+    def _adds_up(self) -> bool:
+        """Whether gradients of several calls are added up one by one; those that DDP takes are whole."""
+        return self._has_terms and ddp.active() is None
+
     def _expect_calls(self) -> bool:
         """Let the gradients of weights that are used several times leave each call one by one."""
         progress = self.backend.progress
         progress.is_called_again = False
-        if not progress.summed or not self._can_add_up:
+        if not progress.summed or not self._adds_up():
             return False
         progress.summed = ""
         self.plans.expect_calls()
@@ -286,7 +290,7 @@ class Runner:
     def _raise_as_eager(self, error: Exception) -> NoReturn:
         """The user's own exception, as the model's code raises it, not the compiler's account of it."""
         self._run_eagerly(*self._batch)
-        raise _ran_without_plan(failures.describe(error)) from error
+        raise ran_without_plan(failures.describe(error)) from error
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -321,13 +325,6 @@ def _unguarded(_when: str) -> AbstractContextManager[None]:
 
 def _nothing() -> None:
     return None
-
-
-def _ran_without_plan(why: str) -> Unsupported:
-    return Unsupported(
-        f"the model ran without its plan, since torch.compile gave up on its forward pass ({why}). Is its "
-        "code the same as when it was planned? Plan it as it trains, or lowtide.remove(model)"
-    )
 
 
 def install(
