@@ -56,6 +56,22 @@ def test_every_op_gives_the_same_bits_over_its_argument(target, dtype: torch.dty
             assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize(
+    "target",
+    [target for target in WITH_OUT if target not in LOSS_GRADIENTS],
+    ids=lambda op: getattr(op, "__name__", str(op)),
+)
+def test_every_op_gives_the_same_bits_over_an_argument_that_lies_in_another_order(target) -> None:
+    """A gradient comes as it comes, whatever strides were traced."""
+    args = arguments(target, (7, 100, 130), torch.float32)
+    for place in WITH_OUT[target][1]:
+        turned = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        turned[place] = args[place].transpose(0, 1).contiguous().transpose(0, 1)
+        expected = target(*turned)
+        call = overwriting(target, place, tuple(turned), {})
+        assert torch.equal(call.target(*call.args, **call.kwargs), expected)
+
+
 def test_a_value_that_does_not_lie_densely_is_left_alone() -> None:
     row, other = torch.randn(1, 8).expand(4, 8), torch.randn(4, 8)
     before = row.clone()

@@ -30,7 +30,15 @@ from .state import (
     StochasticDepth,
     TiedWeights,
 )
-from .values import InplaceResidual, IntegersAndBools, LongSkips, ReadTransposed, SharedModule, Views
+from .values import (
+    AttentionByHand,
+    InplaceResidual,
+    IntegersAndBools,
+    LongSkips,
+    ReadTransposed,
+    SharedModule,
+    Views,
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,9 @@ TROUBLE = {
     "constants": Trouble(Constants, ROWS),
     "losses-inside": Trouble(LossesInside, _floats(8 * BATCH, WIDTH), sum),
     "read-transposed": Trouble(ReadTransposed, _floats(8, 16, 100), lambda output: output.abs().mean()),
+    "attention-by-hand": Trouble(
+        AttentionByHand, _floats(8, 16, WIDTH), lambda output: output.square().mean()
+    ),
     "upsampling": Trouble(Upsampling, _floats(4, 6, 16, 16)),
     "double": Trouble(lambda: SharedModule().double(), _floats(BATCH, WIDTH, dtype=torch.float64)),
     "bfloat16": Trouble(lambda: SharedModule().bfloat16(), _floats(BATCH, WIDTH, dtype=torch.bfloat16)),

@@ -98,3 +98,17 @@ class ReadTransposed(nn.Module):
             x = function(layer(x))
             x = x + self.norm(x.transpose(1, 2).sin().transpose(1, 2))
         return self.last(F.elu(x).transpose(1, 2))
+
+
+class AttentionByHand(nn.Module):
+    """Weights of attention that are masked and dropped out, and read in another order than they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries, values = (layer(x).unflatten(-1, (4, -1)) for layer in (self.queries, self.values))
+        weights = torch.einsum("blhd,bmhd->blhm", queries, queries).softmax(-1)
+        weights = F.dropout(weights.masked_fill(x[:, :, :1, None] > 1, 0.0), 0.1, self.training)
+        return torch.matmul(weights.transpose(1, 2), values.transpose(1, 2))

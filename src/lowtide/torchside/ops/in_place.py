@@ -62,13 +62,21 @@ ROUND_ONCE = (
 )
 """Those of them that round each element once at most, in whatever order they go through memory."""
 
+IN_ROWS = (aten._softmax_backward_data.out, aten._log_softmax_backward_data.out)
+"""Variants that write row after row, whatever the strides of the place that they are given."""
+
 
 def write_over(op: OpOverload, place: int, *args: Any, **kwargs: Any) -> Tensor:
     """`op` with its result written over argument `place`, which nobody reads afterwards.
 
-    Where that argument does not lie densely in memory, against what was captured, into memory of its own.
+    Where that argument does not lie in memory as `op` needs it, against what was captured, into memory of its
+    own.
     """
-    out: Tensor = args[place] if layout_of(args[place]) is not None else args[place].clone()
+    out: Tensor = args[place]
+    if op in IN_ROWS and not out.is_contiguous():
+        out = torch.empty_like(out, memory_format=torch.contiguous_format)
+    elif layout_of(out) is None:
+        out = out.clone()
     arguments = op._schema.arguments
     if arguments[0].is_write:
         op(out, *args[1:], **kwargs)
