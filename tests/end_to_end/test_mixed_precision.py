@@ -165,10 +165,22 @@ def test_several_calls_before_a_backward_pass_are_equal(dtype: torch.dtype, in_o
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
+class InBothTypes(nn.Module):
+    """A weight that is used in the type that autocast casts it to, and in its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).float().square().mean() + self.layer.weight.square().sum() * 1e-3
+
+
+@pytest.mark.parametrize("module", [Shared, InBothTypes])
 def test_a_weight_that_is_used_several_times_in_each_of_two_calls_is_told(
-    caplog: pytest.LogCaptureFixture,
+    module: type[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, planned, _ = pair(Shared(), torch.bfloat16)
+    _, planned, _ = pair(module(), torch.bfloat16)
     with caplog.at_level(logging.WARNING, "lowtide"):
         step(planned, torch.bfloat16)
         step(planned, torch.bfloat16)

@@ -88,13 +88,20 @@ def test_inputs_with_a_gradient_of_their_own_are_no_graph_break() -> None:
         assert torch.equal(*found)
 
 
-def test_numbers_that_change_all_the_time(
+class Cut(Stack):
+    """Gives as many columns less as there were steps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, self.steps :]
+
+
+def test_numbers_of_shapes_that_change_all_the_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dynamo, "GRAPHS_PER_FUNCTION", 2)
     monkeypatch.setattr(backend, "REMEMBERED_GRAPHS", 2)
     monkeypatch.setattr(notices, "MANY_GRAPHS", 3)
-    model = Stack()
+    model = Cut()
     plain = copy.deepcopy(model)
     planned(model)
     batch = rows()

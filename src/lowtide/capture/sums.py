@@ -17,7 +17,7 @@ from lowtide.capture.graphs import Execution, Segment, Trace, copy_of, output_st
 from lowtide.capture.regions import without_tangents
 from lowtide.capture.tangents import tangent_outputs
 from lowtide.facts import Kind
-from lowtide.torchside.ops.autocast import is_sum_in_type_of_cast, type_of_cast
+from lowtide.torchside.ops.autocast import is_cast, is_sum_in_type_of_cast, type_of_cast
 from lowtide.torchside.ops.recurrent_cells import CELLS_BACKWARD
 from lowtide.torchside.ops.terms import terms
 
@@ -102,10 +102,10 @@ def sums_inside(segment: Segment, apart: Collection[int]) -> tuple[int, ...]:
 
 
 def sums_in_casts(segment: Segment) -> str:
-    """A weight with such a sum in the type that autocast has cast it to, whose terms cannot leave apart;
-    empty for none."""
+    """A weight with such a sum in the type that it was cast to, whose terms cannot leave apart, or with a
+    term in that type beside others; empty for none."""
     for place, _weight, grad in _weights(segment):
-        if is_sum_in_type_of_cast(grad):
+        if is_sum_in_type_of_cast(grad) or (_adds(grad) and any(map(is_cast, _terms(grad)))):
             return segment.origins[place].name
     return ""
 

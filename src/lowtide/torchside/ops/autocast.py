@@ -36,9 +36,14 @@ def type_of_cast(weight: fx.Node, gradient: fx.Node) -> torch.dtype | None:
     return None
 
 
+def is_cast(value: fx.Node) -> bool:
+    """Whether a value was in another type before."""
+    return value.target is aten._to_copy.default
+
+
 def is_sum_in_type_of_cast(gradient: fx.Node) -> bool:
     """Whether a gradient that is cast back is that of several uses of the cast."""
-    source = gradient.args[0] if gradient.target is aten._to_copy.default else None
+    source = gradient.args[0] if is_cast(gradient) else None
     return isinstance(source, fx.Node) and _is_sum(source)
 
 
