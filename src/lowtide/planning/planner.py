@@ -126,9 +126,13 @@ class Desk:
 
     def floor(self) -> Floor:
         """The lowest reachable peak. `solve` with exactly this budget succeeds."""
-        timeline = self.auto.timeline(self.auto.archive.entries[0])
+        timeline = self.lowest()
         hint = floor_hint(self.step, timeline)
         return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
+
+    def lowest(self) -> Timeline:
+        """The step with its lowest peak."""
+        return self.auto.timeline(self.auto.archive.entries[0])
 
     @property
     def floor_bytes(self) -> int:

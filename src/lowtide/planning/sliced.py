@@ -15,8 +15,7 @@ from math import fsum
 
 from lowtide.facts import Action, Node, Recipe, Region, Run, Solution, Step
 from lowtide.planning.carry import carried
-from lowtide.planning.hints import floor_hint
-from lowtide.planning.planner import Carried, Desk, Floor
+from lowtide.planning.planner import Carried, Desk
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import (
     Timeline,
@@ -114,11 +113,10 @@ class SlicedDesk(Desk):
         desk = self.ways[0].desk
         return desk.solve(budget_bytes=budget_bytes, planner=planner, may_be_eager=may_be_eager)
 
-    def floor(self) -> Floor:
+    def lowest(self) -> Timeline:
         timeline = self.best(self.floor_bytes)
         assert timeline is not None
-        hint = floor_hint(self.step, timeline)
-        return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
+        return timeline
 
     @property
     def floor_bytes(self) -> int:

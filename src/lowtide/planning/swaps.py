@@ -20,11 +20,10 @@ from functools import cached_property
 from lowtide.facts import Action, Node, Recipe, Run, Step
 from lowtide.planning.anneal.problem import Ints
 from lowtide.planning.carry import carried, plan_of_runs
-from lowtide.planning.hints import floor_hint
 from lowtide.planning.link import swapped_bytes
 from lowtide.planning.mu_two_swap import policy_with_swap
 from lowtide.planning.placing import placed
-from lowtide.planning.planner import Carried, Desk, Floor, Plan
+from lowtide.planning.planner import Carried, Desk, Plan
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules, without_needless_runs
 from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.runs import schedule_of
@@ -106,11 +105,10 @@ class SwapDesk(Desk):
         is_same = careful.added_seconds == timeline.added_seconds
         return careful if is_same and careful.peak_bytes <= budget_bytes else timeline
 
-    def floor(self) -> Floor:
+    def lowest(self) -> Timeline:
         timeline = self.best(self.floor_bytes)
         assert timeline is not None
-        hint = floor_hint(self.step, timeline)
-        return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
+        return timeline
 
     @property
     def floor_bytes(self) -> int:

@@ -18,9 +18,8 @@ import numpy as np
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Region, Run, Solution, Step
 from lowtide.facts.plan import PLANNERS
-from lowtide.planning.hints import floor_hint
 from lowtide.planning.parts import REST, step_of_graph
-from lowtide.planning.planner import Carried, Desk, Floor
+from lowtide.planning.planner import Carried, Desk
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import Timeline, simulate
 from lowtide.planning.sliced import SlicedDesk, has_other_ways, without_dearer
@@ -116,10 +115,8 @@ class TiedDesk(Desk):
                 best.append(pick)
         return best
 
-    def floor(self) -> Floor:
-        timeline = min((self._timeline(p) for p in self.picks[-3:]), key=lambda t: t.peak_bytes)
-        hint = floor_hint(self.step, timeline)
-        return Floor(floor_bytes=timeline.peak_bytes, node=timeline.peak_node, hint=hint)
+    def lowest(self) -> Timeline:
+        return min((self._timeline(p) for p in self.picks[-3:]), key=lambda t: t.peak_bytes)
 
     def pick(self, budget_bytes: int) -> Timeline | None:
         """The cheapest way to run the step in that many bytes."""
