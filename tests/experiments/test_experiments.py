@@ -129,7 +129,7 @@ def test_what_the_last_bit_does_not_move_is_a_mistake():
 @pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("memory_budget", [0.3, 0.0])
 def test_torch_compile_at_a_memory_budget_draws_as_it_does_by_default(memory_budget):
-    """Only where it recomputes all does it draw a dropout's mask again, other than in the forward pass."""
+    """Where it recomputes the drawing of seeds as well, masks are others in the backward pass: here at 0."""
     method = Method(name="m", kind="inductor", memory_budget=memory_budget)
     trial = run_trial(source=target(dropout=0.2), method=method, timed_runs=0)
     results = (Results.UNLIKE_EAGER, Results.ROUNDED) if memory_budget else (Results.WRONG,)

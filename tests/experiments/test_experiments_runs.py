@@ -267,6 +267,16 @@ def test_a_rival_a_hair_below_the_floor_is_met_at_the_floor(profile, monkeypatch
         assert compare.budgets_of(found, floor_bytes=profile.floor_bytes) == [budget_bytes]
 
 
+def test_rivals_of_nearly_the_same_peak_are_met_once(profile, monkeypatch):
+    peak_bytes = profile.peak_bytes
+    for other, budgets in ((0.798, [0.798]), (0.78, [0.8, 0.78])):
+        answers = {"eager": tried(peak_bytes), "blocks": tried(int(peak_bytes * 0.8)), "plan": tried(10)}
+        answers["partitioner"] = tried(int(peak_bytes * other))
+        found = list(compared(profile, monkeypatch, answers).values())
+        met = compare.budgets_of(found, floor_bytes=1)
+        assert met == [int(peak_bytes * share) for share in budgets]
+
+
 def test_where_rivals_save_nothing_the_planners_go_to_the_floor(profile, monkeypatch):
     found = compared(
         profile,

@@ -20,6 +20,8 @@ from lowtide.zoo.targets import TargetSpec
 MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
 PLANNERS = ("mu-two", "auto")
 NEAR = 1e-5
+ALIKE = 0.005
+"""Peaks of two rivals that differ by less than this share are one budget: the lower."""
 EAGER = Method(name="none (eager)", kind="eager")
 BLOCKS = Method(name="checkpoint per block", kind="blocks")
 COMPILED = Method(name="torch.compile", kind="inductor")
@@ -114,7 +116,8 @@ def budgets_of(found: Sequence[MethodResult], *, floor_bytes: int) -> list[int]:
         if peaks and (eager is None or min(peaks) < eager):
             is_near = min(peaks) < floor_bytes <= min(peaks) * (1 + NEAR)
             budgets.add(floor_bytes if is_near else min(peaks))
-    return sorted(budgets, reverse=True) or [floor_bytes]
+    alike = {higher for higher in budgets if any(0 < higher - lower < ALIKE * higher for lower in budgets)}
+    return sorted(budgets - alike, reverse=True) or [floor_bytes]
 
 
 def _try(source: TargetSpec, method: Method, timed_runs: int, **predicted: Any) -> MethodResult:
