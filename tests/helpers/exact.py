@@ -161,7 +161,7 @@ def random_step(random: Random, *, most: int = 5, overwrites: bool = False, sign
         kind = random.choice(kinds + 5 * ["packed"] * signs)
         size, seconds = random.randint(1, 30), random.randint(1, 20)
         if kind == "view":
-            new = [build.view(source)]
+            new = [build.view(source, seconds % 4)]
         elif kind == "several":
             new = list(build.several("norm", reads, [size, random.randint(1, 9)], seconds))
         elif kind == "dropout":

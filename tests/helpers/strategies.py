@@ -61,8 +61,10 @@ class StepBuilder:
         made = self.storage(nbytes)
         return self.node(op, reads, makes=(made,), seconds=seconds, fixed="it has side effects")
 
-    def view(self, source) -> int:
-        return self._with_recipe(self.node("view", (source,), holds=self.nodes[source].holds))
+    def view(self, source, seconds=0) -> int:
+        return self._with_recipe(
+            self.node("view", (source,), holds=self.nodes[source].holds, seconds=seconds)
+        )
 
     def several(self, op, reads, sizes, seconds, *, again=None, how="again") -> tuple[int, ...]:
         """An op with a tuple of results: ranks of its getitems. `again` of them are made by its recipe."""

@@ -130,6 +130,39 @@ def test_a_kept_form_is_not_enough_for_who_reads_the_value_itself():
     assert best / 2 < bounds.seconds(budget) <= best  # a kept form takes a quarter
 
 
+def test_a_kept_form_is_not_enough_for_what_is_made_of_the_value_again():
+    """As with a ReLU before a dropout: what is kept for the one's gradient does not bring the other back."""
+    build = StepBuilder()
+    big, sign = build.signed(build.given(8), 400, 100)
+    out = build.op("out", (big,), 400, 5)
+    wide = build.op("wide", (build.op("narrow", (out,), 10, 1),), 700, 1)
+    start = build.backward()
+    one = build.grad((start, wide), 10, 1)
+    build.grad((build.grad((one, out), 10, 1), sign), 10, 1)
+    step = build.step()
+    bounds = Bounds(make_table(step))
+    budget = least_peak(step) + 20
+    best = least_seconds(step, budget)
+    assert best == 105  # both ops
+    assert 0.7 * best < bounds.seconds(budget) <= best  # with what is kept it would be less than a third
+
+
+def test_a_bound_counts_the_views_through_which_a_value_is_read_again():
+    build = StepBuilder()
+    first = build.op("a", (build.given(8),), 400, 10)
+    second = build.op("b", (build.view(build.view(first, 3), 4),), 400, 10)
+    third = build.op("c", (second,), 400, 10)
+    wide = build.op("wide", (third,), 400, 1)
+    start = build.backward()
+    one = build.grad((start, wide), 10, 1)
+    build.grad((one, second), 10, 1)
+    step = build.step()
+    budget = least_peak(step)
+    best = least_seconds(step, budget)
+    assert best == 27  # both ops and both views
+    assert 0.95 * best < Bounds(make_table(step)).seconds(budget) <= best
+
+
 @pytest.mark.parametrize(
     "step",
     [

@@ -6,6 +6,7 @@ moments, the bytes that are made later, and how often a value is made anew. With
 cheapest choice of what to hold and what to make anew is a minimum cut:
 
 - a storage that is needed is held, for its bytes times the price, or its group runs, for its seconds;
+- where less can be kept of it for some of its readers, they need that, and the others the rest as well;
 - a group that runs needs storages, which are held or made anew in their turn.
 
 By duality, seconds plus price times bytes of that cut, minus price times the bytes there is room for, is
@@ -43,7 +44,8 @@ class Moment:
     them that are needed later; the rest is a network of holding and making anew.
 
     Arcs go from `tails` to `heads`. To cut one takes `arc_seconds` and holds `arc_bytes`, or takes
-    `kept_seconds` and holds `kept_bytes` where that is cheaper; an `endless` one is never cut.
+    `kept_seconds` and holds `kept_bytes` where that is cheaper; where it is the `rest` of a storage of which
+    another arc holds the cheaper, what that one lacks. An `endless` one is never cut.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class Moment:
     tails: NDArray[np.int32]
     heads: NDArray[np.int32]
     endless: NDArray[np.bool_]
+    rest: NDArray[np.bool_]
     arc_storage: NDArray[np.int64]
     """the storage whose holding an arc stands for, else -1"""
     arc_seconds: NDArray[np.float64]
@@ -80,7 +83,8 @@ class Moment:
         """The cheapest cut for `weight` times its seconds plus `price` times its bytes."""
         whole = weight * self.arc_seconds + price * self.arc_bytes
         kept = weight * self.kept_seconds + price * self.kept_bytes
-        costs = np.minimum(whole, kept)
+        is_whole = whole <= kept
+        costs = np.where(self.rest, whole - np.minimum(whole, kept), np.minimum(whole, kept))
         most = float(costs[(self.heads == SINK) & ~self.endless].sum())
         if most <= 0:
             # nothing needs to be held
@@ -94,10 +98,17 @@ class Moment:
         return Cut(
             price=price,
             value=flow / scale,
-            seconds=float(np.where(whole <= kept, self.arc_seconds, self.kept_seconds)[crossing].sum()),
-            nbytes=float(np.where(whole <= kept, self.arc_bytes, self.kept_bytes)[crossing].sum()),
+            seconds=float(self._taken(self.arc_seconds, self.kept_seconds, is_whole)[crossing].sum()),
+            nbytes=float(self._taken(self.arc_bytes, self.kept_bytes, is_whole)[crossing].sum()),
             kept=tuple(sorted(held[held >= 0].tolist())),
         )
+
+    def _taken(
+        self, whole: NDArray[np.float64], kept: NDArray[np.float64], is_whole: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """What cutting each arc takes, where `is_whole` says that holding all is the cheaper."""
+        taken = np.where(is_whole, whole, kept)
+        return np.where(self.rest, whole - taken, taken)
 
 
 def moment(needs: Needs, rank: int) -> Moment:
@@ -109,6 +120,7 @@ class _Arc(NamedTuple):
     tail: int
     head: int
     endless: bool = False
+    rest: bool = False
     storage: int = -1
     seconds: float = 0.0
     nbytes: float = 0.0
@@ -121,6 +133,7 @@ class _Network:
         self.needs, self.rank = needs, rank
         self.arcs: list[_Arc] = []
         self.vertices: dict[tuple[str, int], int] = {}
+        self.made_by: dict[int, int] = {}
         self.todo: list[int] = []
         self.always: set[int] = set()
         self.here = self._held_by_the_run()
@@ -138,7 +151,8 @@ class _Network:
                     else:
                         wanted.append(storage)
         for storage in wanted:
-            self.arcs.append(_Arc(SOURCE, self._present(storage), endless=True))
+            vertex = self._needed(storage, whole=needs.is_read_whole(storage, rank))
+            self.arcs.append(_Arc(SOURCE, vertex, endless=True))
         while self.todo:
             self._run(self.todo.pop())
         fixed = table.static_bytes + table.plain[rank].workspace_bytes + needs.pinned_bytes[rank]
@@ -152,6 +166,7 @@ class _Network:
             tails=np.array([arc.tail for arc in self.arcs], dtype=np.int32),
             heads=np.array([arc.head for arc in self.arcs], dtype=np.int32),
             endless=np.array([arc.endless for arc in self.arcs], dtype=np.bool_),
+            rest=np.array([arc.rest for arc in self.arcs], dtype=np.bool_),
             arc_storage=np.array([arc.storage for arc in self.arcs], dtype=np.int64),
             arc_seconds=np.array([arc.seconds for arc in self.arcs], dtype=np.float64),
             arc_bytes=np.array([arc.nbytes for arc in self.arcs], dtype=np.float64),
@@ -166,36 +181,47 @@ class _Network:
         made = {s for s, _, is_pinned in op.fresh if not is_pinned}
         return made.union(*(needs.required[read] for read in op.reads))
 
+    def _needed(self, storage: int, *, whole: bool) -> int:
+        """The vertex that says `storage` is there after the moment: for all, or for who can do with less."""
+        if not whole or self.needs.kept_instead(storage, self.rank) is None:
+            return self._present(storage)
+        name = ("whole", storage)
+        if name not in self.vertices:
+            present = self._present(storage)
+            vertex = self.vertices[name] = 2 + len(self.vertices)
+            self.arcs.append(_Arc(vertex, present, endless=True))
+            self.arcs.append(self._holding(storage, vertex, self.made_by[storage], rest=True))
+        return self.vertices[name]
+
     def _present(self, storage: int) -> int:
-        """The vertex that says `storage` is there after the moment."""
+        """The vertex that says `storage`, or what is kept of it, is there after the moment."""
         name = ("storage", storage)
-        if name in self.vertices:
-            return self.vertices[name]
-        vertex = self.vertices[name] = 2 + len(self.vertices)
-        needs = self.needs
-        group = needs.group_of.get(storage)
-        may_run = group is not None and needs.may_be_made(group, self.rank, needs.table.size)
-        made_by = self._made(storage, group) if may_run and group is not None else SINK
-        nbytes = kept_bytes = float(needs.nbytes[storage])
-        kept_seconds = 0.0
-        keeping = needs.kept_instead(storage, self.rank)
-        if keeping is not None:
-            kept_seconds, kept_bytes = keeping.seconds, keeping.nbytes
-        self.arcs.append(
-            _Arc(
-                vertex,
-                made_by,
-                storage=storage,
-                nbytes=nbytes,
-                kept_seconds=kept_seconds,
-                kept_bytes=kept_bytes,
-            )
+        if name not in self.vertices:
+            vertex = self.vertices[name] = 2 + len(self.vertices)
+            needs = self.needs
+            group = needs.group_of.get(storage)
+            may_run = group is not None and needs.may_be_made(group, self.rank, needs.table.size)
+            self.made_by[storage] = self._made(storage, group) if may_run and group is not None else SINK
+            self.arcs.append(self._holding(storage, vertex, self.made_by[storage], rest=False))
+        return self.vertices[name]
+
+    def _holding(self, storage: int, tail: int, head: int, *, rest: bool) -> _Arc:
+        """The arc whose cut holds `storage` or what can be kept instead; or the `rest` that this lacks."""
+        nbytes = float(self.needs.nbytes[storage])
+        keeping = self.needs.kept_instead(storage, self.rank)
+        return _Arc(
+            tail,
+            head,
+            rest=rest,
+            storage=storage,
+            nbytes=nbytes,
+            kept_seconds=0.0 if keeping is None else keeping.seconds,
+            kept_bytes=nbytes if keeping is None else keeping.nbytes,
         )
-        return vertex
 
     def _made(self, storage: int, group: int) -> int:
         """The vertex that says `storage` is made anew after the moment, its views taken again."""
-        views = sum(s for view, last, s in self.needs.views.get(storage, ()) if view <= self.rank < last)
+        views = self.needs.view_seconds(storage, self.rank)
         if not views:
             return self._running(group)
         vertex = self.vertices["made", storage] = 2 + len(self.vertices)
@@ -222,4 +248,5 @@ class _Network:
             if made is None or made > self.rank or storage in self.here or storage in self.always:
                 continue
             if needs.group_of.get(storage) != number:
-                self.arcs.append(_Arc(vertex, self._present(storage), endless=True))
+                there = self._needed(storage, whole=storage in group.whole)
+                self.arcs.append(_Arc(vertex, there, endless=True))

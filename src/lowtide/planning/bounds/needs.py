@@ -35,6 +35,8 @@ class Group:
     seconds: float
     needs: tuple[int, ...]
     """storages that must have been there for it, or come from it"""
+    whole: frozenset[int]
+    """those of them that must be the values themselves, not what is kept for others to read"""
     within: int | None
     segments: frozenset[int]
 
@@ -63,6 +65,8 @@ class Needs:
     """by rank, what is pinned after its first run"""
     views: dict[int, tuple[tuple[int, int, float], ...]]
     """by storage, its views: (rank, last first run that reads it, seconds)"""
+    views_again: dict[int, tuple[tuple[int, float], ...]]
+    """by storage, the views through which every recipe reads it: (rank, seconds)"""
     span: tuple[int, int]
     """the first and the last rank between which there is anything to choose"""
 
@@ -94,12 +98,20 @@ class Needs:
         return group is None or not self.may_be_made(group, after, following)
 
     def kept_instead(self, storage: int, rank: int) -> Keeping | None:
-        """What can be held at the first run of `rank` instead of `storage`, for all that reads it later."""
+        """What can be held at the first run of `rank` instead of `storage`, for some that read it later."""
         keeping = self.keeping.get(storage)
-        if keeping is None or keeping.since > rank:
-            return None
-        read_whole = any(value <= rank < last for value, last in self.whole.get(storage, ()))
-        return None if read_whole else keeping
+        return None if keeping is None or keeping.since > rank else keeping
+
+    def view_seconds(self, storage: int, rank: int) -> float:
+        """What views take at least when `storage` is made anew after the first run of `rank`: those that
+        first runs read later or, where only recipes read it, those that each of these reads."""
+        if self.next_read(storage, rank) is None:
+            return sum(seconds for view, seconds in self.views_again.get(storage, ()) if view <= rank)
+        return sum(s for view, last, s in self.views.get(storage, ()) if view <= rank < last)
+
+    def is_read_whole(self, storage: int, rank: int) -> bool:
+        """Whether a first run after that of `rank` reads `storage` by a value that nothing kept can give."""
+        return any(value <= rank < last for value, last in self.whole.get(storage, ()))
 
     def next_read(self, storage: int, rank: int) -> int | None:
         """The first rank after `rank` whose first run needs `storage`."""
@@ -139,7 +151,8 @@ def needs_of(table: Table) -> Needs:
         if segment >= 0:
             slots[segment] = (slots.get(segment, (rank, rank))[0], rank)
     keeping, kept_by = _keeping(table)
-    groups, group_of = _groups(values, required, frozenset(kept_by), free)
+    served = _Served(table, kept_by)
+    groups, group_of = _groups(values, required, frozenset(kept_by), free, served)
     return Needs(
         table=table,
         nbytes=tuple(storage.nbytes for storage in storages),
@@ -149,10 +162,11 @@ def needs_of(table: Table) -> Needs:
         groups=tuple(groups),
         group_of=group_of,
         keeping=keeping,
-        whole=_read_whole(table, required, keeping, kept_by),
+        whole=_read_whole(table, required, keeping, served),
         slots=slots,
         pinned_bytes=tuple(pinned_bytes),
         views=_views(values),
+        views_again=_views_again(values),
         span=(
             min((maker[s] for s in (*group_of, *keeping)), default=0),
             max((last for _, last in slots.values()), default=-1),
@@ -176,10 +190,30 @@ def _views(values: Values) -> dict[int, tuple[tuple[int, int, float], ...]]:
     return {storage: tuple(views) for storage, views in found.items()}
 
 
+def _views_again(values: Values) -> dict[int, tuple[tuple[int, float], ...]]:
+    """Of storages that recipes read, the views that all of them read it through."""
+    found: dict[int, set[int]] = {}
+    for op in values.table.recipes:
+        if op.fresh:
+            by_storage: dict[int, set[int]] = {s: set() for read in op.reads for s in values.required[read]}
+            for read in op.reads:
+                for view in filter(values.is_view, values.views(read)):
+                    storage = min(values.required[view], default=None)
+                    if storage is not None:
+                        by_storage.setdefault(storage, set()).add(view)
+            for storage, views in by_storage.items():
+                found[storage] = found[storage] & views if storage in found else views
+    return {
+        storage: tuple((view, values.view_seconds(view)) for view in sorted(views))
+        for storage, views in found.items()
+        if views
+    }
+
+
 def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
     """Storages that some recipe makes from kept ones alone, and the numbers of those recipes.
 
-    Where several storages come from one kept one, each pays its share of the bytes.
+    Where several storages come from one kept one, each pays its share of its bytes and seconds.
     """
     found: dict[int, list[tuple[int, frozenset[int]]]] = {}
     for number, op in enumerate(table.recipes):
@@ -200,7 +234,8 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
                 nbytes=sum(
                     nbytes / len(sharers[read]) for read in reads for _, nbytes, _ in table.plain[read].fresh
                 ),
-                seconds=table.recipes[number].seconds / len(table.recipes[number].fresh),
+                seconds=table.recipes[number].seconds / len(table.recipes[number].fresh)
+                + sum(table.plain[read].seconds / len(sharers[read]) for read in reads),
                 since=max(reads),
             )
             for number, reads in ways
@@ -213,42 +248,53 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
     return keeping, {number for ways in found.values() for number, _ in ways}
 
 
-def _read_whole(
-    table: Table, required: list[frozenset[int]], keeping: dict[int, Keeping], kept_by: set[int]
-) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Reads of storages with a `keeping` through values that no run from kept ones gives.
+class _Served:
+    """Which values runs from kept ones can give.
 
     A value comes from a run of its own rank: one that stands since before a moment holds its block then,
     and one after it makes the block in another way, or refers to a value of which the same is true.
     """
-    served: dict[tuple[int, int], bool] = {}
 
-    def is_served(rank: int, storage: int) -> bool:
-        if (rank, storage) not in served:
-            served[rank, storage] = any(
-                number in kept_by
+    def __init__(self, table: Table, kept_by: set[int]) -> None:
+        self._table, self._kept_by = table, kept_by
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, rank: int, storage: int) -> bool:
+        """Whether a run from kept values can give `rank` its block of `storage`."""
+        if (rank, storage) not in self._known:
+            self._known[rank, storage] = any(
+                number in self._kept_by
                 or any(
-                    is_served(u, storage)
-                    for s, us in table.recipes[number].shared
+                    self(u, storage)
+                    for s, us in self._table.recipes[number].shared
                     if s == storage
                     for u in us
                 )
-                for number in table.again[rank]
+                for number in self._table.again[rank]
             )
-        return served[rank, storage]
+        return self._known[rank, storage]
 
+
+def _read_whole(
+    table: Table, required: list[frozenset[int]], keeping: dict[int, Keeping], served: _Served
+) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Reads of storages with a `keeping` by first runs, through values that no run from kept ones gives."""
     found: dict[int, dict[int, int]] = {}
     for op in table.plain:
         if op.rank not in table.on_demand:
             for read in op.reads:
                 for storage in required[read]:
-                    if storage in keeping and not is_served(read, storage):
+                    if storage in keeping and not served(read, storage):
                         found.setdefault(storage, {})[read] = op.rank
     return {storage: tuple(sorted(reads.items())) for storage, reads in found.items()}
 
 
 def _groups(
-    values: Values, required: list[frozenset[int]], left_out: frozenset[int], free: list[bool]
+    values: Values,
+    required: list[frozenset[int]],
+    left_out: frozenset[int],
+    free: list[bool],
+    served: _Served,
 ) -> tuple[list[Group], dict[int, int]]:
     table = values.table
     ways: dict[int, list[int]] = {}
@@ -283,15 +329,15 @@ def _groups(
                 continue
             before = _least_seconds(table, chain[-1][0]) if chain else 0.0
             ops = [table.recipes[number] for number in some]
-            touched = [
-                {s for read in table.recipes[number].reads for s in required[read]}
-                | {s for s in by_root[top] if number in ways[s]}
-                for number in some
-            ]
+            made = {number: {s for s in by_root[top] if number in ways[s]} for number in some}
+            read = {
+                number: [(r, s) for r in table.recipes[number].reads for s in required[r]] for number in some
+            }
             groups.append(
                 Group(
                     seconds=_least_seconds(table, some) - before,
-                    needs=_common(touched),
+                    needs=tuple(sorted(_common([made[n].union(s for _, s in read[n]) for n in some]))),
+                    whole=_common([made[n].union(s for r, s in read[n] if not served(r, s)) for n in some]),
                     within=chain[-1][1] if chain else None,
                     segments=frozenset(table.segment[op.rank] for op in ops),
                 )
@@ -311,5 +357,5 @@ def _least_seconds(table: Table, numbers: frozenset[int]) -> float:
     return min(table.recipes[number].seconds for number in numbers)
 
 
-def _common(touched: list[set[int]]) -> tuple[int, ...]:
-    return tuple(sorted(set.intersection(*touched)))
+def _common(touched: list[set[int]]) -> frozenset[int]:
+    return frozenset(set.intersection(*touched))
