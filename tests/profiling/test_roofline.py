@@ -83,6 +83,76 @@ def test_cublas_has_a_workspace_for_each_pass() -> None:
     assert not [s for s in without.step.storages if "cuBLAS" in s.name]
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_attention_inside_of_a_layer_of_torchs_is_the_gpus_as_well(weights: bool) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                mixed: torch.Tensor = self.heads(x, x, x, need_weights=weights)[0]
+            return mixed
+
+    found = profile(Heads(), torch.randn(BATCH, LENGTH, WIDTH))
+    ops = {node.op for node in found.nodes}
+    assert ("aten._scaled_dot_product_flash_attention.default" in ops) is not weights
+    scores = [
+        found.step.storages[made].nbytes
+        for node in found.nodes
+        for made in node.makes[:1]
+        if node.op == "aten._softmax.default"
+    ]
+    assert scores == ([BATCH * HEADS * LENGTH * LENGTH * 4] if weights else [])
+
+
+def test_a_gradient_of_one_number_is_copied_for_cublas() -> None:
+    def inside(model: nn.Module, loss: Any) -> list[int]:
+        found = lowtide.profile(model, torch.randn(256, 32), loss=loss, device="a100-40g")
+        products = [node for node in found.nodes if node.op == "aten.mm.default"]
+        return [node.workspace_bytes + node.extra_eager_bytes for node in products]
+
+    class Summed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum()
+
+    assert inside(nn.Linear(32, 64, bias=False), torch.sum) == [0, 256 * 64 * 4]
+    assert inside(Summed(32, 64, bias=False), None) == [0, 256 * 64 * 4]
+    assert inside(nn.Linear(32, 64, bias=False), square) == [0, 0]
+
+
+def test_optimizers_step_as_on_a_gpu_where_nobody_chose_how() -> None:
+    model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.randn(4, 256)
+
+    def peak(foreach: bool | None, device: str | None) -> int:
+        optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
+        return profile(model, x, device, optimizer=optimizer).peak_bytes
+
+    assert peak(None, "a100-40g") == peak(True, "a100-40g") > peak(False, "a100-40g")
+    assert peak(None, None) == peak(False, None)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_is_the_gpus(kind: str, dtype: torch.dtype) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm, self.head = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 128)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(kind, dtype):
+                return functional.cross_entropy(self.head(self.norm(self.linear(x)).softmax(-1)), y)
+
+    batch = (torch.randn(32, 64), torch.zeros(32, dtype=torch.int64))
+    found = lowtide.profile(Mixed(), batch, device="a100-40g")
+    made = {node.op: found.step.storages[node.makes[0]].nbytes for node in found.nodes if node.makes}
+    assert made["aten.native_layer_norm.default"] == made["aten._softmax.default"] == 32 * 64 * 4
+    assert made["aten._log_softmax.default"] == 32 * 128 * 4
+    assert made["aten.addmm.default"] == 32 * 128 * 2
+
+
 def test_a_convolution_copies_its_operands_only_for_tensor_cores_that_read_them_otherwise() -> None:
     def inside(device: str, memory_format: torch.memory_format) -> int:
         model = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=memory_format)

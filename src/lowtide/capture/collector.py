@@ -36,6 +36,7 @@ from lowtide.torchside.calls import call_of, iter_tensors, storage_key, value_of
 from lowtide.torchside.gradient_orders import Orders
 from lowtide.torchside.graph_key import key_of
 from lowtide.torchside.ops.gpu_attention import use_gpu_attention
+from lowtide.torchside.ops.gpu_autocast import use_gpu_autocast
 from lowtide.torchside.ops.random import draw_high
 from lowtide.torchside.outside import leaves_behind
 from lowtide.torchside.outside_watch import Moment, OutsideWatch
@@ -89,6 +90,7 @@ class Collector:
         self._keep(hooks.graph_inputs(graph))
         if self.gpu is not None:
             use_gpu_attention(graph, has_flash=self.gpu.has_flash)
+            use_gpu_autocast(graph)
         casts_once = hooks.casts_weights_once(graph)
         is_whole, key = hooks.reaches_the_end(graph), key_of(graph)
         segment: Segment | None = None

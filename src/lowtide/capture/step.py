@@ -34,6 +34,7 @@ from lowtide.torchside.batch import split_batch, tensors_in
 from lowtide.torchside.calls import Call, call_of, is_number, map_leaves, storage_key, value_of
 from lowtide.torchside.garbage import rarely_collected
 from lowtide.torchside.one_at_a_time import one_at_a_time
+from lowtide.torchside.optimizers import stepping_as_real
 from lowtide.torchside.sharded import local
 
 SCALARS_BYTES = 1024
@@ -103,7 +104,14 @@ def capture(
         if reserve_bytes:
             analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
         captured = captured_step(
-            analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, paper=paper, swap=swap
+            analysis,
+            traced,
+            model,
+            batch=(args, kwargs),
+            optimizer=optimizer,
+            paper=paper,
+            swap=swap,
+            on_gpu=gpu is not None,
         )
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
         if gpu is not None:
@@ -159,9 +167,10 @@ def captured_step(
     optimizer: torch.optim.Optimizer | None = None,
     paper: Paper | None = None,
     swap: bool = False,
+    on_gpu: bool = False,
 ) -> Captured:
     """Facts and ops of analysed graphs, with all else that the step holds; `paper`, if the model is divided
-    among processes on paper only."""
+    among processes on paper only; `on_gpu`, with the optimizer's step as it would be on a GPU."""
     _add_unread(analysis, model, batch)
     if traced.sharding is not None:
         shard(analysis, traced, traced.sharding)
@@ -173,10 +182,11 @@ def captured_step(
         _check_parameters(optimizer, model)
         if paper is not None:
             optimizer = optimizer_on_paper(optimizer, model, analysis, paper=paper)
-        traced_step = trace_optimizer(optimizer, analysis.gradients)
         whole = traced.sharding is not None  # its state is in parts already
-        if not whole:
-            pieces = pieces_of_step(analysis, optimizer, traced_step)
+        with stepping_as_real(on_gpu=on_gpu):
+            traced_step = trace_optimizer(optimizer, analysis.gradients)
+            if not whole:
+                pieces = pieces_of_step(analysis, optimizer, traced_step)
         add_optimizer(analysis, traced_step, calls, pieces=pieces)
         if traced_step.note:
             notes = (*notes, traced_step.note)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from lowtide.capture.step import Captured, with_costs
-from lowtide.facts import Kind, Node, Step, Storage
+from lowtide.facts import Kind, Node, Region, Step, Storage
 from lowtide.facts.devices import Gpu
 from lowtide.facts.units import format_size
 from lowtide.methods import method_named
@@ -52,7 +52,7 @@ def estimated_costs(captured: Captured, gpu: Gpu) -> Step:
             known[name] = (_seconds(call, gpu), _workspace_bytes(call, gpu), True)
         costs[run] = known[name]
     multiplies = any(target_name(call.target).startswith(_PRODUCTS) for call in captured.calls.values())
-    return _as_on(gpu, with_costs(captured.step, costs), multiplies=multiplies)
+    return _as_on(gpu, _copying_in_eager(with_costs(captured.step, costs), captured), multiplies=multiplies)
 
 
 def _seconds(call: Call, gpu: Gpu) -> float:
@@ -84,6 +84,8 @@ def _workspace_bytes(call: Call, gpu: Gpu) -> int:
     name = target_name(call.target)
     if name in _CONVOLUTIONS:
         return _copied_operands_bytes(call, gpu)
+    if name.startswith(_PRODUCTS):
+        return _copied_matrices_bytes(call)
     if name == _SORTED_INDICES:
         return _TEMPORARY_INDICES * call.tensors[1].nbytes
     if len(call.tensors) > 2 and call.tensors[1].dim() == 4:
@@ -104,6 +106,48 @@ def _copied_operands_bytes(call: Call, gpu: Gpu) -> int:
         return work.input_bytes + work.output_bytes
     # one kernel at a time: each has two of the operands and makes the third
     return work.input_bytes
+
+
+def _copied_matrices_bytes(call: Call) -> int:
+    """cuBLAS reads matrices row by row or column by column; torch copies those that lie otherwise, such as a
+    gradient that is one number for all elements."""
+    matrices = (
+        tensor for tensor in call.tensors[-2:] if tensor.dim() > 1
+    )  # what is added to them goes first
+    return sum(matrix.numel() * matrix.itemsize for matrix in matrices if not _is_readable(matrix))
+
+
+def _is_readable(matrix: torch.Tensor) -> bool:
+    if matrix.is_contiguous() or matrix.mT.is_contiguous():
+        return True
+    (rows, columns), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
+
+
+def _copying_in_eager(step: Step, captured: Captured) -> Step:
+    """A graph that is handed such a gradient has a copy of it from the start; eager makes one where it
+    multiplies."""
+    copied: dict[int, int] = {}
+    for node in step.nodes:
+        if (
+            node.op == "placeholder"
+            and node.region is Region.BACKWARD
+            and node.makes
+            and len(node.reads) == 1
+        ):
+            giver = captured.places.get(node.reads[0])
+            value = None if giver is None else giver.node.meta.get("val")
+            if isinstance(value, torch.Tensor) and 0 in value.stride():
+                copied[node.makes[0]] = step.storages[node.makes[0]].nbytes
+    if not copied:
+        return step
+    nodes = list(step.nodes)
+    for node in step.nodes:
+        if node.op.startswith(_PRODUCTS):
+            read = {storage for rank in node.reads for storage in step.nodes[rank].holds}
+            inside_bytes = sum(nbytes for storage, nbytes in copied.items() if storage in read)
+            nodes[node.rank] = replace(node, extra_eager_bytes=node.extra_eager_bytes + inside_bytes)
+    return replace(step, nodes=tuple(nodes))
 
 
 def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:

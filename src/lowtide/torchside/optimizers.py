@@ -1,11 +1,14 @@
-"""Several optimizers as one, wherever one is expected."""
+"""Several optimizers as one, wherever one is expected, and the way in which they step where nobody chose."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from lowtide.errors import LowtideError
+from lowtide.torchside.hooks import FakeTensor
 
 Optimizer = torch.optim.Optimizer
 
@@ -74,3 +77,20 @@ def as_one(optimizer: Any) -> Optimizer | None:
     raise LowtideError(
         f"the optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or a list of them"
     )
+
+
+@contextmanager
+def stepping_as_real(*, on_gpu: bool) -> Iterator[None]:
+    """Let optimizers over fake tensors choose between a loop and `foreach` as over real ones; with `on_gpu`,
+    as over those of a GPU wherever they are. torch looks at the type and the device of parameters."""
+    torch_optimizers: Any = import_module(Optimizer.__module__)
+    types = torch_optimizers._foreach_supported_types
+    devices = torch_optimizers._get_foreach_kernels_supported_devices
+    torch_optimizers._foreach_supported_types = [*types, FakeTensor]
+    if on_gpu:
+        torch_optimizers._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    try:
+        yield
+    finally:
+        torch_optimizers._foreach_supported_types = types
+        torch_optimizers._get_foreach_kernels_supported_devices = devices

@@ -5,12 +5,17 @@ keep one number for each row of scores. Their fake versions run anywhere.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 aten = torch.ops.aten
+_PLAIN = functional.scaled_dot_product_attention
+_HEADS = functional.multi_head_attention_forward
 
 LARGEST_FLASH_HEAD = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -19,11 +24,17 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 def use_gpu_attention(graph: fx.GraphModule, *, has_flash: bool) -> None:
     """Let a graph of Dynamo call the kernels that a GPU has; preserves all else."""
     attention = _newer_attention if has_flash else _older_attention
-    for node in graph.graph.find_nodes(
-        op="call_function", target=torch.nn.functional.scaled_dot_product_attention
-    ):
+    for node in graph.graph.find_nodes(op="call_function", target=_PLAIN):
         node.target = attention
+    for node in graph.graph.find_nodes(op="call_function", target=_HEADS):
+        node.target = functools.update_wrapper(functools.partial(_heads, attention), _HEADS)
     graph.recompile()
+
+
+def _heads(attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    """What `nn.MultiheadAttention` calls, with `attention` inside."""
+    with mock.patch.object(functional, _PLAIN.__name__, attention):
+        return _HEADS(*args, **kwargs)
 
 
 def _newer_attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -47,8 +58,7 @@ def _attention(  # noqa: PLR0917  the arguments of torch's own function
     has_flash: bool,
 ) -> Tensor:
     if query.dim() != 4:  # no kernel takes these
-        plain = torch.nn.functional.scaled_dot_product_attention
-        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _PLAIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
