@@ -1,3 +1,4 @@
+import mmap
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch import nn
 from lowtide.checking.clock import Timing, time_steps
 from lowtide.checking.fresh import run_fresh
 from lowtide.checking.peak import can_measure_resident, peak_above_start
+from lowtide.checking.time_notes import fault_note
 from lowtide.checking.train_step import tensors_in
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, LowtideError
 from lowtide.measure import measure_here, measure_step, static_bytes, train_step
@@ -302,3 +304,21 @@ def test_the_child_ends_with_a_parent_that_is_killed(tmp_path):
     parent.wait()
     wait_for(lambda: not is_running(pid))
     assert [path.name for path in tmp_path.iterdir()] == ["pid"]
+
+
+def test_page_faults_are_counted_beside_the_time():
+    def fresh():
+        with mmap.mmap(-1, 1 << 20) as area:
+            area.write(bytes(1 << 20))
+
+    timings = time_steps({"fresh": fresh}, device=torch.device("cpu"), warm_up=0, runs=2)
+    assert len(timings["fresh"].page_faults) == 2
+    assert timings["fresh"].median_page_faults > 0
+    assert Timing((1.0,)).median_page_faults == Timing((1.0,)).fault_share == 0
+
+
+def test_page_faults_are_told_where_they_take_time():
+    plain, planned = Timing((2.0, 2.0), (400_000,) * 2, 1e-6), Timing((2.0, 2.0), (1000, 3000), 1e-6)
+    assert "400,000 page faults in a step without the plan and 2,000 with it" in fault_note(plain, planned)
+    assert "about 20% and 0% of the time" in fault_note(plain, planned)
+    assert fault_note(planned, planned) == fault_note(None, None) == fault_note(Timing((1.0,)), planned) == ""

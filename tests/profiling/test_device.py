@@ -38,10 +38,18 @@ def test_cpu_sees_all_memory_inside():
 
 
 def test_cpu_times_and_returns(monkeypatch):
-    clock, interruptions = iter([10.0, 10.25]), iter([7, 9])
+    clock, interruptions, worked = iter([10.0, 10.25]), iter([7, 9]), iter([3.0, 3.125])
     monkeypatch.setattr(device.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(device.time, "process_time", lambda: next(worked))
     monkeypatch.setattr(device, "_interruptions", lambda: next(interruptions))
-    assert CPU.timed(lambda: sum(range(1000))) == (499500, OpTiming(0.25, 2))
+    assert CPU.timed(lambda: sum(range(1000))) == (499500, OpTiming(0.25, 2, 0.125))
+
+
+def test_a_slow_run_may_be_interrupted_but_not_for_long():
+    assert not OpTiming(0.5, 9, 0.01).avoidable
+    assert OpTiming(0.5, 9, 0.4).avoidable
+    assert OpTiming(0.01, 1).avoidable
+    assert not OpTiming(0.5, 0, 0.4).avoidable  # it waited for something of its own
 
 
 def test_copy_speed_is_of_the_typical_copy(monkeypatch):

@@ -304,6 +304,7 @@ MM, RELU = Call(aten.mm.default, (fake(20, 20),) * 2), Call(aten.relu.default, (
         pytest.param(lambda number: OpTiming(1e-3, 2), 1, id="always interrupted"),
         pytest.param(lambda number: OpTiming(1e-3, number % 2), 0, id="at times interrupted"),
         pytest.param(lambda number: OpTiming(0.5, 9), 0, id="too slow for one piece"),
+        pytest.param(lambda number: OpTiming(0.5, 9, 0.4), 1, id="slow because of others"),
         pytest.param(lambda number: OpTiming(1e-6 * (1 + 9 * (number % 2))), 0, id="shorter than jitter"),
     ],
 )

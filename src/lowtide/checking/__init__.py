@@ -2,7 +2,7 @@
 
 - `train_step`: the canonical step, and the bytes that are there before it
 - `peak`, `clock`: its peak by two methods; its time
-- `peak_notes`, `verdict`: where peaks disagree; the answer in words
+- `peak_notes`, `time_notes`, `verdict`: where peaks disagree; what time went into; the answer in words
 - `measure`: both in fresh processes
 - `fresh`, `child`: a function in a fresh process, and that process's side
 - `comparison`: a plan against eager, step by step

@@ -7,13 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.profiling.device import device_for
+from lowtide.profiling.faults import page_fault_seconds, page_faults
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of each timed run, in the order they ran."""
+    """Seconds of each timed run, in the order they ran.
+
+    On a CPU, `page_faults` are the pages that each took from the system, and `page_fault_seconds` is what one
+    costs there, measured apart.
+    """
 
     runs: tuple[float, ...]
+    page_faults: tuple[int, ...] = ()
+    page_fault_seconds: float = 0.0
 
     @property
     def median_seconds(self) -> float:
@@ -26,6 +33,15 @@ class Timing:
             return 0.0
         low, _, high = statistics.quantiles(self.runs, n=4, method="inclusive")
         return high - low
+
+    @property
+    def median_page_faults(self) -> int:
+        return round(statistics.median(self.page_faults)) if self.page_faults else 0
+
+    @property
+    def fault_share(self) -> float:
+        """About how much of the time went into page faults."""
+        return self.median_page_faults * self.page_fault_seconds / self.median_seconds
 
     def added_to(self, baseline: "Timing") -> float:
         """Share of `baseline`'s time that this adds, from the two medians: what stands beside them."""
@@ -51,8 +67,14 @@ def time_steps(
         for step in steps.values():
             step()
     clock = device_for(device)
+    on_cpu = device.type == "cpu"
+    fault_seconds = page_fault_seconds() if on_cpu else 0.0
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    faults: dict[str, list[int]] = {name: [] for name in steps}
     for _ in range(runs):
         for name, step in steps.items():
+            before = page_faults()
             seconds[name].append(clock.timed(step)[1].seconds)
-    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+            if on_cpu:
+                faults[name].append(page_faults() - before)
+    return {name: Timing(tuple(seconds[name]), tuple(faults[name]), fault_seconds) for name in steps}

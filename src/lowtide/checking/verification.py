@@ -18,6 +18,7 @@ from lowtide.checking.fresh import run_fresh
 from lowtide.checking.measure import Measured, measure_here, measure_step
 from lowtide.checking.peak_notes import agreement_note, prediction_note
 from lowtide.checking.records import measurement_of
+from lowtide.checking.time_notes import fault_note
 from lowtide.checking.verdict import verdict
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
 from lowtide.facts.serial import solution_to_dict
@@ -92,7 +93,7 @@ class Verification:
     @property
     def notes(self) -> tuple[str, ...]:
         """Where a prediction is off by more than a percent, and by which op; where the two measured peaks
-        disagree, and why."""
+        disagree, and why; where page faults are a good part of the time."""
         rows = (
             (
                 "without the plan",
@@ -117,6 +118,7 @@ class Verification:
                 agreement_note(which, measured=measured, resident=resident),
             )
         ]
+        notes.append(fault_note(self.baseline_step_timing, self.step_timing))
         if self.from_eager:
             notes.insert(0, f"compared with the compiled step without recompute, which is {self.from_eager}")
         return tuple(filter(None, notes))

@@ -11,5 +11,5 @@ for real, in the memory of the step.
 - `layouts`: how results really lie in memory
 - `cache`: costs measured before, on disk
 - `whole_run`, `interpreter`: the costs of a captured step from real runs of its graphs
-- `device`: the clock and the allocator of a device
+- `device`: the clock and the allocator of a device; `faults`: what taking memory from the system costs
 """

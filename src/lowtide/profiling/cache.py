@@ -17,7 +17,7 @@ from lowtide.torchside.calls import OpCost
 _log = logging.getLogger(__name__)
 
 # Raised when costs are measured in another way, so that old files are left alone.
-_METHOD = 6
+_METHOD = 7
 
 _TABLES = """
 create table if not exists costs (

@@ -11,12 +11,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lowtide.profiling.faults import page_fault_seconds, page_faults, without_faults
 
 _COPY_BYTES = 64 << 20
 _COPY_RUNS = 5
@@ -25,18 +27,26 @@ _REST_SECONDS = 0.03
 SLOW_SECONDS = 0.1
 """What takes longer is interrupted now and then on any machine, and is hurt less by it."""
 
+_WAITED_SHARE = 0.2
+"""Of a run's time, how much a slow one may wait for a processor on a machine that is idle but for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpTiming:
-    """One run: how long it took, and how often other processes took the processor away meanwhile."""
+    """One run: how long it took, how often other processes took the processor away meanwhile, and how long
+    none of its threads ran."""
 
     seconds: float
     interruptions: int = 0
+    waited_seconds: float = 0.0
 
     @property
     def avoidable(self) -> bool:
-        """Whether it was interrupted although it is short enough to run in one piece."""
-        return self.interruptions > 0 and self.seconds < SLOW_SECONDS
+        """Whether it was interrupted although it is short enough to run in one piece, or for so long that its
+        time is that of others."""
+        if not self.interruptions:
+            return False
+        return self.seconds < SLOW_SECONDS or self.waited_seconds > _WAITED_SHARE * self.seconds
 
 
 def typical_seconds(timings: Sequence[OpTiming]) -> float:
@@ -77,6 +87,10 @@ class Device(ABC):
     def timed(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
         """The result of `run` and how long it took, all its work on the device included."""
 
+    def timed_in_own_memory(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
+        """As `timed`, without what it takes to get memory from the system: a step has it already."""
+        return self.timed(run)
+
     @abstractmethod
     def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
         """The result of `run` and the most bytes held during it above those held before."""
@@ -108,10 +122,17 @@ class Cpu(Device):
         return f"{_cpu_model()}, {_number(cores, 'core')}, {_number(threads, 'thread')}"
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
-        before, start = _interruptions(), time.perf_counter()
+        before, worked, start = _interruptions(), time.process_time(), time.perf_counter()
         result = run()
-        stop = time.perf_counter()
-        return result, OpTiming(stop - start, _interruptions() - before)
+        seconds = time.perf_counter() - start
+        waited_seconds = max(0.0, seconds - (time.process_time() - worked))
+        return result, OpTiming(seconds, _interruptions() - before, waited_seconds)
+
+    def timed_in_own_memory(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
+        fault_seconds, before = page_fault_seconds(), page_faults()
+        result, timing = self.timed(run)
+        seconds = without_faults(timing.seconds, page_faults() - before, fault_seconds=fault_seconds)
+        return result, replace(timing, seconds=seconds)
 
     def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
         result, session = recorded(run)

@@ -91,7 +91,7 @@ class GraphProfiler(fx.Interpreter):
         if self._inside is not None:
             result, self._inside[n.name] = self.device.measured(lambda: run(n.target, args, kwargs))
             return result
-        result, timing = self.device.timed(lambda: run(n.target, args, kwargs))
+        result, timing = self.device.timed_in_own_memory(lambda: run(n.target, args, kwargs))
         self._timings.setdefault(n.name, []).append(timing)
         rest_after(timing)
         if self._memory is not None:

@@ -86,4 +86,4 @@ class Trial:
 def timed(call: Call, device: Device) -> OpTiming:
     """One run on fresh inputs; a function of its own, so that nothing of it outlives it."""
     args, kwargs = make_sample(call, fill=not is_view(call))
-    return device.timed(partial(call.target, *args, **kwargs))[1]
+    return device.timed_in_own_memory(partial(call.target, *args, **kwargs))[1]
