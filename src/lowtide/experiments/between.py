@@ -76,7 +76,7 @@ def _made_bytes(step: Step, node: Node) -> int:
 def _resized(recipe: Recipe, ratio: Fraction, *, saved_bytes: int) -> Recipe:
     """What it holds inside need not grow with the size, and is not taken to shrink."""
     inside = recipe.workspace_bytes
-    inside = inside - saved_bytes if inside < 0 else ceil(inside * max(1, ratio))
+    inside = inside - saved_bytes if inside < 0 else ceil(inside * max(Fraction(1), ratio))
     return replace(recipe, seconds=recipe.seconds * float(ratio), workspace_bytes=inside)
 
 
