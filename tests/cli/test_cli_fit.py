@@ -60,12 +60,12 @@ def test_the_answer_is_told_in_eighty_columns(run_lowtide, finds):
     asked = finds(FOUND)
     code, stdout, stderr = run_lowtide("fit", "bert-base-mlm", "--budget", "8GiB", "-q")
     assert code == Exit.DONE and stderr == ""
-    table = [line.rstrip() for line in stdout.splitlines() if "GiB" in line and ":" not in line]
+    table = [line.rstrip() for line in stdout.splitlines() if "GiB" in line and ":" not in line][1:]
     assert len(table) == 3 and max(map(len, table)) <= 80
     assert "~14" in table[1] and "+20.0 %" in table[2]
-    assert "largest batch size without a plan: 8\n" in stdout
-    assert "largest batch size with a plan: 20\n" in stdout
-    assert "fastest: 8, 10 samples/s" in stdout
+    assert "largest batch size without a plan: 8 (10 samples/s)\n" in stdout
+    assert "largest batch size with a plan: 20, 2.5 times as large (8.33 samples/s, −16.7 %)\n" in stdout
+    assert "fastest: 8 (10 samples/s)\n" in stdout
     said = " ".join(stdout.split())
     assert "batch size 9 without a plan: measured 9.00 GiB" in said and "above the budget" in said
     assert "within the budget, results exact" in said

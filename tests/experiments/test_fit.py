@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.experiments import fit as fits
+from lowtide.experiments import fit_search
 from lowtide.experiments.between import step_at
-from lowtide.experiments.fit import Vary, find_fit, find_fits
+from lowtide.experiments.fit import Vary, find_fit
 from lowtide.profiling.device import OpTiming
 from lowtide.zoo.targets import Target
 
@@ -99,12 +99,12 @@ def test_few_sizes_are_captured_and_the_others_told_from_them(found, budget_byte
 def test_several_budgets_share_what_is_captured(found, budget_bytes):
     captured = []
 
-    def source(size):
+    def factory(size):
         captured.append(size)
-        return Target("small", *make(size))
+        return make(size)
 
     budgets = [budget_bytes, 1000, 2 * budget_bytes]
-    one, none, two = find_fits(source, budgets=budgets, vary=Vary(), check=False)
+    one, none, two = lowtide.fit(factory, budget=budgets, check=False)
     assert [each.budget_bytes for each in (one, none, two)] == budgets
     assert (one.largest_plain, one.largest) == (found.largest_plain, found.largest)
     assert (
@@ -173,7 +173,7 @@ def test_multiples_and_a_limit(budget_bytes):
 
 def test_what_the_machine_cannot_hold_is_said_and_not_run(budget_bytes, monkeypatch):
     monkeypatch.setattr("lowtide.experiments.machine.available_bytes", lambda device: 1 << 20)
-    monkeypatch.setattr(fits, "run_plain", lambda *_, **__: pytest.fail("must not run"))
+    monkeypatch.setattr(fit_search, "run_plain", lambda *_, **__: pytest.fail("must not run"))
     found = lowtide.fit(make, budget=budget_bytes)
     assert all(check.measured_peak_bytes is None and "are free" in check.reason for check in found.checks)
 

@@ -176,24 +176,23 @@ def fit_tables(found: "Fit", *, name: str) -> list[RenderableType]:
             f"{'' if row.profiled else '~'}{row.size}",
             size(row.plain_peak_bytes),
             size(row.peak_bytes),
-            duration(row.step_seconds),
+            duration(row.step_seconds + row.recompute_seconds),
             percent(_overhead(row)),
             _rate(row.per_second),
         )
         for row in found.rows
     ]
-    columns = ("size>", "without>", "with>", "step>", "recompute>", f"{found.unit}/s>")
-    title = f"{name}: {found.vary} in {size(found.budget_bytes)}, predicted"
+    columns = (f"{found.vary}>", "peak without>", "with>", "step>", "recompute>", f"{found.unit}/s>")
     lines = [
-        f"largest {found.vary} without a plan: {_largest(found, found.largest_plain)}",
-        f"largest {found.vary} with a plan: {_largest(found, found.largest)}",
+        f"largest {found.vary} without a plan: {_largest_plain(found)}",
+        f"largest {found.vary} with a plan: {_largest(found)}",
     ]
     if found.fastest is not None:
-        lines.append(f"fastest: {found.fastest.size}, {_rate(found.fastest.per_second)} {found.unit}/s")
+        lines.append(f"fastest: {found.fastest.size}{_speed(found, found.fastest.size)}")
     if any(not row.profiled for row in found.rows):
-        lines.insert(0, "~ from the sizes around it")
+        lines.insert(0, "~ told from the sizes around it; its plan may need less than the budget")
     return [
-        table(title, columns, rows),
+        table(f"{name} in {size(found.budget_bytes)}, predicted", columns, rows),
         *map(Text, lines),
         *(Text(_check(found, one)) for one in found.checks),
     ]
@@ -206,9 +205,31 @@ def _nothing_fits(found: "Fit") -> str:
     )
 
 
-def _largest(found: "Fit", largest: int) -> str:
-    limit = " (no larger one was looked at)" if largest == found.most else ""
-    return f"{largest or 'none'}{limit}"
+def _largest_plain(found: "Fit") -> str:
+    plain = found.largest_plain
+    return f"{plain or 'none'}{_speed(found, plain)}{_limit(found, plain)}"
+
+
+def _largest(found: "Fit") -> str:
+    """With what it gains and loses."""
+    words = str(found.largest)
+    if found.largest_plain and found.largest > found.largest_plain:
+        words += f", {found.largest / found.largest_plain:.3g} times as large"
+    return words + _speed(found, found.largest, than=found.largest_plain) + _limit(found, found.largest)
+
+
+def _speed(found: "Fit", at: int, *, than: int = 0) -> str:
+    """The throughput at a size, and how much more that is than at another; empty where nobody knows."""
+    speeds = {row.size: row.per_second for row in found.rows}
+    speed, other = speeds.get(at), speeds.get(than)
+    if speed is None:
+        return ""
+    more = f", {percent(speed / other - 1)}" if other and than != at else ""
+    return f" ({_rate(speed)} {found.unit}/s{more})"
+
+
+def _limit(found: "Fit", largest: int) -> str:
+    return "; no larger one was looked at" if largest == found.most else ""
 
 
 def _overhead(row: "FitRow") -> float | None:

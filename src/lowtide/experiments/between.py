@@ -36,10 +36,48 @@ def step_from(size: int, chosen: Mapping[int, Step]) -> Step:
     """The step at `size` from the `chosen` ones, the nearest first, which have the same ops.
 
     Seconds are on the line through the next two, whatever the degree, since they are noisy; beyond both, at
-    most as steep as from nothing to the next one, which noise would be magnified above.
+    most as steep as from nothing to the next one, which noise would be magnified above. Ways to bring values
+    back are those of the nearest.
     """
     sizes = list(chosen)
-    return _blend(list(chosen.values()), bytes_by=weights(size, sizes), seconds_by=seconds_by(size, sizes))
+    nearest, *others = (
+        step if step is chosen[sizes[0]] else with_ways_of(step, chosen[sizes[0]], Fraction(other, sizes[0]))
+        for other, step in chosen.items()
+    )
+    return _blend([nearest, *others], bytes_by=weights(size, sizes), seconds_by=seconds_by(size, sizes))
+
+
+def with_ways_of(step: Step, other: Step, ratio: Fraction) -> Step:
+    """The step with the same ways to bring values back as another of the same form, which is of another size
+    by that ratio: those that it lacks, in proportion."""
+    if all(_methods(node) == _methods(there) for node, there in zip(step.nodes, other.nodes, strict=True)):
+        return step
+    nodes = []
+    for node, there in zip(step.nodes, other.nodes, strict=True):
+        own = {recipe.method: recipe for recipe in node.recipes}
+        # a run that writes over what it reads saves the bytes of its result
+        more_bytes = _made_bytes(step, node) - _made_bytes(other, there)
+        recipes = tuple(
+            own.get(recipe.method) or _resized(recipe, ratio, saved_bytes=more_bytes)
+            for recipe in there.recipes
+        )
+        nodes.append(replace(node, recipes=recipes))
+    return replace(step, nodes=tuple(nodes))
+
+
+def _methods(node: Node) -> tuple[str, ...]:
+    return tuple(recipe.method for recipe in node.recipes)
+
+
+def _made_bytes(step: Step, node: Node) -> int:
+    return sum(step.storages[made].nbytes for made in node.makes)
+
+
+def _resized(recipe: Recipe, ratio: Fraction, *, saved_bytes: int) -> Recipe:
+    """What it holds inside need not grow with the size, and is not taken to shrink."""
+    inside = recipe.workspace_bytes
+    inside = inside - saved_bytes if inside < 0 else ceil(inside * max(Fraction(1), ratio))
+    return replace(recipe, seconds=recipe.seconds * float(ratio), workspace_bytes=inside)
 
 
 def sizes_alike(size: int, forms: Mapping[int, Hashable], *, degree: int) -> list[int]:
@@ -55,13 +93,9 @@ def sizes_alike(size: int, forms: Mapping[int, Hashable], *, degree: int) -> lis
 
 
 def form_of(step: Step) -> Form:
-    return (
-        len(step.storages),
-        *(
-            (node.op, node.reads, node.holds, node.makes, tuple(recipe.method for recipe in node.recipes))
-            for node in step.nodes
-        ),
-    )
+    """Not the ways to bring values back: some pay for large values alone, so that small sizes lack them."""
+    nodes = ((node.op, node.reads, node.holds, node.makes, node.on_demand) for node in step.nodes)
+    return (len(step.storages), *nodes)
 
 
 def weights(size: int, sizes: Sequence[int]) -> list[Fraction]:

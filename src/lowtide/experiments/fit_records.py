@@ -11,6 +11,9 @@ MOST = 1 << 20
 """No larger size is looked at, unless said otherwise."""
 
 
+Budgets = list[str] | list[int] | list[str | int] | tuple[str | int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vary:
     """What grows: its name, what throughput counts, and how many of these a step of some size has.

@@ -70,11 +70,16 @@ class Insides:
 
     @cached_property
     def _texts(self) -> dict[Run, Texts] | None:
-        """None where a size has runs that another one has not."""
+        """Of the runs that all sizes have; None where a size lacks ops that another one has. What brings
+        values back may differ."""
         first, *others = (known.runs for known in self.captured.values())
-        if any(first.keys() - runs.keys() for runs in others):
+        if any(_first_runs(first) != _first_runs(runs) for runs in others):
             return None
-        return {run: tuple(signature(known.runs[run]) for known in self.captured.values()) for run in first}
+        return {
+            run: tuple(signature(known.runs[run]) for known in self.captured.values())
+            for run in first
+            if all(run in runs for runs in others)
+        }
 
     def _line(self, size: int, alike: Mapping[int, Call]) -> int | None:
         """Bytes inside on the line through the captured sizes; None where they are few, there and next to
@@ -131,6 +136,10 @@ def call_at(size: int, calls: Mapping[int, Call]) -> Call:
     first = calls[sizes[0]]
     args, kwargs = map_leaves(lambda _: next(left), (first.args, first.kwargs))
     return Call(first.target, args, kwargs)
+
+
+def _first_runs(runs: Mapping[Run, Call]) -> set[Run]:
+    return {run for run in runs if run.is_first}
 
 
 def _leaves(call: Call) -> list[Any]:

@@ -95,7 +95,7 @@ def _scaled(
     by_name: dict[str, OpCost] = {}
     large: dict[str, tuple[Call, int]] = {}
     names = {run: signature(call) for run, call in calls.items()}
-    cost_of = known.cost_of_run if known.runs.keys() == calls.keys() else _by_call(known)
+    cost_of = known.cost_of_run if _same_ops(known.runs, calls) else _by_call(known)
     for run, name in names.items():
         if name not in by_name:
             cost = by_name[name] = cost_of(run, calls[run], name, _made(captured.step, run))
@@ -104,6 +104,14 @@ def _scaled(
     for name, nbytes in measure_insides(large).items():
         by_name[name] = replace(by_name[name], workspace_bytes=nbytes)
     return {run: by_name[name] for run, name in names.items()}
+
+
+def _same_ops(runs: Mapping[Run, Call], others: Mapping[Run, Call]) -> bool:
+    """Whether two steps run the same ops first, in whatever ways they may run some again."""
+    ops, other_ops = (
+        {run.node: call.target for run, call in calls.items() if run.is_first} for calls in (runs, others)
+    )
+    return ops == other_ops
 
 
 def _by_call(known: Known) -> Callable[[Run, Call, str, tuple[int, ...]], OpCost]:
