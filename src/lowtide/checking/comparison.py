@@ -274,6 +274,6 @@ def _time(target: Target, runs: int) -> dict[str, Timing]:
         return run
 
     device = device_of(model, target.batch)
-    timings = time_steps({"eager": step(None), "planned": step(runner)}, device=device, warm_up=2, runs=runs)
+    timings = time_steps({"eager": step(None), "planned": step(runner)}, device=device, runs=runs)
     set_route(model, runner)
     return timings
