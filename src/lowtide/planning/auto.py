@@ -7,7 +7,7 @@ same archive.
 
 1. Levels of bytes fall from the plain peak to the proven floor. At each, annealing starts from the best of
    the plan of the level before, the plans of others, and the cuts that prove the level's bound: those say
-   what to keep at one moment, which is nearly all that matters at most levels.
+   what to keep at one moment, as it is or as less, which is nearly all that matters at most levels.
 2. Below the last level that was reached, the steps shrink until they fail.
 3. Back up the levels, each from the plan below it; then on at the levels that are furthest from their bounds.
 4. Between two plans of the archive, a few rungs are worked out when a budget first asks for them. Their
@@ -29,7 +29,7 @@ from lowtide.planning.search.runs import Rerun
 from lowtide.planning.simulate import Timeline
 
 NUM_LEVELS = 16
-NUM_RUNGS = 6
+NUM_RUNGS = 12
 MOVES_PER_OP = 120
 """Moves of annealing for each op of a small step, at each level."""
 MANY_MOVES = 3000
@@ -43,8 +43,10 @@ SHORT = 8
 """Starts are compared by what this part of the moves makes of them."""
 NUM_MOMENTS = 2
 """Moments whose cuts are tried at each level."""
-RUNG_WARMTHS = (COLD, WARM, HOT)
-"""How warm the searches between two plans start."""
+RUNG_WARMTHS = (WARM, HOT)
+"""How warm the searches between two plans start from below; one more starts coldly from above."""
+RUNGS_PER_SEARCH = 2
+"""Only every so manieth rung is searched for, the others are cuts alone."""
 FLOOR_WARMTHS = (WARM, HOT, HOT, HOT)
 """How warm the search for the floor starts, where only plans far from all others may fit."""
 FLOOR_TIMES, FLOOR_MOVES = 2, 10_000
@@ -122,21 +124,29 @@ class Auto:
         gap = above.peak_bytes - entry.peak_bytes
         levels = [entry.peak_bytes + gap * i // NUM_RUNGS for i in range(NUM_RUNGS)]
         while len(rungs) < NUM_RUNGS and levels[len(rungs)] <= budget_bytes:
-            rungs.append(self._rung(rungs[-1], above, levels[len(rungs)]))
+            search = len(rungs) % RUNGS_PER_SEARCH == 0
+            rungs.append(self._rung(rungs[-1], above, levels[len(rungs)], search=search))
         return [rung for rung, level in zip(rungs, levels, strict=False) if level <= budget_bytes][-1]
 
-    def _rung(self, last: Entry, above: Entry, level: int) -> Entry:
+    def _rung(self, last: Entry, above: Entry, level: int, *, search: bool) -> Entry:
         """A plan within `level`, dearer than `above` and cheaper than `last`; else that one."""
         known = self._found.best(level)
-        best = start = last if known is None or known.seconds >= last.seconds else known
-        for number, warmth in enumerate(RUNG_WARMTHS, start=1):
-            figures, order = self._anneal(
-                start.order, level, warmth=warmth, seed=number, least_seconds=above.seconds
-            )
-            found = self._entry(figures, order)
-            if not figures.excess_bytes and above.seconds <= found.seconds < best.seconds:
-                best = found
+        best = last if known is None or known.seconds >= last.seconds else known
+        tried = [(self._steps.problem.evaluate(order, level), order) for order in self._full_orders(level)]
+        best = self._cheapest(best, tried, least_seconds=above.seconds)
+        if search:
+            starts = [*((best, warmth) for warmth in RUNG_WARMTHS), (above, COLD)]
+            tried = [
+                self._anneal(start.order, level, warmth=warmth, seed=seed, least_seconds=above.seconds)
+                for seed, (start, warmth) in enumerate(starts, start=1)
+            ]
+            best = self._cheapest(best, tried, least_seconds=above.seconds)
         return best if self.timeline(best).peak_bytes <= level else last
+
+    def _cheapest(self, best: Entry, tried: list[tuple[Figures, Ints]], *, least_seconds: float) -> Entry:
+        """The cheapest of `best` and of those that fit and add at least `least_seconds`."""
+        fit = [self._entry(figures, order) for figures, order in tried if not figures.excess_bytes]
+        return min([best, *(e for e in fit if e.seconds >= least_seconds)], key=lambda e: e.seconds)
 
     def _levels(self) -> list[int]:
         """Budgets below the plain peak, from high to low."""
@@ -237,11 +247,23 @@ class Auto:
 
     def _cut_orders(self, level: int) -> list[Ints]:
         """Plans that keep at some moment what a cut there keeps, and all that the cut says nothing about."""
+        table = self._steps.table
         plans: dict[frozenset[Rerun], None] = {}
         for moment in self._bounds.tightest(level, NUM_MOMENTS):
             for dropped in moment.dropped(level):
-                plans[lazy_plan(self._steps.table, self._uses - dropped)] = None
-        return [self._steps.sequence(plan) for plan in plans]
+                plans[lazy_plan(table, self._uses - dropped)] = None
+        return [*(self._steps.sequence(plan) for plan in plans), *self._full_orders(level)]
+
+    def _full_orders(self, level: int) -> list[Ints]:
+        """A plan that keeps at the tightest moment what fits there, some of it as less: where no other
+        moment matters it is nearly the best."""
+        for moment in self._bounds.tightest(level, 1):
+            cut = moment.fullest(level)
+            if cut is not None:
+                kept = self._uses - moment.not_held(cut)
+                plan = lazy_plan(self._steps.table, kept, self._bounds.brought_back(cut.packed))
+                return [self._steps.sequence(plan)]
+        return []
 
     def _anneal(
         self,

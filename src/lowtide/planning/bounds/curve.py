@@ -8,6 +8,7 @@ Shortcomings: a bound knows one moment at a time, so it is far from the truth wh
 values back several times; and it is for the order of first runs that the step has.
 """
 
+from collections.abc import Iterable
 from functools import cached_property
 from math import floor, inf
 
@@ -23,6 +24,10 @@ NUM_TIGHT = 8
 """Moments that are looked at for the floor, besides: where most must be held whatever a plan does."""
 EXTRA_CUTS = 12
 """Prices at most for one budget, where its bound is largest."""
+
+
+NUM_RICHER = 3
+"""Cuts that do not fit whose parts are tried in the room that one leaves which does."""
 
 
 class Tangents:
@@ -77,13 +82,33 @@ class Tangents:
 
     def dropped(self, budget_bytes: int) -> list[frozenset[int]]:
         """Storages that a cut for this budget does not hold: the cut that just fits, and the one before."""
+        fitting, others = self._sides_of(budget_bytes)
+        return [self._choice.difference(cut.kept) for cut in (*fitting[-1:], *others[:1])]
+
+    def fullest(self, budget_bytes: int) -> Cut | None:
+        """The cut that just fits, with parts of those before it in the room that it leaves."""
+        fitting, others = self._sides_of(budget_bytes)
+        if not fitting:
+            return None
+        found = fitting[-1]
+        for richer in others[:NUM_RICHER]:
+            found = self.at.between(found, richer, budget_bytes - self.at.fixed_bytes)
+        return found
+
+    def not_held(self, cut: Cut) -> frozenset[int]:
+        """Storages that a cut could hold, and does not hold as they are."""
+        return self._choice.difference(cut.kept).union(cut.packed)
+
+    @cached_property
+    def _choice(self) -> frozenset[int]:
+        return frozenset(int(s) for s in self.at.arc_storage if s >= 0)
+
+    def _sides_of(self, budget_bytes: int) -> tuple[list[Cut], list[Cut]]:
+        """Cuts that fit into a budget and cuts that do not, by their bytes."""
         room = budget_bytes - self.at.fixed_bytes
         self.best_seconds(budget_bytes)
         cuts = sorted([self.leanest, *self.cuts], key=lambda cut: (cut.nbytes, cut.seconds))
-        fitting = [cut for cut in cuts if cut.nbytes <= room]
-        chosen = [*fitting[-1:], *[cut for cut in cuts if cut.nbytes > room][:1]]
-        choice = {int(s) for s in self.at.arc_storage if s >= 0}
-        return [frozenset(choice.difference(cut.kept)) for cut in chosen]
+        return [cut for cut in cuts if cut.nbytes <= room], [cut for cut in cuts if cut.nbytes > room]
 
     def _cut(self, price: float) -> Cut:
         if price not in self._cuts:
@@ -138,6 +163,11 @@ class Bounds:
             max(ranks[i * len(ranks) // parts : (i + 1) * len(ranks) // parts], key=lambda r: (held[r], -r))
             for i in range(parts)
         ]
+
+    def brought_back(self, packed: Iterable[int]) -> dict[int, int]:
+        """By rank, the recipes that bring these storages back from what is kept instead of them."""
+        numbers = [self._needs.keeping[storage].recipe for storage in sorted(packed)]
+        return {self.table.recipes[number].rank: number for number in numbers}
 
     def tightest(self, budget_bytes: int, count: int) -> list[Tangents]:
         """The moments with the largest bounds for a budget."""

@@ -29,13 +29,17 @@ LARGEST = 2**52
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The cheapest cut at a price: `value` in seconds; it adds `seconds` and holds `nbytes`, of `kept`."""
+    """The cheapest cut at a price: `value` in seconds; it adds `seconds` and holds `nbytes`: of the storages
+    `kept`, and of those of them that are `packed` only what is kept instead."""
 
     price: float
     value: float
     seconds: float
     nbytes: float
     kept: tuple[int, ...]
+    packed: tuple[int, ...]
+    reached: NDArray[np.bool_]
+    """the vertices on the side of what is needed and not held"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,34 +78,78 @@ class Moment:
     def everything(self) -> Cut:
         """The cut that holds all that is needed, for no seconds at all."""
         wanted = np.zeros(self.num_vertices, dtype=bool)
-        wanted[self.heads[self.tails == SOURCE]] = True
-        held = (self.arc_storage >= 0) & wanted[self.tails]
+        wanted[SOURCE] = True
+        for _ in range(2):  # a storage that is needed whole, and what could be kept of it
+            wanted[self.heads[wanted[self.tails] & self.endless]] = True
+        held = (self.arc_storage >= 0) & ~self.rest & wanted[self.tails]
         kept = tuple(sorted(self.arc_storage[held].tolist()))
-        return Cut(0.0, 0.0, 0.0, float(self.arc_bytes[held].sum()), kept)
+        return Cut(0.0, 0.0, 0.0, float(self.arc_bytes[held].sum()), kept, (), wanted)
+
+    def between(self, lean: Cut, rich: Cut, room: float) -> Cut:
+        """The cut `lean` with those parts of `rich` that fit into `room` as well.
+
+        Where one price has several cheapest cuts, as with equal layers, all mixtures of them are cheapest.
+        """
+        differs = lean.reached & ~rich.reached
+        inner = differs[self.tails] & differs[self.heads]
+        part = components(self.num_vertices, self.tails[inner], self.heads[inner])
+        # of each part, what is held and taken where it is not made anew, against where it is
+        entered = lean.reached[self.tails] & differs[self.heads] & ~inner
+        left = differs[self.tails] & ~lean.reached[self.heads]
+        is_whole = self._is_whole(1.0, lean.price)
+        more_bytes, more_seconds = (
+            np.bincount(part[self.heads[entered]], taken[entered], self.num_vertices)
+            - np.bincount(part[self.tails[left]], taken[left], self.num_vertices)
+            for taken in (
+                self._taken(self.arc_bytes, self.kept_bytes, is_whole),
+                self._taken(self.arc_seconds, self.kept_seconds, is_whole),
+            )
+        )
+        numbers = [n for n in np.unique(part[differs]).tolist() if more_seconds[n] < 0]
+        reached, nbytes = lean.reached.copy(), lean.nbytes
+        for number in sorted(numbers, key=lambda n: (more_seconds[n] / max(more_bytes[n], 1.0), n)):
+            if nbytes + more_bytes[number] <= room:
+                nbytes += more_bytes[number]
+                reached &= part != number
+        return self._border(1.0, lean.price, 0.0, reached)
 
     def _cut(self, weight: float, price: float) -> Cut:
         """The cheapest cut for `weight` times its seconds plus `price` times its bytes."""
         whole = weight * self.arc_seconds + price * self.arc_bytes
-        kept = weight * self.kept_seconds + price * self.kept_bytes
-        is_whole = whole <= kept
-        costs = np.where(self.rest, whole - np.minimum(whole, kept), np.minimum(whole, kept))
+        least = np.minimum(whole, weight * self.kept_seconds + price * self.kept_bytes)
+        costs = np.where(self.rest, whole - least, least)
         most = float(costs[(self.heads == SINK) & ~self.endless].sum())
         if most <= 0:
             # nothing needs to be held
-            return Cut(price, 0.0, float(self.arc_seconds.sum()), 0.0, ())
+            reached = np.arange(self.num_vertices) != SINK
+            return Cut(price, 0.0, float(self.arc_seconds.sum()), 0.0, (), (), reached)
         scale = LARGEST / most if weight else 1.0
         capacities = np.minimum(costs * scale, LARGEST).astype(np.int64)
         capacities[self.endless] = LARGEST
         flow, reached = min_cut(self.num_vertices, self.tails, self.heads, capacities)
+        return self._border(weight, price, flow / scale, reached)
+
+    def _border(self, weight: float, price: float, value: float, reached: NDArray[np.bool_]) -> Cut:
+        """The cut between the vertices `reached` and the others."""
+        is_whole = self._is_whole(weight, price)
         crossing = reached[self.tails] & ~reached[self.heads]
         held = self.arc_storage[crossing]
+        packed = set(self.arc_storage[crossing & ~is_whole & ~self.rest].tolist())
         return Cut(
             price=price,
-            value=flow / scale,
+            value=value,
             seconds=float(self._taken(self.arc_seconds, self.kept_seconds, is_whole)[crossing].sum()),
             nbytes=float(self._taken(self.arc_bytes, self.kept_bytes, is_whole)[crossing].sum()),
-            kept=tuple(sorted(held[held >= 0].tolist())),
+            kept=tuple(sorted(set(held[held >= 0].tolist()))),
+            packed=tuple(sorted(packed.difference(self.arc_storage[crossing & self.rest].tolist()))),
+            reached=reached,
         )
+
+    def _is_whole(self, weight: float, price: float) -> NDArray[np.bool_]:
+        """Of which arcs holding all is as cheap as what can be kept instead."""
+        whole = weight * self.arc_seconds + price * self.arc_bytes
+        is_whole: NDArray[np.bool_] = whole <= weight * self.kept_seconds + price * self.kept_bytes
+        return is_whole
 
     def _taken(
         self, whole: NDArray[np.float64], kept: NDArray[np.float64], is_whole: NDArray[np.bool_]
@@ -109,6 +157,19 @@ class Moment:
         """What cutting each arc takes, where `is_whole` says that holding all is the cheaper."""
         taken = np.where(is_whole, whole, kept)
         return np.where(self.rest, whole - taken, taken)
+
+
+def components(size: int, tails: NDArray[np.int32], heads: NDArray[np.int32]) -> NDArray[np.int64]:
+    """By vertex, the lowest one that it is connected with."""
+    label = np.arange(size)
+    while True:
+        before = label.copy()
+        least = np.minimum(label[tails], label[heads])
+        np.minimum.at(label, tails, least)
+        np.minimum.at(label, heads, least)
+        label = label[label]
+        if np.array_equal(label, before):
+            return label
 
 
 def moment(needs: Needs, rank: int) -> Moment:

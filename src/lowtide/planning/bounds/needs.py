@@ -21,11 +21,15 @@ from lowtide.planning.values import Values
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """A storage brought back from what the forward pass keeps for it: bytes, seconds, and since when."""
+    """A storage brought back from what the forward pass keeps for it: bytes, seconds, and since when.
+
+    `recipe` is one that does so, the cheapest; the other figures are the least of all.
+    """
 
     nbytes: float
     seconds: float
     since: int
+    recipe: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +241,7 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
                 seconds=table.recipes[number].seconds / len(table.recipes[number].fresh)
                 + sum(table.plain[read].seconds / len(sharers[read]) for read in reads),
                 since=max(reads),
+                recipe=number,
             )
             for number, reads in ways
         ]
@@ -244,6 +249,7 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
             nbytes=min(o.nbytes for o in options),
             seconds=min(o.seconds for o in options),
             since=min(o.since for o in options),
+            recipe=min(options, key=lambda o: (o.nbytes, o.seconds, o.recipe)).recipe,
         )
     return keeping, {number for ways in found.values() for number, _ in ways}
 

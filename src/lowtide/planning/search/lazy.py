@@ -4,7 +4,8 @@ This is how the planners that only choose a set of activations get their schedul
 is recomputed right before the first backward node that needs it, and shared by all later ones.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from lowtide.facts import Region
 from lowtide.planning.search.runs import Rerun, Runs
@@ -61,13 +62,16 @@ class LazyRuns(Runs):
         return any(self._dropped[storage] for storage in self.table.step.nodes[rank].holds)
 
 
-def lazy_plan(table: Table, kept: Iterable[int]) -> frozenset[Rerun]:
-    """The plan that retains only the storages `kept` and what can never be run again."""
+def lazy_plan(
+    table: Table, kept: Iterable[int], instead: Mapping[int, int] = MappingProxyType({})
+) -> frozenset[Rerun]:
+    """The plan that retains only the storages `kept` and what can never be run again; `instead` are recipes,
+    by rank, to take where their rank is to be brought back."""
     stays = set(kept)
     need = list(table.first_need)
     plan: set[Rerun] = set()
     for rank in table.readers_first:
-        recipe = table.recompute[rank]
+        recipe = instead.get(rank, table.recompute[rank])
         slot = need[rank]
         if recipe is None or slot == table.size or stays.issuperset(table.own[rank]):
             continue
