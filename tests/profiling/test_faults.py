@@ -41,30 +41,34 @@ def test_an_op_is_timed_without_its_faults(monkeypatch, one_microsecond_each):
     assert timing.interruptions == 1
 
 
-def test_a_write_to_new_memory_faults_on_every_page():
-    nbytes = 4 << 20
-    with mmap.mmap(-1, nbytes) as area:
-        block = torch.frombuffer(area, dtype=torch.uint8)
+def test_a_write_to_new_memory_faults():
+    with mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
         before = page_faults()
-        block.fill_(1)
+        faults._piece_seconds(area)
         first = page_faults() - before
-        block.fill_(1)
-        second = page_faults() - before - first
-        del block
-    assert first > 0
-    assert second < first
+        faults._piece_seconds(area)
+        again = page_faults() - before - first
+    assert again < first
 
 
-def test_the_cost_of_a_fault_is_never_negative(monkeypatch):
+@pytest.fixture
+def forgotten():
+    """Measured anew inside, and again after."""
     page_fault_seconds.cache_clear()
-    assert 0 <= page_fault_seconds() < 1e-3
-    monkeypatch.setattr(faults, "_one_try", lambda: -1e-9)
-    page_fault_seconds.cache_clear()
-    assert page_fault_seconds() == 0.0
+    yield
     page_fault_seconds.cache_clear()
 
 
-def test_pages_in_larger_lots_are_not_counted_as_small_ones(monkeypatch):
-    count = iter(range(0, 100, 1))
-    monkeypatch.setattr(faults, "page_faults", lambda: next(count))  # one fault for the whole area
-    assert faults._one_try() == 0.0
+@pytest.mark.parametrize(
+    ("num_faults", "first", "again", "per_mebibyte"),
+    [
+        pytest.param(10**6, 3e-3, 1e-3, 2e-3, id="page by page"),
+        pytest.param(10**6, 1e-3, 2e-3, 0.0, id="never less than nothing"),
+        pytest.param(16, 3e-3, 1e-3, 0.0, id="in larger lots"),
+    ],
+)
+def test_the_cost_of_a_fault(num_faults, first, again, per_mebibyte, forgotten, monkeypatch):
+    seconds, count = iter([first, again]), iter([0, num_faults])
+    monkeypatch.setattr(faults, "_piece_seconds", lambda area: next(seconds))
+    monkeypatch.setattr(faults, "page_faults", lambda: next(count))
+    assert page_fault_seconds() * (1 << 20) / mmap.PAGESIZE == pytest.approx(per_mebibyte)

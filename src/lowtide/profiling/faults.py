@@ -12,15 +12,15 @@ Shortcomings: a fault is taken to cost the same in every op, and as much as in a
 
 import mmap
 import resource
+import statistics
 import time
 from functools import cache
 
 import torch
 
-_AREA_BYTES = 2 << 20
+_AREA_BYTES = 32 << 20
+_PIECE_BYTES = 1 << 20
 """Written in less time than a busy machine lets a process run at a time."""
-
-_TRIES = 30
 
 _ALL_PAGES = 0.9
 """Of the pages of an area that is written, how many have to fault one by one for their cost to be known."""
@@ -42,22 +42,23 @@ def without_faults(seconds: float, num_faults: int, *, fault_seconds: float) -> 
 @cache
 def page_fault_seconds() -> float:
     """What one fault adds to a write; 0 where the system gives pages in larger lots, whose number does
-    not tell how much memory came.
-
-    The least of some tries: being interrupted only makes one longer, and no more is sure to be lost.
-    """
-    return max(0.0, min(_one_try() for _ in range(_TRIES)))
-
-
-def _one_try() -> float:
-    with mmap.mmap(-1, _AREA_BYTES) as area:
-        block = torch.frombuffer(area, dtype=torch.uint8)
-        before, start = page_faults(), time.perf_counter()
-        block.fill_(1)
-        middle, count = time.perf_counter(), page_faults() - before
-        block.fill_(1)
-        stop = time.perf_counter()
-        del block  # the area cannot be closed while it is looked at
+    not tell how much memory came."""
+    with mmap.mmap(-1, _AREA_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        before = page_faults()
+        first = _piece_seconds(area)
+        count = page_faults() - before
+        again = _piece_seconds(area)
     if count < _ALL_PAGES * _AREA_BYTES / mmap.PAGESIZE:
         return 0.0
-    return ((middle - start) - (stop - middle)) / count
+    return max(0.0, first - again) * mmap.PAGESIZE / _PIECE_BYTES
+
+
+def _piece_seconds(area: mmap.mmap) -> float:
+    """What it takes to write to one piece of an area; a function of its own, since nothing may look at an
+    area that is closed."""
+    seconds = []
+    for piece in torch.frombuffer(area, dtype=torch.uint8).split(_PIECE_BYTES):
+        start = time.perf_counter()
+        piece.fill_(1)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
