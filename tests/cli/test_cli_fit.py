@@ -72,6 +72,12 @@ def test_the_answer_is_told_in_eighty_columns(run_lowtide, finds):
     assert asked["source"](7).batch_size == 7 and asked["check"] is True
 
 
+def test_a_size_that_fits_against_all_prediction_is_said_to(run_lowtide, finds):
+    finds(replace(FOUND, checks=(replace(PLAIN, measured_peak_bytes=8 << 30),)))
+    code, stdout, _ = run_lowtide("fit", "bert-base", "--budget", "8GiB", "-q")
+    assert code == Exit.DONE and "within the budget after all" in " ".join(stdout.split())
+
+
 def test_data_for_programs(run_lowtide, finds):
     asked = finds(FOUND)
     code, stdout, _ = run_lowtide("fit", "bert-base", "--budget", "8GiB", "--no-check", "--json")

@@ -151,7 +151,7 @@ def test_sizes_that_the_model_refuses_are_not_looked_at(caplog):
 
     found = find_fit(source, budget="1MiB", vary=Vary(multiple_of=10, name="length"), check=False)
     assert (found.largest_plain, found.largest, found.most) == (300, 300, 300)
-    assert "no length from 310 on is looked at, since one is refused" in caplog.text
+    assert "no length from 310 on is looked at, since that one is refused" in caplog.text
     with pytest.raises(lowtide.CaptureError, match="too short"):
         find_fit(source, budget="1MiB", vary=Vary(name="length"), check=False)
 

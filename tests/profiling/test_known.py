@@ -15,6 +15,19 @@ from lowtide.torchside.ops.dropout import apply_mask
 aten = torch.ops.aten
 
 
+def test_a_call_of_another_batch_is_scaled_from_the_same_layer():
+    def product(rows, inner):
+        return Call(torch.ops.aten.mm.default, (torch.empty(rows, inner), torch.empty(inner, 16)))
+
+    measured = [
+        (product(8, 16), OpCost(1.0, 0, False), (512,)),
+        (product(8, 64), OpCost(7.0, 0, False), (512,)),
+    ]
+    # by bytes alone, it would be the other one
+    asked = product(80, 16)
+    assert Known(measured).cost_of(asked, signature(asked), (5120,)).seconds == pytest.approx(10.0)
+
+
 def test_scaled_cost_takes_the_nearest_of_the_same_op():
     def mm(rows):
         return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))

@@ -249,6 +249,8 @@ def _check(found: "Fit", check: "Check") -> str:
     inside = check.measured_peak_bytes <= found.budget_bytes
     words = f"measured {size(check.measured_peak_bytes)} (predicted {size(check.predicted_peak_bytes)}), "
     words += "within the budget" if inside else "above the budget"
+    if inside and not check.planned:
+        words += " after all"
     if check.planned:
         words += {
             True: ", results exact",

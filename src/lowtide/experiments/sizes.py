@@ -108,7 +108,11 @@ class Sizes:
             if size < max(self.captured, default=size + 1):
                 raise
             logger.warning(
-                "no %s from %s on is looked at, since one is refused: %s", self.vary.name, size, error
+                "no %s from %s on is looked at, since that one is refused: %s. If only some are taken, say "
+                "which they are multiples of",
+                self.vary.name,
+                size,
+                str(error).rstrip("."),
             )
             self.refused.add(size)
             return

@@ -18,6 +18,8 @@ Made = tuple[int, ...]
 """Bytes of each block that a call makes."""
 Kind = tuple[Any, tuple[torch.dtype, ...]]
 """An op and the types of its tensors: kernels of another type hold other bytes inside."""
+Sizes = tuple[tuple[int, ...], ...]
+"""Those of every tensor of a call."""
 
 
 class Known:
@@ -34,7 +36,7 @@ class Known:
         self._costs: dict[str, OpCost] = {}
         self._made: dict[str, Made] = {}
         self._calls: dict[Kind, list[tuple[Call, OpCost, Made]]] = {}
-        self._works: dict[Kind, list[tuple[str, Work, OpCost]]] = {}
+        self._works: dict[Kind, list[tuple[str, Sizes, Work, OpCost]]] = {}
         self.add(measured)
 
     def add(self, measured: Iterable[tuple[Call, OpCost, Made]]) -> None:
@@ -63,8 +65,9 @@ class Known:
     def cost_of(self, call: Call, name: str, made: Made) -> OpCost:
         """The cost of a call whose signature is `name` and that makes blocks of these bytes.
 
-        Measured, or else scaled from the measured call of the same op and types that is nearest in bytes, or
-        else from its bytes alone; the last two are `estimated`.
+        Measured, or else scaled from the measured call of the same op and types that has most sizes in common
+        with it, as the same call of another batch has, and of these from the nearest in bytes; or else from
+        its bytes alone. The last two are `estimated`.
         """
         if name in self._costs:
             return self._costs[name]
@@ -73,11 +76,17 @@ class Known:
         kind = kind_of(call)
         if kind not in self._calls:
             return cost_by_bytes(call)
-        work, constants = work_making(call, made), _constants(call)
+        work, constants, sizes = work_making(call, made), _constants(call), _sizes(call)
         works = self._works_of(kind)
         # which gradients a convolution gives, say, changes what it holds more than its size does
         alike = [each for each in works if each[0] == constants] or works
-        _, near, cost = min(alike, key=lambda each: abs(log((each[1].nbytes + 1) / (work.nbytes + 1))))
+        _, _, near, cost = min(
+            alike,
+            key=lambda each: (
+                -_num_common(each[1], sizes),
+                abs(log((each[2].nbytes + 1) / (work.nbytes + 1))),
+            ),
+        )
         return _scaled(cost, near, work)
 
     def cost_of_run(self, run: Run, call: Call, name: str, made: Made) -> OpCost:
@@ -89,10 +98,11 @@ class Known:
         known = signature(same)
         return _scaled(self._costs[known], work_making(same, self._made[known]), work_making(call, made))
 
-    def _works_of(self, kind: Kind) -> list[tuple[str, Work, OpCost]]:
+    def _works_of(self, kind: Kind) -> list[tuple[str, Sizes, Work, OpCost]]:
         if kind not in self._works:
             self._works[kind] = [
-                (_constants(call), work_making(call, made), cost) for call, cost, made in self._calls[kind]
+                (_constants(call), _sizes(call), work_making(call, made), cost)
+                for call, cost, made in self._calls[kind]
             ]
         return self._works[kind]
 
@@ -119,3 +129,13 @@ def kind_of(call: Call) -> Kind:
 def _constants(call: Call) -> str:
     """What a call is given besides tensors."""
     return str(map_leaves(lambda leaf: None if isinstance(leaf, Tensor) else leaf, (call.args, call.kwargs)))
+
+
+def _sizes(call: Call) -> Sizes:
+    return tuple(tuple(tensor.shape) for tensor in call.tensors)
+
+
+def _num_common(one: Sizes, other: Sizes) -> int:
+    """How many dimensions have the same size; those of tensors of another rank have none in common."""
+    pairs = ((a, b) for a, b in zip(one, other, strict=False) if len(a) == len(b))
+    return sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True))
