@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.experiments.between import form_of, step_at, with_ways_of
+from lowtide.experiments.between import form_of, sizes_alike, step_at, with_ways_of
 from lowtide.experiments.fit import Vary, find_fit
 from lowtide.zoo.targets import Target
 
@@ -95,3 +95,10 @@ def test_two_sizes_are_enough_where_only_ways_differ(steps):
 
     found = find_fit(source, budget="80MiB", vary=Vary(), check=False)
     assert found.largest > found.largest_plain > 8 and len(captured) == 2
+
+
+def test_a_parabola_is_drawn_through_three_sizes_where_some_form_has_them():
+    forms = {64: 1, 208: 1, 512: 2, 808: 2, 1216: 2}
+    assert sizes_alike(264, forms, degree=2) == [512, 808, 1216]
+    assert sizes_alike(264, forms, degree=1) == [208, 64]
+    assert sizes_alike(264, {64: 1, 208: 1, 512: 2}, degree=2) == [208, 64]

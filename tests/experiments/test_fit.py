@@ -178,6 +178,14 @@ def test_what_the_machine_cannot_hold_is_said_and_not_run(budget_bytes, monkeypa
     assert all(check.measured_peak_bytes is None and "are free" in check.reason for check in found.checks)
 
 
+def test_what_no_fresh_process_can_be_given_is_said_and_the_answer_not_lost(budget_bytes):
+    """As a loss that is a lambda."""
+    found = lowtide.fit(lambda size: (*make(size), lambda output: output.sum()), budget=budget_bytes, most=64)
+    plain = found.checks[0]
+    assert found.largest > found.largest_plain and plain.measured_peak_bytes is None
+    assert "cannot send the model to a fresh process" in plain.reason
+
+
 @pytest.mark.long
 def test_a_step_whose_ops_change_with_the_size_is_found_by_halving(budget_bytes):
     class Odd(nn.Module):
@@ -199,6 +207,26 @@ def test_a_step_whose_ops_change_with_the_size_is_found_by_halving(budget_bytes)
         for size in (found.largest_plain, found.largest_plain + 1)
     ]
     assert peaks[0] <= 40_000 < peaks[1]
+
+
+def test_sizes_with_other_ops_than_those_around_them_are_not_told_from_these():
+    class Deeper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+        def forward(self, x):
+            for layer in self.layers[: 3 if x.shape[0] < 100 else 4]:
+                x = nn.functional.gelu(layer(x))
+            return x.sum()
+
+    def source(size):
+        return Target("deeper", Deeper(), torch.randn(size, WIDTH))
+
+    found = find_fit(source, budget=120_000, vary=Vary(), check=False)
+    plain = found.largest_plain
+    peaks = [lowtide.profile(Deeper(), source(size).batch).peak_bytes for size in (plain, plain + 1)]
+    assert peaks[0] <= 120_000 < peaks[1]
 
 
 @pytest.mark.parametrize(

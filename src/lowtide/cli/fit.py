@@ -245,7 +245,7 @@ def _rate(per_second: float | None) -> str:
 def _check(found: "Fit", check: "Check") -> str:
     what = f"{found.vary} {check.size} {'with its plan' if check.planned else 'without a plan'}"
     if check.measured_peak_bytes is None:
-        return f"{what}: not measured, since this machine is too small: it {check.reason}"
+        return f"{what}: not measured: {check.reason}"
     inside = check.measured_peak_bytes <= found.budget_bytes
     words = f"measured {size(check.measured_peak_bytes)} (predicted {size(check.predicted_peak_bytes)}), "
     words += "within the budget" if inside else "above the budget"

@@ -82,14 +82,19 @@ def _resized(recipe: Recipe, ratio: Fraction, *, saved_bytes: int) -> Recipe:
 
 def sizes_alike(size: int, forms: Mapping[int, Hashable], *, degree: int) -> list[int]:
     """The sizes next to `size` that have the same form, the nearest first, at most as many as a polynomial of
-    `degree` needs; none where no two have. Those of the form of the nearest come first."""
+    `degree` needs; none where no two have. Those of the form of the nearest come first, if they are as many
+    as it needs."""
     alike: dict[Hashable, list[int]] = {}
     for other in sorted(forms, key=lambda other: (abs(other - size), other)):
         chosen = alike.setdefault(forms[other], [])
         apart = all(abs(other - one) >= APART * max(other, one) for one in chosen)
         if apart and len(chosen) <= degree:
             chosen.append(other)
-    return next((sizes for sizes in alike.values() if len(sizes) > 1), [])
+    for enough in (degree + 1, 2):
+        for chosen in alike.values():
+            if len(chosen) >= enough:
+                return chosen
+    return []
 
 
 def form_of(step: Step) -> Form:

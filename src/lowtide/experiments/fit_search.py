@@ -8,12 +8,12 @@ next does not. Where paper tells nothing, sizes are captured instead.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import count
 from math import inf
 
-from lowtide.errors import CaptureError, TargetError
+from lowtide.errors import CannotMoveToFreshProcess, CaptureError, TargetError
 from lowtide.experiments.between import peak_from, with_ways_of
 from lowtide.experiments.fit_records import Check, Fit, FitRow, Vary
 from lowtide.experiments.guess import last_within
@@ -31,6 +31,8 @@ MOST_FIRST = 4
 """So many are captured until two have the same ops."""
 NUM_BETWEEN = 4
 """Sizes between the largest without and the largest with a plan that are told of."""
+TOO_SMALL = "this machine is too small: it"
+"""The beginning of why a size was not run, or not compared with eager."""
 NEAR = 0.02
 """Of sizes that differ by this share at most, the lowest plan of one is taken for that of the other."""
 
@@ -42,8 +44,8 @@ class Search:
     sizes: Sizes
     budget_bytes: int
     _probes: dict[int, tuple[Look, Probe]] = field(default_factory=dict)
-    _papers: dict[int, Probe] = field(default_factory=dict)
-    """sizes that were planned without having been looked at"""
+    _papers: dict[int, tuple[int, Probe]] = field(default_factory=dict)
+    """sizes that were planned without having been looked at, with the forms of their steps"""
     _held: dict[tuple[int, int, int], Bytes] = field(default_factory=dict)
 
     @property
@@ -191,24 +193,23 @@ class Search:
 
     def _reached_by(self, other: int, size: int) -> int | None:
         """What a size needs by the lowest plan of another one; told by the line through two sizes."""
-        looks = self.sizes.looks
-        here, there = self.sizes.told_from(size), self.sizes.told_from(other)
-        if not here or not there or looks[here[0]].form != looks[there[0]].form:
+        here = self.sizes.told_from(size)
+        if not here or self.sizes.looks[here[0]].form != self._planned()[other][0]:
             return None
         return peak_from(size, {one: self._held_by(other, one) for one in here})
 
     def _held_by(self, other: int, size: int) -> Bytes:
         key = (other, size, self.sizes.version)
         if key not in self._held:
-            probe, step = self._planned()[other], self.sizes.looks[size].profile.step
+            (_, probe), step = self._planned()[other], self.sizes.looks[size].profile.step
             step = with_ways_of(step, probe.profile.step, Fraction(size, other))
             self._held[key] = simulate(step, probe.lowest_runs).bytes_held
         return self._held[key]
 
-    def _planned(self) -> dict[int, Probe]:
-        """Sizes whose plans were searched for."""
-        known = {**self._papers, **{size: probe for size, (_, probe) in self._probes.items()}}
-        return {size: probe for size, probe in known.items() if probe.is_searched}
+    def _planned(self) -> dict[int, tuple[int, Probe]]:
+        """Sizes whose plans were searched for, and the forms of the steps that these are for."""
+        known = self._papers | {size: (look.form, probe) for size, (look, probe) in self._probes.items()}
+        return {size: (form, probe) for size, (form, probe) in known.items() if probe.is_searched}
 
     def plain_on_paper(self, size: int) -> bool | None:
         """Whether a size fits without a plan; None where it is too near to the budget to tell."""
@@ -232,8 +233,9 @@ class Search:
         if size not in self._papers:
             step = self.sizes.on_paper(size)
             assert step is not None
-            self._papers[size] = Probe(profile=Profile(step), budget_bytes=self.budget_bytes)
-        return self._papers[size].fits
+            form = self.sizes.looks[self.sizes.told_from(size)[0]].form
+            self._papers[size] = form, Probe(profile=Profile(step), budget_bytes=self.budget_bytes)
+        return self._papers[size][1].fits
 
     def rows(self, largest_plain: int, largest: int) -> list[FitRow]:
         """All sizes that were looked at and fit without a plan, the largest ones, and some in between."""
@@ -295,23 +297,29 @@ class Search:
     def _check_plain(self, size: int) -> Check:
         step, peak_bytes = self.sizes.on_paper(size), self.sizes.peak_bytes(size)
         assert step is not None and peak_bytes is not None
+        predicted = Check(size=size, planned=False, predicted_peak_bytes=peak_bytes)
         reason = why_not(step, peak_bytes=peak_bytes)
         if reason:
-            return Check(size=size, planned=False, predicted_peak_bytes=peak_bytes, reason=reason)
+            return replace(predicted, reason=f"{TOO_SMALL} {reason}")
         source = self.sizes.source(size)
-        measured = run_plain(source, predicted=peak_bytes, timed_runs=0).measured_peak_bytes
-        return Check(size=size, planned=False, predicted_peak_bytes=peak_bytes, measured_peak_bytes=measured)
+        try:
+            found = run_plain(source, predicted=peak_bytes, timed_runs=0)
+        except CannotMoveToFreshProcess as error:
+            return replace(predicted, reason=str(error))
+        return replace(predicted, measured_peak_bytes=found.measured_peak_bytes)
 
     def _check_plan(self, size: int) -> Check:
         plan = self.probe(size).plan
         assert plan is not None
-        outcome = run_plan(self.sizes.source(size), plan, timed_runs=0)
-        return Check(
-            size=size,
-            planned=True,
-            predicted_peak_bytes=plan.peak_bytes,
+        predicted = Check(size=size, planned=True, predicted_peak_bytes=plan.peak_bytes)
+        try:
+            outcome = run_plan(self.sizes.source(size), plan, timed_runs=0)
+        except CannotMoveToFreshProcess as error:
+            return replace(predicted, reason=str(error))
+        return replace(
+            predicted,
             measured_peak_bytes=outcome.measurement.planned.measured_peak_bytes,
             exact=outcome.measurement.exact,
             differences=outcome.measurement.differences,
-            reason=outcome.reason,
+            reason=f"{TOO_SMALL} {outcome.reason}" if outcome.reason else "",
         )

@@ -145,6 +145,8 @@ class Sizes:
         known = {one: found for one in chosen if (found := captured[one].profile.known) is not None}
         if len(known) <= self.vary.degree or not self._is_steady(min(chosen)):
             return None
+        if not self._agrees(min(captured, key=lambda one: (abs(one - size), one)), chosen):
+            return None
         step = step_from(size, {one: captured[one].profile.step for one in chosen})
         key = (self.least_bytes, tuple(sorted(chosen)))
         insides = self._insides.setdefault(
@@ -157,6 +159,14 @@ class Sizes:
         """Whether all captured sizes above have the same ops: small ones may lack some."""
         form = self.looks[smallest].form
         return all(look.form == form for size, look in self.captured.items() if size > smallest)
+
+    def _agrees(self, nearest: int, chosen: list[int]) -> bool:
+        """Whether a captured size has the peak that the `chosen` ones tell, if it has other ops than they."""
+        looks = self.looks
+        if looks[nearest].form == looks[chosen[0]].form:
+            return True
+        told = self._peak_bytes(nearest, {one: looks[one] for one in chosen})
+        return told is not None and abs(told / looks[nearest].profile.peak_bytes - 1) <= MOST_ERROR
 
     def _alike(self, size: int, looks: dict[int, Look]) -> list[int]:
         forms = {other: look.form for other, look in looks.items()}
@@ -208,10 +218,13 @@ class Sizes:
         return [size] if size in self.looks else self._alike(size, self.looks)
 
     def step_seconds(self, size: int) -> float:
-        """The time of a size without a plan, by the next two."""
+        """The time of a size without a plan: on the line between those next to it, whatever their ops; beyond
+        all that were looked at, by two that have the same."""
         if size in self.looks:
             return self.looks[size].profile.step_seconds
-        near = self._alike(size, self.looks)[:2]
+        below = [other for other in self.looks if other < size]
+        above = [other for other in self.looks if other > size]
+        near = [max(below), min(above)] if below and above else self._alike(size, self.looks)[:2]
         return seconds_by(size, near)([self.looks[one].profile.step_seconds for one in near])
 
     def floor_bytes(self, size: int) -> int | None:
