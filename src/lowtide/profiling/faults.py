@@ -57,7 +57,7 @@ def _piece_seconds(area: mmap.mmap) -> float:
     """What it takes to write to one piece of an area; a function of its own, since nothing may look at an
     area that is closed."""
     seconds = []
-    for piece in torch.frombuffer(area, dtype=torch.uint8).split(_PIECE_BYTES):
+    for piece in torch.frombuffer(area, dtype=torch.uint8).view(-1, _PIECE_BYTES).unbind():
         start = time.perf_counter()
         piece.fill_(1)
         seconds.append(time.perf_counter() - start)
