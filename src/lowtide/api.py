@@ -235,9 +235,10 @@ def profile(
 
 
 def _gpu_named(name: str) -> Gpu:
-    if name not in GPUS:
+    found = GPUS.get(name.lower())
+    if found is None:
         raise LowtideError(f"no GPU called '{name}' is known here: choose one of {', '.join(sorted(GPUS))}")
-    return GPUS[name]
+    return found
 
 
 def checkpoint(

@@ -225,6 +225,16 @@ def test_a_model_that_cannot_be_moved_is_verified_here() -> None:
     assert torch.equal(torch.get_rng_state(), state) and not source.optimizer.state
 
 
+def test_eager_steps_that_are_timed_are_not_taken_for_a_plan_that_did_not_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = target(Unpicklable())
+    plan = profile(source.model, source.batch, optimizer=source.optimizer).plan("1GB", planner="all")
+    found = lowtide.verify(source.model, source.batch, plan, optimizer=source.optimizer, timed_runs=1)
+    assert found.step_seconds is not None
+    assert not [record for record in caplog.records if "got gradients" in record.getMessage()]
+
+
 def test_a_plan_for_another_batch_is_refused(planned: tuple[Target, Plan]) -> None:
     source, plan = planned
     with pytest.raises(PlanMismatch, match=r"made for the batch .*\[128x32\].*here is .*\[7x32\]"):

@@ -50,6 +50,17 @@ def test_fit_estimates_and_trains_nothing(run_lowtide, target):
     assert data["largest"] == 4 and data["checks"] == []
 
 
+def test_a_curve_is_estimated_and_nothing_of_it_measured(run_lowtide, target, tmp_path):
+    out = tmp_path / "curve"
+    arguments = ("tradeoff", target, "-b", "4", "--points", "3", "--device", "L4-24G", "-o", str(out), "-q")
+    code, stdout, _ = run_lowtide(*arguments)
+    data = json.loads((out / "tradeoff.json").read_text())
+    assert code == 0 and "on l4-24g (estimated)" in " ".join(stdout.split())
+    assert data["device"] == "l4-24g (estimated)"
+    assert all(point["measured_peak_bytes"] is None for point in data["points"])
+    assert "estimated: nothing was measured" in (out / "report.html").read_text()
+
+
 def test_what_makes_no_sense_is_said(run_lowtide, target):
     code, _, stderr = run_lowtide("plan", target, "-b", "4", "--budget", "90%", "--device", "a100")
     assert code == Exit.USAGE and "choose one of a100-40g" in stderr

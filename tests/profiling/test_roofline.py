@@ -166,6 +166,11 @@ def test_a_convolution_copies_its_operands_only_for_tensor_cores_that_read_them_
     assert inside("t4-16g", torch.contiguous_format) == 0
 
 
+def test_a_gpu_may_be_named_in_capitals() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    assert profile(model, x, "A100-40G").step.device == "a100-40g (estimated)"
+
+
 def test_a_faster_gpu_is_faster_and_half_the_bits_as_well() -> None:
     def seconds(device: str, dtype: torch.dtype) -> float:
         x = torch.randn(256, 512, dtype=dtype)

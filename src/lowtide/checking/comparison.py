@@ -7,7 +7,7 @@ recompute, which tells whether it is the plan that makes results differ from eag
 
 import copy
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,12 +30,11 @@ from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.inductor import executor_named
 from lowtide.running.loop_watch import Held
 from lowtide.running.rewrite import plain_schedule
-from lowtide.running.runner import install, remove, runner_of
+from lowtide.running.runner import attach, install, remove, runner_of
 from lowtide.torchside.batch import call, loss_of, split_batch
 from lowtide.torchside.ddp import Buckets
 from lowtide.torchside.first_calls import make_first_calls
 from lowtide.torchside.ops.random import random_state, set_random_state
-from lowtide.torchside.route import route_of, set_route
 from lowtide.torchside.updates import UsedGradient
 from lowtide.zoo.targets import Target, TargetSpec
 
@@ -264,16 +263,21 @@ class PlainPlans:
 
 
 def _time(target: Target, runs: int) -> dict[str, Timing]:
-    model, runner = target.model, route_of(target.model)
+    model, runner = target.model, runner_of(target.model)
+    assert runner is not None
 
-    def step(route: Any) -> Callable[[], object]:
-        def run() -> object:
-            set_route(model, route)
-            return train_step(model, target.batch, target.optimizer, target.loss)
+    def step() -> object:
+        return train_step(model, target.batch, target.optimizer, target.loss)
 
-        return run
+    def eager() -> object:
+        remove(model)  # with all that watches and steps for the plan
+        return step()
+
+    def planned() -> object:
+        attach(model, runner)
+        return step()
 
     device = device_of(model, target.batch)
-    timings = time_steps({"eager": step(None), "planned": step(runner)}, device=device, runs=runs)
-    set_route(model, runner)
+    timings = time_steps({"eager": eager, "planned": planned}, device=device, runs=runs)
+    attach(remove(model), runner)
     return timings

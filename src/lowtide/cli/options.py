@@ -65,9 +65,9 @@ def _planner(name: str) -> str:
 
 
 def _device(name: str | None) -> str | None:
-    if name is not None and name not in GPUS:
+    if name is not None and name.lower() not in GPUS:
         raise typer.BadParameter(f"no GPU called '{name}' is known here: choose one of {', '.join(GPUS)}")
-    return name
+    return None if name is None else name.lower()
 
 
 class ProfileMode(StrEnum):

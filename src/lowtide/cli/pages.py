@@ -29,7 +29,8 @@ def plots_if_possible(folder: Path, **data: Any) -> list[Path]:
 
 def environment(device: str, *, measured: bool = True) -> Environment:
     """How this command's figures were measured; torch is only asked where they were."""
-    here = _device(device) if measured else "planned from a file, nothing measured"
+    known = measured or gpu_behind(device) is not None
+    here = _device(device) if known else "planned from a file, nothing measured"
     return environment_here(machine=here, command=f"lowtide {shlex.join(sys.argv[1:])}")
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from lowtide.cli.exits import Exit
 from lowtide.cli.options import (
     MEMORY_LIMIT,
+    Device,
     Folder,
     Force,
     ImageSize,
@@ -30,6 +31,7 @@ from lowtide.cli.output import claim_folder, table
 from lowtide.cli.terminal import session
 from lowtide.errors import TargetError
 from lowtide.experiments.machine import why_not
+from lowtide.facts.devices import gpu_behind
 from lowtide.report.words import HOW_TIMED, added, duration, percent, size
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def tradeoff(
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     swap: Swap = "",
+    device: Device = None,
     folder: Folder = None,
     force: Force = False,
     as_json: Json = False,
@@ -68,14 +71,14 @@ def tradeoff(
 ) -> None:
     """Show what every budget costs: peak memory against recompute time, from no recompute to the floor.
 
-    A few plans of the curve are measured in fresh processes, in turn with eager, unless --measure 0 or
-    the step is too large for this machine; from a profile.json nothing else needs torch. With -o writes
-    tradeoff.csv, tradeoff.json, plots and a report. Exits with 4 when a measured plan's results differ,
-    with 1 when measuring one failed.
+    A few plans of the curve are measured in fresh processes, in turn with eager, unless --measure 0, or
+    the step is too large for this machine, or is one on a GPU that is not here (--device), where all is
+    estimated; from a profile.json nothing else needs torch. With -o writes tradeoff.csv, tradeoff.json,
+    plots and a report. Exits with 4 when a measured plan's results differ, with 1 when measuring one failed.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         from lowtide.cli.pages import PLOTS, REPORT
-        from lowtide.cli.sources import open_source
+        from lowtide.cli.sources import on_device, open_source
         from lowtide.experiments.curve import Curve, curves_of, measure_points, point_of
 
         out = claim_folder(folder, (CSV, JSON, REPORT, PLOTS), force=force)
@@ -90,8 +93,11 @@ def tradeoff(
             memory_limit=memory_limit,
             cache=not no_cache,
             swap=swap,
+            device=device,
         )
-        name = f"{spec.text}, batch {spec.batch_size}" if spec else source
+        name = on_device(f"{spec.text}, batch {spec.batch_size}" if spec else source, profile)
+        if gpu_behind(profile.step.device) is not None:
+            measure = 0  # nothing of it is here
         if measure and spec is None:
             raise TargetError(f"'{source}' does not say what it is a profile of: say --measure 0")
         with terminal.working("planning"):
@@ -127,6 +133,7 @@ def _data(
 
     return {
         "target": name,
+        "device": profile.step.device,
         "baseline_peak_bytes": profile.peak_bytes,
         "floor_bytes": profile.floor_bytes,
         "step_seconds": seconds,
