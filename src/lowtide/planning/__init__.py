@@ -12,6 +12,7 @@
 - `link`: transfers to a store on one clock with the compute; `releases`, `placing`: where values leave and
   come back; `swap_sets`, `swaps`: which do
 - `exchange`: what a process holds to exchange parameters and gradients with others
+- `collector`: planning without Python's collector of cycles
 - `decisions`, `hints`: a plan in words; what would lower the floor
 - `abstract`: graphs of bytes and costs alone, for `lowtide solve`
 """

@@ -15,6 +15,7 @@ from lowtide.planning.anneal.steps import StepProblem
 from lowtide.planning.auto import Auto
 from lowtide.planning.bounds.curve import Bounds
 from lowtide.planning.carry import carried
+from lowtide.planning.collector import collector_paused
 from lowtide.planning.decisions import decide
 from lowtide.planning.hints import floor_hint
 from lowtide.planning.schedules import (
@@ -62,6 +63,7 @@ class Carried(NamedTuple):
 class Desk:
     """Plans for one step. What serves every budget is worked out once, when first needed."""
 
+    @collector_paused()
     def __init__(self, step: Step) -> None:
         self.step = step
         self.table = make_table(step)
@@ -83,6 +85,7 @@ class Desk:
         return StepProblem(self.table, self.plain)
 
     @cached_property
+    @collector_paused()
     def auto(self) -> Auto:
         table = self.table
         lowest = min(range(len(self.prefixes)), key=lambda last: self.prefixes[last].peak_bytes)
@@ -96,11 +99,11 @@ class Desk:
 
     @cached_property
     def prefixes(self) -> list[mu_two.Prefix]:
-        return mu_two.policy(self.table)
+        return mu_two.policy(self.table, self.activations)
 
     @cached_property
     def activations(self) -> tuple[Activation, ...]:
-        return activations(self.step)
+        return activations(self.step, self.table.uses)
 
     @cached_property
     def reserve(self) -> Reserve:
@@ -152,6 +155,7 @@ class Desk:
         timeline = self.timeline(plan)
         return Carried(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
 
+    @collector_paused()
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
         """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
 
