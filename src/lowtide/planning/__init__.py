@@ -7,6 +7,7 @@
 - `auto`, `mu_two`, `baselines`: how each planner chooses
 - `values`: which storages values refer to; `bounds`: how good a plan can be at best, proven
 - `anneal`: the search of `auto`, over sequences of runs; `native`: its inner loops, in C
+- `repeats`: equal blocks in a row; `representative`, `spread`: a step with few of them, and its plans in all
 - `search`: plans as sets of runs, and the archive of the best
 - `tied`, `parts`: one plan for all runs of a graph that runs several times
 - `link`: transfers to a store on one clock with the compute; `releases`, `placing`: where values leave and

@@ -18,6 +18,7 @@ from lowtide.planning.carry import carried
 from lowtide.planning.collector import collector_paused
 from lowtide.planning.decisions import decide
 from lowtide.planning.hints import floor_hint
+from lowtide.planning.representative import representative
 from lowtide.planning.schedules import (
     eager_timeline,
     graph_schedules,
@@ -30,6 +31,7 @@ from lowtide.planning.search.archive import Entry
 from lowtide.planning.search.runs import Rerun, schedule_of
 from lowtide.planning.search.table import Table, make_table
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.spread import Spread
 
 Plan = frozenset[Rerun]
 
@@ -95,7 +97,17 @@ class Desk:
             self.bounds,
             [*others, mu_two.plan_of(table, self.prefixes, lowest)],
             lambda level: _first_prefix(self, level),
+            self.spread,
         )
+
+    @cached_property
+    def spread(self) -> Spread | None:
+        """The plans of a step with fewer of the equal blocks, where this one has many."""
+        found = representative(self.step)
+        if found is None:
+            return None
+        short = Desk(found.step)
+        return Spread(found, short.problem, self.problem, [e.order for e in short.auto.archive.entries])
 
     @cached_property
     def prefixes(self) -> list[mu_two.Prefix]:
