@@ -83,7 +83,7 @@ class Representative:
             rank = short.recipes[number].rank
             way = short.again[rank].index(number)
             for part, where, what in self._copies(self._ranks[slot], self._ranks[rank]):
-                if whole.may_run(what, where):
+                if where >= whole.first_backward and whole.may_run(what, where):
                     parts[part].append((where, whole.again[what][way]))
         return parts
 
@@ -152,7 +152,10 @@ def _shortened(step: Step, gaps: list[Gap], ranks: list[int]) -> Step:
             return rank
         gap = next((gap for gap in gaps if gap.has(rank)), None)
         found = None if gap is None else gap.moved(rank, reader)
-        return found if found in new else None
+        if found is None or found not in new:
+            return None
+        # what is read across many blocks can end up anywhere
+        return found if len(step.nodes[found].makes) == len(step.nodes[rank].makes) else None
 
     def storage_for(storage: int, reader: int) -> int | None:
         made, place = maker.get(storage, (-1, 0))
