@@ -98,9 +98,10 @@ def recompute_ranks(step: Step, storage: int, holder: int, kept: set[int]) -> tu
     return sorted(again), sorted(sources - again)
 
 
-def activations(step: Step) -> tuple[Activation, ...]:
-    """All activations of `step`, in the order they are made."""
-    uses = sorted(storage_uses(step).values(), key=lambda u: (u.maker, u.holder, u.storage))
+def activations(step: Step, known: dict[int, Uses] | None = None) -> tuple[Activation, ...]:
+    """All activations of `step`, in the order they are made; `known` are its `storage_uses`, if they are."""
+    found = storage_uses(step) if known is None else known
+    uses = sorted(found.values(), key=lambda u: (u.maker, u.holder, u.storage))
     names = _names(step, uses)
     saved = {u.storage for u in uses}
     until = [0.0, *accumulate(node.seconds for node in step.nodes)]

@@ -5,6 +5,9 @@ plans of the other planners are there too, so that it is never worse than any of
 counts of moves, never of time, and the random numbers are seeded, so that the same step always gives the
 same archive.
 
+0. Where a step has many equal blocks, one with a few of them is solved first (`representative`), and its
+   plans are spread over all. At a level where that is near the bound, the search that follows is as long as
+   for the few blocks, however many there are.
 1. Levels of bytes fall from the plain peak to the proven floor. At each, annealing starts from the best of
    the plan of the level before, the plans of others, and the cuts that prove the level's bound: those say
    what to keep at one moment, as it is or as less, which is nearly all that matters at most levels.
@@ -27,6 +30,7 @@ from lowtide.planning.search.archive import Archive, Entry
 from lowtide.planning.search.lazy import lazy_plan
 from lowtide.planning.search.runs import Rerun
 from lowtide.planning.simulate import Timeline
+from lowtide.planning.spread import Point, Spread
 
 NUM_LEVELS = 16
 NUM_RUNGS = 12
@@ -37,6 +41,8 @@ MANY_MOVES = 3000
 FEW_PER_OP = 1
 COLD, WARM, HOT = 0.05, 0.5, 3.0
 """How warm annealing starts: coldly it keeps what is good in its start, warmly it leaves it."""
+SOLVED = 1.15
+"""How far above its proven bound a plan of few blocks may be, spread over all, to need little more search."""
 ENOUGH = 0.002
 """How far above its proven bound a plan may be for the search to end."""
 SHORT = 8
@@ -67,9 +73,11 @@ class Auto:
         bounds: Bounds,
         others: Iterable[frozenset[Rerun]],
         suggest: Callable[[int], frozenset[Rerun] | None],
+        spread: Spread | None = None,
     ) -> None:
-        """`others` are plans that must not be better; `suggest` gives one for a level, if there is any."""
-        self._steps, self._bounds, self._suggest = steps, bounds, suggest
+        """`others` are plans that must not be better; `suggest` gives one for a level, if there is any;
+        `spread` has those of a shorter step, where blocks are equal."""
+        self._steps, self._bounds, self._suggest, self._spread = steps, bounds, suggest, spread
         self._uses = frozenset(steps.table.uses)
         self._timelines: dict[int, tuple[Entry, Timeline]] = {}
         self._rungs: dict[int, list[Entry]] = {}
@@ -78,13 +86,15 @@ class Auto:
         for plan in (frozenset(), *others):
             order = steps.sequence(plan)
             self.archive.add(self._entry(steps.problem.evaluate(order, 0), order))
+        for point in spread.points if spread is not None else ():
+            self.archive.add(self._entry(point.figures, point.order))
         if steps.recipes:
             levels = self._levels()
             self._walk_down(levels)
             self._look_for_the_floor()
             levels.append(self.archive.entries[0].peak_bytes)
             self._walk_up(levels)
-            self._refine(levels)
+            self._refine([level for level in levels if not self._is_solved(level)])
             self._keep_the_best_of(levels)
         self._checked(self.archive, self.archive.entries[0].peak_bytes)
 
@@ -132,7 +142,9 @@ class Auto:
         """A plan within `level`, dearer than `above` and cheaper than `last`; else that one."""
         known = self._found.best(level)
         best = last if known is None or known.seconds >= last.seconds else known
-        tried = [(self._steps.problem.evaluate(order, level), order) for order in self._full_orders(level)]
+        mixed = self._mixed(level)
+        orders = [*self._full_orders(level), *([] if mixed is None else [mixed.order])]
+        tried = [(self._steps.problem.evaluate(order, level), order) for order in orders]
         best = self._cheapest(best, tried, least_seconds=above.seconds)
         if search:
             starts = [*((best, warmth) for warmth in RUNG_WARMTHS), (above, COLD)]
@@ -172,7 +184,7 @@ class Auto:
                 return
             level = lowest.peak_bytes - max(1, room >> failures)
             start = self._best_start(lowest.order, level)
-            moves = max(FLOOR_MOVES, FLOOR_TIMES * self._moves())
+            moves = max(FLOOR_MOVES, FLOOR_TIMES * self._moves(level))
             for number, warmth in enumerate(FLOOR_WARMTHS, start=1):
                 figures, found = self._anneal(
                     start, level, warmth=warmth, seed=number, moves=moves, enough_seconds=inf
@@ -187,7 +199,9 @@ class Auto:
         """Search from the plan of the level below, whose slack leads where no plan of this level does."""
         below = self.archive.entries[0]
         for warmth in (WARM, HOT):
-            self._improve(below.peak_bytes, below, warmth=warmth, moves=FLOOR_TIMES * self._moves())
+            self._improve(
+                below.peak_bytes, below, warmth=warmth, moves=FLOOR_TIMES * self._moves(below.peak_bytes)
+            )
         for level in sorted(levels):
             self._improve(level, below, warmth=WARM)
             below = self.archive.best(level) or below
@@ -195,7 +209,7 @@ class Auto:
     def _refine(self, levels: list[int]) -> None:
         """Search on where most of a plan's seconds may still be won, the less the oftener it was tried."""
         tries = dict.fromkeys(levels, 0)
-        moves = min(REFINE_MOVES, self._moves())
+        moves = min(REFINE_MOVES, _moves(len(self._steps.problem.seconds)))
         for _ in range(NUM_REFINEMENTS):
             known = {
                 level: entry for level in levels if (entry := self.archive.best(level)) and entry.seconds > 0
@@ -232,18 +246,34 @@ class Auto:
 
     def _best_start(self, order: Ints, level: int) -> Ints:
         """The order from which a short search gets furthest."""
-        starts = [order, *self._cut_orders(level)]
-        suggested = self._suggest(level)
-        if suggested is not None:
-            starts.append(self._steps.sequence(suggested))
+        starts = [order]
         known = self.archive.best(level)
         if known is not None:
             starts.append(known.order)
+        mixed = self._mixed(level)
+        if mixed is not None:
+            starts.append(mixed.order)
+        if not self._is_solved(level):
+            starts += self._cut_orders(level)
+            suggested = self._suggest(level)
+            if suggested is not None:
+                starts.append(self._steps.sequence(suggested))
         tried = [
-            self._steps.problem.anneal(start, budget_bytes=level, moves=self._moves() // SHORT, warmth=COLD)
+            self._steps.problem.anneal(
+                start, budget_bytes=level, moves=self._moves(level) // SHORT, warmth=COLD
+            )
             for start in {start.tobytes(): start for start in starts}.values()
         ]
         return min(tried, key=lambda found: (found[0].excess_bytes, found[0].seconds))[1]
+
+    def _mixed(self, level: int) -> Point | None:
+        """A plan that is mixed from those of the shorter step."""
+        return None if self._spread is None else self._spread.mixed(level)
+
+    def _is_solved(self, level: int) -> bool:
+        """Whether what was found for the shorter step is good for a level of the whole one, too."""
+        mixed = self._mixed(level)
+        return mixed is not None and mixed.seconds <= SOLVED * self._bounds.seconds(level)
 
     def _cut_orders(self, level: int) -> list[Ints]:
         """Plans that keep at some moment what a cut there keeps, and all that the cut says nothing about."""
@@ -281,16 +311,22 @@ class Auto:
         return self._steps.problem.anneal(
             order,
             budget_bytes=level,
-            moves=self._moves() if moves is None else moves,
+            moves=self._moves(level) if moves is None else moves,
             warmth=warmth,
             seed=seed,
             least_seconds=least_seconds,
             enough_seconds=max(least_seconds, enough_seconds, proven),
         )
 
-    def _moves(self) -> int:
-        size = len(self._steps.problem.seconds)
-        return min(MOVES_PER_OP * size, MANY_MOVES + FEW_PER_OP * size)
+    def _moves(self, level: int) -> int:
+        """By the ops that there are to search for: copies of a solved block are not."""
+        if self._spread is not None and self._is_solved(level):
+            return _moves(self._spread.num_ops)
+        return _moves(len(self._steps.problem.seconds))
 
     def _entry(self, figures: Figures, order: Ints) -> Entry:
         return Entry(figures.peak_bytes, self._steps.added_seconds(order), order)
+
+
+def _moves(num_ops: int) -> int:
+    return min(MOVES_PER_OP * num_ops, MANY_MOVES + FEW_PER_OP * num_ops)

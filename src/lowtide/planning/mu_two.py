@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from lowtide.facts import Activation
-from lowtide.planning.activations import NANOSECOND, activations
+from lowtide.planning.activations import NANOSECOND
 from lowtide.planning.search.lazy import LazyRuns, lazy_plan
 from lowtide.planning.search.runs import Rerun
 from lowtide.planning.search.table import Table
@@ -89,12 +89,14 @@ def pick(candidates: list[Candidate]) -> Candidate:
     return max(candidates, key=lambda c: (c.ratio, c.activation.nbytes, -c.activation.creation_rank, c.name))
 
 
-def policy(table: Table) -> list[Prefix]:
+def policy(table: Table, found: Iterable[Activation]) -> list[Prefix]:
     """Algorithm B, run to its end: one prefix per choice. A budget takes the first that fits.
+
+    `found` are all activations of the step.
 
     The choices do not depend on the budget, only where the loop stops does.
     """
-    recomputable = [a for a in activations(table.step) if not a.fixed]
+    recomputable = [a for a in found if not a.fixed]
     # sources that are never chosen change nothing, and those of long chains would be all parameters
     names = {a.name for a in recomputable}
     candidates = [

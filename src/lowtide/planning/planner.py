@@ -15,8 +15,10 @@ from lowtide.planning.anneal.steps import StepProblem
 from lowtide.planning.auto import Auto
 from lowtide.planning.bounds.curve import Bounds
 from lowtide.planning.carry import carried
+from lowtide.planning.collector import collector_paused
 from lowtide.planning.decisions import decide
 from lowtide.planning.hints import floor_hint
+from lowtide.planning.representative import representative
 from lowtide.planning.schedules import (
     eager_timeline,
     graph_schedules,
@@ -29,6 +31,7 @@ from lowtide.planning.search.archive import Entry
 from lowtide.planning.search.runs import Rerun, schedule_of
 from lowtide.planning.search.table import Table, make_table
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.spread import Spread
 
 Plan = frozenset[Rerun]
 
@@ -62,6 +65,7 @@ class Carried(NamedTuple):
 class Desk:
     """Plans for one step. What serves every budget is worked out once, when first needed."""
 
+    @collector_paused()
     def __init__(self, step: Step) -> None:
         self.step = step
         self.table = make_table(step)
@@ -83,6 +87,7 @@ class Desk:
         return StepProblem(self.table, self.plain)
 
     @cached_property
+    @collector_paused()
     def auto(self) -> Auto:
         table = self.table
         lowest = min(range(len(self.prefixes)), key=lambda last: self.prefixes[last].peak_bytes)
@@ -92,15 +97,25 @@ class Desk:
             self.bounds,
             [*others, mu_two.plan_of(table, self.prefixes, lowest)],
             lambda level: _first_prefix(self, level),
+            self.spread,
         )
 
     @cached_property
+    def spread(self) -> Spread | None:
+        """The plans of a step with fewer of the equal blocks, where this one has many."""
+        found = representative(self.step)
+        if found is None:
+            return None
+        short = Desk(found.step)
+        return Spread(found, short.problem, self.problem, [e.order for e in short.auto.archive.entries])
+
+    @cached_property
     def prefixes(self) -> list[mu_two.Prefix]:
-        return mu_two.policy(self.table)
+        return mu_two.policy(self.table, self.activations)
 
     @cached_property
     def activations(self) -> tuple[Activation, ...]:
-        return activations(self.step)
+        return activations(self.step, self.table.uses)
 
     @cached_property
     def reserve(self) -> Reserve:
@@ -152,6 +167,7 @@ class Desk:
         timeline = self.timeline(plan)
         return Carried(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
 
+    @collector_paused()
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
         """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
 

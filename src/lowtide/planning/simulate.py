@@ -165,7 +165,7 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
     due = 0
     before: Node | None = None
     needless = {node.rank for node in nodes if node.on_demand}
-    known = [run for run in runs if 0 <= run.node < len(nodes)]
+    known = [run for run in runs if run.method and 0 <= run.node < len(nodes)]
     needless.update(rank for run in known for rank in stood_in_for(step, run))
     for position, run in enumerate(runs):
         rank = run.node

@@ -176,10 +176,22 @@ class StepProblem:
         order += range(due, len(self.ranks))
         return np.array(order, dtype=np.int32)
 
+    def plan(self, sequence: Ints) -> frozenset[Rerun]:
+        """What a sequence runs again, and before which rank's first run."""
+        num_first = self.problem.num_first
+        found: set[Rerun] = set()
+        due = 0
+        for op in sequence.tolist():
+            if op < num_first:
+                due = op + 1
+            else:
+                found.add((self.ranks[due], self.recipes[op - num_first]))
+        return frozenset(found)
+
     def added_seconds(self, sequence: Ints) -> float:
         """What a sequence adds, summed up as the simulator does: equal plans have equal seconds."""
         table, num_first = self.table, self.problem.num_first
-        ops = [int(op) for op in sequence]
+        ops = sequence.tolist()
         again = [self.recipes[op - num_first] for op in ops if op >= num_first]
         views = [number for numbers in self._views_after(ops).values() for number in numbers]
         kept = demanded(table, [(0, number) for number in again])
@@ -189,7 +201,7 @@ class StepProblem:
     def runs(self, sequence: Ints) -> tuple[Run, ...]:
         """A sequence as runs of the step, with the views and parts of what it brings back."""
         table, num_first = self.table, self.problem.num_first
-        ops = [int(op) for op in sequence]
+        ops = sequence.tolist()
         views = self._views_after(ops)
         absent = table.on_demand - demanded(
             table, [(0, self.recipes[op - num_first]) for op in ops if op >= num_first]
@@ -230,7 +242,9 @@ class StepProblem:
         latest: dict[tuple[int, int], int] = {}
         made_by: dict[int, int] = {}
         wanted: dict[int, set[int]] = {}
-        for position, op in enumerate(ops):
+        begin = next((position for position, op in enumerate(ops) if op >= num_first), len(ops))
+        for position in range(begin, len(ops)):
+            op = ops[position]
             first = op < num_first
             for view, ways in self._read_views[op]:
                 for blocks in ways:

@@ -77,7 +77,9 @@ class Runs:
         self.journal: list[tuple[bool, int, int]] = []
         self._horizon = table.last_key(table.size - 1) if table.size else 0
         self._ending: dict[int, list[Block]] = {}
-        self._base = np.full(table.size, table.static_bytes, dtype=np.int64)
+        # what each slot has more than the one before: a block is two entries, however long it is held
+        self._change = np.zeros(table.size + 1, dtype=np.int64)
+        self._change[0] = table.static_bytes
         self._extra = np.zeros(table.size, dtype=np.int64)
         self._peak_key = [table.last_key(rank) for rank in range(table.size)]
         self._dirty = set(range(table.size))
@@ -103,7 +105,7 @@ class Runs:
     def slot_bytes(self) -> NDArray[np.int64]:
         """The largest number of bytes held at any moment of each slot."""
         self._refresh()
-        return self._base + self._extra
+        return self._change[:-1].cumsum() + self._extra
 
     def peak_bytes(self) -> int:
         return int(self.slot_bytes().max(initial=0))
@@ -286,7 +288,8 @@ class Runs:
         for storage, nbytes, pinned in op.fresh:
             block = Block(storage, nbytes, pinned, key)
             slot = key // self.width
-            self._base[slot] += nbytes
+            self._change[slot] += nbytes
+            self._change[slot + 1] -= nbytes
             self._dirty.add(slot)
             if key % self.width != self.width - 1:
                 self._ending.setdefault(key, []).append(block)
@@ -343,10 +346,9 @@ class Runs:
             return
         width = self.width
         first, last = old // width, end // width
-        if last > first:
-            self._base[first + 1 : last + 1] += block.nbytes
-        elif last < first:
-            self._base[last + 1 : first + 1] -= block.nbytes
+        if last != first:
+            self._change[first + 1] += block.nbytes
+            self._change[last + 1] -= block.nbytes
         if old % width != width - 1:
             self._ending[old].remove(block)
         if end % width != width - 1:
@@ -358,7 +360,8 @@ class Runs:
     def _forget(self, block: Block) -> None:
         width = self.width
         first, last = block.start // width, block.end // width
-        self._base[first : last + 1] -= block.nbytes
+        self._change[first] -= block.nbytes
+        self._change[last + 1] += block.nbytes
         if block.end % width != width - 1:
             self._ending[block.end].remove(block)
         self._dirty.add(first)

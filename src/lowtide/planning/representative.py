@@ -1,0 +1,191 @@
+"""A step with fewer of its equal blocks, and its plans spread over all of them.
+
+What is best for one block is best for its copies, but for the bytes that are left in the end: a plan is
+looked for where a few blocks stand for all. Of the blocks in a row, those in the middle are left out; their
+neighbours read each other instead. A plan is spread by doing in every tile of blocks what it does in one.
+
+Nothing relies on the shorter step but the places where the search begins: what a plan holds and costs is
+counted with all blocks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from lowtide.facts import Node, Recipe, Region, Step
+from lowtide.planning.repeats import Repeat, find_repeats
+from lowtide.planning.search.runs import Rerun
+from lowtide.planning.search.table import Table
+
+Some = TypeVar("Some", Node, Recipe)
+
+TILE = 4
+"""Blocks that are repeated together: some of them can be brought back from what others keep."""
+HEAD, TAIL = 1, 2
+"""Blocks before and after those, which may differ from them as they stand at the ends."""
+MOST = 0.18
+"""Of the nodes of a step, how many a shorter one may have to be worth its search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """What is left out: `tiles` times the tile, from `forward` and from `backward` on."""
+
+    repeat: Repeat
+    tiles: int
+    forward: int
+    backward: int
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """How many ranks a tile takes in the forward and in the backward pass."""
+        return TILE * self.repeat.forward.length, TILE * self.repeat.backward.length
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        one, two = self.steps
+        return self.forward + self.tiles * one, self.backward + self.tiles * two
+
+    def has(self, rank: int) -> bool:
+        one, two = self.ends
+        return self.forward <= rank < one or self.backward <= rank < two
+
+    def moved(self, rank: int, reader: int) -> int | None:
+        """What stands for a rank that is left out, for a reader that is not: the like of it in the nearest
+        block on the reader's side. None for readers outside of all blocks."""
+        repeat = self.repeat
+        if reader not in repeat.forward and reader not in repeat.backward:
+            return None
+        one, two = self.ends
+        if rank >= self.backward:
+            return rank - (two - self.backward)
+        is_before = reader < self.forward or reader >= two
+        return rank + (one - self.forward) * (1 if is_before else -1)
+
+
+class Representative:
+    """The shorter step, and how its plans are those of the whole one."""
+
+    def __init__(self, whole: Step, gaps: list[Gap], ranks: list[int]) -> None:
+        self._gaps, self._ranks = gaps, ranks
+        self.step = _shortened(whole, gaps, ranks)
+
+    @property
+    def most_blocks(self) -> int:
+        """Of those that are left out in a row."""
+        return TILE * max(gap.tiles for gap in self._gaps)
+
+    def spread(self, plan: frozenset[Rerun], short: Table, whole: Table) -> list[list[Rerun]]:
+        """A plan of the shorter step as one of the whole: what is done outside of the blocks that are left
+        out, and in the `most_blocks` parts of those, from the last of a row to the first."""
+        parts: list[list[Rerun]] = [[] for _ in range(1 + self.most_blocks)]
+        for slot, number in sorted(plan):
+            rank = short.recipes[number].rank
+            way = short.again[rank].index(number)
+            for part, where, what in self._copies(self._ranks[slot], self._ranks[rank]):
+                if where >= whole.first_backward and whole.may_run(what, where):
+                    parts[part].append((where, whole.again[what][way]))
+        return parts
+
+    def _copies(self, slot: int, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Where and what is run again in the whole step, for a run in the shorter one; and in which part."""
+        yield 0, slot, rank
+        for gap in self._gaps:
+            one, two = gap.steps
+            if gap.forward - one <= rank < gap.forward:
+                block = (rank + one - gap.forward) // gap.repeat.forward.length
+                for tile in range(gap.tiles):
+                    part = (TILE * (gap.tiles - tile) - 1 - block) * self.most_blocks // (TILE * gap.tiles)
+                    earlier = slot - (tile + 1) * two if slot in gap.repeat.backward else slot
+                    yield 1 + part, earlier, rank + (tile + 1) * one
+
+
+def representative(step: Step) -> Representative | None:
+    """A shorter step for one with many equal blocks; None where it would not be much shorter."""
+    gaps = [gap for repeat in find_repeats(step) if (gap := _gap(step, repeat)) is not None]
+    ranks = _kept_ranks(step, gaps)
+    num_nodes = sum(node.region is not Region.OPTIMIZER for node in step.nodes)
+    return Representative(step, gaps, ranks) if gaps and len(ranks) <= MOST * num_nodes else None
+
+
+def _gap(step: Step, repeat: Repeat) -> Gap | None:
+    """The most that can be left out of a row of blocks. Its backward part begins where its forward values are
+    first read."""
+    forward, backward = repeat.forward, repeat.backward
+    begin = forward.start + (HEAD + TILE) * forward.length
+    for tiles in range((min(forward.count, backward.count) - HEAD - TILE - TAIL) // TILE, 0, -1):
+        end = begin + tiles * TILE * forward.length
+        reading = (
+            rank
+            for rank in range(backward.start, backward.end)
+            if any(begin <= read < end for read in step.nodes[rank].reads)
+        )
+        found = Gap(repeat, tiles, begin, next(reading, backward.end))
+        if found.ends[1] <= backward.end:
+            return found
+    return None
+
+
+def _kept_ranks(step: Step, gaps: list[Gap]) -> list[int]:
+    """All but what is left out, the optimizer, and parameters of what is left out."""
+    kept = [
+        node
+        for node in step.nodes
+        if node.region is not Region.OPTIMIZER and not any(gap.has(node.rank) for gap in gaps)
+    ]
+    read = {read for node in kept for read in node.reads}
+    return [
+        node.rank
+        for node in kept
+        if node.reads or node.rank in read or not all(step.storages[s].static for s in node.holds)
+    ]
+
+
+def _shortened(step: Step, gaps: list[Gap], ranks: list[int]) -> Step:
+    new = {rank: i for i, rank in enumerate(ranks)}
+    maker = {s: (node.rank, i) for node in step.nodes for i, s in enumerate(node.makes)}
+    storages: dict[int, int] = {}
+
+    def rank_for(rank: int, reader: int) -> int | None:
+        """What a reader that is left has of a rank, as a rank of the whole step."""
+        if rank in new:
+            return rank
+        gap = next((gap for gap in gaps if gap.has(rank)), None)
+        found = None if gap is None else gap.moved(rank, reader)
+        if found is None or found not in new:
+            return None
+        # what is read across many blocks can end up anywhere
+        return found if len(step.nodes[found].makes) == len(step.nodes[rank].makes) else None
+
+    def storage_for(storage: int, reader: int) -> int | None:
+        made, place = maker.get(storage, (-1, 0))
+        rank = rank_for(made, reader) if made >= 0 else None
+        if rank is None:
+            return None
+        like = step.nodes[rank].makes[place]
+        return storages.setdefault(like, len(storages))
+
+    holds: list[tuple[int, ...]] = []
+
+    def short(one: Some, reader: int) -> Some:
+        reads = tuple(new[u] for read in one.reads if (u := rank_for(read, reader)) is not None)
+        makes = tuple(s for made in one.makes if (s := storage_for(made, reader)) is not None)
+        there = {s for read in reads for s in holds[read]}.union(makes)
+        held = tuple(s for held in one.holds if (s := storage_for(held, reader)) in there)
+        return replace(one, reads=reads, makes=makes, holds=held)
+
+    nodes: list[Node] = []
+    for i, rank in enumerate(ranks):
+        nodes.append(replace(short(step.nodes[rank], rank), rank=i, eager_reads=()))
+        holds.append(nodes[-1].holds)
+    for i, rank in enumerate(ranks):  # recipes may read what comes later
+        if nodes[i].recipes:
+            nodes[i] = replace(nodes[i], recipes=tuple(short(way, rank) for way in nodes[i].recipes))
+    made = sorted(storages, key=storages.__getitem__)
+    return replace(
+        step,
+        nodes=tuple(nodes),
+        storages=tuple(replace(step.storages[s], id=i) for i, s in enumerate(made)),
+        graphs=(),
+        pieces=(),
+    )
