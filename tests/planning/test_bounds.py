@@ -163,6 +163,24 @@ def test_a_bound_counts_the_views_through_which_a_value_is_read_again():
     assert 0.95 * best < Bounds(make_table(step)).seconds(budget) <= best
 
 
+def test_the_fullest_cut_leaves_no_room_for_another_of_several_equal_layers():
+    """Their price is one, so that a cut for any price holds all of them or none."""
+    build = StepBuilder()
+    source = build.given(8)
+    layers = [build.op("layer", (source,), 40, 10) for _ in range(6)]
+    wide = build.op("wide", (source,), 500, 1)
+    gradient = build.grad((build.backward(), wide), 10, 1)
+    for layer in layers:
+        gradient = build.grad((gradient, layer), 10, 1)
+    bounds = Bounds(make_table(build.step()))
+    at = bounds.at(wide)
+    budget = at.at.fixed_bytes + 130
+    assert {cut.nbytes for cut in at.cuts} <= {0, 240}
+    cut = at.fullest(budget)
+    assert (cut.nbytes, cut.seconds, len(cut.kept)) == (120, 30, 3)
+    assert at.best_seconds(budget) == pytest.approx(60 - 130 / 4)
+
+
 @pytest.mark.parametrize(
     "step",
     [

@@ -1,8 +1,10 @@
 """What every planner promises, on random steps and on steps shaped like real models."""
 
 import dataclasses
+from random import Random
 
 import pytest
+from exact import random_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import StepBuilder, steps
@@ -225,3 +227,18 @@ def test_retained_activations_say_why():
     assert reasons["cheap_2"][0] is Action.RECOMPUTE
     assert "costs more per byte" in reasons["dear_3"][1]
     assert reasons["late_5"] == (Action.RETAINED, "does not live across the peak")
+
+
+@pytest.mark.parametrize(("most", "seed"), [(20, 5), (40, 24)])
+def test_values_that_can_be_kept_as_less_do_not_raise_a_floor(most, seed):
+    step = random_step(Random(seed), most=most, signs=True)
+    kept = {node.rank for node in step.nodes if node.on_demand}
+    fewer = [
+        dataclasses.replace(
+            node, recipes=tuple(r for r in node.recipes if not r.reads or not kept.issuperset(r.reads))
+        )
+        for node in step.nodes
+    ]
+    assert list(step.nodes) != fewer
+    without = dataclasses.replace(step, nodes=tuple(fewer))
+    assert floor(step).floor_bytes <= floor(without).floor_bytes

@@ -183,17 +183,29 @@ class Auto:
             if room <= 0:
                 return
             level = lowest.peak_bytes - max(1, room >> failures)
-            start = self._best_start(lowest.order, level)
-            moves = max(FLOOR_MOVES, FLOOR_TIMES * self._moves(level))
-            for number, warmth in enumerate(FLOOR_WARMTHS, start=1):
-                figures, found = self._anneal(
-                    start, level, warmth=warmth, seed=number, moves=moves, enough_seconds=inf
-                )
-                if not figures.excess_bytes:
-                    self.archive.add(self._entry(figures, found))
-                    break
-            else:
+            if not self._lower(lowest, level):
                 failures += 1
+
+    def _lower(self, lowest: Entry, level: int) -> bool:
+        """Whether some search finds a plan within `level`; the archive gets all that is lower than `lowest`.
+
+        Some searches keep nothing as less: among fewer ways they find what the others miss.
+        """
+        moves = max(FLOOR_MOVES, FLOOR_TIMES * self._moves(level))
+        start = self._best_start(lowest.order, level)
+        searches = [(self._steps.problem, start, warmth) for warmth in FLOOR_WARMTHS]
+        fewer = self._steps.without_kept
+        if fewer is not None:
+            searches[1:1] = [(fewer, order, HOT) for order in self._cut_orders(level)[:2]]
+        for seed, (problem, order, warmth) in enumerate(searches, start=1):
+            figures, found = problem.anneal(
+                order, budget_bytes=level, moves=moves, warmth=warmth, seed=seed, enough_seconds=inf
+            )
+            if figures.peak_bytes < lowest.peak_bytes:
+                self.archive.add(self._entry(figures, found))
+            if not figures.excess_bytes:
+                return True
+        return False
 
     def _walk_up(self, levels: list[int]) -> None:
         """Search from the plan of the level below, whose slack leads where no plan of this level does."""

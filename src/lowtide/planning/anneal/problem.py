@@ -6,8 +6,9 @@ search has fewer and larger moves; `sequences` puts their runs in.
 """
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,13 @@ class Problem:
             enough_seconds=enough_seconds,
             reorder=reorder,
         )
+
+    def without(self, ops: frozenset[int]) -> "Problem":
+        """The same where searches put none of `ops` into a sequence."""
+        ends = self.way_ptr.tolist()
+        ways = [self.ways[first:last].tolist() for first, last in pairwise(ends)]
+        way_ptr, flat = _flat([[op for op in some if op not in ops] for some in ways])
+        return replace(self, way_ptr=way_ptr, ways=flat)
 
     def evaluate(self, order: Ints, budget_bytes: int) -> Figures:
         """What a sequence holds and adds."""

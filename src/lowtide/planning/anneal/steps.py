@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from math import fsum
 
 import numpy as np
@@ -51,6 +52,17 @@ class StepProblem:
         ]
         self._made_blocks = {number: self._classes.made(number) for number in self.recipes}
         self._give_the_optimizer_its_bytes(plain)
+
+    @cached_property
+    def without_kept(self) -> Problem | None:
+        """The problem without what brings values back from kept ones alone; None where nothing does."""
+        table = self.table
+        kept = frozenset(
+            self._op_of_recipe[number]
+            for number in self.recipes
+            if table.recipes[number].reads and table.on_demand.issuperset(table.recipes[number].reads)
+        )
+        return self.problem.without(kept) if kept else None
 
     def _first_ops(self) -> tuple[list[OpRow], list[int]]:
         table, values = self.table, self._values

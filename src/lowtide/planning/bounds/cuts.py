@@ -97,14 +97,16 @@ class Moment:
         entered = lean.reached[self.tails] & differs[self.heads] & ~inner
         left = differs[self.tails] & ~lean.reached[self.heads]
         is_whole = self._is_whole(1.0, lean.price)
-        more_bytes, more_seconds = (
-            np.bincount(part[self.heads[entered]], taken[entered], self.num_vertices)
-            - np.bincount(part[self.tails[left]], taken[left], self.num_vertices)
-            for taken in (
-                self._taken(self.arc_bytes, self.kept_bytes, is_whole),
-                self._taken(self.arc_seconds, self.kept_seconds, is_whole),
-            )
-        )
+
+        def more(whole: NDArray[np.float64], kept: NDArray[np.float64]) -> list[float]:
+            taken = self._taken(whole, kept, is_whole)
+            come = np.bincount(part[self.heads[entered]], taken[entered], self.num_vertices)
+            gone = np.bincount(part[self.tails[left]], taken[left], self.num_vertices)
+            found: list[float] = (come - gone).tolist()
+            return found
+
+        more_bytes = more(self.arc_bytes, self.kept_bytes)
+        more_seconds = more(self.arc_seconds, self.kept_seconds)
         numbers = [n for n in np.unique(part[differs]).tolist() if more_seconds[n] < 0]
         reached, nbytes = lean.reached.copy(), lean.nbytes
         for number in sorted(numbers, key=lambda n: (more_seconds[n] / max(more_bytes[n], 1.0), n)):
