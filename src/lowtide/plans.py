@@ -143,7 +143,9 @@ class Plan:
         """Write `ac_decisions.csv`."""
         from lowtide.report.csvs import write_decisions
 
-        return [write_decisions(Path(folder) / "ac_decisions.csv", self.decisions)]
+        return [
+            write_decisions(Path(folder) / "ac_decisions.csv", self.decisions, device=self.solution.device)
+        ]
 
     def save(self, path: str | Path) -> None:
         """Write a `plan.json` that `lowtide.load_plan` reads; the same plan gives the same bytes."""

@@ -125,7 +125,7 @@ class Profile:
         out = Path(folder)
         return [
             write_node_stats(out / "node_stats.csv", self.step, self.timeline),
-            write_activation_stats(out / "activation_stats.csv", self.activations),
+            write_activation_stats(out / "activation_stats.csv", self.activations, device=self.step.device),
         ]
 
     def summary(self) -> str:

@@ -98,3 +98,16 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_what_is_estimated_for_a_gpu_says_so_in_every_row(tmp_path):
+    case, device = make_case(3), "a100-40g (estimated)"
+    written = (
+        csvs.write_activation_stats(tmp_path / "a.csv", case.activations, device=device),
+        csvs.write_decisions(tmp_path / "d.csv", case.solution.decisions, device=device),
+        csvs.write_tradeoff(tmp_path / "t.csv", case.tradeoff, step_seconds=1.0, device=device),
+    )
+    for path in written:
+        rows = read(path)
+        assert rows and all(row["device"] == device for row in rows)
+    assert "device" not in read(csvs.write_decisions(tmp_path / "d.csv", case.solution.decisions))[0]

@@ -58,10 +58,14 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: Outcom
     curve = [point_of(plan) for plan in plans]
     save_json(folder / VERIFICATION, outcome_data(outcome, name=name))
     files = [folder / VERIFICATION]
-    files.append(write_tradeoff(folder / TRADEOFF, curve, step_seconds=profile.step_seconds))
+    files.append(
+        write_tradeoff(
+            folder / TRADEOFF, curve, step_seconds=profile.step_seconds, device=profile.step.device
+        )
+    )
     use = store_use(step, after)
     if use is not None:
-        files.append(write_transfers(folder / TRANSFERS, use))
+        files.append(write_transfers(folder / TRANSFERS, use, device=profile.step.device))
     files.append(write_trace(folder / TRACE, step, {"without": before, "with": after}))
     files += plots_if_possible(
         folder,

@@ -214,7 +214,7 @@ def _write(
     from lowtide.report.html import render_report
 
     save_json(out / JSON, data)
-    write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds)
+    write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds, device=profile.step.device)
     plots_if_possible(
         out,
         tradeoff=curve.points,

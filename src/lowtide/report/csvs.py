@@ -1,6 +1,7 @@
 """The CSV files: fixed columns first, further ones after them. Unknown values are empty cells.
 
-Columns never move or vanish; scripts may rely on their order. Bytes and seconds are plain numbers.
+Columns never move or vanish; scripts may rely on their order. Bytes and seconds are plain numbers. What was
+estimated for a GPU that is not here has a last column `device` that says so.
 """
 
 import csv
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lowtide.facts import Action, Activation, Decision, Node, Step
+from lowtide.facts.devices import gpu_behind
 from lowtide.facts.files import write_atomic
 from lowtide.planning.simulate import Timeline
 from lowtide.report.records import CompareRow, SweepRow, TradeoffPoint
@@ -75,7 +77,7 @@ def active_bytes(step: Step, node: Node) -> int:
     return sum(step.storages[storage].nbytes for storage in sorted(touched)) + node.workspace_bytes
 
 
-def write_activation_stats(path: Path, activations: Sequence[Activation]) -> Path:
+def write_activation_stats(path: Path, activations: Sequence[Activation], *, device: str = "cpu") -> Path:
     """`activation_stats.csv`: one row per activation; lists are joined by spaces."""
     rows = (
         (
@@ -86,10 +88,10 @@ def write_activation_stats(path: Path, activations: Sequence[Activation]) -> Pat
         )
         for a in activations
     )  # fmt: skip
-    return _write(path, ACTIVATION_COLUMNS, rows)
+    return _write(path, ACTIVATION_COLUMNS, rows, device=device)
 
 
-def write_decisions(path: Path, decisions: Sequence[Decision]) -> Path:
+def write_decisions(path: Path, decisions: Sequence[Decision], *, device: str = "cpu") -> Path:
     """`ac_decisions.csv`: one row per activation. `recomp_time_s` is what one recompute takes or would
     take; `plan_recomp_time_s` what this plan spends on it. Where something is offloaded, two more columns
     name the nodes between which it is only on the store."""
@@ -102,10 +104,11 @@ def write_decisions(path: Path, decisions: Sequence[Decision]) -> Path:
         )
         for d in decisions
     )  # fmt: skip
-    return _write(path, (*DECISION_COLUMNS, *(OFFLOAD_COLUMNS if offloads else ())), rows)
+    columns = (*DECISION_COLUMNS, *(OFFLOAD_COLUMNS if offloads else ()))
+    return _write(path, columns, rows, device=device)
 
 
-def write_transfers(path: Path, use: StoreUse) -> Path:
+def write_transfers(path: Path, use: StoreUse, *, device: str = "cpu") -> Path:
     """`transfers.csv`: one row per transfer, in the order they begin."""
     rows = (
         (
@@ -114,7 +117,7 @@ def write_transfers(path: Path, use: StoreUse) -> Path:
         )
         for move in use.moves
     )  # fmt: skip
-    return _write(path, TRANSFER_COLUMNS, rows)
+    return _write(path, TRANSFER_COLUMNS, rows, device=device)
 
 
 def write_sweep(path: Path, rows: Sequence[SweepRow]) -> Path:
@@ -139,7 +142,9 @@ def write_compare(path: Path, rows: Sequence[CompareRow]) -> Path:
     return _write(path, COMPARE_COLUMNS, cells)
 
 
-def write_tradeoff(path: Path, points: Sequence[TradeoffPoint], *, step_seconds: float) -> Path:
+def write_tradeoff(
+    path: Path, points: Sequence[TradeoffPoint], *, step_seconds: float, device: str = "cpu"
+) -> Path:
     """`tradeoff.csv`: one row per plan; `overhead` is recompute time over the plain step's time. Where some
     plan offloads, a last column counts what each does."""
     offloads = any(point.offloaded for point in points)
@@ -153,15 +158,19 @@ def write_tradeoff(path: Path, points: Sequence[TradeoffPoint], *, step_seconds:
         )
         for point in points
     )  # fmt: skip
-    return _write(path, (*TRADEOFF_COLUMNS, *(TRADEOFF_OFFLOAD_COLUMNS if offloads else ())), cells)
+    columns = (*TRADEOFF_COLUMNS, *(TRADEOFF_OFFLOAD_COLUMNS if offloads else ()))
+    return _write(path, columns, cells, device=device)
 
 
-def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Path:
+def _write(
+    path: Path, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, device: str = "cpu"
+) -> Path:
+    estimated = gpu_behind(device) is not None
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
+    writer.writerow([*columns, *(["device"] if estimated else [])])
     for row in rows:
-        writer.writerow([_cell(value) for value in row])
+        writer.writerow([*map(_cell, row), *([device] if estimated else [])])
     return write_atomic(path, text.getvalue())
 
 
