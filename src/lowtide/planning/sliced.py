@@ -5,7 +5,7 @@ is fastest, and each as it holds least. One more brings no forward value back in
 more ways may miss what one among fewer finds. A budget takes the cheapest of what they find, so that no plan
 is slower than without chains, and a larger budget is never slower than a smaller one.
 
-Shortcomings: between those choices, nothing is tried for single chains.
+Shortcomings: between those choices, nothing is tried for single chains, and bounds say nothing of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
