@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 import lowtide
 from lowtide.checking.train_step import train_step
-from lowtide.running.runner import runner_of
-from lowtide.torchside.route import set_route
+from lowtide.running.runner import Runner, attach, remove, runner_of
 from lowtide.zoo.targets import Target, TargetSpec
 
 COLUMNS = (
@@ -50,11 +49,13 @@ def cost_of_step(target: Target) -> Cost:
     return Cost(seconds, after.ru_stime - before.ru_stime, after.ru_minflt - before.ru_minflt)
 
 
-def costs_of(target: Target, ways: dict[str, object], *, runs: int) -> dict[str, list[Cost]]:
+def costs_of(target: Target, ways: dict[str, Runner | None], *, runs: int) -> dict[str, list[Cost]]:
     costs: dict[str, list[Cost]] = {way: [] for way in ways}
     for number in range(WARM_UP_STEPS + runs):
-        for way, route in ways.items():
-            set_route(target.model, route)
+        for way, runner in ways.items():
+            remove(target.model)
+            if runner is not None:
+                attach(target.model, runner)
             cost = cost_of_step(target)
             if number >= WARM_UP_STEPS:
                 costs[way].append(cost)
@@ -64,7 +65,7 @@ def costs_of(target: Target, ways: dict[str, object], *, runs: int) -> dict[str,
 def rows(name: str, batch_size: int, budgets: list[str], *, runs: int) -> Iterator[tuple[str, ...]]:
     target = TargetSpec(text=name, batch_size=batch_size).load()
     profile = lowtide.profile(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
-    ways: dict[str, object] = {"eager": None}
+    ways: dict[str, Runner | None] = {"eager": None}
     predicted = {"eager": 0.0}
     # more than eager's peak, so that the captured graph runs and not eager itself
     for way, budget, planner in [
@@ -76,7 +77,7 @@ def rows(name: str, batch_size: int, budgets: list[str], *, runs: int) -> Iterat
         except lowtide.BudgetTooSmall as error:
             yield f"{name}:{batch_size}", way, f"the floor is {error.floor_bytes / profile.peak_bytes:.0%}"
             continue
-        plan.apply(target.model)
+        plan.apply(target.model, optimizer=target.optimizer)
         cost_of_step(target)  # a plan that is replaced before it has run would be told of as lost
         ways[way], predicted[way] = runner_of(target.model), 100 * plan.overhead
     costs = costs_of(target, ways, runs=runs)

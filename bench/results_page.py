@@ -81,7 +81,7 @@ def render_page(
         "only their ratio within one run means anything. `~` marks what was predicted and not run.",
         "Time added is recompute, and a few percent either way: the machine's noise, and memory that is "
         "not taken from the system again in every step. A plan can come out faster than eager, since it "
-        "saves page faults: `python bench/page_faults.py TARGET:BATCH` counts them.",
+        "saves page faults: `python bench/predicted.py TARGET:BATCH` counts them.",
         "Results of a method are *wrong* where its first step differs from eager's, or from its own without "
         "recompute, by more than rounding can explain. torch's partitioner and torch.compile at a memory "
         "budget come out so where they run the drawing of a dropout's mask, or of its seed, once more in the "
