@@ -201,6 +201,13 @@ def test_both_methods_agree_in_a_fresh_process():
     assert measured.resident_peak_bytes - measured.static_bytes == pytest.approx(above, rel=0.02)
 
 
+def test_torchs_own_count_alone():
+    target = small_target()
+    measured = measure_step(target, resident=False)
+    assert measured.fresh_process and measured.resident_peak_bytes is None
+    assert measured.peak_bytes == measure_here(target).peak_bytes
+
+
 def test_live_objects_a_hook_and_the_clock():
     target = small_target()
     before = [parameter.detach().clone() for parameter in target.model.parameters()]

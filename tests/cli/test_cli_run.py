@@ -124,7 +124,8 @@ def test_verify_a_plan_from_its_file(ran, run_lowtide, monkeypatch, tmp_path, ch
     out, _, _ = ran
     asked = []
 
-    def verify(source, plan, *, timed_runs):
+    def verify(source, plan, *, timed_runs, resident):
+        assert resident  # both methods, since one plan is asked about
         asked.append((source, plan.solution, timed_runs))
         return result_with(**changes)
 

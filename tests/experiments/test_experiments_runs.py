@@ -29,7 +29,7 @@ def profile():
     return Profile(make_case().step)
 
 
-def verified(spec, plan, *, timed_runs, exact=True):
+def verified(spec, plan, *, timed_runs, resident=False, exact=True):
     return Verification(
         exact=exact,
         differences=() if exact else ("loss, step 1",),
@@ -66,7 +66,7 @@ PLAIN = Measured(
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(verification, "verify", verified)
-    monkeypatch.setattr(measured, "measure_step", lambda spec, *, timed_runs: PLAIN)
+    monkeypatch.setattr(measured, "measure_step", lambda spec, *, timed_runs, resident: PLAIN)
     needs(monkeypatch, lambda peak_bytes: "")
 
 

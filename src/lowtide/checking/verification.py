@@ -142,8 +142,13 @@ class Verification:
         return self.measured_peak_bytes <= self.budget_bytes
 
 
-def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> Verification:
-    """Compare and measure in fresh processes; a live model that cannot be sent there, in this one."""
+def verify(
+    source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5, resident: bool = True
+) -> Verification:
+    """Compare and measure in fresh processes; a live model that cannot be sent there, in this one.
+
+    Without `resident`, peaks are measured by torch's own count alone.
+    """
     payload = {"solution": solution_to_dict(plan.solution)}
     if isinstance(source, Target):
         check_identity(plan, identify(source.model, split_batch(source.batch)))
@@ -151,8 +156,10 @@ def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> V
         comparison: Comparison = run_fresh(
             "lowtide.checking.comparison:compare", source=source, timed_runs=timed_runs, **payload
         )
-        baseline = measure_step(source, prepare="lowtide.checking.comparison:looped", payload=payload)
-        planned = measure_plan(source, plan)
+        baseline = measure_step(
+            source, prepare="lowtide.checking.comparison:looped", payload=payload, resident=resident
+        )
+        planned = measure_plan(source, plan, resident=resident)
     except CannotMoveToFreshProcess:
         if isinstance(source, TargetSpec):
             raise
@@ -182,11 +189,17 @@ def verify(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5) -> V
     )
 
 
-def measure_plan(source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 0) -> Measured:
+def measure_plan(
+    source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 0, resident: bool = True
+) -> Measured:
     """The planned step alone, in fresh processes: for a step that only a plan makes small enough."""
     payload = {"solution": solution_to_dict(plan.solution)}
     return measure_step(
-        source, prepare="lowtide.checking.comparison:planned", payload=payload, timed_runs=timed_runs
+        source,
+        prepare="lowtide.checking.comparison:planned",
+        payload=payload,
+        timed_runs=timed_runs,
+        resident=resident,
     )
 
 

@@ -255,13 +255,14 @@ class Search:
         assert plain_peak_bytes is not None
         peak_bytes, recompute = plain_peak_bytes, 0.0
         if planned and plain_peak_bytes > self.budget_bytes:
-            plan = self.probe(largest).plan
-            assert plan is not None
+            probe = self.probe(largest)
+            assert probe.plan is not None
             if size == largest:
-                peak_bytes, recompute = plan.peak_bytes, plan.recompute_seconds
+                peak_bytes = probe.plan.peak_bytes
+                recompute = seconds * _share(probe.plan.recompute_seconds, probe.profile.step_seconds)
             else:
                 peak_bytes = self.budget_bytes
-                recompute = seconds * self._overhead(plain_peak_bytes, self.probe(largest))
+                recompute = seconds * self._overhead(plain_peak_bytes, probe)
         look = self.sizes.looks.get(size)
         return FitRow(
             size=size,
@@ -280,7 +281,7 @@ class Search:
         share = (self.budget_bytes - static_bytes) / max(1, peak_bytes - static_bytes)
         budget_bytes = static_bytes + int(share * (largest.profile.peak_bytes - static_bytes))
         plan = largest.profile.plan(max(self.budget_bytes, budget_bytes))
-        return plan.recompute_seconds / largest.profile.step_seconds if largest.profile.step_seconds else 0.0
+        return _share(plan.recompute_seconds, largest.profile.step_seconds)
 
     def checks(self, largest_plain: int, largest: int) -> Sequence[Check]:
         """Run the largest size with its plan, and the first that does not fit without."""
@@ -313,7 +314,7 @@ class Search:
         assert plan is not None
         predicted = Check(size=size, planned=True, predicted_peak_bytes=plan.peak_bytes)
         try:
-            outcome = run_plan(self.sizes.source(size), plan, timed_runs=0)
+            outcome = run_plan(self.sizes.source(size), plan, timed_runs=0, resident=False)
         except CannotMoveToFreshProcess as error:
             return replace(predicted, reason=str(error))
         return replace(
@@ -323,3 +324,7 @@ class Search:
             differences=outcome.measurement.differences,
             reason=f"{TOO_SMALL} {outcome.reason}" if outcome.reason else "",
         )
+
+
+def _share(seconds: float, whole: float) -> float:
+    return seconds / whole if whole else 0.0

@@ -23,11 +23,14 @@ class Outcome:
     reason: str = ""
 
 
-def run_plan(spec: TargetSpec | Target, plan: Plan, *, timed_runs: int) -> Outcome:
-    """Verify a plan against eager, measure it alone, or do neither, by what fits into this machine."""
+def run_plan(spec: TargetSpec | Target, plan: Plan, *, timed_runs: int, resident: bool = True) -> Outcome:
+    """Verify a plan against eager, measure it alone, or do neither, by what fits into this machine.
+
+    Without `resident`, peaks are measured by torch's own count alone.
+    """
     reason = why_not(plan.solution, peak_bytes=plan.baseline_peak_bytes)
     if not reason:
-        result = verification.verify(spec, plan, timed_runs=timed_runs)
+        result = verification.verify(spec, plan, timed_runs=timed_runs, resident=resident)
         return Outcome(measurement=measurement_of(result), verification=result)
     predicted = Measurement(
         baseline=StepMeasurement(predicted_peak_bytes=plan.baseline_peak_bytes),
@@ -35,7 +38,7 @@ def run_plan(spec: TargetSpec | Target, plan: Plan, *, timed_runs: int) -> Outco
     )
     if why_not(plan.solution, peak_bytes=plan.peak_bytes):
         return Outcome(measurement=predicted, reason=reason)
-    found = verification.measure_plan(spec, plan, timed_runs=timed_runs)
+    found = verification.measure_plan(spec, plan, timed_runs=timed_runs, resident=resident)
     alone = step_measurement(predicted=plan.peak_bytes, measured=found.peak_bytes, timing=found.timing)
     method = "torch's count of bytes, a fresh process; the step without the plan does not fit here"
     return Outcome(
@@ -44,6 +47,6 @@ def run_plan(spec: TargetSpec | Target, plan: Plan, *, timed_runs: int) -> Outco
 
 
 def run_plain(spec: TargetSpec | Target, *, predicted: int, timed_runs: int) -> StepMeasurement:
-    """The step without any plan, in fresh processes."""
-    found = measure_step(spec, timed_runs=timed_runs)
+    """The step without any plan, in fresh processes, its peak by torch's own count."""
+    found = measure_step(spec, timed_runs=timed_runs, resident=False)
     return step_measurement(predicted=predicted, measured=found.peak_bytes, timing=found.timing)

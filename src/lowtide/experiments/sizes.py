@@ -218,14 +218,15 @@ class Sizes:
         return [size] if size in self.looks else self._alike(size, self.looks)
 
     def step_seconds(self, size: int) -> float:
-        """The time of a size without a plan: on the line between those next to it, whatever their ops; beyond
-        all that were looked at, by two that have the same."""
-        if size in self.looks:
-            return self.looks[size].profile.step_seconds
-        below = [other for other in self.looks if other < size]
-        above = [other for other in self.looks if other > size]
-        near = [max(below), min(above)] if below and above else self._alike(size, self.looks)[:2]
-        return seconds_by(size, near)([self.looks[one].profile.step_seconds for one in near])
+        """The time of a size without a plan: on the line between the captured ones next to it, whatever their
+        ops; beyond them, by two that have the same."""
+        captured = self.captured
+        if size in captured:
+            return captured[size].profile.step_seconds
+        below = [other for other in captured if other < size]
+        above = [other for other in captured if other > size]
+        near = [max(below), min(above)] if below and above else self._alike(size, captured)[:2]
+        return seconds_by(size, near)([captured[one].profile.step_seconds for one in near])
 
     def floor_bytes(self, size: int) -> int | None:
         """About what no plan of a size can be below; None where nothing tells it."""

@@ -93,7 +93,7 @@ def row_of(
     )
     if not measure:
         return row
-    outcome = run_plan(spec, plan, timed_runs=timed_runs)
+    outcome = run_plan(spec, plan, timed_runs=timed_runs, resident=False)
     found = outcome.measurement
     status = SweepStatus.MEASURED
     if outcome.verification is None and found.planned.is_measured:
