@@ -49,6 +49,7 @@ def test_a_slow_run_may_be_interrupted_but_not_for_long():
     assert not OpTiming(0.5, 9, 0.01).avoidable
     assert OpTiming(0.5, 9, 0.4).avoidable
     assert OpTiming(0.01, 1).avoidable
+    assert not OpTiming(0.01, 9, 0.0, 0.49).avoidable  # long, but for what was taken off
     assert not OpTiming(0.5, 0, 0.4).avoidable  # it waited for something of its own
 
 

@@ -301,6 +301,9 @@ MM, RELU = Call(aten.mm.default, (fake(20, 20),) * 2), Call(aten.relu.default, (
         pytest.param(lambda number: OpTiming(1e-3), 0, id="steady"),
         pytest.param(lambda number: OpTiming(1e-3 * (1 + number % 2)), 0, id="a little unsteady"),
         pytest.param(lambda number: OpTiming(1e-3 * (1 + 9 * (number % 2))), 1, id="rounds far apart"),
+        pytest.param(
+            lambda number: OpTiming(1e-3 * (1 + 9 * (number % 2)), 0, 0.0, 2e-2), 0, id="mostly page faults"
+        ),
         pytest.param(lambda number: OpTiming(1e-3, 2), 1, id="always interrupted"),
         pytest.param(lambda number: OpTiming(1e-3, number % 2), 0, id="at times interrupted"),
         pytest.param(lambda number: OpTiming(0.5, 9), 0, id="too slow for one piece"),

@@ -33,12 +33,18 @@ _WAITED_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class OpTiming:
-    """One run: how long it took, how often other processes took the processor away meanwhile, and how long
-    none of its threads ran."""
+    """One run: how long it took, how often other processes took the processor away meanwhile, how long
+    none of its threads ran, and what was taken off for page faults."""
 
     seconds: float
     interruptions: int = 0
     waited_seconds: float = 0.0
+    fault_seconds: float = 0.0
+
+    @property
+    def whole_seconds(self) -> float:
+        """As the clock saw it."""
+        return self.seconds + self.fault_seconds
 
     @property
     def avoidable(self) -> bool:
@@ -46,7 +52,7 @@ class OpTiming:
         time is that of others."""
         if not self.interruptions:
             return False
-        return self.seconds < SLOW_SECONDS or self.waited_seconds > _WAITED_SHARE * self.seconds
+        return self.whole_seconds < SLOW_SECONDS or self.waited_seconds > _WAITED_SHARE * self.whole_seconds
 
 
 def typical_seconds(timings: Sequence[OpTiming]) -> float:
@@ -132,7 +138,7 @@ class Cpu(Device):
         fault_seconds, before = page_fault_seconds(), page_faults()
         result, timing = self.timed(run)
         seconds = without_faults(timing.seconds, page_faults() - before, fault_seconds=fault_seconds)
-        return result, replace(timing, seconds=seconds)
+        return result, replace(timing, seconds=seconds, fault_seconds=timing.seconds - seconds)
 
     def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
         result, session = recorded(run)

@@ -1,5 +1,6 @@
 """One op under measurement: its runs, spread over rounds, and whether they agree."""
 
+import statistics
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -62,9 +63,9 @@ class Trial:
     @property
     def noisy(self) -> bool:
         """Whether its time tells more of the machine's unrest than of the op: it never ran undisturbed, or
-        its runs are further apart than it takes."""
-        least = max(typical_seconds(self.timings), _JITTER_SECONDS)
-        return not self.settled or spread_seconds(self.timings) > least
+        its runs are further apart than it takes, page faults included, which are never all alike."""
+        whole = statistics.median(timing.whole_seconds for timing in self.timings)
+        return not self.settled or spread_seconds(self.timings) > max(whole, _JITTER_SECONDS)
 
     def time(self, *, attempts: int) -> None:
         """Add an undisturbed run, or as many disturbed ones as may be tried."""
@@ -77,7 +78,7 @@ class Trial:
 
     def takes_part(self, number: int) -> bool:
         """Whether it runs in this round: short ops in all, slow ones in the first few."""
-        last = self.timings[-1].seconds if self.timings else 0.0
+        last = self.timings[-1].whole_seconds if self.timings else 0.0
         return number <= (_SLOW_ROUNDS if last > SLOW_SECONDS else ROUNDS) and (
             last < _SHORT_SECONDS or number % 2 == 1
         )
