@@ -141,6 +141,7 @@ def test_torch_compile_at_a_memory_budget_draws_as_it_does_by_default(memory_bud
     [
         ([], False, "exact"),
         ([], True, "recompute exact, unlike eager"),
+        ([Mistake("parameter a", 1, 0.5)], False, "not exact: rounding (0 of 3 gradients)"),
         (
             [Mistake("gradient of a", 1, 0.5), Mistake("gradient of a", 2, 0.5)],
             False,
