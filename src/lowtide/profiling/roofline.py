@@ -111,9 +111,8 @@ def _copied_operands_bytes(call: Call, gpu: Gpu) -> int:
 def _copied_matrices_bytes(call: Call) -> int:
     """cuBLAS reads matrices row by row or column by column; torch copies those that lie otherwise, such as a
     gradient that is one number for all elements."""
-    matrices = (
-        tensor for tensor in call.tensors[-2:] if tensor.dim() > 1
-    )  # what is added to them goes first
+    # what is added to them goes first
+    matrices = (tensor for tensor in call.tensors[-2:] if tensor.dim() > 1)
     return sum(matrix.numel() * matrix.itemsize for matrix in matrices if not _is_readable(matrix))
 
 

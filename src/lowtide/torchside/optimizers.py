@@ -1,5 +1,6 @@
 """Several optimizers as one, wherever one is expected, and the way in which they step where nobody chose."""
 
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -84,13 +85,10 @@ def stepping_as_real(*, on_gpu: bool) -> Iterator[None]:
     """Let optimizers over fake tensors choose between a loop and `foreach` as over real ones; with `on_gpu`,
     as over those of a GPU wherever they are. torch looks at the type and the device of parameters."""
     torch_optimizers: Any = import_module(Optimizer.__module__)
-    types = torch_optimizers._foreach_supported_types
-    devices = torch_optimizers._get_foreach_kernels_supported_devices
-    torch_optimizers._foreach_supported_types = [*types, FakeTensor]
-    if on_gpu:
-        torch_optimizers._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
-    try:
+    devices = [*torch_optimizers._get_foreach_kernels_supported_devices(), *(["cpu"] if on_gpu else [])]
+    with unittest.mock.patch.multiple(
+        torch_optimizers,
+        _foreach_supported_types=[*torch_optimizers._foreach_supported_types, FakeTensor],
+        _get_foreach_kernels_supported_devices=lambda: devices,
+    ):
         yield
-    finally:
-        torch_optimizers._foreach_supported_types = types
-        torch_optimizers._get_foreach_kernels_supported_devices = devices
