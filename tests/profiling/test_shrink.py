@@ -1,5 +1,6 @@
 """Slices of ops: which sizes are reduced, and that what is left runs."""
 
+import pytest
 import torch
 from fake_calls import conv, fake
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,6 +47,18 @@ def test_a_batch_as_large_as_an_image_is_high_is_reduced_alone():
     part = shrink(call, work, limit_bytes=work.nbytes // 12)
     args, kwargs = make_sample(part.call)
     call.target(*args, **kwargs)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.05])
+def test_an_image_is_not_reduced_without_its_gradient(share):
+    tensors = (fake(26, 32, 32, 32), fake(26, 64, 16, 16), fake(64, 32, 2, 2))
+    options = ([32], [2, 2], [0, 0], [1, 1], True, [0, 0], 1, [True, True, True])
+    call = Call(aten.convolution_backward.default, (*tensors, *options))
+    work = work_of(call)
+    part = shrink(call, work, limit_bytes=int(work.nbytes * share))
+    assert part.reduced[0] == "size 26"
+    args, kwargs = make_sample(part.call)
+    call.target(*args, **kwargs)  # as it runs alone
 
 
 def test_a_square_product_is_reduced_wherever_its_size_stands():

@@ -35,7 +35,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
+    """`apply` leaves one of so many parts of `whole`, a size or a length of lists, rounded up."""
+
     name: str
+    whole: int
     apply: Callable[[Call, int], Call | None]
 
 
@@ -79,11 +82,11 @@ def _reductions(call: Call) -> Iterator[_Reduction]:
         first = partial(_with_smaller_size, size=size, only_first=True)
         if _is_first_and_more(size, tensors) and _makes_sense(first(call, 2)):
             # A batch as large as an image is high: a fake run does not tell one from the other.
-            yield _Reduction(f"first size {size}", first)
+            yield _Reduction(f"first size {size}", size, first)
         else:
-            yield _Reduction(f"size {size}", partial(_with_smaller_size, size=size))
+            yield _Reduction(f"size {size}", size, partial(_with_smaller_size, size=size))
     for length in sorted({len(arg) for arg in _lists(call)}, reverse=True):
-        yield _Reduction(f"list {length}", partial(_with_shorter_lists, length=length))
+        yield _Reduction(f"list {length}", length, partial(_with_shorter_lists, length=length))
 
 
 def _is_first_and_more(size: int, tensors: list[Tensor]) -> bool:
@@ -114,7 +117,8 @@ def _least(start: Slice, reduction: _Reduction, *, limit_bytes: int) -> tuple[Sl
             return best
         if best is not None and work.nbytes >= best[0].work.nbytes:
             return best
-        crooked = abs(log(start.work.flops / work.flops / parts)) if work.flops and start.work.flops else 0.0
+        ratio = reduction.whole / ceil(reduction.whole / parts)
+        crooked = abs(log(start.work.flops / work.flops / ratio)) if work.flops and start.work.flops else 0.0
         best = Slice(smaller, work, (*start.reduced, reduction.name)), round(crooked, 1)
         if work.nbytes <= limit_bytes:
             return best

@@ -69,6 +69,8 @@ def work_making(call: Call, made: tuple[int, ...]) -> Work:
 
 
 def _work_of(call: Call) -> Work:
+    if call.target is torch.ops.aten.convolution_backward.default:
+        _check_gradient(call)
     with flop_counter() as counter, _faked():
         args, kwargs = make_sample(call, fill=False)
         result = call.target(*args, **kwargs)
@@ -77,6 +79,14 @@ def _work_of(call: Call) -> Work:
             input_bytes=storages_bytes(call.tensors),
             outputs=fresh_storages(result, (args, kwargs)),
         )
+
+
+def _check_gradient(call: Call) -> None:
+    """A fake run of a convolution's backward op does not ask whether the gradient is one of its result."""
+    gradient, image, weight, _, *how, _ = call.args
+    result = fake_result(Call(torch.ops.aten.convolution.default, (image, weight, None, *how)))
+    if result.shape != gradient.shape:
+        raise ValueError(f"a gradient of {tuple(gradient.shape)} for a result of {tuple(result.shape)}")
 
 
 def fake_result(call: Call) -> Any:
