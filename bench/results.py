@@ -5,8 +5,9 @@
     python bench/results.py --page                 # the page alone, from what is there
     python bench/results.py --tiny -o page.md       # minutes instead of hours: does it work?
 
-A piece is a `lowtide` command in a process of its own; its JSON goes to bench/out/results/. Delete a
-file there to run its piece again. Pictures go into a folder beside the page, named like it.
+A piece is a `lowtide` command in a process of its own; its JSON goes to docs/results/pieces/, so that the page
+can be made again anywhere. Delete a file there to run its piece again. Pictures go into a folder beside the
+page, named like it.
 """
 
 import argparse
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small variants of the models")
     parser.add_argument("--timed-runs", type=int, default=5)
     parser.add_argument("--no-check", action="store_true", help="what fits is predicted, and not run")
-    parser.add_argument("--folder", type=Path, default=ROOT / "bench" / "out" / "results")
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "results" / "pieces")
     parser.add_argument("-o", "--output", type=Path, help="the page; docs/results/DATE.md without it")
     options = parser.parse_args()
     models = [tiny(model) for model in MODELS] if options.tiny else list(MODELS)
