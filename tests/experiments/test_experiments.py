@@ -93,6 +93,18 @@ def test_a_plan_is_exact_where_its_rivals_are_not():
     assert route_of(made.model) is not None  # measured last, and still on
 
 
+def test_a_plan_whose_optimizer_steps_in_pieces_runs_so():
+    model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    made = Target("wide", model, torch.randn(8, 1024), optimizer)
+    profile = api.profile(made.model, made.batch, optimizer=made.optimizer)
+    plan = profile.plan(profile.floor_bytes)
+    assert plan.solution.optimizer_in_pieces
+    trial = run_trial(source=made, method=plan_method("auto", plan), timed_runs=1)
+    assert trial.judgement[0] is Results.EXACT
+    assert trial.peak_bytes <= plan.budget_bytes < trial.baseline_peak_bytes
+
+
 def test_the_partitioner_redraws_dropout():
     method = Method(name="m", kind="partitioner", memory_budget=0.0)
     trial = run_trial(source=target(dropout=0.2), method=method, timed_runs=0)

@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.plans import Plan
 from lowtide.running.inductor import executor_named
-from lowtide.running.runner import Runner, install, remove, runner_of
+from lowtide.running.runner import attach, install, remove, runner_of
 from lowtide.torchside import dynamo, hooks
 from lowtide.torchside.route import call_model, set_route
 from lowtide.torchside.tracing import compiled
@@ -64,8 +64,7 @@ def switch_for(method: Method, target: Target) -> Switch:
             return _route(model, _compiled(model, _by_inductor(eager_random), method.memory_budget))
         case "plan":
             assert method.solution is not None
-            runner = _taken(planned(target, solution=method.solution).model)
-            return _route(model, runner)
+            return _planned(planned(target, solution=method.solution).model)
 
 
 def reference_for(method: Method, target: Target) -> Switch | None:
@@ -82,7 +81,7 @@ def reference_for(method: Method, target: Target) -> Switch | None:
         assert method.solution is not None
         executor = executor_named(solution_from_dict(method.solution).executor)
         install(model, PlainPlans(method.solution), executor=executor)
-        return _route(model, _taken(model))
+        return _planned(model)
     return None
 
 
@@ -139,12 +138,16 @@ def _compiled(
     return route
 
 
-def _taken(model: nn.Module) -> Runner:
-    """The runner that was just installed, taken off again."""
+def _planned(model: nn.Module) -> Switch:
+    """For a model that a plan was just applied to, which is taken off whole: its optimizer's steps, too."""
     runner = runner_of(model)
     assert runner is not None
     remove(model)
-    return runner
+
+    def off() -> None:
+        remove(model)
+
+    return Switch(lambda: attach(model, runner), off)
 
 
 def _route(model: nn.Module, route: Callable[..., Any]) -> Switch:
