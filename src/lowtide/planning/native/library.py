@@ -132,7 +132,7 @@ def anneal(
     enough_seconds: float = 0.0,
     reorder: float = 0.0,
 ) -> tuple[Figures, NDArray[np.int32]]:
-    """The best sequence that `moves` random changes of `order` lead to; see native.c."""
+    """The best sequence that `moves` random changes of `order` lead to; see anneal.c."""
     places, _ = _places(order)
     results = _Results()
     length = _library().lowtide_anneal(
