@@ -106,7 +106,7 @@ def test_what_is_in_the_wheel(dist: Path) -> None:
     package = {
         str(path.relative_to(ROOT / "src"))
         for path in (ROOT / "src" / "lowtide").rglob("*")
-        if path.is_file() and path.suffix in {".py", ".html", ".js", ".css", ".c"}
+        if path.is_file() and path.suffix in {".py", ".html", ".js", ".css", ".c", ".h"}
     }
     assert package <= set(names), package - set(names)
     assert f"lowtide/planning/native/{library_name()}" in names, "the planner's compiled part"

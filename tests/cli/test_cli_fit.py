@@ -1,4 +1,4 @@
-"""`lowtide fit` and `lowtide doctor`: tables, data and exit codes; what they find is made up."""
+"""`lowtide fit`: tables, data and exit codes; what it finds is made up."""
 
 import json
 from dataclasses import replace
@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lowtide.cli.exits import Exit
-from lowtide.experiments import checkup, fit
-from lowtide.experiments.checkup import Checkup, SwapCheckup
+from lowtide.experiments import fit
 from lowtide.experiments.fit import Check, Fit, FitRow
-from lowtide.facts import Link
 
 
 def row(size, *, recompute=0.0, profiled=True):
@@ -138,65 +136,3 @@ def test_what_makes_no_sense(run_lowtide, finds, arguments, words):
     finds(FOUND)
     code, stdout, stderr = run_lowtide("fit", "bert-base", *arguments)
     assert code == Exit.USAGE and stdout == "" and words in stderr and stderr.count("\n") == 1
-
-
-# doctor
-
-SWAPPED = SwapCheckup(
-    link=Link(store="disk", write_bytes_per_second=2e9, read_bytes_per_second=1 << 30, latency_seconds=0.001),
-    num_offloaded=3,
-    budget_bytes=120,
-    predicted_peak_bytes=119,
-    measured_peak_bytes=119,
-    exact=True,
-    differences=(),
-)
-FINE = Checkup(
-    device="cpu",
-    identity="a processor",
-    num_ops=100,
-    timing_noise=0.07,
-    budget_bytes=150,
-    predicted_peak_bytes=(200, 150),
-    measured_peak_bytes=(200, 150),
-    exact=True,
-    differences=(),
-    predicted_overhead=0.1,
-    measured_overhead=0.12,
-    fresh_process=True,
-    notes=(),
-    swap=SWAPPED,
-)
-
-
-@pytest.mark.parametrize(
-    ("found", "code", "words"),
-    [
-        (FINE, Exit.DONE, "all is well"),
-        (FINE, Exit.DONE, "1.00 GiB/s back"),
-        (
-            replace(FINE, swap=replace(SWAPPED, exact=False, differences=("loss",))),
-            Exit.RESULTS_DIFFER,
-            "results: DIFFERENT: loss",
-        ),
-        (replace(FINE, swap=replace(SWAPPED, num_offloaded=0)), Exit.DOES_NOT_FIT, "NOT as promised"),
-        (replace(FINE, swap=replace(SWAPPED, measured_peak_bytes=121)), Exit.DOES_NOT_FIT, "NOT as promised"),
-        (replace(FINE, exact=False, differences=("loss, step 1",)), Exit.RESULTS_DIFFER, "DIFFERENT: loss"),
-        (replace(FINE, measured_peak_bytes=(200, 151)), Exit.DOES_NOT_FIT, "NOT as promised"),
-        (replace(FINE, measured_peak_bytes=(190, 150)), Exit.DOES_NOT_FIT, "NOT as promised"),
-        (RuntimeError("no compiler"), Exit.ERROR, "cpu: FAILED: RuntimeError: no compiler"),
-    ],
-)
-def test_doctor(run_lowtide, monkeypatch, found, code, words):
-    def check_device(name):
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(checkup, "check_device", check_device)
-    monkeypatch.setattr(checkup.cuda, "is_available", lambda: False)
-    ended, stdout, _ = run_lowtide("doctor")
-    assert ended == code and words in stdout and "torch: " in stdout
-    assert "cuda: not run: torch sees no CUDA device here" in stdout
-    ended, stdout, _ = run_lowtide("doctor", "--json")
-    assert ended == code and set(json.loads(stdout)["devices"]) == {"cpu", "cuda"}

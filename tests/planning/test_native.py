@@ -1,5 +1,6 @@
 """The compiled search counts as the simulator does, and its cuts are minimal."""
 
+import shutil
 from itertools import product
 from random import Random
 
@@ -100,7 +101,8 @@ def test_cuts_are_minimal():
 
 def test_without_a_compiler_planning_is_refused_in_one_line(monkeypatch, tmp_path):
     source = tmp_path / "native.c"
-    source.write_bytes(SOURCE.read_bytes())
+    for path in SOURCE.parent.glob("*.[ch]"):
+        shutil.copy(path, tmp_path)
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(
@@ -110,3 +112,16 @@ def test_without_a_compiler_planning_is_refused_in_one_line(monkeypatch, tmp_pat
     assert "\n" not in str(caught.value)
     monkeypatch.delenv("CC")
     assert library.find_or_build(source) == tmp_path / library_name()
+    for path in (source, tmp_path / "state.h"):
+        before = library_name(source)
+        path.write_text(path.read_text() + "\n")
+        assert library_name(source) != before, path.name
+
+
+def test_no_folder_to_build_in_is_told_apart_from_no_compiler(monkeypatch, tmp_path):
+    (tmp_path / "native.c").touch()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(library.os, "access", lambda *_: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(LowtideError, match=r"to build it in cannot be written .*: set XDG_CACHE_HOME"):
+        library.find_or_build(tmp_path / "native.c")

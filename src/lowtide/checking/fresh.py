@@ -5,17 +5,23 @@ sends the result back, both as files. What the child prints is kept and shown on
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError
+from lowtide.facts.units import size_and_bytes
+
+LITTLE_BYTES = 1 << 20
+"""With less room than that, it is not the model's fault that it cannot be written."""
 
 
 def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
@@ -25,11 +31,19 @@ def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **
     stay shared. An exception there is a `FreshProcessError` here, with its message; arguments that
     cannot make the journey are a `CannotMoveToFreshProcess`.
     """
-    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+    with temporary_folder() as folder:
         request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
         _write(request, arguments)
         # -P: a file in the current folder that is named like a library must not stand in for it.
-        command = [sys.executable, "-P", "-m", "lowtide.checking.child", function, str(request), str(answer)]
+        command = [
+            sys.executable or "",
+            "-P",
+            "-m",
+            "lowtide.checking.child",
+            function,
+            str(request),
+            str(answer),
+        ]
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         # its own temporary files stand in our folder, which goes away however the child ends
         environ = {**os.environ, **(environment or {}), "PYTHONPATH": path, "TMPDIR": folder}
@@ -46,10 +60,30 @@ def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **
     raise kind(reply["message"], kind=reply["kind"], details=f"{printed}{reply['traceback']}")
 
 
+@contextmanager
+def temporary_folder() -> Iterator[str]:
+    """A folder that is gone afterwards, where Python puts temporary files."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="lowtide-")
+    except OSError as error:
+        raise FreshProcessError(
+            f"no folder for temporary files can be written ({error.strerror}): set TMPDIR to one that can",
+            kind=type(error).__name__,
+        ) from error
+    with made as folder:
+        yield folder
+
+
 def _write(request: Path, arguments: Mapping[str, Any]) -> None:
     try:
         torch.save(dict(arguments), request)
     except Exception as error:  # whatever a user's own __getstate__ or __reduce__ raises
+        if (free_bytes := shutil.disk_usage(request.parent).free) < LITTLE_BYTES:
+            raise FreshProcessError(
+                f"the model cannot be written to {tempfile.gettempdir()} for a fresh process, where "
+                f"{size_and_bytes(free_bytes)} are free: make room, or set TMPDIR to another folder",
+                kind=type(error).__name__,
+            ) from error
         raise CannotMoveToFreshProcess(
             f"cannot send the model to a fresh process: {type(error).__name__}: {_first_line(error)}",
             kind=type(error).__name__,
@@ -61,9 +95,17 @@ def _wait(command: list[str], environ: Mapping[str, str], output: Any) -> int:
 
     Nor this process: its standard input closes with us, and that ends it.
     """
-    with subprocess.Popen(
-        command, env=environ, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
-    ) as child:
+    try:
+        child = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
+        )
+    except OSError as error:
+        raise FreshProcessError(
+            f"a fresh process cannot be started ({error}): look after sys.executable, and the limit of "
+            "processes (ulimit -u)",
+            kind=type(error).__name__,
+        ) from error
+    with child:
         try:
             return child.wait()
         finally:

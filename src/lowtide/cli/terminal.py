@@ -58,6 +58,11 @@ class Terminal:
                 self.shown.add(note)
             self.out.print(renderable)
 
+    def show_lines(self, *lines: str) -> None:
+        """Text to paste elsewhere, as it comes: however narrow the terminal, no line is broken in two."""
+        for line in () if self.as_json else lines:
+            self.out.print(line, markup=False, soft_wrap=True)
+
     def data(self, value: Any) -> None:
         """The same for programs; nothing without `--json`."""
         if self.as_json:

@@ -4,7 +4,7 @@
 - `fit`, `fit_search`, `fit_records`, `probe`, `guess`: the largest and the fastest size
 - `sizes`: those that are looked at for it
 - `between`, `inside`: a step of a size that nobody captured, and what its ops hold inside
-- `checkup`: a small model on this machine
+- `checkup`, `surroundings`: a small model on this machine; what it stands on there
 - `contenders`, `trial`, `mistakes`: those ways, one of them tried, what it got wrong
 - `measured`, `whole_run`, `machine`: a plan or a step run for real, if this machine can hold it
 """

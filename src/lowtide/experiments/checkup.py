@@ -1,14 +1,16 @@
-"""Does lowtide work on this machine? A small model is captured, timed, planned and verified; then once more
-with values that wait in a store."""
+"""Does lowtide work on this machine? A small model is captured and timed; a plan for it is made and verified;
+then another one, with values that wait in a store. Where one of these fails, others can still be tried."""
 
 import statistics
-import tempfile
 from dataclasses import dataclass, replace
 
-from torch import cuda, device
+from torch import device
 
 from lowtide import api
+from lowtide.checking.fresh import temporary_folder
+from lowtide.checking.verification import Verification
 from lowtide.facts import Action, Link, Step
+from lowtide.plans import Plan
 from lowtide.profiles import Profile
 from lowtide.profiling.device import device_for
 from lowtide.report.records import relative_increase
@@ -19,6 +21,41 @@ MODEL, BATCH_SIZE = "tiny-transformer", 8
 DEVICES = ("cpu", "cuda")
 FREE = 1e15
 """Bytes per second of a store that costs nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureCheckup:
+    """A model of one device as it is captured and timed.
+
+    `timing_noise`: the median change of an op's time from one profile to the next, each op weighed alike.
+    """
+
+    identity: str
+    num_ops: int
+    timing_noise: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCheckup:
+    """A plan and what it does in truth. `predicted` and `measured` peaks are (without, with) the plan."""
+
+    budget_bytes: int
+    predicted_peak_bytes: tuple[int, int]
+    measured_peak_bytes: tuple[int, int]
+    exact: bool
+    differences: tuple[str, ...]
+    predicted_overhead: float
+    measured_overhead: float | None
+    noise: float | None
+    fresh_process: bool
+
+    @property
+    def is_fine(self) -> bool:
+        """Exact, within the budget, and as predicted to a percent."""
+        pairs = zip(self.predicted_peak_bytes, self.measured_peak_bytes, strict=True)
+        as_predicted = all(abs((relative_increase(*pair)) or 0.0) <= 0.01 for pair in pairs)
+        return self.exact and self.measured_peak_bytes[1] <= self.budget_bytes and as_predicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,55 +77,25 @@ class SwapCheckup:
         return self.exact and within and self.num_offloaded > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkup:
-    """One device. `predicted` and `measured` peaks are (without, with) the plan.
-
-    `timing_noise`: the median change of an op's time from one profile to the next, each op weighed alike.
-    """
-
-    device: str
-    identity: str
-    num_ops: int
-    timing_noise: float
-    budget_bytes: int
-    predicted_peak_bytes: tuple[int, int]
-    measured_peak_bytes: tuple[int, int]
-    exact: bool
-    differences: tuple[str, ...]
-    predicted_overhead: float
-    measured_overhead: float | None
-    fresh_process: bool
-    notes: tuple[str, ...]
-    swap: SwapCheckup
-
-    @property
-    def is_fine(self) -> bool:
-        """Exact, within the budget, and as predicted to a percent; with swap as well."""
-        pairs = zip(self.predicted_peak_bytes, self.measured_peak_bytes, strict=True)
-        as_predicted = all(abs((relative_increase(*pair)) or 0.0) <= 0.01 for pair in pairs)
-        within = self.measured_peak_bytes[1] <= self.budget_bytes
-        return self.exact and within and as_predicted and self.swap.is_fine
-
-
-def why_not_run(name: str) -> str:
-    """Why a device cannot be checked here; empty when it can."""
-    return "" if name == "cpu" or cuda.is_available() else "torch sees no CUDA device here"
-
-
-def check_device(name: str) -> Checkup:
-    """Profile twice, to see how steady times are; plan half-way to the floor; verify in fresh processes."""
+def check_capture(name: str) -> tuple[CaptureCheckup, Built, Profile]:
+    """Profile twice, to see how steady times are; the model and its profile are for the other checks."""
     made = build(MODEL, batch_size=BATCH_SIZE, device=name)
     first, second = (
         api.profile(made.model, made.batch, optimizer=made.optimizer, cache=False) for _ in range(2)
     )
-    plan = second.plan((second.peak_bytes + second.floor_bytes) // 2)
-    result = api.verify(made.model, made.batch, plan, optimizer=made.optimizer)
-    return Checkup(
-        device=name,
+    found = CaptureCheckup(
         identity=device_for(device(name)).identity,
         num_ops=len(second.nodes),
         timing_noise=_noise(first.step, second.step),
+        notes=second.step.notes,
+    )
+    return found, made, second
+
+
+def check_plan(made: Built, profile: Profile) -> PlanCheckup:
+    """Plan half-way to the floor; verify in fresh processes."""
+    plan, result = _verified(made, profile)
+    return PlanCheckup(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=(plan.baseline_peak_bytes, plan.peak_bytes),
         measured_peak_bytes=(result.baseline_measured_peak_bytes, result.measured_peak_bytes),
@@ -96,23 +103,20 @@ def check_device(name: str) -> Checkup:
         differences=result.differences,
         predicted_overhead=plan.overhead,
         measured_overhead=result.overhead,
+        noise=result.noise,
         fresh_process=result.fresh_process,
-        notes=second.step.notes,
-        swap=_check_swap(name, made),
     )
 
 
-def _check_swap(name: str, made: Built) -> SwapCheckup:
+def check_swap(name: str, made: Built) -> SwapCheckup:
     """Plan as if transfers took no time, so that values do leave for the store, and verify that plan."""
-    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+    with temporary_folder() as folder:
         swap = f"disk:{folder}" if name == "cpu" else "host"
         found = api.profile(made.model, made.batch, optimizer=made.optimizer, swap=swap, cache=False)
         link = found.step.link
         assert link is not None
         free = replace(link, write_bytes_per_second=FREE, read_bytes_per_second=FREE, latency_seconds=0.0)
-        eager_to_swap = Profile(replace(found.step, link=free))
-        plan = eager_to_swap.plan((eager_to_swap.peak_bytes + eager_to_swap.floor_bytes) // 2)
-        result = api.verify(made.model, made.batch, plan, optimizer=made.optimizer)
+        plan, result = _verified(made, Profile(replace(found.step, link=free)))
     return SwapCheckup(
         link=replace(link, store=swap.partition(":")[0]),
         num_offloaded=sum(decision.action is Action.OFFLOAD for decision in plan.decisions),
@@ -122,6 +126,11 @@ def _check_swap(name: str, made: Built) -> SwapCheckup:
         exact=result.exact,
         differences=result.differences,
     )
+
+
+def _verified(made: Built, profile: Profile) -> tuple[Plan, Verification]:
+    plan = profile.plan((profile.peak_bytes + profile.floor_bytes) // 2)
+    return plan, api.verify(made.model, made.batch, plan, optimizer=made.optimizer)
 
 
 def _noise(first: Step, second: Step) -> float:

@@ -1,10 +1,23 @@
-"""Write files so that an interrupted command leaves the old file or the new one, never half of one."""
+"""Write files so that an interrupted command leaves the old file or the new one, never half of one; and where
+to keep what can be made again."""
 
 import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from lowtide.errors import LowtideError
+
+
+def cache_folder() -> Path:
+    """`lowtide` in `XDG_CACHE_HOME`, else `~/.cache/lowtide`; nobody says that it can be written."""
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "lowtide"
+    try:
+        return Path.home() / ".cache" / "lowtide"
+    except RuntimeError as error:
+        raise LowtideError(
+            "there is no home folder to keep files in: set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
 
 
 def write_atomic(path: Path, content: str | bytes) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from lowtide.facts.checked import check_types
+from lowtide.facts.files import cache_folder
 from lowtide.profiling.device import Device
 from lowtide.torchside.calls import OpCost
 
@@ -35,11 +36,8 @@ Order = list[int] | None
 
 def cache_directory() -> Path:
     """`LOWTIDE_CACHE_DIR`, else `lowtide` in `XDG_CACHE_HOME`, else `~/.cache/lowtide`."""
-    if own := os.environ.get("LOWTIDE_CACHE_DIR"):
-        return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "lowtide"
-    return Path.home() / ".cache" / "lowtide"
+    own = os.environ.get("LOWTIDE_CACHE_DIR")
+    return Path(own) if own else cache_folder()
 
 
 class CostCache:

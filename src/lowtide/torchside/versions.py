@@ -21,14 +21,13 @@ logger = logging.getLogger("lowtide")
 
 def check_version(found: str) -> None:
     """Raise for a torch that is too old, and warn of one that is newer than any that was checked."""
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    version = (int(numbers[1]), int(numbers[2])) if numbers else None
+    version = _version(found)
     if version is not None and version < OLDEST:
         raise UnsupportedTorch(
             f"lowtide needs torch {_text(OLDEST)} or newer, and this is torch {found}: "
             f"pip install '{REQUIREMENT}'"
         )
-    if version is None or version > NEWEST:
+    if is_newer(found):
         logger.warning(
             "lowtide was checked with torch %s to %s, and this is torch %s: lowtide.verify says whether it "
             "is exact, or pip install '%s'",
@@ -37,6 +36,17 @@ def check_version(found: str) -> None:
             found,
             REQUIREMENT,
         )
+
+
+def is_newer(found: str) -> bool:
+    """Whether a torch is newer than any that was checked, or nobody can tell."""
+    version = _version(found)
+    return version is None or version > NEWEST
+
+
+def _version(found: str) -> tuple[int, int] | None:
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
 
 
 def _text(version: tuple[int, int]) -> str:

@@ -7,5 +7,9 @@ plan: without it, planning is refused.
 
 - `library`: finds the library, or builds it, and calls it
 - `build`: compiles it
-- `native.c`: the loops themselves
+- `native.c`: the library's source, which includes the files below
+- `state.h`, `sequence.c`, `touches.c`: a sequence of runs and what it holds
+- `changes.c`, `evict.c`, `reorder.c`: runs put in and taken out, and the moves of the search made of these
+- `begin.c`, `anneal.c`: from an order of ops to a better one
+- `min_cut.c`: minimum cuts
 """

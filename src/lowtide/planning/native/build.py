@@ -7,12 +7,17 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("native.c")
+"""Includes all other C files beside it."""
 FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC")
 
 
 def library_name(source: Path = SOURCE) -> str:
-    """The file name of the library: another one for every other source."""
-    return f"native-{hashlib.sha256(source.read_bytes()).hexdigest()[:12]}.lib"
+    """The file name of the library: another one for every other source, whichever of its files differs."""
+    digest = hashlib.sha256()
+    for path in sorted(source.parent.glob("*.[ch]")):
+        digest.update(hashlib.sha256(path.name.encode()).digest())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return f"native-{digest.hexdigest()[:12]}.lib"
 
 
 def build(folder: Path, source: Path = SOURCE) -> Path:
@@ -25,5 +30,6 @@ def build(folder: Path, source: Path = SOURCE) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines()
-            raise OSError(f"{' '.join(command)}: {said[-1] if said else done.returncode}")
+            why = next((line for line in said if "error" in line), said[-1] if said else done.returncode)
+            raise OSError(f"{' '.join(command)}: {why}")
         return made.replace(folder / library_name(source))

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,18 +12,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.errors import LowtideError
+from lowtide.facts.files import cache_folder
 from lowtide.planning.native.build import SOURCE, build, library_name
 
 
 def find_or_build(source: Path = SOURCE) -> Path:
     """The library beside its source or in the user's cache; built where it is in neither."""
-    beside = source.parent
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lowtide"
-    for folder in (beside, home):
-        if (folder / library_name(source)).exists():
-            return folder / library_name(source)
+    name = library_name(source)
+    beside = source.parent / name
+    if beside.exists():
+        return beside
+    folder = source.parent if os.access(source.parent, os.W_OK) else cache_folder()
+    if (folder / name).exists():
+        return folder / name
     try:
-        return build(beside if os.access(beside, os.W_OK) else home, source)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LowtideError(
+            "the compiled part of the planner is missing, and the folder to build it in cannot be written "
+            f"({error}): set XDG_CACHE_HOME to one that can, or install lowtide from a wheel"
+        ) from error
+    try:
+        return build(folder, source)
     except OSError as error:
         raise LowtideError(
             f"the compiled part of the planner is missing and cannot be built ({error}): "
@@ -32,7 +45,14 @@ def find_or_build(source: Path = SOURCE) -> Path:
 
 @cache
 def _library() -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(find_or_build()))
+    path = find_or_build()
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LowtideError(
+            f"the compiled part of the planner cannot be loaded ({error}): remove {path}, so that it is "
+            "built for this machine"
+        ) from error
     loaded.lowtide_min_cut.restype = ctypes.c_int64
     return loaded
 
@@ -112,7 +132,7 @@ def anneal(
     enough_seconds: float = 0.0,
     reorder: float = 0.0,
 ) -> tuple[Figures, NDArray[np.int32]]:
-    """The best sequence that `moves` random changes of `order` lead to; see native.c."""
+    """The best sequence that `moves` random changes of `order` lead to; see anneal.c."""
     places, _ = _places(order)
     results = _Results()
     length = _library().lowtide_anneal(

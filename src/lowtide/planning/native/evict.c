@@ -1,0 +1,145 @@
+/* Moves that free a block and bring it back before it is read next. */
+
+/* Whether `op` may run again right before an event. */
+static int may_stand(const State *state, int before, int op) {
+    const Problem *p = state->p;
+    while (before != TAIL && state->events[before].op >= p->num_first) before = next_of(state, before);
+    return before != TAIL && p->slot[state->events[before].op] == p->slot[op];
+}
+
+/* The classes of readers of a storage that an op serves. */
+static int classes_served(const State *state, int storage, int op) {
+    const Problem *p = state->p;
+    for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1]; j++)
+        if (p->makes[j] == storage) return p->make_classes[j];
+    return 0;
+}
+
+/* Some op that brings a storage back for some classes of readers; -1 where none does. */
+static int some_way(State *state, int storage, int classes) {
+    const Problem *p = state->p;
+    const int32_t *ways = p->ways + p->way_ptr[storage];
+    const int count = p->way_ptr[storage + 1] - p->way_ptr[storage];
+    if (!is_split(state, storage)) return ways[pick(state, count)];
+    int fitting = 0;
+    for (int i = 0; i < count; i++) fitting += !(classes & ~classes_served(state, storage, ways[i]));
+    if (!fitting) return -1;
+    int left = pick(state, fitting);
+    for (int i = 0;; i++)
+        if (!(classes & ~classes_served(state, storage, ways[i])) && !left--) return ways[i];
+}
+
+/* Whether a storage is there at event `at` for some class of readers, or made between that and `target`. */
+static int is_there_for(const State *state, int storage, int at, int target, int class) {
+    const Touches *mine = &state->touches[storage];
+    for (int i = touch_at(state, storage, at); i < mine->count; i++) {
+        if (!(mine->items[i].classes & class)) continue;
+        return mine->items[i].is_read || mine->items[i].event == at || is_before(state, mine->items[i].event, target);
+    }
+    return 0;
+}
+
+/* The same for all of some classes. */
+static int is_there(const State *state, int storage, int at, int target, int classes) {
+    if (is_split(state, storage)) {
+        for (int class = 1; class <= classes; class *= 2)
+            if ((classes & class) && !is_there_for(state, storage, at, target, class)) return 0;
+        return 1;
+    }
+    const Touches *mine = &state->touches[storage];
+    int i = touch_at(state, storage, at);
+    if (i < mine->count && mine->items[i].event == at) return 1;
+    if (is_read_at(mine, i)) return 1;
+    for (; i < mine->count && is_before(state, mine->items[i].event, target); i++)
+        if (!mine->items[i].is_read) return 1;
+    return 0;
+}
+
+/* Gather `op` behind what it needs and is not there, each only once. */
+static void gather(State *state, int at, int target, int op, int depth, double chain) {
+    const Problem *p = state->p;
+    state->mark[op] = state->stamp;
+    for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
+        const int s = p->reads[j];
+        if (depth + state->num_gathered >= MAX_GATHERED) break;
+        if (p->way_ptr[s] == p->way_ptr[s + 1] || is_there(state, s, at, target, p->read_classes[j]) || draw(state) > chain)
+            continue;
+        const int way = some_way(state, s, p->read_classes[j]);
+        if (way < 0 || state->mark[way] == state->stamp || !may_stand(state, target, way)) continue;
+        gather(state, at, target, way, depth + 1, chain);
+    }
+    state->gathered[state->num_gathered++] = op;
+}
+
+/* Bring a storage back right before an event, and what that needs and is not there at event `at` either, each by
+   the chance `chain`; the classes of readers that this serves. */
+static int bring_all(State *state, int storage, int classes, int at, int target, double chain) {
+    if (target == TAIL) return 0;
+    const int way = some_way(state, storage, classes);
+    if (way < 0 || !may_stand(state, target, way)) return 0;
+    state->stamp++;
+    state->num_gathered = 0;
+    gather(state, at, target, way, 0, chain);
+    const int first = state->num_changes;
+    for (int j = 0; j < state->num_gathered; j++) bring(state, state->gathered[j], target);
+    const int last = state->num_changes;
+    for (int j = first; j < last && !full(state); j++) {
+        const int e = state->journal[j].event;
+        if (!state->journal[j].inserted || state->events[e].op != state->journal[j].op) continue;
+        if (is_needless(state, e)) discard(state, e);
+        else discard_behind(state, e);
+    }
+    return classes_served(state, storage, way);
+}
+
+/* Free all blocks of a split storage that are idle at event `at`; whether there was any. */
+static int free_split(State *state, int storage, int at, double chain) {
+    const Touches *mine = &state->touches[storage];
+    const int i = touch_at(state, storage, at);
+    int open = state->p->classes[storage], idle = 0;
+    if (i == 0 || (i < mine->count && mine->items[i].event == at)) return 0;
+    for (int j = i; j < mine->count; j++) {
+        if (mine->items[j].is_read) idle |= mine->items[j].classes & open;
+        open &= ~mine->items[j].classes;
+    }
+    if (!idle) return 0;
+    while (idle && !full(state)) {
+        int j = touch_at(state, storage, at);
+        while (j < mine->count && !(mine->items[j].is_read && (mine->items[j].classes & idle))) j++;
+        if (j == mine->count) break;
+        const int served = bring_all(state, storage, mine->items[j].classes & idle, at, mine->items[j].event, chain);
+        if (!served) break;
+        idle &= ~served;
+    }
+    return 1;
+}
+
+/* Free a block that is idle at event `at`: bring it back right before it is read next. */
+static void evict(State *state, int at, double chain) {
+    if (!state->num_candidates) return;
+    const double most = state->weights[state->num_candidates - 1];
+    const int by_size = draw(state) < 0.7;
+    for (int tries = 0; tries < 40; tries++) {
+        int chosen;
+        if (by_size) {
+            const double where = draw(state) * most;
+            int low = 0, high = state->num_candidates - 1;
+            while (low < high) {
+                const int middle = (low + high) / 2;
+                if (state->weights[middle] <= where) low = middle + 1;
+                else high = middle;
+            }
+            chosen = state->candidates[low];
+        } else {
+            chosen = state->candidates[pick(state, state->num_candidates)];
+        }
+        if (is_split(state, chosen)) {
+            if (free_split(state, chosen, at, chain)) return;
+            continue;
+        }
+        const Touches *mine = &state->touches[chosen];
+        const int i = touch_at(state, chosen, at);
+        if (i == 0 || !is_read_at(mine, i) || mine->items[i].event == at) continue;
+        if (bring_all(state, chosen, 1, at, mine->items[i].event, chain)) return;
+    }
+}

@@ -1,0 +1,111 @@
+"""`lowtide doctor`: its block, its data and exit codes; what it finds is made up."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lowtide.cli.exits import Exit
+from lowtide.experiments import checkup, surroundings
+from lowtide.experiments.checkup import CaptureCheckup, PlanCheckup, SwapCheckup
+from lowtide.experiments.surroundings import Note
+from lowtide.facts import Link
+
+CAPTURED = CaptureCheckup(identity="a processor", num_ops=100, timing_noise=0.07, notes=())
+PLANNED = PlanCheckup(
+    budget_bytes=150,
+    predicted_peak_bytes=(200, 150),
+    measured_peak_bytes=(200, 150),
+    exact=True,
+    differences=(),
+    predicted_overhead=0.1,
+    measured_overhead=0.12,
+    noise=0.01,
+    fresh_process=True,
+)
+SWAPPED = SwapCheckup(
+    link=Link(store="disk", write_bytes_per_second=2e9, read_bytes_per_second=1 << 30, latency_seconds=0.001),
+    num_offloaded=3,
+    budget_bytes=120,
+    predicted_peak_bytes=119,
+    measured_peak_bytes=119,
+    exact=True,
+    differences=(),
+)
+
+
+@pytest.fixture
+def finds(monkeypatch):
+    """Let `lowtide doctor` find something; an exception is raised."""
+
+    def answer(found):
+        def check(*arguments):
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return check
+
+    def let(*, capture=CAPTURED, plan=PLANNED, swap=SWAPPED, **checks):
+        captured = capture if isinstance(capture, Exception) else (capture, None, None)
+        for name, found in (("check_capture", captured), ("check_plan", plan), ("check_swap", swap)):
+            monkeypatch.setattr(checkup, name, answer(found))
+        checks = {"torch": "2.13.0", **checks}
+        monkeypatch.setattr(surroundings, "WITH_TORCH", {})
+        monkeypatch.setattr(surroundings, "CHECKS", {name: answer(found) for name, found in checks.items()})
+        monkeypatch.setattr(surroundings, "why_no_cuda", lambda: "torch sees no CUDA device here")
+
+    return let
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "words"),
+    [
+        ({}, Exit.DONE, "all is well"),
+        ({}, Exit.DONE, "1.00 GiB/s back"),
+        ({"plan": replace(PLANNED, noise=0.5)}, Exit.DONE, "measured +12.0 % (noise: ± 50.0 %)"),
+        (
+            {"swap": replace(SWAPPED, exact=False, differences=("loss",))},
+            Exit.RESULTS_DIFFER,
+            "results: DIFFERENT: loss",
+        ),
+        ({"swap": replace(SWAPPED, num_offloaded=0)}, Exit.DOES_NOT_FIT, "NOT as promised"),
+        ({"swap": replace(SWAPPED, measured_peak_bytes=121)}, Exit.DOES_NOT_FIT, "NOT as promised"),
+        (
+            {"plan": replace(PLANNED, exact=False, differences=("loss, step 1",))},
+            Exit.RESULTS_DIFFER,
+            "DIFFERENT: loss",
+        ),
+        ({"plan": replace(PLANNED, measured_peak_bytes=(200, 151))}, Exit.DOES_NOT_FIT, "NOT as promised"),
+        ({"plan": replace(PLANNED, measured_peak_bytes=(190, 150))}, Exit.DOES_NOT_FIT, "NOT as promised"),
+        ({"capture": RuntimeError("broken")}, Exit.ERROR, "cpu: FAILED: RuntimeError: broken"),
+        ({"plan": RuntimeError("no compiler")}, Exit.ERROR, "  plan: FAILED: RuntimeError: no compiler"),
+        ({"plan": RuntimeError("no compiler")}, Exit.ERROR, "1.00 GiB/s back"),
+        ({"swap": RuntimeError("full")}, Exit.ERROR, "results: exact\n"),
+        ({"planner": OSError("no compiler")}, Exit.ERROR, "planner: FAILED: OSError: no compiler"),
+        ({"planner": OSError("no compiler")}, Exit.ERROR, "captured: 100 nodes"),
+        ({"load": Note("1.9 of 2 cores")}, Exit.DONE, "load: NOTE: 1.9 of 2 cores"),
+        ({"torch": ImportError("libc10.so")}, Exit.ERROR, "cpu: not run: torch does not work here"),
+    ],
+)
+def test_doctor(run_lowtide, finds, found, code, words):
+    finds(**found)
+    ended, stdout, _ = run_lowtide("doctor")
+    assert ended == code and words in stdout and "torch: " in stdout
+    assert ("cuda: not run: torch sees no CUDA device here" in stdout) == ("torch" not in found)
+    ended, stdout, _ = run_lowtide("doctor", "--json")
+    assert ended == code and "cpu" in json.loads(stdout)["devices"]
+
+
+def test_lines_to_paste_are_not_broken(run_lowtide, finds, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    finds(planner=OSError("a reason that goes on " * 8))
+    _, stdout, _ = run_lowtide("doctor")
+    line = next(line for line in stdout.splitlines() if line.startswith("planner: "))
+    assert line.endswith("(this should not happen; -v shows where)")
+
+
+def test_a_traceback_is_for_those_who_ask(run_lowtide, finds):
+    finds(plan=RuntimeError("broken"))
+    assert "Traceback" not in "".join(run_lowtide("doctor")[1:])
+    assert "Traceback" in run_lowtide("doctor", "-v")[2]
