@@ -49,6 +49,9 @@ def summed(output: Any) -> torch.Tensor:
     return total
 
 
+VIT_FLOAT16 = {64: MB * 18210}
+VIT_BFLOAT16 = {16: MB * 5690, 64: MB * 13820}
+
 PUBLISHED = [
     Published(
         "ResNet-152, Adam",
@@ -164,11 +167,25 @@ PUBLISHED = [
         optimizer=torch.optim.AdamW,
     ),
     *(
-        Published(name, build, "rasbt, max_memory_reserved", found, by=RESERVED, dtype=dtype)
-        for name, build, dtype, found in (
-            ("ViT-large", models.vit_large, torch.float32, {64: MB * 26790}),
-            ("ViT-large, autocast to float16", models.vit_large_in_float16, torch.float32, {64: MB * 18210}),
-            ("ViT-large in bfloat16", models.vit_large, torch.bfloat16, {16: MB * 5690, 64: MB * 13820}),
+        Published(name, build, "rasbt, max_memory_reserved", found, by=RESERVED, dtype=dtype, same_code=same_code)
+        for name, build, dtype, found, same_code in (
+            ("ViT-large", models.vit_large, torch.float32, {64: MB * 26790}, True),
+            ("ViT-large, autocast to float16", models.vit_large_in_float16, torch.float32, VIT_FLOAT16, False),
+            ("ViT-large in bfloat16", models.vit_large, torch.bfloat16, VIT_BFLOAT16, False),
+            (
+                "ViT-large, autocast to float16, attention of torch 2.0",
+                models.vit_large_in_float16_of_2_0,
+                torch.float32,
+                VIT_FLOAT16,
+                True,
+            ),
+            (
+                "ViT-large in bfloat16, attention of torch 2.0",
+                models.vit_large_of_2_0,
+                torch.bfloat16,
+                VIT_BFLOAT16,
+                True,
+            ),
         )
     ),
     *(
