@@ -167,10 +167,18 @@ PUBLISHED = [
         optimizer=torch.optim.AdamW,
     ),
     *(
-        Published(name, build, "rasbt, max_memory_reserved", found, by=RESERVED, dtype=dtype, same_code=same_code)
+        Published(
+            name, build, "rasbt, max_memory_reserved", found, by=RESERVED, dtype=dtype, same_code=same_code
+        )
         for name, build, dtype, found, same_code in (
             ("ViT-large", models.vit_large, torch.float32, {64: MB * 26790}, True),
-            ("ViT-large, autocast to float16", models.vit_large_in_float16, torch.float32, VIT_FLOAT16, False),
+            (
+                "ViT-large, autocast to float16",
+                models.vit_large_in_float16,
+                torch.float32,
+                VIT_FLOAT16,
+                False,
+            ),
             ("ViT-large in bfloat16", models.vit_large, torch.bfloat16, VIT_BFLOAT16, False),
             (
                 "ViT-large, autocast to float16, attention of torch 2.0",

@@ -75,3 +75,20 @@ def test_settings_of_torch_decide() -> None:
         assert kernel(query, key, value) == EFFICIENT
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert kernel(query, key, value) == MATH
+
+
+def test_rows_of_a_bias_begin_where_the_kernel_can_load_them() -> None:
+    query, key = heads(4, 64, HALF), heads(4, 64, HALF, length=9)
+    whole = gpu_attention._bias(torch.zeros(1, 4, 6, 9), query, key)
+    assert whole.shape == (2, 4, 6, 9)
+    assert whole.untyped_storage().nbytes() == 4 * 6 * 16 * HALF.itemsize
+    fits = torch.zeros(6, 16, dtype=HALF)
+    read = gpu_attention._bias(fits, query, heads(4, 64, HALF, length=16))
+    assert read.data_ptr() == fits.data_ptr()
+
+
+def test_backward_of_shared_keys_has_gradients_for_every_head() -> None:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    query, few = heads(4, 64, HALF), heads(2, 64, HALF)
+    own = gpu_attention.backward_bytes(backward, query, query)
+    assert gpu_attention.backward_bytes(backward, query, few) == own + 2 * query.nbytes

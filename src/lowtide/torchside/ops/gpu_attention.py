@@ -20,6 +20,7 @@ _HEADS = functional.multi_head_attention_forward
 
 LARGEST_FLASH_HEAD = 256
 FLASH_HEAD_MULTIPLE = 8
+BIAS_MULTIPLE = 8
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -119,11 +120,15 @@ def _first(results: Any) -> Tensor:
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """What is added to the scores; no larger than the mask, which is a view of them all."""
+    """What is added to the scores; no larger than the mask, which is a view of them all. Rows that do not
+    begin where the kernel can load them are copied into longer ones."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
-    shape = (*query.shape[:2], query.shape[2], key.shape[2])
-    return mask.to(query.dtype).expand(shape)
+    mask = mask.to(query.dtype)
+    if any(stride % BIAS_MULTIPLE for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:
+        width = mask.shape[-1]
+        mask = functional.pad(mask, (0, BIAS_MULTIPLE - width % BIAS_MULTIPLE))[..., :width]
+    return mask.expand((*query.shape[:2], query.shape[2], key.shape[2]))
 
 
 def backward_bytes(target: Any, query: Tensor, key: Tensor) -> int:
@@ -132,7 +137,10 @@ def backward_bytes(target: Any, query: Tensor, key: Tensor) -> int:
     if target is aten._scaled_dot_product_flash_attention_backward.default:
         # gradients of the queries are added up in float32, with rows and heads rounded up
         whole = query.shape[0] * query.shape[1] * _up(query.shape[2], 128)
-        return 4 * whole * (_up(query.shape[3], 32) + 1)
+        # and those of keys and values for every head, where several share one
+        is_shared = query.shape[1] != key.shape[1]
+        of_heads = 2 * key.nbytes // key.shape[1] * query.shape[1] if is_shared else 0
+        return 4 * whole * (_up(query.shape[3], 32) + 1) + of_heads
     if target is aten._scaled_dot_product_efficient_attention_backward.default:
         sums = 4 * (query.numel() + 2 * key.numel()) if query.dtype in HALF_TYPES else 0
         return 4 * rows + sums
