@@ -175,17 +175,48 @@ def vit_large_in_float16(batch_size: int) -> Built:
     return _VitLarge(torch.float16), _images(batch_size, 224)
 
 
+def vit_large_of_2_0(batch_size: int) -> Built:
+    """With flash attention as torch 2.0 had it."""
+    return _VitLarge(layer=_LayerOf20), _images(batch_size, 224)
+
+
+def vit_large_in_float16_of_2_0(batch_size: int) -> Built:
+    return _VitLarge(torch.float16, layer=_LayerOf20), _images(batch_size, 224)
+
+
+class _LayerOf20(nn.TransformerEncoderLayer):
+    """Flash attention of torch 2.0 gave its result image by image, however queries lay. Those of
+    `nn.MultiheadAttention` lie place by place, so that the next layer needs a copy of it in their order."""
+
+    def _sa_block(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        heads = self.self_attn
+        parts = nn.functional.linear(x.transpose(0, 1), heads.in_proj_weight, heads.in_proj_bias)
+        parts = parts.unflatten(-1, (3, -1)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
+        query, key, value = (
+            part.unflatten(-1, (heads.num_heads, -1)).permute(1, 2, 0, 3) for part in parts.unbind()
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        copied = mixed.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format)
+        result: torch.Tensor = heads.out_proj(copied.flatten(2)).transpose(0, 1)
+        return result
+
+
 class _VitLarge(nn.Module):
     """torchvision's `vit_l_16`, op by op, with ten classes."""
 
-    def __init__(self, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        autocast: torch.dtype | None = None,
+        *,
+        layer: type[nn.TransformerEncoderLayer] = nn.TransformerEncoderLayer,
+    ) -> None:
         super().__init__()
         self.autocast = autocast
         self.patches = nn.Conv2d(3, 1024, 16, 16)
         self.token = nn.Parameter(torch.zeros(1, 1, 1024))
         self.places = nn.Parameter(torch.zeros(1, 197, 1024))
         options = {"dropout": 0.0, "activation": "gelu", "norm_first": True, "batch_first": True}
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(1024, 16, 4096, **options) for _ in range(24))
+        self.layers = nn.ModuleList(layer(1024, 16, 4096, **options) for _ in range(24))
         self.norm, self.head = nn.LayerNorm(1024), nn.Linear(1024, 10)
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -192,6 +192,11 @@ def profile(
         holds_outputs=holds_outputs,
         swap=swap,
     )
+    if gpu is not None and training.swap_to is not None:
+        raise LowtideError(
+            f"a store is measured where the step runs, and the {gpu.name} is not there: leave swap or "
+            "device out"
+        )
     limit_bytes = parse_size(memory_limit)
     group = ranks_of(model, process_group)
     training.check(model, group)
@@ -201,11 +206,6 @@ def profile(
         )
     if ranks is not None and training.swap_to is not None:
         raise LowtideError(SHARDED_SWAP)
-    if gpu is not None and training.swap_to is not None:
-        raise LowtideError(
-            f"a store is measured where the step runs, and the {gpu.name} is not there: leave swap or "
-            "device out"
-        )
     if gpu is not None and mode == "run":
         raise LowtideError(f"nothing can be run on the {gpu.name}, which is not there: leave mode 'run' out")
     if gpu is not None and any(tensor.device.type != "cpu" for tensor in user_tensors(model, batch)):

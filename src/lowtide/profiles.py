@@ -166,8 +166,10 @@ class Profile:
 
     def _check_compilable(self) -> None:
         """Refuse what Inductor's code is not counted for."""
-        reason = ""
-        if sum(graph.in_model for graph in self.step.graphs) > 1:
+        reason, gpu = "", gpu_behind(self.step.device)
+        if gpu is not None:
+            reason = f"compiles for the device at hand, and the {gpu.name} is not there: leave `device` out"
+        elif sum(graph.in_model for graph in self.step.graphs) > 1:
             reason = "is for models of one graph, and this one breaks into several"
         elif self.step.link is not None:
             reason = "cannot swap: leave `swap` out"

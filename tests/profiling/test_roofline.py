@@ -166,6 +166,19 @@ def test_a_convolution_copies_its_operands_only_for_tensor_cores_that_read_them_
     assert inside("t4-16g", torch.contiguous_format) == 0
 
 
+def test_convolutions_of_sound_and_of_video_copy_their_operands_as_those_of_images_do() -> None:
+    def inside(model: nn.Module, x: torch.Tensor) -> int:
+        nodes = profile(model, x).nodes
+        return next(node.workspace_bytes for node in nodes if node.op == "aten.convolution.default")
+
+    sound, video = torch.randn(2, 8, 64), torch.randn(2, 8, 4, 8, 8)
+    sound_layer, video_layer = nn.Conv1d(8, 8, 1, bias=False), nn.Conv3d(8, 8, 1, bias=False)
+    assert inside(sound_layer, sound) == 2 * sound.nbytes + sound_layer.weight.nbytes
+    assert inside(video_layer, video) == 2 * video.nbytes + video_layer.weight.nbytes
+    last = torch.channels_last_3d
+    assert inside(video_layer.to(memory_format=last), video.to(memory_format=last)) == 0
+
+
 def test_a_gpu_may_be_named_in_capitals() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     assert profile(model, x, "A100-40G").step.device == "a100-40g (estimated)"
@@ -213,6 +226,12 @@ def test_what_is_not_known_of_recurrent_layers_is_said() -> None:
     assert any(note.startswith("recurrent layers are counted") for note in found.step.notes)
 
 
+class OnCuda(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.ones(4, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_what_cannot_be_estimated_is_refused() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     with pytest.raises(
@@ -221,6 +240,14 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         profile(model, x, "a100")
     with pytest.raises(lowtide.LowtideError, match="leave mode 'run' out"):
         profile(model, x, mode="run")
+    with pytest.raises(lowtide.LowtideError, match="and the t4-16g is not there: leave swap or device out"):
+        profile(model, x, "t4-16g", swap="host")
+    with pytest.raises(lowtide.LowtideError, match="and the t4-16g is not there: leave `device` out"):
+        profile(model, x, "t4-16g").plan("100%", executor="inductor")
+    with pytest.raises(
+        lowtide.LowtideError, match="no CUDA device here: let that line take the device of its"
+    ):
+        profile(OnCuda(4, 4), x)
     with pytest.raises(lowtide.LowtideError, match="move model and batch there"):
         profile(model.to("meta"), x)
 

@@ -32,6 +32,10 @@ HINTS = {
 """What to do next, by what torch says."""
 
 
+NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
+"""What torch says where code asks for a GPU that is not there."""
+
+
 class NeedsValues(Exception):
     """The model's Python code wants from fake tensors what only real ones have."""
 
@@ -47,7 +51,8 @@ def explained(what: str) -> Iterator[None]:
         cause = first_cause(error)
         if isinstance(cause, LowtideError):
             raise cause from None
-        raise CaptureError(f"{what} cannot be captured: {describe(error)}. {_hint(what)}") from cause
+        said = describe(error)
+        raise CaptureError(f"{what} cannot be captured: {said}. {_hint(what, said)}") from cause
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -91,7 +96,9 @@ def _user_line(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-def _hint(what: str) -> str:
+def _hint(what: str, said: str) -> str:
+    if any(words in said for words in NO_CUDA):
+        return "There is no CUDA device here: let that line take the device of its inputs (`x.device`)"
     return (
         f"Does {what} run without lowtide? If so, put @torch._dynamo.disable on the function that "
         "torch.compile cannot follow"

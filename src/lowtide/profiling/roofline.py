@@ -98,8 +98,11 @@ def _copied_operands_bytes(call: Call, gpu: Gpu) -> int:
     names = dict(zip(argument_names(call.target), call.args, strict=False))
     first = call.tensors[0]
     on_tensor_cores = first.dtype in HALF_TYPES or _rate(call, gpu) == "tf32"
-    lies_so = first.dim() == 4 and first.is_contiguous(memory_format=torch.channels_last)
-    if not on_tensor_cores or lies_so or names.get("groups", 1) != 1 or first.dim() < 4:
+    if first.dim() == 3:  # torch gives cuDNN an image of one row
+        first = first.unsqueeze(2)
+    channels_last = torch.channels_last if first.dim() == 4 else torch.channels_last_3d
+    lies_so = first.is_contiguous(memory_format=channels_last)
+    if not on_tensor_cores or lies_so or names.get("groups", 1) != 1:
         return 0
     work = visible_work_of(call)
     if "output_mask" not in names:
