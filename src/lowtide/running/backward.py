@@ -146,14 +146,20 @@ class Backward:
         self.used |= surprising
         plain = specialised(segment, missing=missing, apart=self.apart)
         rewritten = rewrite(plain, plain_schedule(plain), in_place=self.executor.in_place)
+        forward = self.executor(rewritten.forward, _fake_inputs(rewritten.forward), is_backward=False)
+        backward = self.executor(rewritten.backward, _fake_inputs(rewritten.backward), is_backward=True)
         given = args[self.rewritten.num_saved :]
         args.clear()
         now = torch.get_rng_state()
         torch.set_rng_state(start.random_state)
         try:
-            results = self.executor(rewritten.forward, start.inputs, is_backward=False)(start.inputs)
+            results = forward(start.inputs)
         finally:
             torch.set_rng_state(now)
         saved = list(results[segment.num_forward_outputs :])
         del results
-        return self.executor(rewritten.backward, self.inputs, is_backward=True)([*saved, *given])
+        return backward([*saved, *given])
+
+
+def _fake_inputs(module: fx.GraphModule) -> list[Any]:
+    return [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

@@ -6,7 +6,7 @@ much less.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,20 +49,26 @@ class InductorOps:
     takes_numbers = False
 
     def __init__(self) -> None:
-        self._compiled: dict[tuple[str, bool], CompiledGraph] = {}
+        self._compiled: dict[Hashable, tuple[CompiledGraph, list[Any]]] = {}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function:
-        return self.compiled(module, inputs, is_backward=is_backward)
+        compiled = self.compiled(module, inputs, is_backward=is_backward)
+        compiled.build_kernels()
+        return compiled
 
     def compiled(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool
     ) -> "CompiledGraph":
+        """A graph as Inductor writes it, to look at; its kernels are built when it is to run."""
         from lowtide.torchside.inductor import CompiledGraph  # Inductor takes seconds to import
 
-        key = (f"{module.graph}{[_layout(value) for value in inputs]}", is_backward)
+        constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
+        text = f"{module.graph}{[_layout(value) for value in inputs]}"
+        key = text, is_backward, tuple(map(id, constants))
         if key not in self._compiled:
-            self._compiled[key] = CompiledGraph(module, inputs, is_backward=is_backward)
-        return self._compiled[key]
+            compiled = CompiledGraph(module, inputs, is_backward=is_backward)
+            self._compiled[key] = compiled, constants  # alive, so that no other gets such an id
+        return self._compiled[key][0]
 
 
 def executor_named(name: str) -> Executor:
@@ -85,33 +91,47 @@ def solve_compiled(
 ) -> Solution:
     """The plan of a step of one graph whose peak is at most `budget_bytes` as Inductor's code runs it.
 
-    BudgetTooSmall where a few plans do not get there.
+    BudgetTooSmall where a few plans do not get there; its `floor_bytes` are a budget that is met.
     """
+    found = nearest_compiled(desk, segment, executor, budget_bytes=budget_bytes, planner=planner)
+    if found.peak_bytes <= budget_bytes:
+        return found
+    floor_bytes = 0
+    while found.peak_bytes > floor_bytes:  # asked for that budget, it may go through other plans
+        floor_bytes = found.peak_bytes
+        found = nearest_compiled(desk, segment, executor, budget_bytes=floor_bytes, planner=planner)
+    raise BudgetTooSmall(
+        budget_bytes=budget_bytes,
+        floor_bytes=floor_bytes,
+        node=found.peak_node,
+        hint=f"So much Inductor's code holds; executor 'eager' reaches {size_and_bytes(desk.floor_bytes)}.",
+    )
+
+
+def nearest_compiled(
+    desk: Desk, segment: Segment, executor: InductorOps, *, budget_bytes: int, planner: str
+) -> Solution:
+    """The first plan that keeps the budget as Inductor's code runs it, or the lowest of those tried: some
+    that are lower one by one, the last one as low as the planner goes."""
     desk = _compiled_desk(desk)
     wanted_bytes = budget_bytes
-    lowest: Solution | None = None
-    for _ in range(ROUNDS):
+    tried: list[Solution] = []
+    is_last = False
+    while not is_last:
+        is_last = len(tried) == ROUNDS - 1
         try:
-            solution = desk.solve(budget_bytes=wanted_bytes, planner=planner)
-        except BudgetTooSmall:
-            if lowest is None:
-                raise
-            break
+            solution = desk.solve(budget_bytes=0 if is_last else wanted_bytes, planner=planner)
+        except BudgetTooSmall as error:
+            solution = desk.solve(budget_bytes=error.floor_bytes, planner=planner)
+            is_last = True
         one_by_one_bytes = solution.peak_bytes
         peak_bytes = compiled_peak(desk.step, solution, segment, executor)
         solution = replace(solution, budget_bytes=budget_bytes, peak_bytes=peak_bytes, executor=executor.name)
         if peak_bytes <= budget_bytes:
             return solution
-        if lowest is None or peak_bytes < lowest.peak_bytes:
-            lowest = solution
+        tried.append(solution)
         wanted_bytes = one_by_one_bytes - (peak_bytes - budget_bytes)
-    assert lowest is not None
-    raise BudgetTooSmall(
-        budget_bytes=budget_bytes,
-        floor_bytes=lowest.peak_bytes,
-        node=lowest.peak_node,
-        hint=f"So much Inductor's code holds; executor 'eager' reaches {size_and_bytes(desk.floor_bytes)}.",
-    )
+    return min(tried, key=lambda solution: solution.peak_bytes)
 
 
 def _compiled_desk(desk: Desk) -> Desk:
@@ -160,9 +180,13 @@ def _rises(
     ran = [ops[run.node] for run in graph.schedule if run.is_first]
     in_place = {node.meta[POSITION] for node in overwrites(wanted, ran)}
 
+    kept = {node.name: node for node in step.nodes if node.on_demand}
+
     def costs(node: fx.Node) -> Bytes:
         position, method = node.meta[POSITION], node.meta.get("lowtide_method", "")
         source = source_of(step, Run(ranks[position], method))
+        if "lowtide_kept" in node.meta:
+            source = kept[f"{step.nodes[ranks[position]].name}_{node.meta['lowtide_kept']}"]
         inside = source.workspace_bytes
         if isinstance(source, Node) and position in in_place:
             # counted without its result, which is written over what it reads; here it is not
@@ -174,14 +198,14 @@ def _rises(
     read = [node.meta["val"] for node in rewritten.backward.graph.find_nodes(op="placeholder")]
     backward = executor.compiled(rewritten.backward, read, is_backward=True)
     given = doubles(inputs)
-    results, forward_bytes = forward.dry_run(list(given), costs=costs)
+    results, forward_bytes = forward.dry_run(list(given), rewritten.forward, costs=costs)
     returned = [results[place] for place in graph.returned]
     planned = [node.meta["val"] for node in rewritten.forward.graph.output_node().all_input_nodes]
     more_bytes = storage_bytes(results, besides=given) - storage_bytes(planned, besides=inputs)
     saved = results[wanted.num_forward_outputs :]
     passed = [*saved, *doubles(read[len(saved) :])]
     del results, saved
-    _, backward_bytes = backward.dry_run(passed, costs=costs)
+    _, backward_bytes = backward.dry_run(passed, rewritten.backward, costs=costs)
     del returned
     return {Region.FORWARD: forward_bytes, Region.BACKWARD: backward_bytes + more_bytes}
 

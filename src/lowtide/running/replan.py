@@ -25,7 +25,7 @@ from lowtide.plans import Plan
 from lowtide.running.backend import GraphPlan, Progress
 from lowtide.running.executor import EAGER_OPS, Executor
 from lowtide.running.expected_loss import Room
-from lowtide.running.inductor import InductorOps, solve_compiled
+from lowtide.running.inductor import InductorOps, nearest_compiled, solve_compiled
 from lowtide.running.loop_watch import Held
 from lowtide.running.steps import as_in, growth, optimizer_of, step_of, step_of_call
 from lowtide.torchside.ddp import Buckets
@@ -311,7 +311,7 @@ class PlanBook:
         what a compiler makes of it has to fit."""
         desk = desk_for(step)
         if segment is not None and isinstance(self._executor, InductorOps):
-            return self._compiled_plan(desk, like, segment, self._executor, larger=larger)
+            return self._compiled_plan(desk, segment, self._executor, larger=larger)
         carried = desk.carry(_schedules(like, step), budget_bytes=self.budget_bytes) if like else None
         if carried is not None and carried.peak_bytes <= self.budget_bytes:
             return carried
@@ -323,17 +323,10 @@ class PlanBook:
                 raise
         return _lowest(desk, like)
 
-    def _compiled_plan(
-        self, desk: Desk, like: Sequence[Graph], segment: Segment, executor: InductorOps, *, larger: bool
-    ) -> Carried:
-        try:
-            answer = solve_compiled(
-                desk, segment, executor, budget_bytes=self.budget_bytes, planner=self.planner
-            )
-        except BudgetTooSmall as error:
-            if larger:
-                raise
-            return Carried(error.floor_bytes, _lowest(desk, like).graphs)
+    def _compiled_plan(self, desk: Desk, segment: Segment, executor: InductorOps, *, larger: bool) -> Carried:
+        """Of a step that is not `larger`, the lowest plan that was found runs where none fits."""
+        search = solve_compiled if larger else nearest_compiled
+        answer = search(desk, segment, executor, budget_bytes=self.budget_bytes, planner=self.planner)
         return Carried(answer.peak_bytes, answer.graphs)
 
     def _tell(self, peak_bytes: int, cause: str, *, compiled: bool = True) -> None:

@@ -236,7 +236,7 @@ def _forward_graph(
 
     def keep(node: fx.Node, kept: Kept, begun: fx.Node | None = None) -> None:
         new[kept] = _write(graph, kept.call, new if begun is None else {**new, node: begun})
-        new[kept].meta = {**node.meta, "val": kept.value}
+        new[kept].meta = {**node.meta, "val": kept.value, "lowtide_kept": kept.name}
 
     for position, node in enumerate(ops):
         mine = keepers.get(node, ())

@@ -6,30 +6,40 @@ traced with, all other ops run as they are (`opaque`), and numbers of less than 
 eager would: so a value does not depend on what it is fused with.
 """
 
+import contextlib
+import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lowtide.errors import LowtideError
 from lowtide.torchside.calls import iter_tensors, storage_key
 from lowtide.torchside.hooks import FakeTensor, FakeTensorMode, StorageWeakRef, TorchDispatchMode, quiet
-from lowtide.torchside.opaque import OpaqueGraph, call_numbered
+from lowtide.torchside.opaque import OpaqueGraph
 
 SETTINGS = {
     "fallback_random": True,
     "emulate_precision_casts": True,
     "layout_optimization": False,
+    # What it holds is found by running its code, which is as the user's settings leave it.
+    "cpp_wrapper": False,
+    "graph_partition": True,
+    "memory_planning": False,
     # A graph's text does not tell what its opaque calls return.
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
@@ -82,23 +92,38 @@ class CompiledGraph:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> None:
         self._opaque = OpaqueGraph(module)
-        self._mode = _mode_of(inputs)
-        with quiet(), inductor_config.patch(SETTINGS):
-            with self._mode:
+        mode = _mode_of(inputs)
+        with _at_work(), mock.patch.object(AsyncCompile, "cpp_pybinding", _later):
+            with mode:
                 trace = make_fx(self._opaque.module, decomposition_table=select_decomp_table())
                 traced = trace(*inputs)
             output: Any = traced.graph.output_node()
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-            with tracing(TracingContext(self._mode)):
+            with tracing(TracingContext(mode)):
                 self._compiled: Any = compile_fx_inner(traced, list(inputs), is_backward=is_backward)
 
     def __call__(self, values: list[Any]) -> Any:
         return self._compiled(values)
 
-    def dry_run(self, inputs: list[Any], *, costs: Callable[[fx.Node], Bytes]) -> tuple[list[Any], int]:
+    def build_kernels(self) -> None:
+        """Compile the C++ of all kernels that are not built yet, side by side."""
+        scope = self._compiled.compiled_fn_runner.call.__func__.__globals__
+        kernels = {name: value for name, value in scope.items() if isinstance(value, Kernel)}
+        if not kernels:
+            return
+        with _at_work():
+            compiler = AsyncCompile()
+            built = {name: compiler.cpp_pybinding(k.argtypes, k.source) for name, k in kernels.items()}
+            compiler.wait(built)
+        scope.update(built)
+
+    def dry_run(
+        self, inputs: list[Any], module: fx.GraphModule, *, costs: Callable[[fx.Node], Bytes]
+    ) -> tuple[list[Any], int]:
         """What it returns for fake tensors, and the most that it holds at once beyond what is there when it
         begins. An input that nobody else holds leaves room when it was read last: `inputs` is emptied.
-        `costs` says what a node holds that is no op of Inductor's.
+        `costs` says what a node of `module` holds that is no op of Inductor's; that is the graph that was
+        compiled, or an equal one.
 
         Runs Inductor's own code, whose kernels do nothing then.
         """
@@ -106,15 +131,53 @@ class CompiledGraph:
         code = runner.call.__func__
         kernels = {name: _nothing for name in code.__globals__ if name.startswith(KERNEL)}
         call = types.FunctionType(code.__code__, {**code.__globals__, **STUBS, **kernels})
-        with self._mode, torch.no_grad(), _Rise(inputs, costs) as rise:
+        calls = self._opaque.calls_of(module)
+        held = {number: costs(node) for number, node in calls.items()}
+        with _mode_of(inputs), torch.no_grad(), _Rise(inputs, held) as rise:
             results = call(runner, inputs)
         return list(results), int(rise.peak_bytes)
 
 
-class _Rise(TorchDispatchMode):
-    """Counts the bytes that ops make, less those of `inputs` that are gone."""
+class Kernel:
+    """A kernel that is not built yet: what a graph holds is known without, and most plans that are looked at
+    never run. torch may give code with such kernels to others, for whom it builds itself when it is called.
+    """
 
-    def __init__(self, inputs: Iterable[Any], costs: Callable[[fx.Node], Bytes]) -> None:
+    def __init__(self, argtypes: list[str], source: str) -> None:
+        self.argtypes, self.source = argtypes, source
+
+    @functools.cached_property
+    def _built(self) -> Callable[..., Any]:
+        built: Any = CppPythonBindingsCodeCache.load_pybinding(self.argtypes, self.source)
+        return built  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any) -> Any:
+        return self._built(*args)
+
+
+def _later(_compiler: AsyncCompile, argtypes: list[str], source: str) -> Kernel:
+    return Kernel(argtypes, source)
+
+
+@contextlib.contextmanager
+def _at_work() -> Iterator[None]:
+    """Let Inductor compile, in silence; what stops it is told in one line."""
+    try:
+        with quiet(), inductor_config.patch(SETTINGS):
+            yield
+    except Exception as error:
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        raise LowtideError(
+            f"Inductor cannot compile a graph of this model ({lines[0]}): is the compiler in order, and can "
+            "TORCHINDUCTOR_CACHE_DIR be written to? Else choose executor 'eager'"
+        ) from error
+
+
+class _Rise(TorchDispatchMode):
+    """Counts the bytes that ops make, less those of `inputs` that are gone; `costs` has those of opaque calls
+    by their numbers."""
+
+    def __init__(self, inputs: Iterable[Any], costs: Mapping[int, Bytes]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._costs = costs
         self._live: dict[int, tuple[int, StorageWeakRef]] = {}
@@ -127,7 +190,7 @@ class _Rise(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         costs, results = Bytes((), 0), result
         if func is torch.ops.lowtide.opaque.default:
-            costs = self._costs(call_numbered(args[2]))
+            costs = self._costs[args[2]]
             results = result[1:]  # its token has no bytes
         self._live_bytes()  # forgets what is gone, since a new storage may have the same key
         made = [tensor for tensor in iter_tensors(results) if storage_key(tensor) not in self._live]

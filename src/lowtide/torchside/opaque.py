@@ -51,6 +51,10 @@ class OpaqueGraph:
         self.module = graph_module(module, graph)
         weakref.finalize(self, _forget, self._numbers)
 
+    def calls_of(self, module: fx.GraphModule) -> dict[int, fx.Node]:
+        """The nodes of an equal graph that stand where this one has the op, by their numbers."""
+        return dict(zip(self._numbers, filter(_is_opaque, module.graph.nodes), strict=True))
+
     def _opaque(self, graph: fx.Graph, node: fx.Node) -> Any:
         """Whatever the call returns, its tensors as parts of what the op returns."""
         number = next(_numbers)
@@ -82,11 +86,6 @@ def _is_opaque(node: fx.Node) -> bool:
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded in op.tags:
         return True
     return not (torch.Tag.pointwise in op.tags or op.is_view or op.overloadpacket in MOVES)
-
-
-def call_numbered(number: int) -> fx.Node:
-    """The node that stands behind the op with this number."""
-    return _calls[number]
 
 
 def _forget(numbers: list[int]) -> None:
