@@ -175,8 +175,6 @@ class Profile:
             reason = "cannot swap: leave `swap` out"
         elif any(node.op == UPDATE for node in self.step.nodes):
             reason = "cannot step in backward: leave `step_in_backward` out"
-        elif gpu_behind(self.step.device) is not None:
-            reason = "is counted as it is compiled here, not for another device: leave `device` out"
         elif self.traced is None and self.loop is not None:
             reason = "is for models of one graph, and this one runs code outside of it"
         elif self.traced is None:

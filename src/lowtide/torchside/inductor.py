@@ -36,7 +36,7 @@ SETTINGS = {
     "fallback_random": True,
     "emulate_precision_casts": True,
     "layout_optimization": False,
-    # What it holds is found by running its code, which is as the user's settings leave it.
+    # What it holds is found by running its code, so that this has to be Python that takes and frees buffers.
     "cpp_wrapper": False,
     "graph_partition": True,
     "memory_planning": False,
