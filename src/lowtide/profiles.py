@@ -74,8 +74,13 @@ class Profile:
         return self._desk.floor().floor_bytes
 
     @property
+    def floor_bound_bytes(self) -> int | None:
+        """No plan has a lower peak; None where nobody knows."""
+        return self._desk.floor_bound()
+
+    @property
     def bounds(self) -> Bounds:
-        """What is proven of all plans of the step."""
+        """What is proven of all plans that run the ops of the step one by one."""
         return self._desk.bounds
 
     @property

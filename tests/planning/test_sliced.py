@@ -6,11 +6,13 @@ import pytest
 from synthetic import Net
 
 from lowtide.errors import BudgetTooSmall
+from lowtide.experiments.probe import Probe
 from lowtide.facts import Recipe, Region, Run, Step
 from lowtide.planning.planner import Desk
 from lowtide.planning.simulate import check_runs, plain_runs, simulate, stood_in_for
 from lowtide.planning.sliced import SlicedDesk, has_other_ways, step_by, without_dearer
 from lowtide.planning.tied import desk_for
+from lowtide.profiles import Profile
 
 NBYTES = 1 << 20
 
@@ -123,3 +125,11 @@ def test_a_choice_is_a_step_of_its_own() -> None:
     runs = [dict(choice).get(run.node, "") for run in plain_runs(step)]
     same = [Run(run.node, how) for run, how in zip(plain_runs(step), runs, strict=True)]
     assert simulate(step, [run for run in same if run.node not in inner]).peak_bytes == alone.peak_bytes
+
+
+def test_what_is_proven_of_a_budget_holds_for_all_ways() -> None:
+    profile = Profile(formulas())
+    assert profile.floor_bound_bytes is not None
+    assert profile.floor_bound_bytes <= profile.floor_bytes < profile.bounds.floor_bytes
+    assert Probe(profile=profile, budget_bytes=profile.floor_bytes).fits
+    assert Probe(profile=profile, budget_bytes=profile.floor_bound_bytes - 1).has_none

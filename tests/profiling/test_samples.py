@@ -114,6 +114,22 @@ ACCEPTED = {
         aten._native_batch_norm_legit_functional.default,
         (empty(2, 3, 4), empty(3), empty(3), empty(3), empty(3), True, 0.1, 1e-5),
     ),
+    "repeat_interleave": (aten.repeat_interleave.Tensor, (long(6),), {"output_size": 18}),
+    "segment_reduce": (aten.segment_reduce.default, (empty(12, 3), "mean"), {"lengths": long(4)}),
+    "segment_reduce_backward": (
+        aten._segment_reduce_backward.default,
+        (empty(4, 3), empty(4, 3), empty(12, 3), "max"),
+        {"lengths": long(4)},
+    ),
+    "masked_scatter": (aten.masked_scatter.default, (empty(9, 8), mask(9, 8), empty(2, 8))),
+    "masked_scatter_backward": (
+        aten.masked_scatter_backward.default,
+        (empty(9, 8), mask(9, 8), [2, 8]),
+    ),
+    "multilabel_backward": (
+        aten.multilabel_margin_loss_backward.default,
+        (empty(()), empty(4, 6), long(4, 6), 1, empty(4, 6)),
+    ),
     "no_elements": (aten.embedding.default, (empty(11, 4), long(0))),
     "plain_function": (torch.nn.functional.linear, (empty(2, 3), empty(4, 3))),
 }
@@ -121,9 +137,9 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_ops_accept_their_samples(name):
-    target, given = ACCEPTED[name]
+    target, *given = ACCEPTED[name]
     for seed in range(3):
-        args, kwargs = make_sample(Call(target, given), seed=seed)
+        args, kwargs = make_sample(Call(target, *given), seed=seed)
         target(*args, **kwargs)
 
 

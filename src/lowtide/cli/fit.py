@@ -87,8 +87,8 @@ def fit(
 ) -> None:
     """Find the largest batch that fits into a budget, without and with a plan, and the fastest.
 
-    All is predicted, and no size is tried by running out of memory: the largest size fits, and the next
-    does not. Then the largest size is trained for a few steps with its plan, and the first that does not
+    All is predicted, and no size is tried by running out of memory. With a plan, it is the largest size that
+    one was found for, and it is said from which size on none can exist. Then the largest size is trained for a few steps with its plan, and the first that does not
     fit without one; what does not fit into this machine is not, and is said. With --device all is estimated,
     and nothing is trained. With several budgets, --json gives a list. Exits with 3 where no size fits or a
     measured peak is above its budget, with 4 when results differ.
@@ -187,6 +187,8 @@ def fit_tables(found: "Fit", *, name: str) -> list[RenderableType]:
         f"largest {found.vary} without a plan: {_largest_plain(found)}",
         f"largest {found.vary} with a plan: {_largest(found)}",
     ]
+    if found.no_plan_above is not None:
+        lines.append(_proven(found, found.no_plan_above))
     if found.fastest is not None:
         lines.append(f"fastest: {found.fastest.size}{_speed(found, found.fastest.size)}")
     if any(not row.profiled for row in found.rows):
@@ -216,6 +218,14 @@ def _largest(found: "Fit") -> str:
     if found.largest_plain and found.largest > found.largest_plain:
         words += f", {found.largest / found.largest_plain:.3g} times as large"
     return words + _speed(found, found.largest, than=found.largest_plain) + _limit(found, found.largest)
+
+
+def _proven(found: "Fit", no_plan_above: int) -> str:
+    """How sharp the answer is."""
+    first = no_plan_above + found.multiple_of
+    if no_plan_above == found.largest:
+        return f"no plan exists from {first} on"
+    return f"no plan exists from {first} on; in between none was found, and nobody knows"
 
 
 def _speed(found: "Fit", at: int, *, than: int = 0) -> str:

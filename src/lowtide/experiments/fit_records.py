@@ -72,9 +72,11 @@ class Check:
 class Fit:
     """What fits into a budget; made by `lowtide.fit`.
 
-    `largest_plain` and `largest` fit without and with a plan, and the next size does not, by prediction; 0
-    where no size fits. No plan of the smallest size that was looked at needs less than `lowest_bytes`.
-    Nothing above `most` was looked at. `rows` are by size, `checks` were measured.
+    `largest_plain` fits without a plan, and the next size does not, by prediction; 0 where none fits.
+    `largest` is the largest size for which a plan was found. It is proven that no plan exists above
+    `no_plan_above`, and between the two nobody knows; None where nothing is proven, or nothing larger was
+    looked at. No plan of the smallest size that was looked at needs less than `lowest_bytes`. Nothing above
+    `most` was looked at. `rows` are by size, `checks` were measured.
     """
 
     budget_bytes: int
@@ -85,7 +87,8 @@ class Fit:
     largest_plain: int
     largest: int
     lowest_bytes: int
-    rows: tuple[FitRow, ...] = field(repr=False)
+    no_plan_above: int | None = None
+    rows: tuple[FitRow, ...] = field(default=(), repr=False)
     checks: tuple[Check, ...] = field(default=(), repr=False)
 
     @property

@@ -27,6 +27,8 @@ from lowtide.profiles import Profile
 FIRST = 8
 """What is captured and timed first, in multiples of the size's unit. Ops of smaller steps take more time for
 each sample, so that little can be told from them."""
+NEXT = (12, 16)
+"""What is captured then where bytes lie on a parabola: one size alone does not tell how they grow."""
 MOST_FIRST = 4
 """So many are captured until two have the same ops."""
 NUM_BETWEEN = 4
@@ -63,7 +65,7 @@ class Search:
             lambda probe: probe.fits_plain, self.sizes.peak_bytes, self.plain_on_paper
         )
         largest = self.largest_with_a_plan(largest_plain, captured=check)
-        smallest = self.sizes.looks[min(self.sizes.looks)]
+        smallest = self.sizes.looks[min(self.sizes.looks)].profile
         return Fit(
             budget_bytes=self.budget_bytes,
             vary=self.vary.name,
@@ -72,7 +74,8 @@ class Search:
             most=self.most,
             largest_plain=largest_plain,
             largest=largest,
-            lowest_bytes=smallest.profile.bounds.floor_bytes,
+            no_plan_above=self.no_plan_above(largest),
+            lowest_bytes=smallest.floor_bound_bytes or smallest.step.static_bytes,
             rows=tuple(self.rows(largest_plain, largest)),
             checks=tuple(self.checks(largest_plain, largest)) if check else (),
         )
@@ -96,6 +99,10 @@ class Search:
             and self.most not in sizes.captured
         ):
             sizes.capture(self._next_to_capture())
+        if len(sizes.captured) == self.vary.degree + 1 > 2:
+            guess = self._guess(0, beyond, self.lowest_bytes)
+            if guess and sizes.is_apart(guess):
+                sizes.capture(guess)
 
     def _capture_first(self, size: int) -> None:
         """Where a size is refused, as images may be that are too small for a model, a larger one is tried."""
@@ -113,6 +120,10 @@ class Search:
         """About the largest size that should fit with a plan; where that is captured, one next to it; where
         it is refused, one half-way."""
         unit, captured = self.vary.multiple_of, self.sizes.captured
+        small = [times * unit for times in NEXT[: self.vary.degree] if self.vary.degree > 1]
+        for size in small:
+            if max(captured) < size <= self.most:
+                return size
         if self.sizes.refused:
             return -(-(max(captured) + self.most) // 2 // unit) * unit
         guess = self._guess(0, self.most + unit, self.lowest_bytes)
@@ -167,6 +178,28 @@ class Search:
                 self.sizes.capture(size)
             else:
                 return size
+
+    def no_plan_above(self, largest: int) -> int | None:
+        """The largest size for which it is not proven that no plan exists; None where nobody can tell."""
+        unit, beyond = self.vary.multiple_of, self.most + self.vary.multiple_of
+        if largest == self.most or not self.sizes.tells(beyond):
+            return None
+        guess = self._guess(largest, beyond, self.sizes.floor_bytes)
+        first = [] if guess is None else [size for size in (guess, guess + unit) if size <= self.most]
+        return last_within(
+            self.budget_bytes,
+            self._proven_bytes,
+            low=largest,
+            high=beyond,
+            unit=unit,
+            most=self.most,
+            first=first,
+        )
+
+    def _proven_bytes(self, size: int) -> int | None:
+        """What no plan of a size can be below."""
+        step = self.sizes.on_paper(size)
+        return None if step is None else Profile(step).floor_bound_bytes
 
     def _guess(self, low: int, high: int, needed: Callable[[int], float | None]) -> int | None:
         """The largest size from `low` to below `high` that seems to fit."""

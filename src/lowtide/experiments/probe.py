@@ -27,7 +27,7 @@ class Probe:
     @cached_property
     def plan(self) -> Plan | None:
         """The cheapest plan within the budget; None, often without a search, where there is none."""
-        if self.profile.bounds.floor_bytes > self.budget_bytes:
+        if self.has_none:
             return None
         try:
             return self.profile.plan(self.budget_bytes)
@@ -35,8 +35,14 @@ class Probe:
             return None
 
     @property
+    def has_none(self) -> bool:
+        """Whether it is proven that no plan is within the budget."""
+        bound = self.profile.floor_bound_bytes
+        return bound is not None and bound > self.budget_bytes
+
+    @property
     def is_searched(self) -> bool:
-        return "plan" in vars(self) and self.profile.bounds.floor_bytes <= self.budget_bytes
+        return "plan" in vars(self) and not self.has_none
 
     @cached_property
     def lowest_runs(self) -> tuple[Run, ...]:

@@ -220,12 +220,13 @@ class Desk:
             optimizer_piece_bytes=0 if taken is None else taken.piece_bytes,
             holds_outputs=self.step.holds_outputs,
             lower_bound_seconds=self._lower_bound(timeline, budget_bytes),
-            floor_bound_bytes=self._floor_bound(),
+            floor_bound_bytes=self.floor_bound(),
             offload=_offload(self.step, timeline),
             gradient_orders=self.step.gradient_orders,
         )
 
-    def _floor_bound(self) -> int | None:
+    def floor_bound(self) -> int | None:
+        """No plan has a lower peak, whatever ways it takes; None where nobody knows."""
         return self.bounds.floor_bytes
 
     def _lower_bound(self, timeline: Timeline, budget_bytes: int) -> float | None:

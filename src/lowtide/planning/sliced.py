@@ -137,7 +137,7 @@ class SlicedDesk(Desk):
         sliced = _in_slices(self.step, timeline.runs, choice)
         return Carried(timeline.peak_bytes, graph_schedules(self.step, sliced))
 
-    def _floor_bound(self) -> int | None:
+    def floor_bound(self) -> int | None:
         return min(way.desk.bounds.floor_bytes for way in self.ways)
 
     def _lower_bound(self, timeline: Timeline, budget_bytes: int) -> float | None:

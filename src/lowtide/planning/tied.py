@@ -155,7 +155,7 @@ class TiedDesk(Desk):
     def floor_bytes(self) -> int:
         return self.floor().floor_bytes
 
-    def _floor_bound(self) -> int | None:
+    def floor_bound(self) -> int | None:
         return None
 
     def _lower_bound(self, timeline: Timeline, budget_bytes: int) -> float | None:

@@ -103,6 +103,30 @@ def _one_group(bound: Bound) -> dict[str, Any]:
     return {"offs": Values(rows, rows + 1)}
 
 
+def _shared_out(name: str, total: Callable[[Bound], int | None]) -> Rule:
+    """Argument `name` has parts of a total, all alike; free where that cannot be divided so."""
+
+    def rule(bound: Bound) -> dict[str, Any]:
+        parts, whole = bound.get(name), total(bound)
+        if parts is None or whole is None or not parts.numel() or whole % parts.numel():
+            return {}
+        each = whole // parts.numel()
+        return {name: Values(each, each + 1)}
+
+    return rule
+
+
+def _rows(bound: Bound) -> int | None:
+    """Of the data whose rows are divided into segments; None where each of several rows has its own."""
+    return (
+        int(bound["data"].shape[0]) if bound["lengths"] is not None and bound["lengths"].ndim == 1 else None
+    )
+
+
+def _targets(bound: Bound) -> dict[str, Any]:
+    return {"target": Values(0, _classes(bound)), "is_target": _PROBABILITY}
+
+
 _ALONG_DIM = "gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill"
 _PER_DIM = "index index_put _unsafe_index _unsafe_index_put _index_put_impl _unsafe_masked_index"
 _CLASSES = (
@@ -124,6 +148,12 @@ _RULES: dict[str, Rule] = {
     "aten::_embedding_bag": _bag,
     "aten::_embedding_bag_forward_only": _bag,
     "aten::_embedding_bag_backward": _bag_backward,
+    "aten::repeat_interleave": _shared_out("repeats", lambda bound: bound.get("output_size")),
+    "aten::segment_reduce": _shared_out("lengths", _rows),
+    "aten::_segment_reduce_backward": _shared_out("lengths", _rows),
+    "aten::masked_scatter": _within(mask=Values(0, 1)),
+    "aten::masked_scatter_backward": _within(mask=Values(0, 1)),
+    "aten::multilabel_margin_loss_backward": _targets,
     "aten::one_hot": _below("self", lambda bound: max(bound["num_classes"], 2)),
     "aten::take": _below("index", lambda bound: bound["self"].numel()),
     "aten::put": _below("index", lambda bound: bound["self"].numel()),

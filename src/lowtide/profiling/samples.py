@@ -88,6 +88,8 @@ def _allocate(tensors: list[Tensor]) -> dict[int, tuple[Tensor, int]]:
 
 
 def _default(dtype: torch.dtype, integers: Values) -> Values:
+    if dtype == torch.bool:
+        return Values(0, 2)
     return Values(-1.0, 1.0) if dtype.is_floating_point or dtype.is_complex else integers
 
 
@@ -96,9 +98,7 @@ def _fill(flat: Tensor, values: Values, generator: torch.Generator) -> None:
     count = min(flat.numel(), _TILE_ELEMENTS)
     if count == 0:
         return
-    if flat.dtype == torch.bool:
-        tile = torch.randint(0, 2, (count,), generator=generator, device=flat.device)
-    elif flat.dtype.is_floating_point or flat.dtype.is_complex:
+    if flat.dtype.is_floating_point or flat.dtype.is_complex:
         unit = torch.rand(count, generator=generator, device=flat.device)
         tile = unit * (values.high - values.low) + values.low
     else:
