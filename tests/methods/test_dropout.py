@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lowtide.torchside.ops.dropout import MASKED_PIECE, apply_mask, eager_dropout
-from lowtide.torchside.ops.random import random_state, replay_dropout
+from lowtide.torchside.ops.random import random_state, replay, replay_dropout
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -30,6 +30,14 @@ def test_dropout_equals_eager_to_the_last_bit(dtype: torch.dtype, shape: tuple[i
         again = replay_dropout(before, "cpu", value.detach(), probability, True)
         assert torch.equal(again[0], result) and torch.equal(again[1], mask)
         assert torch.equal(torch.get_rng_state(), after), percent
+
+
+def test_random_numbers_that_are_told_their_device_are_drawn_again() -> None:
+    before = random_state("cpu")
+    drawn = torch.rand((3, 4), device="cpu")
+    after = random_state("cpu")
+    again = replay(before, "cpu", torch.ops.aten.rand.default, (3, 4), device=torch.device("cpu"))
+    assert torch.equal(again, drawn) and torch.equal(random_state("cpu"), after)
 
 
 def test_a_strided_input_keeps_its_layout() -> None:

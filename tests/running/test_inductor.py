@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from training import differences, measured_peak, train, twin
 
 import lowtide
+from lowtide.facts import Region
 from lowtide.planning.planner import Desk
 from lowtide.running import inductor
 from lowtide.torchside.inductor import has_compiler
@@ -113,6 +115,95 @@ def test_plans_are_made_again_until_compiled_code_fits(monkeypatch: pytest.Monke
     assert asked == sorted(asked, reverse=True)
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0], ids=["below the floor", "at the floor"])
+def test_the_figure_of_a_refusal_is_met(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Also where the plan that is lowest one by one is not the lowest compiled one."""
+    found = profile_of(make_target())
+    low = (3 * found.floor_bytes + found.peak_bytes) // 4
+
+    def peak_of(step: object, solution: object, *_: object) -> int:
+        return solution.peak_bytes + (found.peak_bytes if solution.peak_bytes < low else 4096)
+
+    monkeypatch.setattr(inductor, "compiled_peak", peak_of)
+    with pytest.raises(lowtide.BudgetTooSmall) as refusal:
+        found.plan(int(share * found.floor_bytes), executor="inductor")
+    figure = refusal.value.floor_bytes
+    assert found.plan(figure, executor="inductor").peak_bytes <= figure
+
+
+def test_compiled_code_may_keep_a_budget_that_ops_one_by_one_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = profile_of(make_target())
+    monkeypatch.setattr(inductor, "compiled_peak", lambda _, solution, *__: solution.peak_bytes - 4096)
+    budget = found.floor_bytes - 4096
+    assert found.plan(budget, executor="inductor").peak_bytes == budget
+
+
+def test_what_methods_keep_is_counted_as_it_is() -> None:
+    """Random states, which are smaller than what is drawn again from them."""
+
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                x = (x * torch.rand(x.shape)).sin()
+            return x
+
+    model, batch = nn.Sequential(nn.Linear(64, 64), Noise()), torch.randn(256, 64)
+    found = lowtide.profile(model, batch, loss=lambda out: out.mean())
+    plan = found.plan("300%", "all", executor="inductor")
+    assert sum(run.method == "replay" for run in plan.solution.schedule.runs) == 8
+    segment = found.traced.graph.segment
+    rises = inductor._rises(found.step, 0, plan.solution.graphs[0], segment, plan.executor)
+    # all that is drawn waits for one fused kernel, but no second copy of it is held
+    assert rises[Region.FORWARD] < 12 * batch.nbytes
+
+
+def test_kernels_are_built_for_plans_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no space left\non the disk")
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding_async", broken)
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(8, 4)
+    plan = lowtide.profile(model, batch, loss=lambda out: out.exp().sum()).plan("200%", executor="inductor")
+    with pytest.raises(lowtide.LowtideError, match=r"^Inductor cannot compile .* \(.*no space left\): .*$"):
+        plan.apply(model)
+
+
+def test_a_graph_with_another_constant_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.torchside.inductor.CompiledGraph", lambda *_, **__: object())
+
+    def graph_of(value: float) -> fx.GraphModule:
+        graph = fx.Graph()
+        graph.output(graph.call_function(torch.mul, (graph.placeholder("x"), graph.get_attr("constant"))))
+        return fx.GraphModule({"constant": torch.tensor(value)}, graph)
+
+    executor, graphs = inductor.InductorOps(), [graph_of(2.0), graph_of(3.0)]
+    first, other, again = (
+        executor.compiled(graphs[place], [torch.ones(1)], is_backward=False) for place in (0, 1, 0)
+    )
+    assert first is again is not other
+
+
+def test_a_gradient_that_no_plan_counts_on() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.body(x).tanh().exp()
+            return self.head(hidden), hidden.sin()
+
+    def both(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return outputs[0].square().mean() + outputs[1].mean()
+
+    torch.manual_seed(0)
+    plain = Target("two", Two(), torch.randn(32, 8), loss=both)
+    planned = twin(plain)
+    profile_of(plain, loss=both).plan("300%", "none", executor="inductor").apply(plain.model)
+    profile_of(planned, loss=lambda out: out[0].mean()).plan("120%", executor="inductor").apply(planned.model)
+    assert differences(train(plain), train(planned)) == []
+
+
 def test_what_it_cannot_run_is_refused_in_one_line(tmp_path) -> None:
     target = make_target()
     profile_of(target).save(tmp_path / "profile.json")
@@ -120,6 +211,8 @@ def test_what_it_cannot_run_is_refused_in_one_line(tmp_path) -> None:
         lowtide.load_profile(tmp_path / "profile.json").plan("90%", executor="inductor")
     with pytest.raises(lowtide.LowtideError, match="cannot step in backward"):
         profile_of(target, step_in_backward=True).plan("90%", executor="inductor")
+    with pytest.raises(lowtide.LowtideError, match="one graph, and this one runs code outside of it"):
+        profile_of(replace(target, model=Apart(target.model))).plan("90%", executor="inductor")
     with pytest.raises(lowtide.LowtideError, match="there is no executor 'triton'"):
         lowtide.checkpoint(target.model, target.batch, budget="90%", executor="triton")
 
@@ -213,6 +306,15 @@ def test_chains_in_slices_are_left_to_eager() -> None:
     assert any(node.recipe("slices") for node in found.nodes)
     compiled = inductor._compiled_desk(Desk(found.step))
     assert not any(node.recipe("slices") for node in compiled.step.nodes)
+
+
+class Apart(nn.Sequential):
+    @torch._dynamo.disable
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.scaled(self[0](images))
 
 
 class Gate(nn.Module):

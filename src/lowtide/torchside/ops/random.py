@@ -62,7 +62,7 @@ def random_state_bytes(device: str) -> int:
     return random_state(device).numel()
 
 
-def replay(state: torch.Tensor, device: str, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def replay(state: torch.Tensor, device: str, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a random op from an earlier generator state; the generator itself goes on as if it had not."""
     now = random_state(device)
     set_random_state(state, device)
