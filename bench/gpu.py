@@ -17,6 +17,7 @@ import transformers
 
 import lowtide
 from gpu_rows import ALLOCATED, DRIVER, MIB, PUBLISHED, RESERVED, Published
+from lowtide.facts import Region
 from lowtide.planning.allocator import Reserved, reserved_for
 from lowtide.planning.schedules import as_eager
 
@@ -45,8 +46,14 @@ def predicted(row: Published, batch_size: int) -> Reserved:
         reserve=held_bytes,
         device=row.device,
     )
-    held = reserved_for(as_eager(profile.step), profile.timeline)
-    return Reserved(profile.peak_bytes, held.reserved_bytes)
+    step, timeline = profile.step, profile.timeline
+    forward_bytes = max(
+        held
+        for run, held in zip(timeline.runs, timeline.bytes_held, strict=True)
+        if step.nodes[run.node].region is Region.FORWARD
+    )
+    peak_bytes = max(profile.peak_bytes, forward_bytes + row.left_mib(batch_size) * MIB)
+    return Reserved(int(peak_bytes), reserved_for(as_eager(step), timeline).reserved_bytes)
 
 
 @dataclass(frozen=True)

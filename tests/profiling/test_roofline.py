@@ -122,6 +122,20 @@ def test_a_gradient_of_one_number_is_copied_for_cublas() -> None:
     assert inside(nn.Linear(32, 64, bias=False), square) == [0, 0]
 
 
+def test_a_loss_holds_one_tensor_of_gradients_between_its_ops_and_one_after_them() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = nn.Parameter(torch.zeros(512, 1024))
+
+        def forward(self, labels: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(self.scores, labels)
+
+    found = lowtide.profile(Scores(), torch.zeros(512, dtype=torch.int64), device="a100-40g")
+    # the scores and their logarithms as well; the rest is labels and single numbers
+    assert 0 < found.peak_bytes - 4 * (512 * 1024 * 4) < 1 << 14
+
+
 def test_optimizers_step_as_on_a_gpu_where_nobody_chose_how() -> None:
     model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.randn(4, 256)
 

@@ -19,11 +19,14 @@ from lowtide.facts.devices import Gpu
 from lowtide.facts.units import format_size
 from lowtide.methods import method_named
 from lowtide.planning.allocator import cut_by_allocator
-from lowtide.profiling.work import visible_work_of
+from lowtide.profiling.work import fake_result, visible_work_of
 from lowtide.torchside.calls import Call, signature, target_name
 from lowtide.torchside.ops.dropout import eager_dropout
 from lowtide.torchside.ops.gpu_attention import HALF_TYPES, backward_bytes
+from lowtide.torchside.ops.loss_rows import rows_at_a_time
 from lowtide.torchside.ops.schema import argument_names, writes_inputs
+from lowtide.torchside.ops.score_rows import log_probabilities
+from lowtide.torchside.ops.soft_loss_rows import LOSS_GRADIENTS
 
 SHARE_OF_PEAK = 0.75
 """What good kernels reach of the published rates."""
@@ -38,6 +41,7 @@ RECURRENT = (
 _CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 _SORTED_INDICES = "aten.embedding_dense_backward.default"
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm")
+_IN_ROWS = (*LOSS_GRADIENTS, log_probabilities)
 _TEMPORARY_INDICES = 4
 """Sorted ones, where they were, and the sort's own copies of both."""
 
@@ -86,6 +90,9 @@ def _workspace_bytes(call: Call, gpu: Gpu) -> int:
         return _copied_operands_bytes(call, gpu)
     if name.startswith(_PRODUCTS):
         return _copied_matrices_bytes(call)
+    if call.target in _IN_ROWS:
+        result = fake_result(call)
+        return int(rows_at_a_time(result, call.kwargs.get("slice_bytes")) * result[0].nbytes)
     if name == _SORTED_INDICES:
         return _TEMPORARY_INDICES * call.tensors[1].nbytes
     if len(call.tensors) > 2 and call.tensors[1].dim() == 4:

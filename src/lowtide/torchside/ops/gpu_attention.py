@@ -89,7 +89,7 @@ def _fits_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     """Several heads may share a key; a mask of its own, or of more rows than columns, is too much."""
     widths = {tensor.shape[-1] for tensor in (query, key, value)}
     return (
-        torch.backends.cuda.flash_sdp_enabled()
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         and query.dim() == 4
         and query.dtype in HALF_TYPES
         and mask is None
@@ -104,7 +104,7 @@ def _fits_efficient(query: Tensor, key: Tensor, value: Tensor, *, is_new: bool) 
     types = (torch.float32, torch.float16, *([torch.bfloat16] if is_new else []))
     multiple = 8 if query.dtype in HALF_TYPES else 4 if is_new else 1
     return (
-        torch.backends.cuda.mem_efficient_sdp_enabled()
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
         and query.dim() == 4
         and query.dtype in types
         and query.shape[1] == key.shape[1] == value.shape[1]
