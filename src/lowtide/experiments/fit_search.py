@@ -97,11 +97,13 @@ class Search:
             and self.most not in sizes.captured
         ):
             sizes.capture(self._next_to_capture())
-        if len(sizes.captured) == self.vary.degree + 1 > 2:
+        if self.vary.degree > 1 and len(sizes.captured) <= MOST_FIRST:
             self._capture_large(beyond)
 
     def _capture_large(self, beyond: int) -> None:
         """About the largest size that should fit with a plan, where that is not near to those captured."""
+        if len(self.sizes.told_from(beyond)) <= self.vary.degree:
+            return
         guess = self._guess(0, beyond, self._proven_bytes)
         if guess and self.sizes.is_apart(guess):
             self.sizes.capture(guess)
