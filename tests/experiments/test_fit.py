@@ -156,6 +156,38 @@ def test_sizes_that_the_model_refuses_are_not_looked_at(caplog):
         find_fit(source, budget="1MiB", vary=Vary(name="length"), check=False)
 
 
+class Attends(nn.Module):
+    """Holds squares of its length."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer((x @ x.T).softmax(-1) @ x)
+        return x.sum()
+
+
+def test_where_bytes_are_squares_no_size_is_captured_that_is_far_too_large():
+    captured = []
+
+    def source(size):
+        captured.append(size)
+        return Target("attends", Attends(), torch.randn(size, WIDTH))
+
+    budget_bytes = 4_000_000
+    vary = Vary(multiple_of=4, degree=2, name="length")
+    found = find_fit(source, budget=budget_bytes, vary=vary, check=False)
+    assert max(captured) <= 2 * found.no_plan_above
+    assert found.largest_plain < found.largest <= found.no_plan_above
+    plain = found.largest_plain
+    peaks = [lowtide.profile(Attends(), source(size).batch).peak_bytes for size in (plain, plain + 4)]
+    assert peaks[0] <= budget_bytes < peaks[1]
+    bound = lowtide.profile(Attends(), source(found.no_plan_above + 4).batch).floor_bound_bytes
+    assert bound > budget_bytes
+
+
 def test_nothing_fits():
     found = lowtide.fit(make, budget=1000, check=False)
     assert (found.largest_plain, found.largest, found.rows) == (0, 0, ()) and found.fastest is None

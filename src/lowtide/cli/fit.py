@@ -88,10 +88,11 @@ def fit(
     """Find the largest batch that fits into a budget, without and with a plan, and the fastest.
 
     All is predicted, and no size is tried by running out of memory. With a plan, it is the largest size that
-    one was found for, and it is said from which size on none can exist. Then the largest size is trained for a few steps with its plan, and the first that does not
-    fit without one; what does not fit into this machine is not, and is said. With --device all is estimated,
-    and nothing is trained. With several budgets, --json gives a list. Exits with 3 where no size fits or a
-    measured peak is above its budget, with 4 when results differ.
+    one was found for, and it is said from which size on none can exist. Then the largest size is trained for
+    a few steps with its plan, and the first that does not fit without one; what does not fit into this
+    machine is not, and is said. With --device all is estimated, and nothing is trained. With several
+    budgets, --json gives a list. Exits with 3 where no size fits or a measured peak is above its budget,
+    with 4 when results differ.
     """
     with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
         given = {

@@ -56,9 +56,10 @@ def fit(
     loss)`; whatever its argument makes larger is what grows. Sizes are captured and profiled, not run, and
     predicted: without a plan, the largest size fits and the next does not; with one, it is the largest that a
     plan was found for, and `no_plan_above` says how much further anybody could go. It is taken for granted
-    that a larger size needs more memory. With `check`, the largest size with its plan, and the first one that does not fit without,
-    are then trained for a few steps, if this machine can hold them. Only multiples of `multiple_of` up to
-    `most` are looked at. A list of budgets gives a list, and what is captured serves all of them.
+    that a larger size needs more memory. With `check`, the largest size with its plan, and the first one that
+    does not fit without, are then trained for a few steps, if this machine can hold them. Only multiples of
+    `multiple_of` up to `most` are looked at. A list of budgets gives a list, and what is captured serves all
+    of them.
     """
     found = find_fits(
         lambda size: call_factory(factory, _name(factory), batch_size=size, seed=seed),

@@ -27,8 +27,6 @@ from lowtide.profiles import Profile
 FIRST = 8
 """What is captured and timed first, in multiples of the size's unit. Ops of smaller steps take more time for
 each sample, so that little can be told from them."""
-NEXT = (12, 16)
-"""What is captured then where bytes lie on a parabola: one size alone does not tell how they grow."""
 MOST_FIRST = 4
 """So many are captured until two have the same ops."""
 NUM_BETWEEN = 4
@@ -99,10 +97,16 @@ class Search:
             and self.most not in sizes.captured
         ):
             sizes.capture(self._next_to_capture())
-        if len(sizes.captured) == self.vary.degree + 1 > 2:
-            guess = self._guess(0, beyond, self.lowest_bytes)
-            if guess and sizes.is_apart(guess):
-                sizes.capture(guess)
+        if self.vary.degree > 1 and len(sizes.captured) <= MOST_FIRST:
+            self._capture_large(beyond)
+
+    def _capture_large(self, beyond: int) -> None:
+        """About the largest size that should fit with a plan, where that is not near to those captured."""
+        if len(self.sizes.told_from(beyond)) <= self.vary.degree:
+            return
+        guess = self._guess(0, beyond, self._proven_bytes)
+        if guess and self.sizes.is_apart(guess):
+            self.sizes.capture(guess)
 
     def _capture_first(self, size: int) -> None:
         """Where a size is refused, as images may be that are too small for a model, a larger one is tried."""
@@ -120,18 +124,22 @@ class Search:
         """About the largest size that should fit with a plan; where that is captured, one next to it; where
         it is refused, one half-way."""
         unit, captured = self.vary.multiple_of, self.sizes.captured
-        small = [times * unit for times in NEXT[: self.vary.degree] if self.vary.degree > 1]
-        for size in small:
-            if max(captured) < size <= self.most:
-                return size
         if self.sizes.refused:
             return -(-(max(captured) + self.most) // 2 // unit) * unit
         guess = self._guess(0, self.most + unit, self.lowest_bytes)
         largest = max(captured)
-        for size in (guess or 0, largest // 2 // unit * unit, 3 * largest // 4 // unit * unit):
+        twice = min(2 * largest, self.most)
+        more = [twice] if self._is_half_full(captured[largest].profile) else []
+        for size in (guess or 0, *more, largest // 2 // unit * unit, 3 * largest // 4 // unit * unit):
             if min(captured) < size and self.sizes.is_apart(size):
                 return size
-        return min(2 * largest, self.most)
+        return twice
+
+    def _is_half_full(self, profile: Profile) -> bool:
+        """Whether a size leaves half of the budget, or more, as it may where its guess took all bytes to grow
+        as fast as some do."""
+        static_bytes = profile.step.static_bytes
+        return 2 * (profile.bounds.floor_bytes - static_bytes) <= self.budget_bytes - static_bytes
 
     def largest(
         self,

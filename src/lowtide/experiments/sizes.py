@@ -238,14 +238,13 @@ class Sizes:
         return _floor_from(size, {one: self.looks[one].profile.bounds for one in chosen}) if chosen else None
 
     def _guessed_floor(self, size: int) -> int:
-        """The same from one size alone, and one that is guessed from it."""
+        """The same from one size alone, and one that is guessed from it: all that grows is taken to grow as
+        fast as anything may, so that too small a size is captured, and not too large a one."""
         [(only, look)] = self.looks.items()
-        amount = self.vary.amount
-        far = FAR * only
+        degree, far = self.vary.degree, FAR * only
         if self._far is None:
-            ratio = Fraction(amount(far), amount(only))
-            self._far = Bounds(make_table(scaled(look.profile.step, ratio)))
-        return _floor_from(amount(size), {amount(only): look.profile.bounds, amount(far): self._far})
+            self._far = Bounds(make_table(scaled(look.profile.step, Fraction(FAR) ** degree)))
+        return _floor_from(size**degree, {only**degree: look.profile.bounds, far**degree: self._far})
 
     @property
     def margin(self) -> float:
