@@ -14,14 +14,15 @@ pytestmark = pytest.mark.slow
 SAMPLE = (
     *("deep-residual", "alpha-dropout", "group-norm", "depthwise", "masked-attention", "rotary", "experts"),
     *("running-mean", "vector-quantized", "fourier", "adam-fused", "clip-norm", "inference-mode-between"),
-    *("low-rank-adapters", "several-losses", "autograd-grad", "numpy-in-forward", "never-drops-layers"),
-    *("asks-whether-compiled", "accumulation", "exception-in-forward", "drops-layers"),
+    *("low-rank-adapters", "several-losses", "autograd-grad", "never-drops-layers", "drops-layers"),
 )
 TESTED_ELSEWHERE = (
     *("convolutions", "lstm", "tied-weights", "own-checkpoint", "einsum", "bfloat16", "autocast-bfloat16"),
     *("grad-scaler", "smaller-last-batch", "gan", "gradient-hooks", "forward-hooks"),
+    *("numpy-in-forward", "asks-whether-compiled", "accumulation", "exception-in-forward"),
 )
-"""With other models, in the tests of constructs, situations, mixed precision and recurrent layers."""
+"""With other models, in the tests of constructs, situations, mixed precision, recurrent layers, numpy,
+eager's paths, accumulation and failing calls."""
 CASES = {case.name: case for case in (*CONSTRUCTIONS, *LOOPS, *FORWARDS)}
 
 

@@ -56,7 +56,12 @@ def check(model: nn.Module, batch: torch.Tensor) -> lowtide.Profile:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_layers": 2, "dropout": 0.3}, {"bidirectional": True}, {"bias": False}],
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"num_layers": 2, "dropout": 0.3},
+        {"bidirectional": True},
+        pytest.param({"bias": False}, marks=pytest.mark.long),
+    ],
     ids=["plain", "two layers", "both ways", "no bias"],
 )
 def test_an_lstm_behind_an_embedding_is_exact(options: dict) -> None:
@@ -78,7 +83,7 @@ def test_an_lstm_behind_an_embedding_is_exact(options: dict) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (nn.GRU, {}),
+        pytest.param(nn.GRU, {}, marks=pytest.mark.long),
         (nn.GRU, {"num_layers": 2, "dropout": 0.3, "bidirectional": True}),
         (nn.GRU, {"bias": False, "front": "linear"}),
         (nn.RNN, {"num_layers": 2, "dropout": 0.3}),
@@ -140,7 +145,13 @@ class Mixed(Tagger):
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: FromAState(nn.GRU), lambda: Twice(nn.GRU), lambda: Twice(nn.RNN), Beside, lambda: Mixed(nn.GRU)],
+    [
+        lambda: FromAState(nn.GRU),
+        lambda: Twice(nn.GRU),
+        pytest.param(lambda: Twice(nn.RNN), marks=pytest.mark.long),
+        Beside,
+        lambda: Mixed(nn.GRU),
+    ],
     ids=["states", "called twice", "rnn called twice", "input used elsewhere", "autocast"],
 )
 def test_gradients_of_recurrent_cells_are_summed_as_eager_does(build: Any) -> None:

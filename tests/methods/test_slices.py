@@ -17,7 +17,7 @@ from lowtide.zoo.targets import Target
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -36,7 +36,14 @@ class Block(nn.Module):
         return x + self.down(0.5 * hidden * (1 + torch.tanh(0.7978845608 * cubic)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "threads"),
+    [
+        *((torch.float32, 2), (torch.bfloat16, 1)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((torch.float32, 1), (torch.bfloat16, 2))),
+    ],
+    indirect=["threads"],
+)
 def test_a_chain_comes_back_in_slices(dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(513), Block(513)).to(dtype)

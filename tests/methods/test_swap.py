@@ -94,7 +94,12 @@ def profile(target: Target, folder: object) -> lowtide.Profile:
 
 
 @pytest.mark.parametrize(
-    ("name", "delay", "ahead"), [("half precision", 0, 0), *((name, 4, 5) for name in TARGETS)]
+    ("name", "delay", "ahead"),
+    [
+        ("half precision", 0, 0),
+        *((name, 4, 5) for name in ("parts of a value", "conditions", "words")),
+        *(pytest.param(name, 4, 5, marks=pytest.mark.long) for name in ("half precision", "images")),
+    ],
 )
 def test_training_is_exact_and_takes_the_predicted_bytes(name, delay, ahead, tmp_path):
     torch.manual_seed(0)

@@ -97,7 +97,7 @@ def test_the_search_does_not_grow_with_the_number_of_equal_layers(monkeypatch):
     assert moves_for(60 + 10 * TILE) <= 1.05 * moves_for(60)
 
 
-@pytest.mark.parametrize("odd", (-1, 1))
+@pytest.mark.parametrize("odd", (pytest.param(-1, marks=pytest.mark.long), 1))
 def test_plans_are_as_good_as_of_a_search_among_all_layers(monkeypatch, odd):
     """Also where one layer is nearly equal: its row ends there."""
     step = layers(72, odd=odd)

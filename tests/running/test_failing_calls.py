@@ -92,7 +92,13 @@ def check_after(fail: Callable[[Picky], None], plain: Picky, planned: Picky) -> 
     assert len(compiled) == 1, "the planned graph was compiled once"
 
 
-@pytest.mark.parametrize("fail", FAILS)
+@pytest.mark.parametrize(
+    "fail",
+    [
+        *(fail_by_shape, fail_in_an_op),
+        *(pytest.param(fail, marks=pytest.mark.long) for fail in (fail_by_value, fail_in_the_call)),
+    ],
+)
 def test_the_first_step_works_after_a_call_that_failed(models: tuple[Picky, Picky], fail) -> None:
     check_after(fail, *models)
 

@@ -115,6 +115,8 @@ CHANGES: dict[str, list[Callable[[nn.Module], object]]] = {
     "trained in eval mode": [nn.Module.eval, nn.Module.train],
     "a graph break": [lambda model: setattr(model, "reads", "in a loop")],
 }
+PARTS_OF_OTHERS = ("a norm in eval mode",)
+"""Changes that come with another one as well."""
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +127,10 @@ def no_warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [words for words in told if "budget" in words]
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in PARTS_OF_OTHERS else ()) for name in CHANGES],
+)
 def test_a_change_gets_a_plan_of_its_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(Net())
     pair.check()

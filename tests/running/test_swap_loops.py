@@ -127,7 +127,11 @@ def test_a_loop_is_exact_and_leaves_nothing_in_the_store(plain, planned, loop):
     assert is_empty(store_of(planned))
 
 
-@pytest.mark.parametrize("options", [{"step_in_backward": True}, {"accumulate": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"step_in_backward": True}, pytest.param({"accumulate": True}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_other_levers_and_a_store_together(plain, tmp_path, options):
     one, other = twin(plain), twin(plain)
     found = lowtide.profile(
