@@ -5,9 +5,9 @@
     python bench/results.py --page                 # the page alone, from what is there
     python bench/results.py --tiny -o page.md       # minutes instead of hours: does it work?
 
-A piece is a `lowtide` command in a process of its own; its JSON goes to docs/results/pieces/, so that the page
-can be made again anywhere. Delete a file there to run its piece again. Pictures go into a folder beside the
-page, named like it.
+A piece is a `lowtide` command in a process of its own; its JSON goes to docs/results/pieces/, so that the
+page can be made again anywhere. Delete a file there to run its piece again. Pictures go into a folder beside
+the page, named like it.
 """
 
 import argparse
