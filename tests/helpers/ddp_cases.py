@@ -66,17 +66,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulation": {},
     "accumulation, own hook, small buckets": {"bucket_cap_mb": 0.002},
     "accumulation, bucket views": {"gradient_as_bucket_view": True},
-    "accumulation, unused parameters, own hook, small bucket views": {
-        "bucket_cap_mb": 0.002,
-        "find_unused_parameters": True,
-        "gradient_as_bucket_view": True,
-    },
 }
 HOOKS: dict[str, Callable[..., Any]] = {
     "fp16 hook, bucket views": fp16_compress_hook,
     "own hook, small buckets": averaged_twice,
     "accumulation, own hook, small buckets": averaged_twice,
-    "accumulation, unused parameters, own hook, small bucket views": averaged_twice,
 }
 
 
