@@ -236,6 +236,7 @@ def larger_batches(pieces: Sequence[Piece], found: Mapping[str, dict[str, Any]])
         "largest batch without",
         "with",
         "larger",
+        "no plan exists from",
         "samples/s without",
         "with",
         "throughput",
@@ -245,8 +246,9 @@ def larger_batches(pieces: Sequence[Piece], found: Mapping[str, dict[str, Any]])
     ran = [f"`lowtide {shlex.join(piece.command)}` ({_status(found.get(piece.name))})" for piece in pieces]
     return [
         "## How much larger a batch in so many bytes?",
-        "Sizes and throughputs are predicted: the largest batch fits, and the next does not. Throughput is "
-        "that of the largest batch with its plan against that of the largest without one.",
+        "Sizes and throughputs are predicted. With a plan, it is the largest batch that one was found for; "
+        "from which on none can exist is proven. Throughput is that of the largest batch with its plan "
+        "against that of the largest without one.",
         *([_table(columns, rows)] if rows else []),
         "; ".join(ran),
     ]
@@ -265,6 +267,7 @@ def _larger(data: dict[str, Any]) -> tuple[str, ...]:
         str(plain or "none"),
         str(largest or "none"),
         f"× {largest / plain:.2f}" if plain else "–",
+        "–" if data["no_plan_above"] is None else str(data["no_plan_above"] + data["multiple_of"]),
         "–" if before is None else f"~{before:.3g}",
         "–" if after is None else f"~{after:.3g}",
         percent(after / before - 1) if before and after else "–",

@@ -45,6 +45,8 @@ METHOD = {
 FIT = {
     "largest_plain": 8,
     "largest": 20,
+    "no_plan_above": 24,
+    "multiple_of": 1,
     "fastest": 8,
     "rows": [{"size": 8, "per_second": 10.0}, {"size": 20, "per_second": 9.0}],
     "checks": [
@@ -101,11 +103,18 @@ def test_all_pieces_of_all_models(run):
 
 def test_how_much_larger_a_batch_may_be(run, answers):
     page = run("--only", "bert-base-fit")[1]
-    assert "| bert-base | 2GB | 8 | 20 | × 2.50 | ~10 | ~9 | −10.0 % | 8 | 8.0 MiB, exact |" in page
-    nothing = FIT | {"largest_plain": 0, "largest": 0, "fastest": None, "rows": [], "checks": []}
-    answers["fit"] = [nothing, FIT, FIT]
+    assert "| bert-base | 2GB | 8 | 20 | × 2.50 | 25 | ~10 | ~9 | −10.0 % | 8 | 8.0 MiB, exact |" in page
+    nothing = {
+        "largest_plain": 0,
+        "largest": 0,
+        "no_plan_above": None,
+        "fastest": None,
+        "rows": [],
+        "checks": [],
+    }
+    answers["fit"] = [FIT | nothing, FIT, FIT]
     page = run("--only", "bert-base-fit", "--no-check")[1]
-    assert "| bert-base | 1.5GB | none | none | – | – | – | – | – | – |" in page
+    assert "| bert-base | 1.5GB | none | none | – | – | – | – | – | – | – |" in page
     assert "fit bert-base --budget 1.5GB,2GB,4GB --no-check" in page
 
 
