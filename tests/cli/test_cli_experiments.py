@@ -346,3 +346,4 @@ def test_next_commands_can_be_copied(tmp_path):
     lines = after_run(tmp_path / "my out", floor_bytes=123)
     assert f"lowtide plan '{tmp_path}/my out/profile.json' --budget 123" in lines[0]
     assert all(word in " ".join(lines) for word in ("tradeoff", "verify", "load_plan"))
+    assert "with executor 'eager'" in after_run(tmp_path, floor_bytes=123, executor="inductor")[0]

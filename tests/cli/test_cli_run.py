@@ -22,7 +22,7 @@ from lowtide.checking.verification import Verification
 from lowtide.cli.exits import Exit
 from lowtide.cli.files import load_plan, load_profile
 from lowtide.cli.results import outcome_data, outcome_exit, outcome_tables, verdict
-from lowtide.errors import FreshProcessError
+from lowtide.errors import BudgetTooSmall, FreshProcessError
 from lowtide.experiments import machine, measured
 from lowtide.experiments.measured import Outcome, measurement_of
 from lowtide.profiles import Profile
@@ -375,6 +375,29 @@ def test_what_cannot_be_meant_is_refused_before_any_work(run_lowtide, command, o
     monkeypatch.setattr(TargetSpec, "load", lambda _: pytest.fail("must not be loaded"))
     code, stdout, stderr = run_lowtide(command[0], "users_model.py:make", *command[1:], *options)
     assert code == Exit.USAGE and stdout == "" and stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_missing_compiler_is_found_before_any_work(run_lowtide, command, monkeypatch):
+    monkeypatch.setattr(TargetSpec, "load", lambda _: pytest.fail("must not be loaded"))
+    monkeypatch.setattr("lowtide.torchside.inductor.has_compiler", lambda: False)
+    arguments = ("users_model.py:make", "-b", "4", "--budget", "60%", "--executor", "inductor")
+    code, _, stderr = run_lowtide(command, *arguments)
+    assert code == Exit.ERROR and "needs a C++ compiler" in stderr and stderr.count("\n") == 1
+
+
+def test_a_budget_that_compiled_code_does_not_meet_is_not_asked_of_the_profile(
+    run_lowtide, monkeypatch, tmp_path
+):
+    def plan(*_, **__):
+        raise BudgetTooSmall(budget_bytes=1 << 20, floor_bytes=3 << 20, node="mm")
+
+    monkeypatch.setattr("lowtide.torchside.inductor.has_compiler", lambda: True)
+    monkeypatch.setattr(Profile, "plan", plan)
+    arguments = ("users_model.py:make", "-b", "4", "--budget", "1MiB", "--executor", "inductor")
+    code, _, stderr = run_lowtide("run", *arguments, "-o", str(tmp_path))
+    assert code == Exit.DOES_NOT_FIT
+    assert "next: the same command with --budget 3072KiB --force\n" in stderr
 
 
 def test_a_folder_that_cannot_be_written_to_is_found_before_any_work(run_lowtide, monkeypatch):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from training import differences, measured_peak, train, twin
 
@@ -217,10 +218,11 @@ def test_what_it_cannot_run_is_refused_in_one_line(tmp_path) -> None:
         lowtide.checkpoint(target.model, target.batch, budget="90%", executor="triton")
 
 
-def test_without_a_compiler_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.torchside.inductor.has_compiler", lambda: False)
+@pytest.mark.parametrize("name", ["ccache g++", "/"], ids=["not there", "no program"])
+def test_without_a_compiler_nothing_is_begun(name: str) -> None:
     target = make_target()
-    with pytest.raises(lowtide.LowtideError, match="needs a C\\+\\+ compiler"):
+    refused = pytest.raises(lowtide.LowtideError, match=r"needs a C\+\+ compiler, and '.*' cannot be run")
+    with inductor_config.patch({"cpp.cxx": (None, name)}), refused:
         lowtide.checkpoint(target.model, target.batch, budget="90%", executor="inductor")
 
 

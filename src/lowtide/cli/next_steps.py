@@ -23,12 +23,15 @@ def plan_command(out: Path, *, budget: str, planner: str = "auto") -> str:
     return f"next: lowtide plan {file} --budget {budget}{other} -o {where}"
 
 
-def after_run(out: Path, *, floor_bytes: int, step_in_backward: bool = False) -> list[str]:
-    """What the files of `lowtide run` are good for."""
+def after_run(
+    out: Path, *, floor_bytes: int, step_in_backward: bool = False, executor: str = "eager"
+) -> list[str]:
+    """What the files of `lowtide run` are good for; a profile in a file is planned for executor 'eager'."""
+    floor = "the lowest reachable peak" if executor == "eager" else "the lowest peak with executor 'eager'"
     given = "model, optimizer=optimizer" if step_in_backward else "model"
     profile, plan = (shlex.quote(str(out / name)) for name in (PROFILE, PLAN))
     return [
-        f"next: lowtide plan {profile} --budget {floor_bytes}   # the lowest reachable peak, at once",
+        f"next: lowtide plan {profile} --budget {floor_bytes}   # {floor}, at once",
         f"      lowtide tradeoff {profile} --measure 0   # what every budget costs",
         f"      lowtide verify {plan}   # again",
         f"      model = lowtide.load_plan({str(out / PLAN)!r}).apply({given})   # in your own script",

@@ -65,6 +65,10 @@ def plan(
         from lowtide.cli.sources import on_device, open_source
         from lowtide.cli.summaries import plan_summary, plan_tables
 
+        if executor is not ExecutorName.EAGER:
+            from lowtide.running.inductor import executor_named
+
+            executor_named(executor)  # there, or refused before any work
         out = claim_folder(folder, (PLAN, DECISIONS), force=force)
         profile, spec = open_source(
             source,

@@ -68,7 +68,9 @@ def run(
         from lowtide.cli.results import outcome_data, outcome_exit, outcome_tables
         from lowtide.cli.sources import profile_target
         from lowtide.cli.summaries import plan_summary, plan_tables, profile_summary, profile_tables
+        from lowtide.running.inductor import executor_named
 
+        executor_named(executor)  # there, or refused before any work
         out = claim_folder(folder, FILES, force=force)
         assert out is not None
         spec = TargetSpec(
@@ -97,7 +99,10 @@ def run(
         except BudgetTooSmall as error:
             terminal.note(f"wrote {', '.join(map(str, files))}; there is no plan")
             budget = round_up_size(error.floor_bytes)
-            terminal.note(plan_command(out, budget=budget, planner=planner))
+            if executor is ExecutorName.EAGER:
+                terminal.note(plan_command(out, budget=budget, planner=planner))
+            else:
+                terminal.note(f"next: the same command with --budget {budget} --force")
             raise
         files += write_plan(out, spec=spec, plan=plan)
         terminal.show(*plan_tables(plan.solution, name=name))
@@ -118,7 +123,10 @@ def run(
         )
         terminal.note(f"report: {out / 'report.html'}")
         for line in after_run(
-            out, floor_bytes=profile.floor_bytes, step_in_backward=plan.solution.step_in_backward
+            out,
+            floor_bytes=profile.floor_bytes,
+            step_in_backward=plan.solution.step_in_backward,
+            executor=executor,
         ):
             terminal.note(line)
         raise typer.Exit(outcome_exit(outcome, budget_bytes=plan.budget_bytes))

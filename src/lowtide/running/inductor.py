@@ -77,11 +77,12 @@ def executor_named(name: str) -> Executor:
         raise LowtideError(f"there is no executor '{name}': choose one of {', '.join(EXECUTORS)}")
     if name == EAGER_OPS.name:
         return EAGER_OPS
-    from lowtide.torchside.inductor import has_compiler
+    from lowtide.torchside.inductor import compiler_name, has_compiler
 
     if not has_compiler():
         raise LowtideError(
-            "executor 'inductor' needs a C++ compiler, and there is none: install g++, or choose 'eager'"
+            f"executor 'inductor' needs a C++ compiler, and '{compiler_name()}' cannot be run: install g++, "
+            "or let the variable CXX be the path of another one, or choose 'eager'"
         )
     return InductorOps()
 

@@ -60,9 +60,15 @@ def has_compiler() -> bool:
     """Whether there is a C++ compiler for Inductor."""
     try:
         get_cpp_compiler()
-    except InvalidCxxCompiler:
+    except (InvalidCxxCompiler, OSError):  # none of that name, or no program
         return False
     return True
+
+
+def compiler_name() -> str:
+    """What Inductor calls to compile C++."""
+    known: Any = inductor_config.cpp.cxx
+    return known if isinstance(known, str) else str(known[-1])
 
 
 def compiled_by_torch(
