@@ -156,6 +156,29 @@ def test_sizes_that_the_model_refuses_are_not_looked_at(caplog):
         find_fit(source, budget="1MiB", vary=Vary(name="length"), check=False)
 
 
+def only(takes):
+    """`make` for sizes that are taken."""
+
+    def factory(size):
+        if not takes(size):
+            raise ValueError("not for me")
+        return make(size)
+
+    return factory
+
+
+def test_an_answer_that_the_factory_refuses_is_an_error_that_says_what_to_do(budget_bytes):
+    with pytest.raises(lowtide.TargetError, match=r"batch size \d+ is refused.*not for me.*multiple_of"):
+        lowtide.fit(only(lambda size: size % 2 == 0), budget=budget_bytes)
+
+
+def test_where_the_next_size_is_refused_the_answer_is_not_lost(budget_bytes):
+    found = lowtide.fit(only(lambda size: size != 38), budget=budget_bytes)
+    plain, planned = found.checks
+    assert found.largest_plain == 37 and planned.exact
+    assert plain.measured_peak_bytes is None and "not for me" in plain.reason
+
+
 class Attends(nn.Module):
     """Holds squares of its length."""
 

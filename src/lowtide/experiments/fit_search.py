@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import count
 from math import inf
 
-from lowtide.errors import CannotMoveToFreshProcess, CaptureError, TargetError
+from lowtide.errors import CannotMoveToFreshProcess, CaptureError, FreshProcessError, TargetError
 from lowtide.experiments.between import peak_from, with_ways_of
 from lowtide.experiments.fit_records import Check, Fit, FitRow, Vary
 from lowtide.experiments.guess import last_within
@@ -59,9 +59,7 @@ class Search:
     def answer(self, *, check: bool) -> Fit:
         self.sizes.least_bytes = self.budget_bytes // LEAST_SHARE
         self.begin()
-        largest_plain = self.largest(
-            lambda probe: probe.fits_plain, self.sizes.peak_bytes, self.plain_on_paper
-        )
+        largest_plain = self.largest_plain(captured=check)
         largest = self.largest_with_a_plan(largest_plain, captured=check)
         smallest = self.sizes.looks[min(self.sizes.looks)].profile
         return Fit(
@@ -171,6 +169,14 @@ class Search:
                 does_fit = size in looks and fits(self.probe(size))
             low, high = (size, high) if does_fit else (low, size)
         raise AssertionError
+
+    def largest_plain(self, *, captured: bool) -> int:
+        """As `largest`. It is `captured`, if asked: paper does not know whether the model takes it."""
+        while True:
+            size = self.largest(lambda probe: probe.fits_plain, self.sizes.peak_bytes, self.plain_on_paper)
+            if not size or not captured or size in self.sizes.captured:
+                return size
+            self.sizes.capture(size)
 
     def largest_with_a_plan(self, largest_plain: int, *, captured: bool) -> int:
         """As `largest`. Where it is larger than without a plan, it is looked at; and `captured`, if asked."""
@@ -343,10 +349,9 @@ class Search:
         reason = why_not(step, peak_bytes=peak_bytes)
         if reason:
             return replace(predicted, reason=f"{TOO_SMALL} {reason}")
-        source = self.sizes.source(size)
         try:
-            found = run_plain(source, predicted=peak_bytes, timed_runs=0)
-        except CannotMoveToFreshProcess as error:
+            found = run_plain(self.sizes.source(size), predicted=peak_bytes, timed_runs=0)
+        except (TargetError, FreshProcessError) as error:
             return replace(predicted, reason=str(error))
         return replace(predicted, measured_peak_bytes=found.measured_peak_bytes)
 

@@ -44,6 +44,7 @@ MOST_ERROR = 0.01
 """Paper that is further off than this share tells nothing."""
 LEAST_SHARE = 100
 """What an op should hold inside, as a part of the budget, to be asked what it does."""
+SOME_TAKEN = "If only some are taken, say which they are multiples of (multiple_of, --multiple-of)"
 
 Source = TargetSpec | Target
 Profiler = Callable[[Source], Profile]
@@ -96,7 +97,8 @@ class Sizes:
     def capture(self, size: int) -> None:
         """Capture one size and measure its ops, or scale what was measured of the first size.
 
-        One that is `refused`, and larger than all captured ones, is the end of what can be looked at.
+        One that is `refused`, and larger than all captured ones, is the end of what can be looked at; a
+        smaller one is an error.
         """
         if size in self.looks and self.looks[size].captured:
             return
@@ -105,14 +107,19 @@ class Sizes:
             with self.working(f"{self.vary.name} {size}"), in_a_hurry(hurry):
                 found = self.profile(self.source(size))
         except (CaptureError, TargetError) as error:
-            if size < max(self.captured, default=size + 1):
+            if not self.captured:
                 raise
+            words, larger = str(error).rstrip("."), max(self.captured)
+            if size < larger:
+                raise type(error)(
+                    f"{self.vary.name} {size} is refused and {larger} is not: {words}. {SOME_TAKEN}"
+                ) from error
             logger.warning(
-                "no %s from %s on is looked at, since that one is refused: %s. If only some are taken, say "
-                "which they are multiples of",
+                "no %s from %s on is looked at, since that one is refused: %s. %s",
                 self.vary.name,
                 size,
-                str(error).rstrip("."),
+                words,
+                SOME_TAKEN,
             )
             self.refused.add(size)
             return
