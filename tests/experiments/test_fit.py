@@ -211,6 +211,19 @@ def test_where_bytes_are_squares_no_size_is_captured_that_is_far_too_large():
     assert bound > budget_bytes
 
 
+def test_a_factory_whose_argument_is_a_length_shows_how_bytes_grow():
+    """Where bytes are squares, a line through two large sizes told a size with 20 times the budget."""
+    budget_bytes = 4_000_000
+    found = lowtide.fit(
+        lambda length: (Attends(), torch.randn(length, WIDTH)), budget=budget_bytes, check=False
+    )
+    peaks = [
+        lowtide.profile(Attends(), torch.randn(length, WIDTH)).peak_bytes
+        for length in (found.largest_plain, found.largest_plain + 1)
+    ]
+    assert peaks[0] <= budget_bytes < peaks[1]
+
+
 def test_nothing_fits():
     found = lowtide.fit(make, budget=1000, check=False)
     assert (found.largest_plain, found.largest, found.rows) == (0, 0, ()) and found.fastest is None

@@ -7,7 +7,7 @@ length of sequences (attention) and in the height of images. Where something is,
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil, lcm
+from math import ceil, lcm, log
 from operator import mul
 
 import numpy as np
@@ -18,6 +18,9 @@ from lowtide.planning.simulate import Bytes
 APART = Fraction(1, 10)
 """Captured sizes nearer to each other than this share are not drawn a line through: it would magnify what
 is rounded."""
+
+MOST_ABOVE = 0.75
+"""How much faster than by a power values may seem to grow: those that padding is cut from do."""
 
 
 Form = tuple[object, ...]
@@ -101,6 +104,18 @@ def form_of(step: Step) -> Form:
     """Not the ways to bring values back: some pay for large values alone, so that small sizes lack them."""
     nodes = ((node.op, node.reads, node.holds, node.makes, node.on_demand) for node in step.nodes)
     return (len(step.storages), *nodes)
+
+
+def degree_shown(degree: int, steps: Mapping[int, Step], *, least_bytes: float) -> int:
+    """`degree`, or the power by which values of `least_bytes` or more grow from the one size to the other, if
+    that is higher. The steps have the same ops."""
+    small, large = sorted(steps)
+    pairs = zip(steps[small].storages, steps[large].storages, strict=True)
+    growths = [
+        there.nbytes / here.nbytes for here, there in pairs if here.nbytes and there.nbytes >= least_bytes
+    ]
+    shown = log(max([1.0, *growths])) / log(large / small)
+    return round(shown) if shown > degree + MOST_ABOVE else degree
 
 
 def weights(size: int, sizes: Sequence[int]) -> list[Fraction]:

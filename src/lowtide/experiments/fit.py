@@ -58,8 +58,8 @@ def fit(
     plan was found for, and `no_plan_above` says how much further anybody could go. It is taken for granted
     that a larger size needs more memory. With `check`, the largest size with its plan, and the first one that
     does not fit without, are then trained for a few steps, if this machine can hold them. Only multiples of
-    `multiple_of` up to `most` are looked at; say it where a model does not take all sizes. A list of budgets gives a list, and what is captured serves all
-    of them.
+    `multiple_of` up to `most` are looked at; say it where a model does not take all sizes. A list of budgets
+    gives a list, and what is captured serves all of them.
     """
     found = find_fits(
         lambda size: call_factory(factory, _name(factory), batch_size=size, seed=seed),

@@ -90,17 +90,17 @@ class Search:
         if not sizes.looks:
             self._capture_first(min(FIRST * unit, self.most))
         while (
-            not (sizes.tells(beyond) and len(sizes.captured) > self.vary.degree)
+            not (sizes.tells(beyond) and len(sizes.captured) > sizes.degree)
             and len(sizes.captured) < MOST_FIRST
             and self.most not in sizes.captured
         ):
             sizes.capture(self._next_to_capture())
-        if self.vary.degree > 1 and len(sizes.captured) <= MOST_FIRST:
+        if self.sizes.degree > 1 and len(sizes.captured) <= MOST_FIRST:
             self._capture_large(beyond)
 
     def _capture_large(self, beyond: int) -> None:
         """About the largest size that should fit with a plan, where that is not near to those captured."""
-        if len(self.sizes.told_from(beyond)) <= self.vary.degree:
+        if len(self.sizes.told_from(beyond)) <= self.sizes.degree:
             return
         guess = self._guess(0, beyond, self._proven_bytes)
         if guess and self.sizes.is_apart(guess):

@@ -17,6 +17,7 @@ from lowtide.errors import CaptureError, TargetError
 from lowtide.experiments.between import (
     APART,
     Form,
+    degree_shown,
     form_of,
     peak_from,
     scaled,
@@ -76,6 +77,8 @@ class Sizes:
     refused: set[int] = field(default_factory=set)
     version: int = 0
     """how often something new was learnt: what was told before is told anew then"""
+    degree: int = 1
+    """that of the polynomial by which bytes grow: as told, or more where captured sizes show it"""
     _forms: list[Form] = field(default_factory=list)
     _timed: dict[str, OpCost] = field(default_factory=dict)
     _known: Known | None = None
@@ -83,6 +86,9 @@ class Sizes:
     _papers: dict[tuple[int, int], Step] = field(default_factory=dict)
     _margin: tuple[int, float] = (-1, inf)
     _far: Bounds | None = None
+
+    def __post_init__(self) -> None:
+        self.degree = self.vary.degree
 
     @property
     def most(self) -> int:
@@ -145,12 +151,23 @@ class Sizes:
         self.looks[size] = Look(profile=profile, captured=captured, form=self._forms.index(form))
         self.version += 1
         self._papers.clear()
+        if captured:
+            self._learn_degree(size)
+
+    def _learn_degree(self, size: int) -> None:
+        """From sizes with the same ops: nobody said what a factory does with its argument."""
+        for other, look in self.captured.items():
+            small, large = sorted((size, other))
+            if look.form == self.looks[size].form and large >= 2 * small:
+                steps = {one: self.looks[one].profile.step for one in (small, large)}
+                least_bytes = MOST_ERROR * self.looks[large].profile.peak_bytes
+                self.degree = degree_shown(self.degree, steps, least_bytes=least_bytes)
 
     def _measured_on_paper(self, size: int) -> Step | None:
         captured = self.captured
         chosen = self._alike(size, captured)
         known = {one: found for one in chosen if (found := captured[one].profile.known) is not None}
-        if len(known) <= self.vary.degree or not self._is_steady(min(chosen)):
+        if len(known) <= self.degree or not self._is_steady(min(chosen)):
             return None
         if not self._agrees(min(captured, key=lambda one: (abs(one - size), one)), chosen):
             return None
@@ -177,7 +194,7 @@ class Sizes:
 
     def _alike(self, size: int, looks: dict[int, Look]) -> list[int]:
         forms = {other: look.form for other, look in looks.items()}
-        return sizes_alike(size, forms, degree=self.vary.degree)
+        return sizes_alike(size, forms, degree=self.degree)
 
     def may_be_refused(self, size: int) -> bool:
         """Whether the model may take no size as large as that: one was refused, and it is above those
@@ -248,7 +265,7 @@ class Sizes:
         """The same from one size alone, and one that is guessed from it: all that grows is taken to grow as
         fast as anything may, so that too small a size is captured, and not too large a one."""
         [(only, look)] = self.looks.items()
-        degree, far = self.vary.degree, FAR * only
+        degree, far = self.degree, FAR * only
         if self._far is None:
             self._far = Bounds(make_table(scaled(look.profile.step, Fraction(FAR) ** degree)))
         return _floor_from(size**degree, {only**degree: look.profile.bounds, far**degree: self._far})
@@ -263,7 +280,7 @@ class Sizes:
 
     def _error(self) -> float:
         between = sorted(self.looks)[1:-1]
-        if len(between) < self.vary.degree:
+        if len(between) < self.degree:
             return inf
         errors = []
         for size in between:
