@@ -110,6 +110,8 @@ def _status(piece: dict[str, Any] | None) -> str:
     if piece is None:
         return "**not run**"
     took = "run in parts" if piece["seconds"] is None else f"{piece['seconds']} s"
+    if isinstance(piece["data"], dict) and not piece["data"].get("finished", True):
+        took = "**stopped before its end**"
     return f"{took}, {piece['date']}"
 
 
