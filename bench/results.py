@@ -16,6 +16,7 @@ import json
 import shlex
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from results_page import Piece, render_page
 from results_pictures import draw
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = (f"{sysconfig.get_path('purelib')}/", f"{ROOT / 'src'}/")
+"""Where sources of models lie on this machine, which is no matter of the page's."""
 FINISHED = (0, 3, 4)
 """Exit codes of commands that found something out: done, does not fit, results differ."""
 
@@ -101,7 +104,10 @@ def run(piece: Piece, folder: Path) -> bool:
         print(f"{piece.name}: failed with exit code {done.returncode}", file=sys.stderr)
         return False
     seconds = None if in_parts else round(time.perf_counter() - start)
-    found = {"command": piece.command, "date": today(), "seconds": seconds, "data": json.loads(done.stdout)}
+    said = done.stdout
+    for here in FOLDERS:
+        said = said.replace(here, "")
+    found = {"command": piece.command, "date": today(), "seconds": seconds, "data": json.loads(said)}
     write_atomic(piece.path(folder), json.dumps(found))
     return True
 
