@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -13,6 +14,7 @@ from lowtide.capture.graphs import user_tensors
 from lowtide.capture.loop import Loop, Loss, Optimizers
 from lowtide.capture.on_paper import Paper, on_paper
 from lowtide.capture.step import Captured, capture
+from lowtide.checking.train_step import autocast_here, device_of
 from lowtide.checking.verification import Verification
 from lowtide.checking.verification import verify as verify_target
 from lowtide.distributed.agreement import plan_together
@@ -325,7 +327,8 @@ def verify(
 
     Works on copies in fresh processes; the model here is not trained. Where the model cannot be sent
     to another process, copies in this one are used and `fresh_process` is False. Of a
-    DistributedDataParallel the model inside is verified, in one process and without buckets.
+    DistributedDataParallel the model inside is verified, in one process and without buckets. Called inside of
+    a block of autocast, every forward pass that is compared runs in such a block.
     """
     model = ddp.unwrapped(model)
     if units_of(model):
@@ -333,12 +336,12 @@ def verify(
             "a sharded model cannot be copied into a fresh process: verify the model before fully_shard, or "
             "train the sharded one with and without its plan and compare"
         )
-    applied = runner_of(model)
+    applied, device = runner_of(model), device_of(model, batch)
+    target = Target(type(model).__name__, model, batch, as_one(optimizer), loss, within=autocast_here(device))
     remove(model)
     try:
-        return verify_target(
-            Target(type(model).__name__, model, batch, as_one(optimizer), loss), plan, timed_runs=timed_runs
-        )
+        with torch.autocast(device.type, enabled=False):
+            return verify_target(target, plan, timed_runs=timed_runs)
     finally:
         if applied is not None:
             attach(model, applied)

@@ -68,6 +68,18 @@ def test_equal_results_are_found_equal(planned: tuple[Target, Plan]) -> None:
     assert {decision.method for decision in planned[1].decisions} >= {"mask", "again"}
 
 
+def test_a_plan_made_under_autocast_is_verified_there() -> None:
+    source = target(Trained())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = profile(source.model, source.batch, optimizer=source.optimizer)
+        plan = found.plan((found.peak_bytes + found.floor_bytes) // 2)
+        result = lowtide.verify(source.model, source.batch, plan, optimizer=source.optimizer, timed_runs=1)
+    assert result.exact and result.fresh_process and result.fits
+    assert abs(result.measured_peak_bytes / plan.peak_bytes - 1) < 0.01
+    with pytest.raises(PlanMismatch, match="such as autocast"):
+        lowtide.verify(source.model, source.batch, plan, optimizer=source.optimizer, timed_runs=0)
+
+
 def _redraw(value: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
     return value * torch.empty_like(value).bernoulli_(1 - probability) / (1 - probability)
 
@@ -247,7 +259,7 @@ def test_a_plan_for_other_code_is_refused(planned: tuple[Target, Plan]) -> None:
     changed = copy.deepcopy(source.model)
     changed.drop = nn.Dropout(0.1)
     other = Target("model", changed, source.batch, torch.optim.Adam(changed.parameters()))
-    with pytest.raises(PlanMismatch, match="another graph: the model's code or settings changed"):
+    with pytest.raises(PlanMismatch, match="another graph: the model's code or settings, such"):
         compare(source=other, solution=solution_to_dict(plan.solution), timed_runs=0)
 
 

@@ -135,7 +135,7 @@ def _check_graphs(target: Target, solution: dict[str, Any]) -> None:
     ran = {segment.fingerprint for segment, _, _ in runner.backend.graphs}
     if not ran & {graph.fingerprint for graph in solution_from_dict(solution).graphs}:
         raise PlanMismatch(
-            "this plan is for another graph: the model's code or settings changed since it was made. "
+            "this plan is for another graph: the model's code or settings, such as autocast, changed since. "
             "Profile and plan again"
         )
 
@@ -175,7 +175,8 @@ def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.
     """Everything that one step after the other leaves behind, by name; None gradients are left out."""
     start.restore()
     for _ in range(steps):
-        loss = loss_of(call(target.model, target.batch), target.loss)
+        with target.within():
+            loss = loss_of(call(target.model, target.batch), target.loss)
         loss.backward()  # type: ignore[no-untyped-call]
         seen = {"loss": loss.detach()}
         for name, parameter in target.model.named_parameters():
@@ -267,7 +268,7 @@ def _time(target: Target, runs: int) -> dict[str, Timing]:
     assert runner is not None
 
     def step() -> object:
-        return train_step(model, target.batch, target.optimizer, target.loss)
+        return train_step(model, target.batch, target.optimizer, target.loss, within=target.within)
 
     def eager() -> object:
         remove(model)  # with all that watches and steps for the plan

@@ -148,4 +148,11 @@ def _measure(target: Target, *, resident: bool) -> Measured:
 
 
 def _step(target: Target) -> None:
-    train_step(target.model, target.batch, target.optimizer, target.loss, holds_outputs=target.holds_outputs)
+    train_step(
+        target.model,
+        target.batch,
+        target.optimizer,
+        target.loss,
+        holds_outputs=target.holds_outputs,
+        within=target.within,
+    )

@@ -1,5 +1,8 @@
 """The canonical training step, and the bytes that are there before it starts."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +19,18 @@ def train_step(
     loss: Loss | None = None,
     *,
     holds_outputs: bool = True,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> torch.Tensor:
     """Forward, loss, backward, optimizer step, gradients dropped. Returns the loss, detached.
 
     The model's output is held to the end, as in a loop that logs it, unless told otherwise.
+    Forward pass and loss run inside of what `within` makes.
     Gradients are expected to be None at the start. A dict is passed as keywords, a tuple or list as
     positional arguments.
     """
-    output = call(model, batch)
-    value = loss_of(output, loss)
+    with within():
+        output = call(model, batch)
+        value = loss_of(output, loss)
     if not holds_outputs:
         del output
     value.backward()  # type: ignore[no-untyped-call]
@@ -33,6 +39,14 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
     model.zero_grad(set_to_none=True)
     return value.detach()
+
+
+def autocast_here(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes blocks of autocast like the one that is on here, one for each forward pass; none without."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext
+    dtype, cached = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
+    return partial(torch.autocast, device.type, dtype, cache_enabled=cached)
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> int:

@@ -12,7 +12,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class Target:
     """What a training step is made of. `batch`: a tensor or tuple (positional) or a dict (keywords).
 
-    `holds_outputs`: whether its loop holds what the model returns, besides the loss, to the end.
+    `holds_outputs`: whether its loop holds what the model returns, besides the loss, to the end. `within`
+    makes what each forward pass runs in, such as a block of autocast.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Target:
     optimizer: "torch.optim.Optimizer | None" = None
     loss: "Loss | None" = None
     holds_outputs: bool = True
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
