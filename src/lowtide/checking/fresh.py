@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError
+from lowtide.facts.files import temporary_folder
 from lowtide.facts.units import size_and_bytes
 
 LITTLE_BYTES = 1 << 20
@@ -58,20 +58,6 @@ def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **
         return reply["result"]
     kind = CannotMoveToFreshProcess if reply["while_loading"] else FreshProcessError
     raise kind(reply["message"], kind=reply["kind"], details=f"{printed}{reply['traceback']}")
-
-
-@contextmanager
-def temporary_folder() -> Iterator[str]:
-    """A folder that is gone afterwards, where Python puts temporary files."""
-    try:
-        made = tempfile.TemporaryDirectory(prefix="lowtide-")
-    except OSError as error:
-        raise FreshProcessError(
-            f"no folder for temporary files can be written ({error.strerror}): set TMPDIR to one that can",
-            kind=type(error).__name__,
-        ) from error
-    with made as folder:
-        yield folder
 
 
 def _write(request: Path, arguments: Mapping[str, Any]) -> None:

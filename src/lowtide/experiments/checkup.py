@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from torch import device
 
 from lowtide import api
-from lowtide.checking.fresh import temporary_folder
 from lowtide.checking.verification import Verification
 from lowtide.facts import Action, Link, Step
+from lowtide.facts.files import temporary_folder
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
 from lowtide.profiling.device import device_for

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lowtide.errors import LowtideError
 from lowtide.experiments.machine import available_bytes
+from lowtide.facts.files import temporary_folder
 from lowtide.facts.units import format_size
 
 LITTLE_BYTES = 2 << 30
@@ -83,14 +84,9 @@ def costs() -> str:
 
 
 def temporary_files() -> str:
-    try:
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made).parent
-            free_bytes = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise LowtideError(
-            f"no folder for temporary files can be written ({error.strerror}): set TMPDIR to one that can"
-        ) from error
+    with temporary_folder() as made:
+        folder = Path(made).parent
+        free_bytes = shutil.disk_usage(folder).free
     text = f"{folder}, {format_size(free_bytes)} free"
     if free_bytes < LITTLE_ROOM_BYTES:
         return Note(

@@ -1,11 +1,13 @@
 """Write files so that an interrupted command leaves the old file or the new one, never half of one; and where
-to keep what can be made again."""
+to keep what can be made again, or is needed for a while."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
-from lowtide.errors import LowtideError
+from lowtide.errors import FreshProcessError, LowtideError
 
 
 def cache_folder() -> Path:
@@ -18,6 +20,20 @@ def cache_folder() -> Path:
         raise LowtideError(
             "there is no home folder to keep files in: set XDG_CACHE_HOME to a folder that can be written"
         ) from error
+
+
+@contextmanager
+def temporary_folder() -> Iterator[str]:
+    """A folder that is gone afterwards, where Python puts temporary files."""
+    try:
+        made = TemporaryDirectory(prefix="lowtide-")
+    except OSError as error:
+        raise FreshProcessError(
+            f"no folder for temporary files can be written ({error.strerror}): set TMPDIR to one that can",
+            kind=type(error).__name__,
+        ) from error
+    with made as folder:
+        yield folder
 
 
 def write_atomic(path: Path, content: str | bytes) -> Path:
