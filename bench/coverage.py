@@ -72,10 +72,10 @@ def run(case: Case, *, limit_seconds: float) -> Outcome:
 def work(name: str, send: Connection) -> None:
     """The child's job."""
     from coverage_cases.examine import examine
-    from lowtide.profiling import ops
+    from lowtide.profiling import op_costs
 
     # On a busy machine, ops wait for quiet moments to be timed in; the table is not about their times.
-    ops._PATIENCE_SECONDS = 1.0
+    op_costs._PATIENCE_SECONDS = 1.0
     send.send(examine(find_case(name)))
 
 

@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.checking.peak import peak_above_start
-from lowtide.checking.train_step import static_bytes, train_step
-from lowtide.running import backend
+from lowtide.runtime import backend
+from lowtide.verification.peak import peak_above_start
+from lowtide.verification.train_step import static_bytes, train_step
 from lowtide.zoo.targets import TargetSpec
 
 Row = dict[str, Any]

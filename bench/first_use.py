@@ -52,7 +52,7 @@ def load(target: str, *, more: int = 0) -> Any:
 
 
 def train(model: Any, loaded: Any, optimizer: Any = None) -> None:
-    from lowtide.torchside.batch import call, loss_of
+    from lowtide.trace.model_call import call, loss_of
 
     loss_of(call(model, loaded.batch), loaded.loss).backward()
     if optimizer is not None:

@@ -26,11 +26,11 @@ from torch import multiprocessing, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lowtide
-from lowtide.capture.on_paper import blocks_of
-from lowtide.checking.peak import peak_above_start
-from lowtide.checking.train_step import static_bytes, train_step
-from lowtide.running.apply import plan_of_model
-from lowtide.torchside.sharded import local
+from lowtide.parallel.simulated_sharding import blocks_of
+from lowtide.runtime.apply import plan_of_model
+from lowtide.torch_compat.fsdp2 import local
+from lowtide.verification.peak import peak_above_start
+from lowtide.verification.train_step import static_bytes, train_step
 from lowtide.zoo.targets import Target, TargetSpec
 
 Row = dict[str, Any]

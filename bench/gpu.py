@@ -50,7 +50,7 @@ def predicted(row: Published, batch_size: int) -> Reserved:
     forward_bytes = max(
         held
         for run, held in zip(timeline.runs, timeline.bytes_held, strict=True)
-        if step.nodes[run.node].region is Region.FORWARD
+        if step.nodes[run.rank].region is Region.FORWARD
     )
     peak_bytes = max(profile.peak_bytes, forward_bytes + row.left_mib(batch_size) * MIB)
     return Reserved(int(peak_bytes), reserved_for(as_eager(step), timeline).reserved_bytes)

@@ -14,9 +14,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import lowtide
-from lowtide.checking.peak import peak_above_start
-from lowtide.checking.train_step import static_bytes
-from lowtide.running.runner import runner_of
+from lowtide.runtime.runner import runner_of
+from lowtide.verification.peak import peak_above_start
+from lowtide.verification.train_step import static_bytes
 
 VOCABULARY, BATCH_SIZE, SHORTEST = 1000, 8, 16
 

@@ -13,13 +13,13 @@ from typing import Any
 from unittest import mock
 
 import lowtide
-from lowtide.checking.clock import time_steps
-from lowtide.checking.comparison import Start, _differences, planned, record
-from lowtide.checking.fresh import run_fresh
-from lowtide.checking.peak import peak_above_start
-from lowtide.checking.train_step import device_of, static_bytes, train_step
 from lowtide.facts.serial import solution_to_dict
-from lowtide.stores import disk
+from lowtide.offload import disk_store
+from lowtide.verification.comparison import Start, _differences, planned, record
+from lowtide.verification.fresh_process import run_fresh
+from lowtide.verification.measure_step import time_steps
+from lowtide.verification.peak import peak_above_start
+from lowtide.verification.train_step import device_of, static_bytes, train_step
 from lowtide.zoo.targets import Target, TargetSpec
 
 STEPS = 2
@@ -104,14 +104,14 @@ def _step(target: Target, holds_outputs: bool) -> Callable[[], object]:
 def _waits() -> Iterator[list[float]]:
     """How long each transfer was waited for."""
     waits: list[float] = []
-    wait = disk._Copy.wait
+    wait = disk_store._Copy.wait
 
-    def timed(copy: disk._Copy) -> None:
+    def timed(copy: disk_store._Copy) -> None:
         begin = time.perf_counter()
         wait(copy)
         waits.append(time.perf_counter() - begin)
 
-    with mock.patch.object(disk._Copy, "wait", timed):
+    with mock.patch.object(disk_store._Copy, "wait", timed):
         yield waits
 
 

@@ -4,7 +4,7 @@ import csv
 from datetime import date
 from pathlib import Path
 
-from lowtide.cli.pages import environment
+from lowtide.cli.output_files import environment
 
 Row = dict[str, str]
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide import api
-from lowtide.facts.units import format_size
 from lowtide.measure import measure_step
+from lowtide.units import format_size
 from lowtide.zoo import find_entry
 from lowtide.zoo.targets import TargetSpec
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts.serial import load_step
-from lowtide.facts.units import format_size
-from lowtide.planning.planner import Desk
+from lowtide.planning.planner import Planner
+from lowtide.units import format_size
 
 SHARES = (80, 60, 50, 40)
 PLANNERS = ("mu-two", "auto", "every-block", "sqrt")
 
 
 def rows(path: Path) -> list[dict[str, object]]:
-    desk = Desk(load_step(path))
+    desk = Planner(load_step(path))
     start = time.perf_counter()
     floor = desk.floor()
     planning_seconds = time.perf_counter() - start

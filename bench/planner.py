@@ -21,7 +21,7 @@ from random import Random
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts.serial import load_step
 from lowtide.planning.abstract import AbstractGraph, load_graph, solve_graph
-from lowtide.planning.planner import Desk
+from lowtide.planning.planner import Planner
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
 
@@ -42,7 +42,7 @@ def steps(paths: list[str]) -> None:
     def rows() -> Iterator[tuple[object, ...]]:
         for path in paths:
             start = time.process_time()
-            desk = Desk(load_step(path))
+            desk = Planner(load_step(path))
             static, peak = desk.table.static_bytes, desk.plain.peak_bytes
             cells = [_cell(desk, static + (peak - static) * share // 100) for share in SHARES]
             floor = 100 * (desk.floor().floor_bytes - static) / (peak - static)
@@ -61,7 +61,7 @@ def curve(paths: list[str]) -> None:
         for path in paths:
             step = load_step(path)
             start = time.process_time()
-            desk = Desk(step)
+            desk = Planner(step)
             static, peak = desk.table.static_bytes, desk.plain.peak_bytes
             _cell(desk, static + (peak - static) * 60 // 100)
             one = time.process_time() - start
@@ -76,7 +76,7 @@ def curve(paths: list[str]) -> None:
     show(("step", "nodes", "one budget", "50 budgets"), rows())
 
 
-def _cell(desk: Desk, budget_bytes: int) -> str:
+def _cell(desk: Planner, budget_bytes: int) -> str:
     try:
         found = desk.solve(budget_bytes=budget_bytes)
     except BudgetTooSmall:
@@ -152,7 +152,7 @@ def _small_row(words: str, count: int, kind: dict[str, bool]) -> tuple[object, .
     plans = optimal = refused = wrong_bounds = tight = floors = proven = 0
     for seed in range(count):
         step = random_step(Random(seed), **kind)
-        desk = Desk(step)
+        desk = Planner(step)
         low, high = least_peak(step), desk.plain.peak_bytes
         floors += 1
         proven += desk.bounds.floor_bytes == low
@@ -178,7 +178,7 @@ def layers(counts: list[str]) -> None:
         for count in map(int, counts):
             step = transformer(layers=count)
             start = time.process_time()
-            desk = Desk(step)
+            desk = Planner(step)
             static, peak = desk.table.static_bytes, desk.plain.peak_bytes
             cell = _cell(desk, static + (peak - static) * 60 // 100)
             yield count, len(step.nodes), cell, f"{time.process_time() - start:.1f}"

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import lowtide
-from lowtide.checking.verification import verify
+from lowtide.verification.verify_plan import verify
 from lowtide.zoo.targets import TargetSpec
 
 COLUMNS = (

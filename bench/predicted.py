@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import lowtide
-from lowtide.checking.train_step import train_step
-from lowtide.running.runner import Runner, attach, remove, runner_of
+from lowtide.runtime.runner import Runner, attach, remove, runner_of
+from lowtide.verification.train_step import train_step
 from lowtide.zoo.targets import Target, TargetSpec
 
 COLUMNS = (

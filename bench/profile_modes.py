@@ -21,10 +21,10 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 
-from lowtide.profiling.interpreter import GraphProfiler
-from lowtide.profiling.ops import profile_calls
+from lowtide.ops.calls import Call, call_of, signature, target_name
+from lowtide.profiling.op_costs import profile_calls
+from lowtide.profiling.whole_run import GraphProfiler
 from lowtide.profiling.work import fresh_storages
-from lowtide.torchside.calls import Call, call_of, signature, target_name
 from lowtide.zoo.targets import Target, load_target
 
 DEFAULT_TARGETS = ("transformer:8", "bert-base:4", "vit:2", "unet:2", "resnet152:4")

@@ -8,11 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lowtide.cli.pages import environment
+from lowtide.cli.output_files import environment
 from lowtide.facts import Kind
-from lowtide.report.palette import LABELS
-from lowtide.report.records import with_why
-from lowtide.report.words import duration, percent, size
+from lowtide.report.results import with_why
+from lowtide.report.style import LABELS, duration, percent, size
 
 MIB = 2**20
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowtide.experiments.sweep import row_from_dict
+from lowtide.experiments.sweep_rows import row_from_dict
 from lowtide.report.plots import write_plots
-from lowtide.report.records import CompareRow, Results
+from lowtide.report.results import CompareRow, Results
 from results_page import Piece
 
 CAPTIONS = {

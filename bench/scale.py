@@ -20,17 +20,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lowtide.capture.analyse import analyse
-from lowtide.capture.on_paper import on_paper
-from lowtide.capture.step import captured_step, with_costs
-from lowtide.capture.trace import trace
+from lowtide.analyze.captured_step import captured_step, with_costs
+from lowtide.analyze.graph_facts import analyse
 from lowtide.facts import Step
 from lowtide.facts.sizes import parse_size
-from lowtide.facts.units import format_size
-from lowtide.planning.tied import TiedDesk
+from lowtide.ops.calls import Call, signature
+from lowtide.parallel.simulated_sharding import simulate_sharding
+from lowtide.planning.repeated_graphs import RepeatedGraphsPlanner
 from lowtide.profiling.work import visible_work_of
-from lowtide.torchside.calls import Call, signature
-from lowtide.torchside.hooks import FakeTensorMode
+from lowtide.torch_compat.hooks import FakeTensorMode
+from lowtide.trace.trace_model import trace
+from lowtide.units import format_size
 
 FLOPS_PER_SECOND = 400e12
 BYTES_PER_SECOND = 3e12
@@ -102,7 +102,7 @@ def set_default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def desks(size: Size, *, batch: int, length: int, ranks: list[int]) -> dict[int, TiedDesk]:
+def desks(size: Size, *, batch: int, length: int, ranks: list[int]) -> dict[int, RepeatedGraphsPlanner]:
     """What plans the step of one process, for each number of processes; the graphs are captured once."""
     with FakeTensorMode(), set_default_dtype(torch.bfloat16):
         model = Gpt(size, length)
@@ -110,19 +110,19 @@ def desks(size: Size, *, batch: int, length: int, ranks: list[int]) -> dict[int,
         args = (tokens[0].clone(), tokens[1].clone())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     papers = {
-        number: on_paper(
+        number: simulate_sharding(
             model, ranks=number, stored_dtype=torch.float32, reduce_dtype=torch.float32, backend="nccl"
         )
         for number in ranks
     }
-    traced = trace(model, args, {}, loss=None, paper=papers[ranks[0]])
-    found: dict[int, TiedDesk] = {}
+    traced = trace(model, args, {}, loss=None, simulated=papers[ranks[0]])
+    found: dict[int, RepeatedGraphsPlanner] = {}
     costs: dict[str, tuple[float, int, bool]] = {}
     for number, paper in papers.items():
         own = replace(traced, sharding=paper.sharding)
-        captured = captured_step(analyse(own), own, model, batch=args, optimizer=optimizer, paper=paper)
+        captured = captured_step(analyse(own), own, model, batch=args, optimizer=optimizer, simulated=paper)
         known = {run: _cost(call, costs) for run, call in captured.calls.items()}
-        desk = TiedDesk(with_costs(captured.step, known))
+        desk = RepeatedGraphsPlanner(with_costs(captured.step, known))
         if found:
             desk.__dict__["options"] = next(iter(found.values())).options  # the graphs are the same
         found[number] = desk
@@ -137,7 +137,7 @@ def _cost(call: Call, known: dict[str, tuple[float, int, bool]]) -> tuple[float,
     return known[name]
 
 
-def row(name: str, ranks: int, desk: TiedDesk, budget_bytes: int) -> dict[str, str]:
+def row(name: str, ranks: int, desk: RepeatedGraphsPlanner, budget_bytes: int) -> dict[str, str]:
     step: Step = desk.step
     lowest = desk.floor()
     chosen = desk.pick(budget_bytes)

@@ -21,9 +21,9 @@ from unittest import mock
 import lowtide
 from levers_measure import _step, _waits
 from lowtide.facts.sizes import parse_budget
+from lowtide.offload import disk_store
+from lowtide.planning.offload.offload_planner import OffloadPlanner
 from lowtide.planning.simulate import simulate
-from lowtide.planning.swaps import SwapDesk
-from lowtide.stores import disk
 from lowtide.zoo.targets import TargetSpec
 
 COLUMNS = (
@@ -36,7 +36,7 @@ def slow(bytes_per_second: float) -> Iterator[None]:
     """Let every transfer of a disk take at least as long as at that bandwidth."""
 
     def slowed(run):  # type: ignore[no-untyped-def]
-        def copy(file: disk._File, box: list[memoryview], start: int) -> None:
+        def copy(file: disk_store._File, box: list[memoryview], start: int) -> None:
             begin, nbytes = time.perf_counter(), len(box[0])
             run(file, box, start)
             time.sleep(max(0.0, nbytes / bytes_per_second - (time.perf_counter() - begin)))
@@ -44,8 +44,8 @@ def slow(bytes_per_second: float) -> Iterator[None]:
         return copy
 
     with (
-        mock.patch.object(disk._File, "write", slowed(disk._File.write)),
-        mock.patch.object(disk._File, "read", slowed(disk._File.read)),
+        mock.patch.object(disk_store._File, "write", slowed(disk_store._File.write)),
+        mock.patch.object(disk_store._File, "read", slowed(disk_store._File.read)),
     ):
         yield
 
@@ -61,7 +61,7 @@ def row(spec: TargetSpec, *, mib_per_second: float, budget: str, folder: Path, s
             swap=f"disk:{folder}",
             cache=False,
         )
-        desk = SwapDesk(found.step)
+        desk = OffloadPlanner(found.step)
         budget_bytes = parse_budget(budget, whole=desk.eager_peak_bytes)
         entry = desk.alone.best(budget_bytes)
         if entry is None:

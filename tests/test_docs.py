@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.checking import verification
-from lowtide.cli import exits
+from lowtide.cli import terminal
 from lowtide.errors import CannotMoveToFreshProcess
-from lowtide.experiments import contenders, machine
+from lowtide.experiments import contenders, machine_memory
+from lowtide.verification import verify_plan
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "lowtide"
@@ -64,7 +64,7 @@ def verified_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_fresh(*_: object, **__: object) -> None:
         raise CannotMoveToFreshProcess("not now", kind="")
 
-    monkeypatch.setattr(verification, "run_fresh", run_fresh)
+    monkeypatch.setattr(verify_plan, "run_fresh", run_fresh)
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 ERRORS = {
     error.__name__
-    for module in (lowtide.errors, exits, contenders, machine)
+    for module in (lowtide.errors, terminal, contenders, machine_memory)
     for error in vars(module).values()
     if isinstance(error, type) and issubclass(error, lowtide.LowtideError)
 } | {"BadParameter"}

@@ -28,7 +28,7 @@ def test_the_drawn_tree_is_the_real_one():
     assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in every_kind()}
 
 
-@pytest.mark.parametrize("first", ["lowtide.errors", "lowtide.facts.sizes", "lowtide.facts.units"])
+@pytest.mark.parametrize("first", ["lowtide.errors", "lowtide.facts.sizes", "lowtide.units"])
 def test_errors_and_sizes_can_be_imported_in_any_order(first):
     code = f"import {first}; from lowtide.facts.sizes import BadSize; from lowtide.errors import BadSize as B"
     subprocess.run([sys.executable, "-c", f"{code}; assert B is BadSize"], check=True)

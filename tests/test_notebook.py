@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.checking import verification
 from lowtide.errors import CannotMoveToFreshProcess
+from lowtide.verification import verify_plan
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def test_the_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def stay_here(*_: Any, **__: Any) -> None:
         raise CannotMoveToFreshProcess("a test")
 
-    monkeypatch.setattr(verification, "run_fresh", stay_here)
+    monkeypatch.setattr(verify_plan, "run_fresh", stay_here)
     monkeypatch.chdir(tmp_path)
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     assert all(cell["cell_type"] != "code" or not cell["outputs"] for cell in cells), "saved without outputs"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.torchside.batch import call, loss_of
+from lowtide.trace.model_call import call, loss_of
 
 from .case import Case, Training, adam
 from .shrink import shrunk

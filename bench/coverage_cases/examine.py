@@ -14,10 +14,10 @@ import numpy
 import torch
 
 import lowtide
-from lowtide.checking.peak import peak_above_start
-from lowtide.checking.train_step import static_bytes
-from lowtide.torchside import dynamo
-from lowtide.torchside.batch import tensors_in
+from lowtide.torch_compat import dynamo
+from lowtide.trace.model_call import tensors_in
+from lowtide.verification.peak import peak_above_start
+from lowtide.verification.train_step import static_bytes
 
 from .case import Case, Training
 from .outcome import GOOD, OVER, Outcome

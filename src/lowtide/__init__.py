@@ -22,11 +22,11 @@ from lowtide.errors import (
 
 if TYPE_CHECKING:
     from lowtide.api import checkpoint, profile, verify
-    from lowtide.checking.verification import Verification
     from lowtide.experiments.fit import Fit, fit
     from lowtide.plans import Plan, load_plan
     from lowtide.profiles import Profile, load_profile
-    from lowtide.running.runner import remove
+    from lowtide.runtime.runner import remove
+    from lowtide.verification.verify_plan import Verification
 
 __version__ = "0.2.0"
 
@@ -58,13 +58,13 @@ _HOMES = {
     "Fit": "experiments.fit",
     "Plan": "plans",
     "Profile": "profiles",
-    "Verification": "checking.verification",
+    "Verification": "verification.verify_plan",
     "checkpoint": "api",
     "fit": "experiments.fit",
     "load_plan": "plans",
     "load_profile": "profiles",
     "profile": "api",
-    "remove": "running.runner",
+    "remove": "runtime.runner",
     "verify": "api",
 }
 

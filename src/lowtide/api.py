@@ -10,34 +10,33 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from lowtide import display
-from lowtide.capture.graphs import user_tensors
-from lowtide.capture.loop import Loop, Loss, Optimizers
-from lowtide.capture.on_paper import Paper, on_paper
-from lowtide.capture.step import Captured, capture
-from lowtide.checking.train_step import autocast_here, device_of
-from lowtide.checking.verification import Verification
-from lowtide.checking.verification import verify as verify_target
-from lowtide.distributed.agreement import plan_together
-from lowtide.distributed.buckets import counting_buckets
-from lowtide.distributed.ranks import Ranks, ranks_of
+from lowtide.analyze.captured_step import Captured, capture
 from lowtide.errors import LowtideError
 from lowtide.facts import Step
-from lowtide.facts.devices import GPUS, Gpu
+from lowtide.facts.gpus import GPUS, Gpu
+from lowtide.facts.plan import OffloadTarget, parse_offload
 from lowtide.facts.sizes import parse_size
-from lowtide.facts.swap import SwapTo, parse_swap
+from lowtide.offload import open_store
+from lowtide.optim.joined_optimizers import as_one
+from lowtide.parallel.agreement import plan_together
+from lowtide.parallel.ranks import Ranks, counting_buckets, ranks_of
+from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding
 from lowtide.plans import Plan, load_plan
 from lowtide.profiles import Profile, load_profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
-from lowtide.profiling.link import measure_link
 from lowtide.profiling.roofline import estimated_costs
+from lowtide.profiling.transfer_speed import measure_link
 from lowtide.profiling.whole_run import run_costs
-from lowtide.running.inductor import executor_named
-from lowtide.running.loop_watch import leave
-from lowtide.running.runner import attach, remove, runner_of
-from lowtide.stores import open_store
-from lowtide.torchside import ddp
-from lowtide.torchside.optimizers import as_one
-from lowtide.torchside.sharded import units_of
+from lowtide.runtime.compiled_plans import executor_named
+from lowtide.runtime.loop_observer import leave
+from lowtide.runtime.runner import attach, remove, runner_of
+from lowtide.torch_compat import ddp
+from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.trace.model_call import Loop, Loss, Optimizers
+from lowtide.trace.segments import user_tensors
+from lowtide.verification.train_step import autocast_here, device_of
+from lowtide.verification.verify_plan import Verification
+from lowtide.verification.verify_plan import verify as verify_target
 from lowtide.zoo.targets import Target
 
 __all__ = [
@@ -85,8 +84,8 @@ class _Training:
         return [(name, str(getattr(self, name))) for name in named]
 
     @property
-    def swap_to(self) -> SwapTo | None:
-        return parse_swap(self.swap) if self.swap else None
+    def swap_to(self) -> OffloadTarget | None:
+        return parse_offload(self.swap) if self.swap else None
 
     def check(self, model: nn.Module, ranks: Ranks | None) -> None:
         if not isinstance(model, nn.Module):
@@ -112,7 +111,12 @@ class _Training:
         ddp.check(model)
 
     def capture(
-        self, model: nn.Module, batch: Any, *, paper: Paper | None = None, gpu: Gpu | None = None
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        simulated: SimulatedSharding | None = None,
+        gpu: Gpu | None = None,
     ) -> Captured:
         leave()
         with display.shown() as line:
@@ -126,7 +130,7 @@ class _Training:
                 reserve_bytes=self.reserve_bytes,
                 step_in_backward=self.step_in_backward,
                 holds_outputs=self.holds_outputs,
-                paper=paper,
+                simulated=simulated,
                 swap=self.swap_to is not None,
                 gpu=gpu,
             )
@@ -216,9 +220,9 @@ def profile(
             "(`model.cpu()`), or leave `device` out to measure where they are"
         )
     backend = None if gpu is None else "nccl"
-    paper = None if ranks is None else on_paper(model, ranks=ranks, shard=shard, backend=backend)
+    simulated = None if ranks is None else simulate_sharding(model, ranks=ranks, shard=shard, backend=backend)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
-        captured = training.capture(model, batch, paper=paper, gpu=gpu)
+        captured = training.capture(model, batch, simulated=simulated, gpu=gpu)
         line.stage("measuring its ops")
         count = progress or line.count
         if gpu is not None:

@@ -19,7 +19,7 @@ LowtideError
 `NotApplicable`, `NotEnoughMemory` and `UsageError` live with the code that raises them.
 """
 
-from lowtide.facts.units import size_and_bytes
+from lowtide.units import size_and_bytes
 
 
 class LowtideError(Exception):

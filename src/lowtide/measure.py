@@ -4,8 +4,7 @@
 two independent methods (`peak`), time apart from memory (`clock`), since the first disturbs the second.
 """
 
-from lowtide.checking.clock import Timing
-from lowtide.checking.measure import Measured, measure_here, measure_step
-from lowtide.checking.train_step import static_bytes, train_step
+from lowtide.verification.measure_step import Measured, Timing, measure_here, measure_step
+from lowtide.verification.train_step import static_bytes, train_step
 
 __all__ = ["Measured", "Timing", "measure_here", "measure_step", "static_bytes", "train_step"]

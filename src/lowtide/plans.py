@@ -6,26 +6,24 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import PlanMismatch
 from lowtide.facts import Action, Decision, Solution, Step
-from lowtide.facts.devices import gpu_behind
 from lowtide.facts.files import write_atomic
+from lowtide.facts.gpus import gpu_behind
 from lowtide.facts.serial import load_json, save_json, solution_from_dict, solution_to_dict
-from lowtide.facts.units import format_size
 from lowtide.planning.activations import activations
 from lowtide.planning.schedules import eager_timeline
 from lowtide.planning.simulate import Timeline, simulate
-from lowtide.report.environment import environment_here
-from lowtide.report.notebook import card, timeline_svg
-from lowtide.report.records import Measurement
-from lowtide.report.summary import as_text, plan_rows
+from lowtide.report.notebook import as_text, card, plan_rows, timeline_svg
+from lowtide.report.results import Measurement, environment_here
+from lowtide.units import format_size
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from lowtide.capture.loop import Loop, Optimizers
-    from lowtide.capture.traced import TracedModel
     from lowtide.profiling.costing import Known
-    from lowtide.running.executor import Executor
+    from lowtide.runtime.executor import Executor
+    from lowtide.trace.model_call import Loop, Optimizers
+    from lowtide.trace.segments import TracedModel
 
 
 @dataclass(frozen=True)
@@ -108,13 +106,13 @@ class Plan:
         inside gets the plan. Where several processes train the model (those of `process_group`, by default
         of the wrapper's, or all), each has to call this, with the same plan.
         """
-        from lowtide.capture.identity import identify_model
-        from lowtide.distributed.agreement import check_together
-        from lowtide.distributed.lost import guard_ranks
-        from lowtide.distributed.ranks import ranks_of
-        from lowtide.running.apply import apply_plan
-        from lowtide.torchside.ddp import unwrapped
-        from lowtide.torchside.optimizers import as_one
+        from lowtide.optim.joined_optimizers import as_one
+        from lowtide.parallel.agreement import check_together
+        from lowtide.parallel.rank_failure import guard_ranks
+        from lowtide.parallel.ranks import ranks_of
+        from lowtide.runtime.apply import apply_plan
+        from lowtide.torch_compat.ddp import unwrapped
+        from lowtide.trace.identity import identify_model
 
         inner, ranks = unwrapped(model), ranks_of(model, process_group)
         if ranks is not None:

@@ -7,28 +7,27 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError
 from lowtide.facts import UPDATE, Activation, Node, Solution, Step
-from lowtide.facts.devices import ESTIMATED, gpu_behind
 from lowtide.facts.files import write_atomic
+from lowtide.facts.gpus import ESTIMATED, gpu_behind
 from lowtide.facts.serial import load_step, save_step
 from lowtide.facts.sizes import parse_budget
-from lowtide.facts.units import format_size
 from lowtide.planning.activations import activations
 from lowtide.planning.allocator import reserved_for
 from lowtide.planning.bounds.curve import Bounds
-from lowtide.planning.planner import Desk
+from lowtide.planning.offload.offload_planner import OffloadPlanner
+from lowtide.planning.planner import Planner
+from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import as_eager, eager_timeline
 from lowtide.planning.simulate import Timeline, simulate
-from lowtide.planning.swaps import SwapDesk
-from lowtide.planning.tied import desk_for
 from lowtide.plans import Plan
-from lowtide.report.environment import environment_here
-from lowtide.report.notebook import card, timeline_svg
-from lowtide.report.summary import as_text, profile_rows
+from lowtide.report.notebook import as_text, card, profile_rows, timeline_svg
+from lowtide.report.results import environment_here
+from lowtide.units import format_size
 
 if TYPE_CHECKING:
-    from lowtide.capture.loop import Loop
-    from lowtide.capture.traced import TracedModel
     from lowtide.profiling.costing import Known
+    from lowtide.trace.model_call import Loop
+    from lowtide.trace.segments import TracedModel
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Profile:
         `swap=False`: those that use no store, where the profile has one.
         """
         desk = self._desk
-        if isinstance(desk, SwapDesk) and not swap:
+        if isinstance(desk, OffloadPlanner) and not swap:
             desk = desk.without
         return [self._as_plan(solution) for solution in desk.tradeoff(points=points)]
 
@@ -158,7 +157,7 @@ class Profile:
         save_step(path, self.step)
 
     def _compiled_plan(self, budget_bytes: int, planner: str, name: str) -> Plan:
-        from lowtide.running.inductor import InductorOps, executor_named, solve_compiled
+        from lowtide.runtime.compiled_plans import InductorOps, executor_named, solve_compiled
 
         executor = executor_named(name)
         assert isinstance(executor, InductorOps)
@@ -192,8 +191,8 @@ class Profile:
         return Plan(solution, known=known, loop=self.loop, traced=self.traced, step=self.step)
 
     @cached_property
-    def _desk(self) -> Desk:
-        return desk_for(self.step)
+    def _desk(self) -> Planner:
+        return planner_for(self.step)
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -10,9 +10,7 @@ import pytest
 import typer
 
 from lowtide import __version__
-from lowtide.cli.exits import Exit
-from lowtide.cli.output import claim_folder, table
-from lowtide.cli.terminal import Terminal, session
+from lowtide.cli.terminal import Exit, Terminal, claim_folder, session, table
 from lowtide.errors import BudgetTooSmall, FreshProcessError, LowtideError, TargetError
 from lowtide.facts.sizes import BadSize
 from lowtide.zoo import CATALOG

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lowtide.cli.exits import Exit
+from lowtide.cli.terminal import Exit
 
 pytestmark = pytest.mark.slow
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.cli.exits import Exit
-from lowtide.experiments import checkup, surroundings
+from lowtide.cli.terminal import Exit
+from lowtide.experiments import checkup, environment_checks
 from lowtide.experiments.checkup import CaptureCheckup, PlanCheckup, SwapCheckup
-from lowtide.experiments.surroundings import Note
-from lowtide.facts import Link
+from lowtide.experiments.environment_checks import Note
+from lowtide.facts import TransferSpeed
 
 CAPTURED = CaptureCheckup(identity="a processor", num_ops=100, timing_noise=0.07, notes=())
 PLANNED = PlanCheckup(
@@ -24,7 +24,9 @@ PLANNED = PlanCheckup(
     fresh_process=True,
 )
 SWAPPED = SwapCheckup(
-    link=Link(store="disk", write_bytes_per_second=2e9, read_bytes_per_second=1 << 30, latency_seconds=0.001),
+    link=TransferSpeed(
+        store="disk", write_bytes_per_second=2e9, read_bytes_per_second=1 << 30, latency_seconds=0.001
+    ),
     num_offloaded=3,
     budget_bytes=120,
     predicted_peak_bytes=119,
@@ -51,9 +53,11 @@ def finds(monkeypatch):
         for name, found in (("check_capture", captured), ("check_plan", plan), ("check_swap", swap)):
             monkeypatch.setattr(checkup, name, answer(found))
         checks = {"torch": "2.13.0", **checks}
-        monkeypatch.setattr(surroundings, "WITH_TORCH", {})
-        monkeypatch.setattr(surroundings, "CHECKS", {name: answer(found) for name, found in checks.items()})
-        monkeypatch.setattr(surroundings, "why_no_cuda", lambda: "torch sees no CUDA device here")
+        monkeypatch.setattr(environment_checks, "WITH_TORCH", {})
+        monkeypatch.setattr(
+            environment_checks, "CHECKS", {name: answer(found) for name, found in checks.items()}
+        )
+        monkeypatch.setattr(environment_checks, "why_no_cuda", lambda: "torch sees no CUDA device here")
 
     return let
 

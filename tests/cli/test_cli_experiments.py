@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from report_cases import make_case
 
-from lowtide.cli import completion, sources
-from lowtide.cli.exits import Exit
-from lowtide.cli.files import save_profile
-from lowtide.cli.next_steps import after_run
-from lowtide.cli.sweep import sweep_exit
-from lowtide.experiments import compare, curve, machine, sweep
-from lowtide.experiments.compare import MethodResult
+from lowtide.cli import options as completion
+from lowtide.cli import sources
+from lowtide.cli.output_files import after_run, save_profile
+from lowtide.cli.sweep_command import sweep_exit
+from lowtide.cli.terminal import Exit
+from lowtide.experiments import compare_methods, curve, machine_memory, sweep_rows
+from lowtide.experiments.compare_methods import MethodResult
 from lowtide.profiles import Profile
-from lowtide.report.records import Results, StepMeasurement, SweepRow, SweepStatus
+from lowtide.report.results import Results, StepMeasurement, SweepRow, SweepStatus
 from lowtide.zoo.targets import TargetSpec
 
 SPEC = TargetSpec(text="tiny-bert-base", batch_size=4)
@@ -38,7 +38,7 @@ def profile_file(profile, tmp_path):
 def no_model(monkeypatch, profile):
     """Every TARGET has the same made-up profile."""
     monkeypatch.setattr(sources, "profile_target", lambda spec, terminal, **_: profile)
-    monkeypatch.setattr(machine, "available_bytes", lambda device: None)
+    monkeypatch.setattr(machine_memory, "available_bytes", lambda device: None)
 
 
 def rows_of(path):
@@ -103,7 +103,7 @@ def test_tradeoff_needs_to_know_what_to_measure(run_lowtide, profile, tmp_path):
 
 
 def test_a_step_that_does_not_fit_is_not_measured(run_lowtide, profile_file, monkeypatch):
-    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(machine_memory, "available_bytes", lambda device: 1 << 20)
     monkeypatch.setattr(curve, "measure_points", lambda *_, **__: pytest.fail("must not run"))
     code, stdout, stderr = run_lowtide("tradeoff", profile_file, "--points", "3")
     assert code == Exit.DONE and "peak against time added" in stdout
@@ -148,7 +148,7 @@ def made_up_rows(monkeypatch):
             raise RuntimeError("too tired")
         return row(spec.batch_size)
 
-    monkeypatch.setattr(sweep, "row_of", row_of)
+    monkeypatch.setattr(sweep_rows, "row_of", row_of)
     return asked
 
 
@@ -158,7 +158,7 @@ def test_sweep_writes_after_every_size(run_lowtide, made_up_rows, monkeypatch, t
             raise KeyboardInterrupt
         return row(spec.batch_size)
 
-    monkeypatch.setattr(sweep, "row_of", interrupted)
+    monkeypatch.setattr(sweep_rows, "row_of", interrupted)
     arguments = ("sweep", "tiny-bert-base", "--batch-sizes", "4,8", "--budget", "60%", "-o", str(tmp_path))
     code, stdout, _ = run_lowtide(*arguments)
     assert code == Exit.INTERRUPTED and stdout == ""
@@ -195,7 +195,7 @@ def test_a_resumed_sweep_stopped_again_loses_nothing(run_lowtide, made_up_rows, 
     def interrupted(spec, profile, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweep, "row_of", interrupted)
+    monkeypatch.setattr(sweep_rows, "row_of", interrupted)
     arguments[3] = "4,8,32"
     assert run_lowtide(*arguments, "--resume")[0] == Exit.INTERRUPTED
     assert [found["batch_size"] for found in rows_of(tmp_path / "sweep.csv")] == ["4", "32", "8"]
@@ -276,7 +276,7 @@ def test_compare(run_lowtide, monkeypatch, tmp_path, verdict, why, difference, c
     ours = MethodResult(
         method="auto", kind="plan", verdict=verdict, why=why, peak_bytes=90, first_difference=difference
     )
-    monkeypatch.setattr(compare, "compare", methods(ours))
+    monkeypatch.setattr(compare_methods, "compare", methods(ours))
     found, stdout, stderr = run_lowtide("compare", "tiny-bert-base", "-b", "4", "-o", str(tmp_path))
     words = ours.row.verdict_text
     assert found == code and "crashed: oh" in stdout and "−55.0 %" in stdout and words in stdout
@@ -296,18 +296,18 @@ def test_memory_budgets_of_a_comparison(run_lowtide, monkeypatch):
         seen.append(memory_budgets)
         yield MethodResult(method="none", kind="eager", verdict=Results.EXACT, peak_bytes=200)
 
-    monkeypatch.setattr(compare, "compare", run)
+    monkeypatch.setattr(compare_methods, "compare", run)
     arguments = ("compare", "tiny-bert-base", "-b", "4", "--quiet")
     assert run_lowtide(*arguments, "--memory-budgets", "0,0.5")[0] == Exit.DONE
     for wrong in ("half", "2", ""):
         code, _, stderr = run_lowtide(*arguments, "--memory-budgets", wrong)
         assert code == Exit.USAGE and f"cannot read the memory budgets '{wrong}'" in stderr
     assert run_lowtide(*arguments)[0] == Exit.DONE
-    assert seen == [(0.5, 0.0), compare.MEMORY_BUDGETS]
+    assert seen == [(0.5, 0.0), compare_methods.MEMORY_BUDGETS]
 
 
 def test_an_interrupted_comparison_says_so(run_lowtide, monkeypatch, tmp_path):
-    monkeypatch.setattr(compare, "compare", methods(KeyboardInterrupt()))
+    monkeypatch.setattr(compare_methods, "compare", methods(KeyboardInterrupt()))
     code, stdout, stderr = run_lowtide("compare", "tiny-bert-base", "-b", "4", "-o", str(tmp_path))
     assert code == Exit.INTERRUPTED and stdout == "" and stderr.endswith("interrupted\n")
     assert {path.name for path in tmp_path.iterdir()} == {"compare.csv", "compare.json", "report.html"}

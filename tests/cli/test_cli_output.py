@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from lowtide.cli.output import Dotted, table
-from lowtide.cli.terminal import session
+from lowtide.cli.terminal import Dotted, session, table
 
 
 def test_modules_break_after_their_dots_on_a_narrow_terminal():

@@ -7,13 +7,11 @@ import pytest
 from report_cases import make_case
 from swapping import with_swap
 
-from lowtide.cli.exits import Exit
-from lowtide.cli.files import load_plan, load_profile, save_profile
-from lowtide.cli.output import table
-from lowtide.cli.summaries import NUM_LARGEST, profile_summary, profile_tables
-from lowtide.cli.terminal import Terminal
+from lowtide.cli.output_files import load_plan, load_profile, save_profile
+from lowtide.cli.tables import NUM_LARGEST, profile_summary, profile_tables
+from lowtide.cli.terminal import Exit, Terminal, table
 from lowtide.errors import LowtideError
-from lowtide.facts import Link
+from lowtide.facts import TransferSpeed
 from lowtide.planning.activations import activations
 from lowtide.planning.simulate import plain_runs, simulate
 from lowtide.profiles import Profile
@@ -140,7 +138,7 @@ def test_a_table_without_names_has_no_head():
     assert table("T", ("a", ">"), [("a", 1)]).show_header
 
 
-FAST = Link(store="disk:/scratch", write_bytes_per_second=1e15, read_bytes_per_second=1e15)
+FAST = TransferSpeed(store="disk:/scratch", write_bytes_per_second=1e15, read_bytes_per_second=1e15)
 
 
 def test_a_plan_tells_what_leaves_for_a_store(run_lowtide, step, tmp_path):

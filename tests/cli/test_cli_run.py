@@ -16,16 +16,16 @@ from budgets import between
 from rich.console import Console
 
 from lowtide.api import profile
-from lowtide.checking import measure, verification
-from lowtide.checking.clock import Timing
-from lowtide.checking.verification import Verification
-from lowtide.cli.exits import Exit
-from lowtide.cli.files import load_plan, load_profile
-from lowtide.cli.results import outcome_data, outcome_exit, outcome_tables, verdict
+from lowtide.cli.output_files import load_plan, load_profile
+from lowtide.cli.tables import outcome_data, outcome_exit, outcome_tables, verdict
+from lowtide.cli.terminal import Exit
 from lowtide.errors import BudgetTooSmall, FreshProcessError
-from lowtide.experiments import machine, measured
+from lowtide.experiments import machine_memory, measured
 from lowtide.experiments.measured import Outcome, measurement_of
 from lowtide.profiles import Profile
+from lowtide.verification import measure_step, verify_plan
+from lowtide.verification.measure_step import Timing
+from lowtide.verification.verify_plan import Verification
 from lowtide.zoo.targets import TargetSpec, load_target
 
 pytestmark = pytest.mark.slow
@@ -129,7 +129,7 @@ def test_verify_a_plan_from_its_file(ran, run_lowtide, monkeypatch, tmp_path, ch
         asked.append((source, plan.solution, timed_runs))
         return result_with(**changes)
 
-    monkeypatch.setattr(verification, "verify", verify)
+    monkeypatch.setattr(verify_plan, "verify", verify)
     found, stdout, stderr = run_lowtide(
         "verify", str(out / "plan.json"), "--timed-runs", "3", "-o", str(tmp_path)
     )
@@ -306,8 +306,8 @@ def run_here(function, *, environment=None, **arguments):
 
 
 def test_run_where_only_the_plan_fits_measures_it_alone(run_lowtide, budget, monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "run_fresh", run_here)
-    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
+    monkeypatch.setattr(measure_step, "run_fresh", run_here)
+    monkeypatch.setattr(verify_plan, "verify", lambda *_, **__: pytest.fail("must not run"))
     monkeypatch.setattr(
         measured, "why_not", lambda step, *, peak_bytes: "is large" if peak_bytes > step.budget_bytes else ""
     )
@@ -322,8 +322,8 @@ def test_run_where_only_the_plan_fits_measures_it_alone(run_lowtide, budget, mon
 
 
 def test_run_where_nothing_fits_leaves_profile_plan_and_report(run_lowtide, budget, monkeypatch, tmp_path):
-    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
-    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(verify_plan, "verify", lambda *_, **__: pytest.fail("must not run"))
+    monkeypatch.setattr(machine_memory, "available_bytes", lambda device: 1 << 20)
     out = tmp_path / "out"
     code, stdout, _ = run_lowtide(
         "run", "users_model.py:make", "-b", "512", "--budget", budget, "-o", str(out)
@@ -338,7 +338,7 @@ def test_a_failed_verification_leaves_profile_and_plan(run_lowtide, budget, monk
     def fail(*_, **__):
         raise FreshProcessError("was killed")
 
-    monkeypatch.setattr(verification, "verify", fail)
+    monkeypatch.setattr(verify_plan, "verify", fail)
     out = tmp_path / "out"
     code, _, stderr = run_lowtide(
         "run", "users_model.py:make", "-b", "512", "--budget", budget, "-o", str(out)
@@ -380,7 +380,7 @@ def test_what_cannot_be_meant_is_refused_before_any_work(run_lowtide, command, o
 @pytest.mark.parametrize("command", ["run", "plan"])
 def test_a_missing_compiler_is_found_before_any_work(run_lowtide, command, monkeypatch):
     monkeypatch.setattr(TargetSpec, "load", lambda _: pytest.fail("must not be loaded"))
-    monkeypatch.setattr("lowtide.torchside.inductor.has_compiler", lambda: False)
+    monkeypatch.setattr("lowtide.torch_compat.inductor.has_compiler", lambda: False)
     arguments = ("users_model.py:make", "-b", "4", "--budget", "60%", "--executor", "inductor")
     code, _, stderr = run_lowtide(command, *arguments)
     assert code == Exit.ERROR and "needs a C++ compiler" in stderr and stderr.count("\n") == 1
@@ -392,7 +392,7 @@ def test_a_budget_that_compiled_code_does_not_meet_is_not_asked_of_the_profile(
     def plan(*_, **__):
         raise BudgetTooSmall(budget_bytes=1 << 20, floor_bytes=3 << 20, node="mm")
 
-    monkeypatch.setattr("lowtide.torchside.inductor.has_compiler", lambda: True)
+    monkeypatch.setattr("lowtide.torch_compat.inductor.has_compiler", lambda: True)
     monkeypatch.setattr(Profile, "plan", plan)
     arguments = ("users_model.py:make", "-b", "4", "--budget", "1MiB", "--executor", "inductor")
     code, _, stderr = run_lowtide("run", *arguments, "-o", str(tmp_path))

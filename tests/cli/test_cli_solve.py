@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lowtide.cli.exits import Exit
+from lowtide.cli.terminal import Exit
 
 # A chain 0..5 whose ends are joined: node 0 is large and waits for the last node to read it.
 CHAIN = {

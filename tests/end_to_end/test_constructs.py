@@ -15,7 +15,7 @@ from training import differences, measured_peak, train
 from two_layers import ROWS, WIDTH, Two, quantized, rows
 
 import lowtide
-from lowtide.capture.step import SCALARS_BYTES
+from lowtide.analyze.captured_step import SCALARS_BYTES
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow

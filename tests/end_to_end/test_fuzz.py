@@ -17,10 +17,10 @@ import lowtide
 from lowtide.cli import app
 from lowtide.errors import LowtideError
 from lowtide.facts.sizes import parse_budget, parse_size
+from lowtide.ops.calls import OpCost
 from lowtide.planning.simulate import simulate
 from lowtide.profiling.cache import CostCache
-from lowtide.profiling.device import device_for
-from lowtide.torchside.calls import OpCost
+from lowtide.profiling.devices import device_for
 from lowtide.zoo.targets import load_target
 
 pytestmark = pytest.mark.slow

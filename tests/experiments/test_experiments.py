@@ -7,15 +7,14 @@ from torch import nn
 
 from lowtide import api
 from lowtide.errors import LowtideError
-from lowtide.experiments import machine
+from lowtide.experiments import machine_memory
 from lowtide.experiments import trial as trial_module
-from lowtide.experiments.contenders import Method, plan_method, repeated_blocks, switch_for
-from lowtide.experiments.machine import NotEnoughMemory, check_memory, needed_bytes, why_not
-from lowtide.experiments.mistakes import ROUNDING, Mistake, judge
-from lowtide.experiments.trial import run_trial
-from lowtide.report.records import Results, with_why
-from lowtide.torchside.inductor import has_compiler
-from lowtide.torchside.route import route_of
+from lowtide.experiments.contenders import Contender, plan_method, repeated_blocks, switch_for
+from lowtide.experiments.machine_memory import NotEnoughMemory, check_memory, needed_bytes, why_not
+from lowtide.experiments.trial import ROUNDING, Mistake, judge, run_trial
+from lowtide.report.results import Results, with_why
+from lowtide.torch_compat.inductor import has_compiler
+from lowtide.trace.model_call import route_of
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -63,7 +62,7 @@ def test_a_switch_leaves_no_trace():
     made = target()
     blocks = repeated_blocks(made.model)
     for kind in ("blocks", "partitioner"):
-        switch = switch_for(Method(name="m", kind=kind, memory_budget=0.5), made)
+        switch = switch_for(Contender(name="m", kind=kind, memory_budget=0.5), made)
         switch.on()
         assert "forward" in blocks[0].__dict__ or route_of(made.model) is not None
         switch.off()
@@ -71,13 +70,13 @@ def test_a_switch_leaves_no_trace():
 
 
 def test_checkpointing_blocks_holds_less_and_is_exact_with_dropout():
-    trial = run_trial(source=target(dropout=0.2), method=Method(name="m", kind="blocks"), timed_runs=1)
+    trial = run_trial(source=target(dropout=0.2), method=Contender(name="m", kind="blocks"), timed_runs=1)
     assert trial.judgement == (Results.EXACT, "") and trial.time_ratio > 0
     assert trial.peak_bytes < trial.baseline_peak_bytes
 
 
 def test_checkpointing_blocks_updates_batch_norm_twice():
-    trial = run_trial(source=target(norm=True), method=Method(name="m", kind="blocks"), timed_runs=0)
+    trial = run_trial(source=target(norm=True), method=Contender(name="m", kind="blocks"), timed_runs=0)
     assert trial.judgement == (Results.WRONG, "18 buffers")  # 6 blocks of mean, variance and count
     assert trial.time_ratio is None and trial.mistakes[0].name.startswith("buffer 1.layers.0.norm.running_")
 
@@ -106,7 +105,7 @@ def test_a_plan_whose_optimizer_steps_in_pieces_runs_so():
 
 
 def test_the_partitioner_redraws_dropout():
-    method = Method(name="m", kind="partitioner", memory_budget=0.0)
+    method = Contender(name="m", kind="partitioner", memory_budget=0.0)
     trial = run_trial(source=target(dropout=0.2), method=method, timed_runs=0)
     assert trial.judgement[0] is Results.WRONG and trial.unlike_eager
 
@@ -126,14 +125,14 @@ def chaotic():
 
 def test_what_the_model_itself_makes_of_a_last_bit_is_no_mistake(monkeypatch):
     monkeypatch.setattr(trial_module, "reference_for", lambda method, target: None)
-    method = Method(name="m", kind="partitioner", memory_budget=1.0)
+    method = Contender(name="m", kind="partitioner", memory_budget=1.0)
     trial = run_trial(source=chaotic(), method=method, timed_runs=0)
     assert max(mistake.error for mistake in trial.mistakes if mistake.step == 1) > ROUNDING
     assert trial.judgement[0] is Results.ROUNDED
 
 
 def test_what_the_last_bit_does_not_move_is_a_mistake():
-    trial = run_trial(source=chaotic(), method=Method(name="m", kind="blocks"), timed_runs=0)
+    trial = run_trial(source=chaotic(), method=Contender(name="m", kind="blocks"), timed_runs=0)
     assert trial.judgement == (Results.WRONG, "18 buffers")
 
 
@@ -142,7 +141,7 @@ def test_what_the_last_bit_does_not_move_is_a_mistake():
 @pytest.mark.parametrize("memory_budget", [0.3, 0.0])
 def test_torch_compile_at_a_memory_budget_draws_as_it_does_by_default(memory_budget):
     """Where it recomputes the drawing of seeds as well, masks are others in the backward pass: here at 0."""
-    method = Method(name="m", kind="inductor", memory_budget=memory_budget)
+    method = Contender(name="m", kind="inductor", memory_budget=memory_budget)
     trial = run_trial(source=target(dropout=0.2), method=method, timed_runs=0)
     results = (Results.UNLIKE_EAGER, Results.ROUNDED) if memory_budget else (Results.WRONG,)
     assert trial.unlike_eager and trial.judgement[0] in results and trial.peak_bytes > 0
@@ -181,17 +180,17 @@ def test_mistakes_in_words(found, unlike_eager, words):
 def test_memory_is_asked_for_before_anything_runs(monkeypatch):
     step = make_case().step
     need = needed_bytes(step, peak_bytes=1000)
-    assert need > machine.MARGIN_BYTES + 1000
+    assert need > machine_memory.MARGIN_BYTES + 1000
     for available, fits in ((need, True), (need - 1, False), (None, True)):
-        monkeypatch.setattr(machine, "available_bytes", lambda device, free=available: free)
+        monkeypatch.setattr(machine_memory, "available_bytes", lambda device, free=available: free)
         assert (why_not(step, peak_bytes=1000) == "") is fits
-    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(machine_memory, "available_bytes", lambda device: 1 << 20)
     with pytest.raises(NotEnoughMemory, match=r"the step does not fit .* 1.0 MiB are free"):
         check_memory(step, peak_bytes=1000, what="the step")
 
 
 def test_the_kernel_tells_what_is_free():
-    assert machine.available_bytes() > 1 << 20
+    assert machine_memory.available_bytes() > 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,7 @@ def test_a_container_may_leave_less(tmp_path, line, folder, files):
     for name, text in {**files, "memory.stat": "anon 7\ninactive_file 50\n"}.items():
         (group / name).write_text(f"{text}\n".replace("\n\n", "\n"))
     (tmp_path / "cgroup").write_text(f"3:cpu,cpuacct:/other\n{line}\n")
-    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == [650]
+    assert machine_memory._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == [650]
     for name in files:
         (group / name).write_text("max\n")
-    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == []
+    assert machine_memory._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == []

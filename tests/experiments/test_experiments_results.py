@@ -11,7 +11,7 @@ from report_cases import make_case
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import results
 import results_page
-from lowtide.cli.summaries import profile_summary
+from lowtide.cli.tables import profile_summary
 from lowtide.profiles import Profile
 
 STEP = {

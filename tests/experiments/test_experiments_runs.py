@@ -6,19 +6,17 @@ import pytest
 from budgets import between
 from report_cases import make_case
 
-from lowtide.checking import verification
-from lowtide.checking.clock import Timing
-from lowtide.checking.measure import Measured
-from lowtide.checking.verification import Verification
-from lowtide.cli.compare import compare_exit
-from lowtide.cli.exits import Exit
+from lowtide.cli.compare_command import compare_exit
+from lowtide.cli.terminal import Exit
 from lowtide.errors import FreshProcessError, TargetError
-from lowtide.experiments import compare, measured, sweep, trial
+from lowtide.experiments import compare_methods, measured, sweep_rows, trial
 from lowtide.experiments.curve import distinct_plans, measure_points, spread_over
-from lowtide.experiments.mistakes import Mistake
-from lowtide.experiments.trial import Trial
+from lowtide.experiments.trial import ContenderTrial, Mistake
 from lowtide.profiles import Profile
-from lowtide.report.records import Results, SweepStatus
+from lowtide.report.results import Results, SweepStatus
+from lowtide.verification import verify_plan
+from lowtide.verification.measure_step import Measured, Timing
+from lowtide.verification.verify_plan import Verification
 from lowtide.zoo.targets import TargetSpec
 
 SPEC = TargetSpec(text="tiny-bert-base", batch_size=4)
@@ -49,7 +47,7 @@ def verified(spec, plan, *, timed_runs, resident=False, exact=True):
 
 def needs(monkeypatch, reason):
     """Let the machine refuse peaks for which `reason` gives one."""
-    for module in (sweep, measured):
+    for module in (sweep_rows, measured):
         monkeypatch.setattr(module, "why_not", lambda step, *, peak_bytes: reason(peak_bytes))
 
 
@@ -65,13 +63,15 @@ PLAIN = Measured(
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(verification, "verify", verified)
+    monkeypatch.setattr(verify_plan, "verify", verified)
     monkeypatch.setattr(measured, "measure_step", lambda spec, *, timed_runs, resident: PLAIN)
     needs(monkeypatch, lambda peak_bytes: "")
 
 
 def run_sweep(profile, *, sizes=(4, 8), budget="75%", **options):
-    return list(sweep.sweep(SPEC, batch_sizes=sizes, budget=budget, profile=lambda spec: profile, **options))
+    return list(
+        sweep_rows.sweep(SPEC, batch_sizes=sizes, budget=budget, profile=lambda spec: profile, **options)
+    )
 
 
 def test_a_measured_size(profile):
@@ -84,7 +84,7 @@ def test_a_measured_size(profile):
 
 def test_what_the_machine_cannot_hold_is_not_run(profile, monkeypatch, caplog):
     needs(monkeypatch, lambda peak_bytes: "needs 9.0 GiB")
-    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
+    monkeypatch.setattr(verify_plan, "verify", lambda *_, **__: pytest.fail("must not run"))
     row = run_sweep(profile, sizes=(4,))[0]
     assert row.status is SweepStatus.PREDICTED and row.exact is None and not row.planned.is_measured
     assert row.reduction > 0.2 and "batch 4 is predicted only" in caplog.text and "9.0 GiB" in caplog.text
@@ -92,20 +92,20 @@ def test_what_the_machine_cannot_hold_is_not_run(profile, monkeypatch, caplog):
 
 @pytest.mark.long
 def test_a_step_that_only_a_plan_makes_small_enough_is_measured_alone(monkeypatch, caplog):
-    profile = sweep.profile_spec(SPEC)
+    profile = sweep_rows.profile_spec(SPEC)
     plain = profile.peak_bytes
     needs(monkeypatch, lambda peak_bytes: "is large" if peak_bytes >= plain else "")
-    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
+    monkeypatch.setattr(verify_plan, "verify", lambda *_, **__: pytest.fail("must not run"))
     (row,) = run_sweep(profile, sizes=(4,), budget=str(between(profile, 0.3)), timed_runs=2)
     assert row.status is SweepStatus.PLAN_MEASURED and row.exact is None and row.overhead is None
     assert not row.baseline.is_measured and row.planned.measured_peak_bytes <= row.budget_bytes
     assert row.budget_bytes < plain and row.reduction == 1 - row.planned.predicted_peak_bytes / plain > 0
-    assert row.planned.seconds_median > 0 and sweep.is_final(row)
+    assert row.planned.seconds_median > 0 and sweep_rows.is_final(row)
     assert "batch 4 runs only with its plan: without one it is large" in caplog.text
 
 
 def test_prediction_alone_runs_nothing(profile, monkeypatch):
-    monkeypatch.setattr(verification, "verify", lambda *_, **__: pytest.fail("must not run"))
+    monkeypatch.setattr(verify_plan, "verify", lambda *_, **__: pytest.fail("must not run"))
     assert [row.status for row in run_sweep(profile, measure=False)] == ["predicted only"] * 2
 
 
@@ -114,11 +114,11 @@ def test_a_budget_that_is_too_small_is_a_row_with_the_plain_step_measured(profil
     assert row.status_text.startswith("does not fit: lowest reachable peak") and row.budget_bytes == 1024
     assert row.baseline.predicted_peak_bytes == profile.peak_bytes
     assert (row.baseline.measured_peak_bytes, row.baseline.seconds_median) == (77, 1.5)
-    assert row.planned.predicted_peak_bytes is None and row.reduction is None and sweep.is_final(row)
+    assert row.planned.predicted_peak_bytes is None and row.reduction is None and sweep_rows.is_final(row)
 
 
 def test_other_results_than_eagers_are_no_exact_row(profile, monkeypatch):
-    monkeypatch.setattr(verification, "verify", lambda *a, **k: verified(*a, **k, exact=False))
+    monkeypatch.setattr(verify_plan, "verify", lambda *a, **k: verified(*a, **k, exact=False))
     (row,) = run_sweep(profile, sizes=(4,))
     assert row.exact is False and row.recompute_exact is True
 
@@ -137,9 +137,9 @@ def test_a_failed_size_does_not_end_the_sweep(profile, error, status):
             raise error
         return profile
 
-    rows = list(sweep.sweep(SPEC, batch_sizes=(4, 8), budget="75%", profile=profile_of))
+    rows = list(sweep_rows.sweep(SPEC, batch_sizes=(4, 8), budget="75%", profile=profile_of))
     assert [row.status_text for row in rows] == [status, "measured"]
-    assert not sweep.is_final(rows[0]) and sweep.is_final(rows[1])
+    assert not sweep_rows.is_final(rows[0]) and sweep_rows.is_final(rows[1])
 
 
 def test_interrupting_is_no_failure(profile):
@@ -147,13 +147,13 @@ def test_interrupting_is_no_failure(profile):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(sweep.sweep(SPEC, batch_sizes=(4,), budget="75%", profile=profile_of))
+        list(sweep_rows.sweep(SPEC, batch_sizes=(4,), budget="75%", profile=profile_of))
 
 
 def test_sizes_that_are_done_are_not_run_again(profile, monkeypatch):
     done = run_sweep(profile, sizes=(4,))
     monkeypatch.setattr(
-        verification, "verify", lambda spec, plan, **_: verified(spec, plan, timed_runs=0, exact=False)
+        verify_plan, "verify", lambda spec, plan, **_: verified(spec, plan, timed_runs=0, exact=False)
     )
     rows = run_sweep(profile, sizes=(8, 4), done=done)
     assert [(row.batch_size, row.exact) for row in rows] == [(8, False), (4, True)]
@@ -162,13 +162,13 @@ def test_sizes_that_are_done_are_not_run_again(profile, monkeypatch):
 
 def test_rows_survive_their_file(profile):
     for row in run_sweep(profile, budget="75%") + run_sweep(profile, budget="1KiB"):
-        data = sweep.row_to_dict(row)
+        data = sweep_rows.row_to_dict(row)
         assert data["reduction"] == row.reduction and data["overhead"] == row.overhead
-        assert sweep.row_from_dict(data) == row
+        assert sweep_rows.row_from_dict(data) == row
 
 
 def tried(peak_bytes, *, ratio=1.5, mistakes=()):
-    return Trial(
+    return ContenderTrial(
         peak_bytes=peak_bytes,
         baseline_peak_bytes=1000,
         timing=Timing((ratio,)),
@@ -211,7 +211,7 @@ def test_the_curve_with_measured_points(profile, monkeypatch):
 
 def compared(profile, monkeypatch, answers):
     """Results by method, where `answers` say what a trial of each kind or name gives."""
-    monkeypatch.setattr(compare, "check_memory", lambda step, *, peak_bytes, what: None)
+    monkeypatch.setattr(compare_methods, "check_memory", lambda step, *, peak_bytes, what: None)
 
     def try_method(source, method, *, timed_runs):
         answer = answers.get(method.name, answers.get(method.kind))
@@ -219,8 +219,8 @@ def compared(profile, monkeypatch, answers):
             raise answer
         return answer
 
-    monkeypatch.setattr(compare, "try_method", try_method)
-    return {result.method: result for result in compare.compare(SPEC, profile, timed_runs=1)}
+    monkeypatch.setattr(compare_methods, "try_method", try_method)
+    return {result.method: result for result in compare_methods.compare(SPEC, profile, timed_runs=1)}
 
 
 def test_compare_gives_the_planners_the_peaks_of_the_others(profile, monkeypatch):
@@ -264,7 +264,7 @@ def test_a_rival_a_hair_below_the_floor_is_met_at_the_floor(profile, monkeypatch
         answers = {"eager": tried(profile.peak_bytes), "blocks": tried(peak_bytes), "plan": tried(10)}
         answers["partitioner"] = tried(profile.peak_bytes)
         found = list(compared(profile, monkeypatch, answers).values())
-        assert compare.budgets_of(found, floor_bytes=profile.floor_bytes) == [budget_bytes]
+        assert compare_methods.budgets_of(found, floor_bytes=profile.floor_bytes) == [budget_bytes]
 
 
 def test_rivals_of_nearly_the_same_peak_are_met_once(profile, monkeypatch):
@@ -273,7 +273,7 @@ def test_rivals_of_nearly_the_same_peak_are_met_once(profile, monkeypatch):
         answers = {"eager": tried(peak_bytes), "blocks": tried(int(peak_bytes * 0.8)), "plan": tried(10)}
         answers["partitioner"] = tried(int(peak_bytes * other))
         found = list(compared(profile, monkeypatch, answers).values())
-        met = compare.budgets_of(found, floor_bytes=1)
+        met = compare_methods.budgets_of(found, floor_bytes=1)
         assert met == [int(peak_bytes * share) for share in budgets]
 
 

@@ -6,9 +6,9 @@ from torch import nn
 
 import lowtide
 from lowtide.experiments import fit_search
-from lowtide.experiments.between import step_at
 from lowtide.experiments.fit import Vary, find_fit
-from lowtide.profiling.device import OpTiming
+from lowtide.experiments.interpolate_step import step_at
+from lowtide.profiling.devices import OpTiming
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -240,7 +240,7 @@ def test_multiples_and_a_limit(budget_bytes):
 
 
 def test_what_the_machine_cannot_hold_is_said_and_not_run(budget_bytes, monkeypatch):
-    monkeypatch.setattr("lowtide.experiments.machine.available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("lowtide.experiments.machine_memory.available_bytes", lambda device: 1 << 20)
     monkeypatch.setattr(fit_search, "run_plain", lambda *_, **__: pytest.fail("must not run"))
     found = lowtide.fit(make, budget=budget_bytes)
     assert all(check.measured_peak_bytes is None and "are free" in check.reason for check in found.checks)

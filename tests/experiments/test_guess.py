@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.experiments.guess import last_within
+from lowtide.experiments.interpolate_step import last_within
 
 
 @given(

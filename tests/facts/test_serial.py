@@ -11,7 +11,7 @@ from strategies import steps
 from synthetic import chain, resnet
 
 from lowtide.errors import LowtideError
-from lowtide.facts import Graph, Link, Offload, Reserve, Run, Solution, Step
+from lowtide.facts import Graph, Offload, Reserve, Run, Solution, Step, TransferSpeed
 from lowtide.facts.serial import (
     LATER,
     load_step,
@@ -21,13 +21,13 @@ from lowtide.facts.serial import (
     step_from_dict,
     step_to_dict,
 )
-from lowtide.planning.planner import Desk
+from lowtide.planning.planner import Planner
 from lowtide.plans import Plan, load_plan
 from lowtide.profiles import Profile, load_profile
 
 
 def planned(step: Step) -> Solution:
-    desk = Desk(step)
+    desk = Planner(step)
     return desk.solve(budget_bytes=desk.floor().floor_bytes)
 
 
@@ -61,7 +61,9 @@ def test_all_fields_travel() -> None:
         inputs=("x float32[2x3]",),
         releases=((1, 2),),
     )
-    link = Link(store="disk:/x", write_bytes_per_second=1e9, read_bytes_per_second=2e9, latency_seconds=1e-3)
+    link = TransferSpeed(
+        store="disk:/x", write_bytes_per_second=1e9, read_bytes_per_second=2e9, latency_seconds=1e-3
+    )
     identity = (("torch", "2"), ("batch", "x float32[2x3]"))
     step = Step(
         **{name: getattr(chain(length=4), name) for name in ("nodes", "storages")},
@@ -71,7 +73,7 @@ def test_all_fields_travel() -> None:
         notes=("one", "two"),
         graphs=(graph,),
         identity=identity,
-        methods=(("again", "run again"),),
+        rules=(("again", "run again"),),
         link=link,
     )
     assert step_from_dict(step_to_dict(step)) == step
@@ -171,7 +173,7 @@ def test_damaged_profiles() -> None:
         ("reads", [99]),
         ("makes", [99]),
         ("region", "middle"),
-        ("recipes", [[]]),
+        ("remats", [[]]),
     ):
         damaged = copy.deepcopy(data)
         damaged["nodes"]["rows"][2][columns.index(column)] = value

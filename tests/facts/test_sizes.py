@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import LowtideError
 from lowtide.facts.sizes import BadSize, parse_budget, parse_size
-from lowtide.facts.units import format_size, round_up_size, size_and_bytes
+from lowtide.units import format_size, round_up_size, size_and_bytes
 
 
 @pytest.mark.parametrize(

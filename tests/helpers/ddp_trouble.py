@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import lowtide
-from lowtide.running.runner import runner_of
-from lowtide.torchside import ddp
+from lowtide.runtime.runner import runner_of
+from lowtide.torch_compat import ddp
 
 
 def in_group(rank: int, trouble: str) -> Any:

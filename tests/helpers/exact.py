@@ -29,8 +29,8 @@ class Schedules:
         self.size = len(step.nodes)
         nodes = step.nodes
         self.last_read = [max([-1, *(n.rank for n in nodes if r in n.reads)]) for r in range(self.size)]
-        self.recipe_reads = {read for n in nodes for r in n.recipes for read in r.reads}
-        self.is_part = {(n.rank, r.method): tuple_of(step, r) for n in nodes for r in n.recipes}
+        self.remat_reads = {read for n in nodes for r in n.remats for read in r.reads}
+        self.is_part = {(n.rank, r.rule): tuple_of(step, r) for n in nodes for r in n.remats}
         pinned = 0
         self.pinned_bytes = []
         for node in nodes:
@@ -85,18 +85,18 @@ class Schedules:
                 continue
             if other.rank in there:
                 continue
-            for recipe in other.recipes:
-                whole = self.is_part[other.rank, recipe.method]
+            for remat in other.remats:
+                whole = self.is_part[other.rank, remat.rule]
                 if whole is not None and (whole not in there or there[whole][1]):
                     continue  # taking a part of a tuple's first value again is never having dropped it
-                done = self._run(values, other.rank, recipe, first=False)
+                done = self._run(values, other.rank, remat, first=False)
                 if done is not None:
                     after, nbytes = done
-                    yield (position, after), base + nbytes + recipe.workspace_bytes, recipe.seconds
+                    yield (position, after), base + nbytes + remat.workspace_bytes, remat.seconds
 
     def _still_useful(self, position, values):
-        """Without the values that no first run reads any more, nor any recipe."""
-        return frozenset(v for v in values if v[0] in self.recipe_reads or self.last_read[v[0]] >= position)
+        """Without the values that no first run reads any more, nor any remat."""
+        return frozenset(v for v in values if v[0] in self.remat_reads or self.last_read[v[0]] >= position)
 
     def following(self, state, budget_bytes):
         """What can run within the budget and, where something does not fit, every free of one block."""

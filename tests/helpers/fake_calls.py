@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.torchside.calls import Call
+from lowtide.ops.calls import Call
 
 aten = torch.ops.aten
 

@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import lowtide
 from lowtide.facts import Schedule
-from lowtide.planning.planner import Desk
+from lowtide.planning.planner import Planner
 from lowtide.planning.schedules import graph_schedules
 
 
 def by_hand(found: lowtide.Profile, method: str) -> lowtide.Plan:
     """The plan that brings every value back by `method` that can be, where it is first read."""
-    desk = Desk(found.step)
+    desk = Planner(found.step)
     table = desk.table
     reruns = set()
-    for number, op in enumerate(table.recipes):
-        if op.method == method:
+    for number, op in enumerate(table.remats):
+        if op.rule == method:
             ((storage, _, _),) = op.fresh
             slot = table.uses[storage].backward[0]
-            views = [node.rank for node in found.nodes if storage in node.holds and node.recipes]
+            views = [node.rank for node in found.nodes if storage in node.holds and node.remats]
             reruns |= {(slot, number), *((slot, table.again[rank][0]) for rank in views if rank != op.rank)}
     timeline = desk.timeline(frozenset(reruns))
     return lowtide.Plan(

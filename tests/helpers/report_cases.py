@@ -8,11 +8,11 @@ from report_steps import MIB, residual_step
 from swapping import with_swap
 from synthetic import chain
 
-from lowtide.facts import Action, Activation, Decision, Link, Run, Schedule, Solution, Step
+from lowtide.facts import Action, Activation, Decision, Run, Schedule, Solution, Step, TransferSpeed
 from lowtide.planning.activations import activations
+from lowtide.planning.offload.offload_planner import OffloadPlanner
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
-from lowtide.planning.swaps import SwapDesk
-from lowtide.report.records import (
+from lowtide.report.results import (
     CompareRow,
     Environment,
     Measurement,
@@ -55,9 +55,9 @@ def make_case(num_layers: int = 12, *, num_points: int = 20, **names: str) -> Ca
 
 def store_case() -> dict[str, Any]:
     """A step, its plain timeline, a solution that waits for its store, and its timeline."""
-    link = Link(store="disk:/scratch", write_bytes_per_second=1e9, read_bytes_per_second=1e9)
+    link = TransferSpeed(store="disk:/scratch", write_bytes_per_second=1e9, read_bytes_per_second=1e9)
     step = with_swap(chain(length=8, nbytes=MIB), link)
-    desk = SwapDesk(step)
+    desk = OffloadPlanner(step)
     lowest = desk.alone.entries[0]
     after = simulate(step, lowest.runs)
     solution = desk._solution("auto", after, lowest.peak_bytes)
@@ -74,7 +74,7 @@ def relu_schedule(step: Step) -> tuple[Run, ...]:
     for relu in relus:
         getitem = step.nodes[relu].reads[0]
         chain = (step.nodes[getitem].reads[0], getitem, relu)
-        again.setdefault(readers[relu], []).extend(Run(r, step.nodes[r].recipes[0].method) for r in chain)
+        again.setdefault(readers[relu], []).extend(Run(r, step.nodes[r].remats[0].rule) for r in chain)
     return tuple(run for node in step.nodes for run in (*again.get(node.rank, ()), Run(node.rank)))
 
 

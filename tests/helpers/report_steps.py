@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lowtide.facts import Kind, Node, Recipe, Region, Step, Storage
+from lowtide.facts import Kind, Node, Region, Remat, Step, Storage
 
 MIB = 2**20
 
@@ -36,8 +36,8 @@ class _Builder:
         module: str = "",
         how: str | None = None,
     ) -> int:
-        recipe = how and Recipe(
-            method=how,
+        remat = how and Remat(
+            rule=how,
             reads=reads,
             holds=makes + holds,
             makes=makes,
@@ -59,8 +59,8 @@ class _Builder:
                 holds=makes + holds,
                 seconds=seconds,
                 workspace_bytes=workspace_bytes,
-                recipes=(recipe,) if recipe else (),
-                fixed="" if recipe else "an input of the step",
+                remats=(remat,) if remat else (),
+                fixed="" if remat else "an input of the step",
             )
         )
         return rank
@@ -96,7 +96,7 @@ def residual_step(num_layers: int = 12, *, module: str = "encoder.stages.{stage}
         fingerprint="0f" * 8,
         notes=("one graph, no graph breaks",),
         copy_bytes_per_second=8e9,
-        methods=(("again", "run again"), ("no_stats", "run again without counting statistics")),
+        rules=(("again", "run again"), ("no_stats", "run again without counting statistics")),
     )
 
 

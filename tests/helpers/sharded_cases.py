@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 import lowtide
-from lowtide.checking.peak import peak_above_start
-from lowtide.checking.train_step import static_bytes, train_step
-from lowtide.running.runner import runner_of
+from lowtide.runtime.runner import runner_of
+from lowtide.verification.peak import peak_above_start
+from lowtide.verification.train_step import static_bytes, train_step
 
 WORDS = 101
 """Odd, so that no two processes have parts of the same size."""

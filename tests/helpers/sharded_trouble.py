@@ -9,7 +9,7 @@ import torch
 from sharded_cases import Case, build
 
 import lowtide
-from lowtide.running.runner import runner_of
+from lowtide.runtime.runner import runner_of
 
 
 def _case(rank: int, **options: Any) -> Case:

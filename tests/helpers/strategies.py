@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from lowtide.facts import Action, Kind, Link, Node, Recipe, Region, Run, Step, Storage
-from lowtide.planning.releases import with_releases
+from lowtide.facts import Action, Kind, Node, Region, Remat, Run, Step, Storage, TransferSpeed
+from lowtide.planning.offload.transfer_model import with_releases
 from lowtide.planning.schedules import demanded
 from lowtide.planning.simulate import recompute_slots
 
@@ -19,7 +19,7 @@ class StepBuilder:
     region: Region = Region.FORWARD
     segment: int = 0
     module: str = ""
-    link: Link | None = None
+    link: TransferSpeed | None = None
 
     def storage(self, nbytes, kind=Kind.ACTIVATION, *, static=False, pinned=False) -> int:
         number = len(self.storages)
@@ -53,7 +53,7 @@ class StepBuilder:
 
     def op(self, op, reads, nbytes, seconds, *, workspace=0, pinned=False, kind=Kind.ACTIVATION) -> int:
         made = self.storage(nbytes, kind, pinned=pinned)
-        return self._with_recipe(
+        return self._with_remat(
             self.node(op, reads, makes=(made,), kind=kind, seconds=seconds, workspace_bytes=workspace)
         )
 
@@ -62,21 +62,19 @@ class StepBuilder:
         return self.node(op, reads, makes=(made,), seconds=seconds, fixed="it has side effects")
 
     def view(self, source, seconds=0) -> int:
-        return self._with_recipe(
-            self.node("view", (source,), holds=self.nodes[source].holds, seconds=seconds)
-        )
+        return self._with_remat(self.node("view", (source,), holds=self.nodes[source].holds, seconds=seconds))
 
     def several(self, op, reads, sizes, seconds, *, again=None, how="again") -> tuple[int, ...]:
-        """An op with a tuple of results: ranks of its getitems. `again` of them are made by its recipe."""
+        """An op with a tuple of results: ranks of its getitems. `again` of them are made by its remat."""
         made = [self.storage(nbytes) for nbytes in sizes]
         rank = self.node(op, reads, makes=made, seconds=seconds)
         kept = made if again is None else made[:again]
-        self._with_recipe(rank, how=how, makes=tuple(kept))
+        self._with_remat(rank, how=how, makes=tuple(kept))
         items = []
         for storage in made:
             item = self.node("getitem", (rank,), holds=(storage,))
             if storage in kept:
-                self._with_recipe(item)
+                self._with_remat(item)
             items.append(item)
         return tuple(items)
 
@@ -85,9 +83,9 @@ class StepBuilder:
         node = self.nodes[out]
         self.nodes[out] = replace(
             node,
-            recipes=(
-                Recipe(
-                    method="mask",
+            remats=(
+                Remat(
+                    rule="mask",
                     reads=(source, mask),
                     holds=node.holds,
                     makes=node.holds,
@@ -110,8 +108,8 @@ class StepBuilder:
         small = self.storage(max(1, nbytes // 4))
         keeper = self.node("pack", (rank,), makes=(small,), seconds=seconds / 8, on_demand=True, fixed="kept")
         node = self.nodes[rank]
-        unpack = Recipe(
-            method="unpack",
+        unpack = Remat(
+            rule="unpack",
             action=Action.RETAINED,
             reads=(keeper,),
             holds=node.holds,
@@ -119,7 +117,7 @@ class StepBuilder:
             seconds=seconds / 4,
             workspace_bytes=1,
         )
-        self.nodes[rank] = replace(node, recipes=(*node.recipes, unpack))
+        self.nodes[rank] = replace(node, remats=(*node.remats, unpack))
         return rank
 
     def swappable(self, rank) -> int:
@@ -127,10 +125,8 @@ class StepBuilder:
         node = self.nodes[rank]
         handle = self.storage(1)
         leave = self.node("leave", (rank,), makes=(handle,), on_demand=True, movable=True, fixed="kept")
-        swap = Recipe(
-            method="swap", action=Action.OFFLOAD, reads=(leave,), holds=node.holds, makes=node.holds
-        )
-        self.nodes[rank] = replace(node, recipes=(*node.recipes, swap))
+        swap = Remat(rule="swap", action=Action.OFFLOAD, reads=(leave,), holds=node.holds, makes=node.holds)
+        self.nodes[rank] = replace(node, remats=(*node.remats, swap))
         return rank
 
     def backward(self, *, segment=0) -> int:
@@ -153,16 +149,16 @@ class StepBuilder:
             link=self.link,
         )
 
-    def _with_recipe(self, rank, *, how="again", makes=None) -> int:
+    def _with_remat(self, rank, *, how="again", makes=None) -> int:
         node = self.nodes[rank]
         if self.region is Region.FORWARD:
             made = node.makes if makes is None else makes
             holds = tuple(s for s in node.holds if s in made or s not in node.makes)
             self.nodes[rank] = replace(
                 node,
-                recipes=(
-                    Recipe(
-                        method=how,
+                remats=(
+                    Remat(
+                        rule=how,
                         reads=node.reads,
                         holds=holds,
                         makes=made,
@@ -177,7 +173,7 @@ class StepBuilder:
 @st.composite
 def links(draw):
     write, read, latency = (draw(st.integers(1, 20)) for _ in range(3))
-    return Link(
+    return TransferSpeed(
         store="disk:/x", write_bytes_per_second=write, read_bytes_per_second=read, latency_seconds=latency
     )
 
@@ -248,12 +244,12 @@ def orders(draw, step):
     slots = recompute_slots(step)
     order: list[Run] = []
     for node in step.nodes:
-        mine = [Run(n.rank, r.method) for n in step.nodes for r in n.recipes if n.segment == slots[node.rank]]
+        mine = [Run(n.rank, r.rule) for n in step.nodes for r in n.remats if n.segment == slots[node.rank]]
         if mine:
             order += draw(st.lists(st.sampled_from(mine), max_size=4))
         order.append(Run(node.rank))
     wanted = demanded(step, order)
-    kept = tuple(run for run in order if not step.nodes[run.node].on_demand or run.node in wanted)
+    kept = tuple(run for run in order if not step.nodes[run.rank].on_demand or run.rank in wanted)
     return with_releases(step, kept, {rank: draw(release_places(step, rank)) for rank in movable_ranks(step)})
 
 
@@ -274,5 +270,5 @@ def runs(*items) -> tuple[Run, ...]:
     made = []
     for item in items:
         made.append(Run(item, "again" if item in seen else "") if isinstance(item, int) else Run(*item))
-        seen.add(made[-1].node)
+        seen.add(made[-1].rank)
     return tuple(made)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Results, differences, train
 
 import lowtide
-from lowtide.running.runner import runner_of
+from lowtide.runtime.runner import runner_of
 from lowtide.zoo.targets import Target
 
 ROWS, WIDTH = 256, 64

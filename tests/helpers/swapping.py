@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from lowtide.facts import Action, Kind, Link, Node, Recipe, Region, Step, Storage
+from lowtide.facts import Action, Kind, Node, Region, Remat, Step, Storage, TransferSpeed
 from lowtide.planning.activations import storage_uses
 
 
-def with_swap(step: Step, link: Link, *, least_bytes: int = 1) -> Step:
+def with_swap(step: Step, link: TransferSpeed, *, least_bytes: int = 1) -> Step:
     """The same step, where every activation of at least that many bytes can leave for a store."""
     holders = {
         use.holder: use.storage
@@ -25,24 +25,24 @@ def with_swap(step: Step, link: Link, *, least_bytes: int = 1) -> Step:
     storages = list(step.storages)
     nodes: list[Node] = []
     for node in step.nodes:
-        recipes = tuple(replace(r, reads=tuple(rank_of[u] for u in r.reads)) for r in node.recipes)
+        remats = tuple(replace(r, reads=tuple(rank_of[u] for u in r.reads)) for r in node.remats)
         if node.rank in holders:
             swapped = (holders[node.rank],)
-            swap = Recipe(
-                method="swap",
+            swap = Remat(
+                rule="swap",
                 action=Action.OFFLOAD,
                 reads=(leave_of[node.rank],),
                 holds=swapped,
                 makes=swapped,
             )
-            recipes = (*recipes, swap) if node.holds == swapped else recipes
+            remats = (*remats, swap) if node.holds == swapped else remats
         nodes.append(
             replace(
                 node,
                 rank=rank_of[node.rank],
                 reads=tuple(rank_of[u] for u in node.reads),
                 eager_reads=tuple(rank_of[u] for u in node.eager_reads),
-                recipes=recipes,
+                remats=remats,
             )
         )
         if node.rank in holders:

@@ -6,7 +6,7 @@ from plans_by_hand import by_hand
 
 import lowtide
 from lowtide.facts import Offload, Region, Run, Schedule, Step
-from lowtide.planning.releases import last_forward_reads, with_releases
+from lowtide.planning.offload.transfer_model import last_forward_reads, with_releases
 from lowtide.planning.schedules import graph_schedules
 from lowtide.planning.simulate import recompute_slots, simulate
 
@@ -56,12 +56,12 @@ def _later(step: Step, delay: int) -> dict[int, int]:
 def _fetched_earlier(step: Step, runs: tuple[Run, ...], ahead: int) -> tuple[Run, ...]:
     slots = recompute_slots(step)
     moved = list(runs)
-    for run in [run for run in runs if run.method == "swap"]:
+    for run in [run for run in runs if run.rule == "swap"]:
         place = moved.index(run)
         del moved[place]
         for _ in range(ahead):
             before = [i for i in range(place) if moved[i].is_first][-1]
-            if slots[moved[before].node] != step.nodes[run.node].segment:
+            if slots[moved[before].rank] != step.nodes[run.rank].segment:
                 break
             place = before
         moved.insert(place, run)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.checking.peak import peak_above_start
-from lowtide.checking.train_step import static_bytes, train_step
-from lowtide.torchside.batch import call, loss_of
+from lowtide.trace.model_call import call, loss_of
+from lowtide.verification.peak import peak_above_start
+from lowtide.verification.train_step import static_bytes, train_step
 from lowtide.zoo.targets import Target
 
 Results = list[tuple[str, torch.Tensor | None]]

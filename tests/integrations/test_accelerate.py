@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 accelerate = pytest.importorskip("accelerate")
 
 import lowtide  # noqa: E402
-from lowtide.running.apply import plan_of_model  # noqa: E402
+from lowtide.runtime.apply import plan_of_model  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

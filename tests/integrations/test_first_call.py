@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lowtide.integrations.first_call import await_first_call, no_longer_await
-from lowtide.torchside.batch import Arguments
-from lowtide.torchside.route import route_of
+from lowtide.trace.model_call import Arguments, route_of
 
 
 def test_lowtide_itself_imports_no_trainer() -> None:

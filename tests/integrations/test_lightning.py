@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 lightning = pytest.importorskip("lightning.pytorch")
 
 import lowtide  # noqa: E402
-from lowtide.checking.peak import peak_above_start  # noqa: E402
-from lowtide.checking.train_step import static_bytes  # noqa: E402
 from lowtide.integrations.lightning import Lowtide  # noqa: E402
-from lowtide.running.runner import runner_of  # noqa: E402
-from lowtide.torchside.inductor import has_compiler  # noqa: E402
+from lowtide.runtime.runner import runner_of  # noqa: E402
+from lowtide.torch_compat.inductor import has_compiler  # noqa: E402
+from lowtide.verification.peak import peak_above_start  # noqa: E402
+from lowtide.verification.train_step import static_bytes  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,7 +6,7 @@ import pytest
 from synthetic import transformer
 
 from lowtide.planning.allocator import MIB, Allocator, reserved_for, rounded
-from lowtide.planning.planner import Desk
+from lowtide.planning.planner import Planner
 from lowtide.planning.simulate import plain_runs, simulate
 
 
@@ -84,6 +84,6 @@ def test_a_plan_that_holds_less_reserves_less():
     plain = simulate(step, plain_runs(step))
     held = reserved_for(step, plain)
     assert plain.peak_bytes <= held.allocated_bytes <= held.reserved_bytes
-    desk = Desk(step)
+    desk = Planner(step)
     planned = simulate(step, desk.solve(budget_bytes=desk.floor().floor_bytes).schedule.runs)
     assert reserved_for(step, planned).reserved_bytes < held.reserved_bytes

@@ -11,7 +11,7 @@ from synthetic import chain, transformer, unet
 
 from lowtide.errors import BudgetTooSmall
 from lowtide.planning.bounds.curve import Bounds
-from lowtide.planning.planner import Desk
+from lowtide.planning.planner import Planner
 from lowtide.planning.search.table import make_table
 
 
@@ -24,7 +24,7 @@ def check_instances(seeds, *, most=5, **kinds):
     plans = optimal = found = 0
     for seed in seeds:
         step = random_step(Random(seed), most=most, **kinds)
-        desk = Desk(step)
+        desk = Planner(step)
         low = least_peak(step)
         assert desk.bounds.floor_bytes <= low <= desk.floor().floor_bytes, seed
         assert desk.bounds.seconds(desk.bounds.floor_bytes - 1) == inf
@@ -92,7 +92,7 @@ def test_a_bound_holds_for_every_method_of_bringing_a_value_back():
     bounds = Bounds(make_table(step))
     low = least_peak(step)
     assert bounds.floor_bytes <= low
-    for budget in range(low, Desk(step).plain.peak_bytes):
+    for budget in range(low, Planner(step).plain.peak_bytes):
         assert bounds.seconds(budget) <= least_seconds(step, budget) + 1e-9, budget
 
 
@@ -107,7 +107,7 @@ def test_a_kept_form_bounds_what_holding_its_value_costs():
     one = build.grad((start, wide), 10, 1)
     build.grad((one, big), 10, 1)
     step = build.step()
-    desk = Desk(step)
+    desk = Planner(step)
     budget = least_peak(step) + 20
     assert 0 < desk.bounds.seconds(budget) <= least_seconds(step, budget) + 1e-9
     solution = desk.solve(budget_bytes=budget)
@@ -191,7 +191,7 @@ def test_the_fullest_cut_leaves_no_room_for_another_of_several_equal_layers():
     ids=["unet", "transformer", "chain"],
 )
 def test_plans_of_models_are_near_their_bounds(step):
-    desk = Desk(step)
+    desk = Planner(step)
     high, low = desk.plain.peak_bytes, desk.bounds.floor_bytes
     last = -1.0
     for part in (1, 2, 3):
@@ -202,7 +202,7 @@ def test_plans_of_models_are_near_their_bounds(step):
 
 
 def test_without_recompute_a_plan_is_optimal():
-    solution = Desk(chain(length=8)).solve(budget_bytes=10**9)
+    solution = Planner(chain(length=8)).solve(budget_bytes=10**9)
     assert (solution.lower_bound_seconds, solution.gap) == (0.0, 0.0)
 
 
@@ -214,14 +214,14 @@ def test_a_floor_is_proven_where_plan_and_bound_meet():
     start = build.backward()
     one = build.grad((start, second), 10, 1)
     build.grad((one, first), 10, 1)
-    solution = Desk(build.step()).solve(budget_bytes=10**6)
+    solution = Planner(build.step()).solve(budget_bytes=10**6)
     assert solution.floor_bytes == solution.floor_bound_bytes and solution.is_floor_proven
 
 
 @settings(max_examples=50, deadline=None)
 @given(steps(max_forward=6))
 def test_no_sequence_of_any_step_is_below_its_bound(step):
-    desk = Desk(step)
+    desk = Planner(step)
     low, high = desk.bounds.floor_bytes, desk.plain.peak_bytes
     for part in range(4):
         figures, _ = desk.problem.problem.anneal(

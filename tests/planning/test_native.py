@@ -13,7 +13,7 @@ from strategies import StepBuilder, steps
 from lowtide.errors import LowtideError
 from lowtide.planning.native import library
 from lowtide.planning.native.build import SOURCE, library_name
-from lowtide.planning.planner import Desk
+from lowtide.planning.planner import Planner
 from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.simulate import simulate
 
@@ -30,7 +30,7 @@ def test_a_value_that_comes_back_for_some_readers_only_is_counted_as_the_simulat
 
 
 def check_counts(step):
-    desk = Desk(step)
+    desk = Planner(step)
     problem = desk.problem.problem
     plain = desk.problem.sequence(())
     assert problem.evaluate(plain, 0).peak_bytes == desk.plain.peak_bytes
@@ -55,7 +55,7 @@ def test_a_value_stays_until_the_last_view_of_the_forward_pass_is_taken():
     gradient = build.grad((build.backward(), wide), 1, 1)
     build.grad((gradient, view), 1, 1)
     step = build.step()
-    desk = Desk(step)
+    desk = Planner(step)
     figures, order = desk.problem.problem.anneal(
         desk.problem.sequence(()), budget_bytes=30, moves=2000, warmth=1.0
     )
@@ -64,7 +64,7 @@ def test_a_value_stays_until_the_last_view_of_the_forward_pass_is_taken():
 
 
 def test_the_same_seed_gives_the_same_sequence():
-    desk = Desk(random_step(Random(7)))
+    desk = Planner(random_step(Random(7)))
     found = [
         desk.problem.problem.anneal(
             desk.problem.sequence(()), budget_bytes=desk.bounds.floor_bytes, moves=500, warmth=1.0, seed=3

@@ -14,9 +14,9 @@ from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
 from lowtide.facts.plan import PLANNERS
 from lowtide.planning import planner as planners
-from lowtide.planning.anneal.problem import Problem
-from lowtide.planning.planner import Desk, floor, solve
-from lowtide.planning.search.lazy import LazyRuns, lazy_plan
+from lowtide.planning.planner import Planner, floor, solve
+from lowtide.planning.search.lazy_plans import LazyRuns, lazy_plan
+from lowtide.planning.search.problem import Problem
 from lowtide.planning.search.table import make_table
 from lowtide.planning.simulate import plain_runs, simulate
 
@@ -30,7 +30,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", params=SHAPES)
 def shaped(request):
-    return Desk(SHAPES[request.param]())
+    return Planner(SHAPES[request.param]())
 
 
 def attempt(desk, budget_bytes, planner):
@@ -67,7 +67,7 @@ def test_what_the_simulator_says_counts_where_the_search_counts_less(monkeypatch
         Problem, "anneal", lambda *args, **kw: (less((found := anneal(*args, **kw))[0]), found[1])
     )
     step = chain(length=12)
-    desk = Desk(step)
+    desk = Planner(step)
     found = attempt(desk, int(desk.plain.peak_bytes * share), "auto")
     if not isinstance(found, BudgetTooSmall):
         check(step, found)
@@ -78,7 +78,7 @@ def test_what_the_simulator_says_counts_where_the_search_counts_less(monkeypatch
 @given(steps(max_forward=10), st.floats(0.3, 1.0))
 def test_auto_is_never_worse_than_another_planner(step, share):
     budget = max(1, int(simulate(step, plain_runs(step)).peak_bytes * share))
-    desk = Desk(step)
+    desk = Planner(step)
     mine = attempt(desk, budget, "auto")
     for planner in PLANNERS[1:]:
         other = attempt(desk, budget, planner)
@@ -94,7 +94,7 @@ def test_auto_is_never_worse_than_another_planner(step, share):
 @settings(max_examples=25, deadline=None)
 @given(steps(max_forward=10), st.lists(st.floats(0.0, 1.1), min_size=2, max_size=4))
 def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares):
-    desk = Desk(step)
+    desk = Planner(step)
     low = desk.floor().floor_bytes
     high = simulate(step, plain_runs(step)).peak_bytes
     budgets = sorted(low + int((high - low) * share) for share in (0.0, *shares))
@@ -146,7 +146,7 @@ def test_the_curve_rises_from_the_plain_step_to_the_floor(shaped):
 
 
 def test_a_chain_is_planned_far_below_the_square_root():
-    desk = Desk(chain(length=64))
+    desk = Planner(chain(length=64))
     assert desk.floor().floor_bytes <= 8 * 1000
     with pytest.raises(BudgetTooSmall, match="planner 'auto' meets this budget"):
         desk.solve(budget_bytes=8 * 1000, planner="sqrt")
@@ -167,7 +167,7 @@ def test_an_unknown_planner_is_named_with_the_known_ones():
 @pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "auto"])
 def test_only_auto_pays_for_its_search(planner, monkeypatch):
     monkeypatch.setattr(planners, "Auto", lambda *_: pytest.fail("searched"))
-    desk = Desk(chain(length=8))
+    desk = Planner(chain(length=8))
     assert desk.solve(budget_bytes=10**9, planner=planner).floor_bytes is None
     monkeypatch.undo()
     assert desk.solve(budget_bytes=10**9).floor_bytes == desk.floor().floor_bytes
@@ -235,7 +235,7 @@ def test_values_that_can_be_kept_as_less_do_not_raise_a_floor(most, seed):
     kept = {node.rank for node in step.nodes if node.on_demand}
     fewer = [
         dataclasses.replace(
-            node, recipes=tuple(r for r in node.recipes if not r.reads or not kept.issuperset(r.reads))
+            node, remats=tuple(r for r in node.remats if not r.reads or not kept.issuperset(r.reads))
         )
         for node in step.nodes
     ]

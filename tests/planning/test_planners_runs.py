@@ -16,7 +16,7 @@ def slots_of(step, schedule):
     for run, nbytes in zip(schedule, reference(step, schedule), strict=True):
         most = max(most, nbytes)
         if run.is_first:
-            slots[run.node], most = most, 0
+            slots[run.rank], most = most, 0
     return slots
 
 
@@ -26,9 +26,9 @@ def found_slots(runs):
 
 def choices(table):
     return [
-        (slot, recipe)
+        (slot, remat)
         for slot in range(table.size)
-        for recipe, op in enumerate(table.recipes)
+        for remat, op in enumerate(table.remats)
         if table.slot_segment[slot] >= 0 and table.may_run(op.rank, slot)
     ]
 

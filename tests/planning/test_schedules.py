@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import orders, runs, steps
 from synthetic import chain
 
-from lowtide.facts import Graph, Kind, Node, Recipe, Region, Run, Step, Storage
+from lowtide.facts import Graph, GraphRun, Kind, Node, Region, Remat, Run, Step, Storage
 from lowtide.planning.schedules import (
     ENDS,
     as_eager,
@@ -52,9 +52,9 @@ def two_graphs() -> Step:
         ("output", backward, 0),
         ("step", Region.OPTIMIZER, 0),
     ]
-    again = Recipe(method="again", reads=(), holds=(), makes=())
+    again = Remat(rule="again", reads=(), holds=(), makes=())
     nodes = tuple(
-        node(rank, op, region, segment=s, on_demand=op == "random_state", recipes=(again,) * (len(op) == 1))
+        node(rank, op, region, segment=s, on_demand=op == "random_state", remats=(again,) * (len(op) == 1))
         for rank, (op, region, s) in enumerate(ops)
     )
     return Step(nodes=nodes, storages=(), graphs=(graph(), graph()))
@@ -66,7 +66,7 @@ def tuple_step() -> Step:
 
     def forward(rank: int, **fields: tuple[int, ...]) -> Node:
         ways = {"reads": (), "holds": (), "makes": ()} | fields
-        return node(rank, "op", Region.FORWARD, recipes=(Recipe(method="again", **ways),), **ways)
+        return node(rank, "op", Region.FORWARD, remats=(Remat(rule="again", **ways),), **ways)
 
     nodes = (
         forward(0, makes=(0, 1), holds=(0, 1)),
@@ -99,16 +99,16 @@ def test_leaving_out_needless_runs_never_costs_memory(data: st.DataObject) -> No
 
 def test_a_plain_step_runs_each_backward_op_once(two_graphs: Step) -> None:
     first, second = graph_schedules(two_graphs, plain_runs(two_graphs))
-    assert first.schedule == (Run(3), Run(4))
-    assert second.schedule == (Run(2),)
+    assert first.schedule == (GraphRun(3), GraphRun(4))
+    assert second.schedule == (GraphRun(2),)
 
 
 def test_runs_again_stand_where_the_order_has_them(two_graphs: Step) -> None:
     order = runs(*range(11), 8, 11, 12, 13, 4, 1, 14, 2, 4, 15, 16, 17)
     first, second = graph_schedules(two_graphs, order)
-    assert second.schedule == (Run(1, "again"), Run(2))
-    assert [run.node for run in first.schedule] == [2, 0, 3, 1, 2, 4]
-    assert [run.method for run in first.schedule] == ["again", "again", "", "again", "again", ""]
+    assert second.schedule == (GraphRun(1, "again"), GraphRun(2))
+    assert [run.position for run in first.schedule] == [2, 0, 3, 1, 2, 4]
+    assert [run.rule for run in first.schedule] == ["again", "again", "", "again", "again", ""]
 
 
 def test_an_abstract_step_has_no_graphs() -> None:
@@ -127,8 +127,8 @@ def test_every_run_of_an_order_is_in_one_schedule(step: Step, data: st.DataObjec
         ops = [n.rank for n in mine if n.region is Region.FORWARD]
         ops += [n.rank for n in mine if n.region is Region.BACKWARD]
         backward = {rank for rank in ops if step.nodes[rank].region is Region.BACKWARD}
-        expected = [run for run in order if run.node in ops and (run.node in backward or not run.is_first)]
-        assert [Run(ops[run.node], run.method) for run in made.schedule] == expected
+        expected = [run for run in order if run.rank in ops and (run.rank in backward or not run.is_first)]
+        assert [Run(ops[run.position], run.rule) for run in made.schedule] == expected
 
 
 def test_eager_sizes() -> None:
@@ -232,4 +232,4 @@ def test_a_schedule_gives_its_order_back(step: Step, data: st.DataObject) -> Non
 
 def test_a_schedule_of_a_larger_graph_is_refused() -> None:
     with pytest.raises(ValueError, match="more ops"):
-        runs_of_schedules(replace(chain(length=3), graphs=(graph(),)), [(Run(1000),)])
+        runs_of_schedules(replace(chain(length=3), graphs=(graph(),)), [(GraphRun(1000),)])

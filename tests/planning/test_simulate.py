@@ -13,10 +13,10 @@ def reference(step, schedule):
     """Bytes held at every run, by asking for each block and each position: is anyone still to read it?"""
     last_run, runs = {}, []
     for position, run in enumerate(schedule):
-        node = step.nodes[run.node]
-        what = node if run.is_first else next(r for r in node.recipes if r.method == run.method)
+        node = step.nodes[run.rank]
+        what = node if run.is_first else next(r for r in node.remats if r.rule == run.rule)
         runs.append((run, what, {read: last_run[read] for read in what.reads}))
-        last_run[run.node] = position
+        last_run[run.rank] = position
 
     def block_of(position, storage):
         _, what, sources = runs[position]
@@ -34,7 +34,7 @@ def reference(step, schedule):
         if position not in sources.values():
             return False
         makes_nothing = not what.makes and len(what.reads) == 1
-        is_part = set(what.holds) < set(step.nodes[runs[position][0].node].holds)
+        is_part = set(what.holds) < set(step.nodes[runs[position][0].rank].holds)
         return not (not run.is_first and makes_nothing and runs[position][0].is_first and is_part)
 
     def read_until(position):
@@ -85,8 +85,8 @@ def test_seconds_are_those_of_the_runs(data):
     order = data.draw(orders(step))
     timeline = simulate(step, order)
     plain = sum(node.seconds for node in step.nodes if not node.on_demand)
-    again = [r.seconds for run in order for r in step.nodes[run.node].recipes if r.method == run.method]
-    kept = [step.nodes[run.node].seconds for run in order if step.nodes[run.node].on_demand]
+    again = [r.seconds for run in order for r in step.nodes[run.rank].remats if r.rule == run.rule]
+    kept = [step.nodes[run.rank].seconds for run in order if step.nodes[run.rank].on_demand]
     assert timeline.added_seconds == pytest.approx(sum(again) + sum(kept))
     assert timeline.seconds == pytest.approx(plain + timeline.added_seconds)
 
@@ -134,7 +134,7 @@ def test_a_recompute_lengthens_the_life_of_its_source():
         ((0, 1, 2, 3, 4), "never runs"),
         ((0, 1, 2, 3, 4, 4, 5), "not a forward node"),
         ((0, 1, 2, 3, 4, 5, 6), "no rank 6"),
-        ((0, 1, 2, 3, (2, "magic"), 4, 5), "has no recipe 'magic'"),
+        ((0, 1, 2, 3, (2, "magic"), 4, 5), "has no remat 'magic'"),
         ((0, 1, (2, "again"), 2, 3, 4, 5), "brought back before it has run"),
         ((0, 1, 2, 3, (3, ""), 4, 5), "first run of rank 3, where that of 4 is due"),
     ],
@@ -178,7 +178,7 @@ def packing():
     return build.step()
 
 
-def test_what_runs_on_demand_is_made_only_where_a_recipe_reads_it():
+def test_what_runs_on_demand_is_made_only_where_a_remat_reads_it():
     step = packing()
     assert simulate(step, plain_runs(step)).bytes_held.tolist() == [100, 140, 144, 149]
     packed = simulate(step, runs(0, 1, 2, 3, (1, "unpack"), 4))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowtide.ops.calls import OpCost
 from lowtide.profiling.cache import CostCache, cache_directory
-from lowtide.profiling.device import device_for
-from lowtide.torchside.calls import OpCost
+from lowtide.profiling.devices import device_for
 
 CPU = device_for(torch.device("cpu"))
 COST = OpCost(0.25, 64, False, (0, 96))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.analyze.captured_step import capture
 from lowtide.api import profile
-from lowtide.capture.step import capture
 from lowtide.profiling import costing, trials
 from lowtide.profiling.costing import estimate_costs, measure_costs
-from lowtide.profiling.device import OpTiming
+from lowtide.profiling.devices import OpTiming
 
 
 @pytest.mark.busy

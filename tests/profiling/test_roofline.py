@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import lowtide
-from lowtide.facts.devices import GPUS
+from lowtide.facts.gpus import GPUS
 
 pytestmark = pytest.mark.slow
 
@@ -279,5 +279,5 @@ class Gated(nn.Module):
 def test_methods_of_the_processor_are_not_those_of_a_gpu() -> None:
     batch = torch.randn(1024 * torch.get_num_threads(), 8)
     here, there = (profile(Gated(), batch, device) for device in (None, "a100-40g"))
-    assert any(node.recipe("slices") for node in here.nodes)
-    assert not any(node.recipe("slices") for node in there.nodes)
+    assert any(node.remat("slices") for node in here.nodes)
+    assert not any(node.remat("slices") for node in there.nodes)

@@ -23,7 +23,7 @@ def test_the_memory_limit_is_heeded(model: nn.Module, mode: str) -> None:
     batch = torch.randn(16384, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     small = lowtide.profile(model, batch, optimizer=optimizer, mode=mode, memory_limit="2MiB", cache=False)
-    (norm,) = [node for node in small.nodes if "batch_norm" in node.op and node.recipes]
+    (norm,) = [node for node in small.nodes if "batch_norm" in node.op and node.remats]
     whole = lowtide.profile(model, batch, optimizer=optimizer, mode="ops", cache=False)
     assert sum(node.estimated for node in whole.nodes) == 0
     if mode == "ops":

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from lowtide.ops.calls import Call, storage_key
 from lowtide.profiling.samples import make_sample
-from lowtide.torchside.calls import Call, storage_key
 
 aten = torch.ops.aten
 empty = torch.empty

@@ -5,10 +5,10 @@ import torch
 from fake_calls import conv, fake
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowtide.ops.calls import Call
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.shrink import shrink
 from lowtide.profiling.work import work_of
-from lowtide.torchside.calls import Call
 
 aten = torch.ops.aten
 MIB = 1 << 20

@@ -191,7 +191,7 @@ def test_what_is_zoomed_in_on_stays_in_sight(open_page, case):
     assert now == pytest.approx(same, rel=0.05), "the other areas, at the same place"
     browser.execute_script("document.querySelector('[data-axis=order]').click()")
     words = find(browser, "#timeline-range").text.split()
-    first = next(i for i, run in enumerate(case.after.runs) if case.step.nodes[run.node].region == "backward")
+    first = next(i for i, run in enumerate(case.after.runs) if case.step.nodes[run.rank].region == "backward")
     assert words[0] == "runs" and abs(int(words[1]) - first) <= 2
 
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_cases import ENVIRONMENT, compare_rows, make_case, measurement_of, sweep_rows, tradeoff_points
 
-from lowtide.report import times, words
+from lowtide.report import style, times
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
-from lowtide.report.embed import pack_integers, script_json
 from lowtide.report.html import render_report
-from lowtide.report.records import Environment, SweepStatus
+from lowtide.report.payload import pack_integers, script_json
+from lowtide.report.results import Environment, SweepStatus
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'<!--"
 
@@ -228,12 +228,12 @@ def test_the_time_added_says_when_it_is_noise(case, noise, value, note):
     found = noisy(case.measurement, noise=noise)
     tile = next(tile for tile in plan_tiles(case.solution, found) if tile.label == "Time added")
     assert tile.value == value and tile.note.startswith(note)
-    assert words.HOW_TIMED in render(case, measurement=found)
+    assert style.HOW_TIMED in render(case, measurement=found)
 
 
 def test_a_large_change_does_not_excuse_any_noise():
-    assert words.added(1.4, 0.2) == "+140.0 %"
-    assert words.added(1.4, 0.62) == "+140.0 % (noise: ± 62.0 %)"
+    assert style.added(1.4, 0.2) == "+140.0 %"
+    assert style.added(1.4, 0.62) == "+140.0 % (noise: ± 62.0 %)"
 
 
 def test_noise_is_shown_beside_every_time_added(case):
@@ -286,15 +286,15 @@ def test_budgets_with_the_same_plan_give_one_point(case):
 
 
 def test_sources_leave_out_where_packages_are_installed():
-    assert words.short_source("/home/me/.venv/lib/site-packages/a/b.py:7") == "a/b.py:7"
-    assert words.short_source("models/mine.py:7") == "models/mine.py:7"
+    assert style.short_source("/home/me/.venv/lib/site-packages/a/b.py:7") == "a/b.py:7"
+    assert style.short_source("models/mine.py:7") == "models/mine.py:7"
 
 
 def test_numbers_read_well():
-    assert [words.size(n) for n in (None, 0, 1536, 10**9, 3 * 2**30)] == [
+    assert [style.size(n) for n in (None, 0, 1536, 10**9, 3 * 2**30)] == [
         "–", "0 B", "1.5 KiB", "953.7 MiB", "3.00 GiB",
     ]  # fmt: skip
-    assert [words.percent(x) for x in (None, 0.0622, -0.38)] == ["–", "+6.2 %", "−38.0 %"]
-    assert [words.duration(x) for x in (None, 2.5, 0.25, 0.0025, 4e-6)] == [
+    assert [style.percent(x) for x in (None, 0.0622, -0.38)] == ["–", "+6.2 %", "−38.0 %"]
+    assert [style.duration(x) for x in (None, 2.5, 0.25, 0.0025, 4e-6)] == [
         "–", "2.50 s", "250 ms", "2.5 ms", "4.0 µs",
     ]  # fmt: skip

@@ -11,11 +11,11 @@ from lowtide.facts import Action
 from lowtide.profiles import Profile
 from lowtide.report import csvs
 from lowtide.report.answer import plan_tiles
+from lowtide.report.chrome_trace import chrome_trace
 from lowtide.report.html import render_report
 from lowtide.report.plots import plot_tradeoff, plot_transfers, write_plots
 from lowtide.report.times import waiting
-from lowtide.report.trace import chrome_trace
-from lowtide.report.traffic import READ, WAIT, WRITE, run_starts, store_use
+from lowtide.report.transfers import READ, WAIT, WRITE, run_starts, store_use
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 from report_cases import make_case
 
-from lowtide.report.trace import chrome_trace, write_trace
+from lowtide.report.chrome_trace import chrome_trace, write_trace
 
 
 @pytest.fixture(scope="module")

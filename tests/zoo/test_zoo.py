@@ -9,8 +9,7 @@ import torch
 
 from lowtide.errors import TargetError
 from lowtide.zoo import CATALOG, find_entry
-from lowtide.zoo.build import build
-from lowtide.zoo.optimizers import make_optimizer
+from lowtide.zoo.build import build, make_optimizer
 from lowtide.zoo.quiet import quiet
 
 pytestmark = pytest.mark.slow

@@ -7,19 +7,16 @@ from typing import Annotated
 import typer
 
 from lowtide import __version__
-from lowtide.cli.compare import compare
-from lowtide.cli.doctor import doctor
-from lowtide.cli.exits import Exit
-from lowtide.cli.explain import explain
-from lowtide.cli.fit import fit
-from lowtide.cli.models import models
-from lowtide.cli.plan import plan
-from lowtide.cli.profile import profile
-from lowtide.cli.run import run
-from lowtide.cli.solve import solve
-from lowtide.cli.sweep import sweep
-from lowtide.cli.tradeoff import tradeoff
-from lowtide.cli.verify import verify
+from lowtide.cli.compare_command import compare
+from lowtide.cli.doctor_command import doctor
+from lowtide.cli.fit_command import fit
+from lowtide.cli.lookup_commands import explain, models
+from lowtide.cli.run_command import run
+from lowtide.cli.solve_command import solve
+from lowtide.cli.stage_commands import plan, profile, verify
+from lowtide.cli.sweep_command import sweep
+from lowtide.cli.terminal import Exit
+from lowtide.cli.tradeoff_command import tradeoff
 
 app = typer.Typer(
     name="lowtide",

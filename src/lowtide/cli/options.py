@@ -1,18 +1,63 @@
-"""The options that commands share, each with its help text."""
+"""What the shell offers when Tab is pressed; answers without torch.
 
-from collections.abc import Callable
+The options that commands share, each with its help text.
+"""
+
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lowtide.cli import completion
 from lowtide.errors import LowtideError
-from lowtide.facts.devices import GPUS
-from lowtide.facts.plan import PLANNERS
+from lowtide.facts.gpus import GPUS
+from lowtide.facts.plan import PLANNERS, parse_offload
 from lowtide.facts.sizes import BadSize, parse_budget, parse_size
-from lowtide.facts.swap import parse_swap
+from lowtide.zoo.catalog import CATALOG
+
+OPTIMIZERS = ("adam", "adamw", "sgd", "none", "adam:fused", "adam:foreach", "adam:single")
+
+
+def targets(incomplete: str) -> list[str]:
+    """Built-in targets, then Python files, whose factory is still to be named, and folders."""
+    return [*_starting(CATALOG, incomplete), *_files(incomplete, ".py", end=":")]
+
+
+def sources(incomplete: str) -> list[str]:
+    """Profiles, and everything that can be profiled."""
+    return [*_files(incomplete, ".json", folders=False), *targets(incomplete)]
+
+
+def planners(incomplete: str) -> list[str]:
+    return _starting(PLANNERS, incomplete)
+
+
+def devices(incomplete: str) -> list[str]:
+    return _starting(GPUS, incomplete)
+
+
+def optimizers(incomplete: str) -> list[str]:
+    return _starting(OPTIMIZERS, incomplete)
+
+
+def _starting(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _files(incomplete: str, suffix: str, *, end: str = "", folders: bool = True) -> list[str]:
+    head, slash, tail = incomplete.rpartition("/")
+    folder = Path(head + slash) if slash else Path()
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return []  # nothing to offer in a folder that cannot be read
+    shown = [entry for entry in entries if entry.name.startswith(tail) and not entry.name.startswith(".")]
+    files = [
+        f"{head}{slash}{entry.name}{end}" for entry in shown if entry.suffix == suffix and entry.is_file()
+    ]
+    return files + [f"{head}{slash}{entry.name}/" for entry in shown if folders and entry.is_dir()]
+
 
 MEMORY_LIMIT = "1GiB"
 
@@ -52,7 +97,7 @@ def _read(text: str, read: Callable[[], object]) -> str:
 
 def _swap(text: str) -> str:
     try:
-        return str(parse_swap(text)) if text else ""
+        return str(parse_offload(text)) if text else ""
     except LowtideError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -90,7 +135,7 @@ TargetText = Annotated[
         metavar="TARGET",
         help="A built-in name (see `lowtide models`), file.py:factory or package.module:factory.",
         show_default=False,
-        autocompletion=completion.targets,
+        autocompletion=targets,
     ),
 ]
 Source = Annotated[
@@ -100,7 +145,7 @@ Source = Annotated[
         help="A profile.json of `lowtide profile`, or a TARGET: a built-in name, file.py:factory or "
         "package.module:factory.",
         show_default=False,
-        autocompletion=completion.sources,
+        autocompletion=sources,
     ),
 ]
 OptionalBatchSize = Annotated[
@@ -118,7 +163,7 @@ Optimizer = Annotated[
     typer.Option(
         help="adam, adamw, sgd or none; a variant after a colon, as in adam:fused (foreach, fused, single). "
         "Without it: adam for a built-in target, the factory's own otherwise.",
-        autocompletion=completion.optimizers,
+        autocompletion=optimizers,
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Decides random weights and data.")]
@@ -162,7 +207,7 @@ Device = Annotated[
     typer.Option(
         metavar="NAME",
         help=f"Estimate for a GPU that is not here: {', '.join(GPUS)}.",
-        autocompletion=completion.devices,
+        autocompletion=devices,
         callback=_device,
         show_default=False,
     ),
@@ -197,7 +242,7 @@ Planner = Annotated[
     str,
     typer.Option(
         help="auto, mu-two, none, all, every-block or sqrt.",
-        autocompletion=completion.planners,
+        autocompletion=planners,
         callback=_planner,
     ),
 ]

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.exits import UsageError
 from lowtide.cli.options import MEMORY_LIMIT
-from lowtide.cli.terminal import Terminal
+from lowtide.cli.terminal import Terminal, UsageError
 from lowtide.errors import TargetError
-from lowtide.facts.devices import gpu_behind
+from lowtide.facts.gpus import gpu_behind
 from lowtide.zoo.targets import TargetSpec
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def profile_target(
         option = "--step-in-backward" if step_in_backward else "--swap"
         raise UsageError(f"--mode run runs the step as eager does: leave {option} out, or --mode run")
     if mode == "run":
-        from lowtide.experiments.whole_run import profile_by_running
+        from lowtide.experiments.measured import profile_by_running
 
         with terminal.counting(f"running {spec.text}") as progress:
             return profile_by_running(target, memory_limit=memory_limit, cache=cache, progress=progress)
@@ -87,7 +86,7 @@ def open_source(
 ) -> tuple["Profile", TargetSpec | None]:
     """A profile from a `profile.json`, or of a TARGET; and what it is a profile of, where known."""
     if source.endswith(".json"):
-        from lowtide.cli.files import load_profile
+        from lowtide.cli.output_files import load_profile
 
         given = {
             "--batch-size": batch_size is not None,

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from torch import device
 
 from lowtide import api
-from lowtide.checking.verification import Verification
-from lowtide.facts import Action, Link, Step
+from lowtide.facts import Action, Step, TransferSpeed
 from lowtide.facts.files import temporary_folder
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
-from lowtide.profiling.device import device_for
-from lowtide.report.records import relative_increase
+from lowtide.profiling.devices import device_for
+from lowtide.report.results import relative_increase
+from lowtide.verification.verify_plan import Verification
 from lowtide.zoo.build import Built, build
 
 MODEL, BATCH_SIZE = "tiny-transformer", 8
@@ -62,7 +62,7 @@ class PlanCheckup:
 class SwapCheckup:
     """A step whose plan offloads as much as it can, whatever that costs here. `link`: as fast as measured."""
 
-    link: Link
+    link: TransferSpeed
     num_offloaded: int
     budget_bytes: int
     predicted_peak_bytes: int

@@ -9,15 +9,15 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.checking.comparison import PlainPlans, planned
 from lowtide.errors import LowtideError
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.plans import Plan
-from lowtide.running.inductor import executor_named
-from lowtide.running.runner import attach, install, remove, runner_of
-from lowtide.torchside import dynamo, hooks
-from lowtide.torchside.route import call_model, set_route
-from lowtide.torchside.tracing import compiled
+from lowtide.runtime.compiled_plans import executor_named
+from lowtide.runtime.runner import attach, install, remove, runner_of
+from lowtide.torch_compat import dynamo, hooks
+from lowtide.trace.compile_settings import compiled
+from lowtide.trace.model_call import call_model, set_route
+from lowtide.verification.comparison import PlainPlans, planned
 from lowtide.zoo.targets import Target
 
 
@@ -26,7 +26,7 @@ class NotApplicable(LowtideError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
+class Contender:
     """`blocks`: torch.utils.checkpoint around every repeated block. `partitioner`: torch's own, where
     `memory_budget` is a share of the saved bytes. `inductor`: the same, compiled by Inductor. `plan`:
     lowtide's, with its `solution`."""
@@ -45,11 +45,11 @@ class Switch:
     off: Callable[[], None]
 
 
-def plan_method(name: str, plan: Plan) -> Method:
-    return Method(name=name, kind="plan", solution=solution_to_dict(plan.solution))
+def plan_method(name: str, plan: Plan) -> Contender:
+    return Contender(name=name, kind="plan", solution=solution_to_dict(plan.solution))
 
 
-def switch_for(method: Method, target: Target) -> Switch:
+def switch_for(method: Contender, target: Target) -> Switch:
     """How to switch `method` on; the model is left as it is until then."""
     model = target.model
     match method.kind:
@@ -67,7 +67,7 @@ def switch_for(method: Method, target: Target) -> Switch:
             return _planned(planned(target, solution=method.solution).model)
 
 
-def reference_for(method: Method, target: Target) -> Switch | None:
+def reference_for(method: Contender, target: Target) -> Switch | None:
     """The graph that a method makes of the model, run without any recompute; None where it makes none.
 
     Where results differ from eager's but not from these, recomputing is not to blame.
@@ -119,7 +119,7 @@ def _around_blocks(blocks: list[nn.Module]) -> Switch:
 
 
 def _by_inductor(eager_random: bool) -> Callable[..., Any]:
-    from lowtide.torchside.inductor import compiled_by_torch  # Inductor takes seconds to import
+    from lowtide.torch_compat.inductor import compiled_by_torch
 
     return partial(compiled_by_torch, eager_random=eager_random)
 

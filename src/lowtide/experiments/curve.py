@@ -7,8 +7,8 @@ from lowtide.errors import FreshProcessError
 from lowtide.facts import Action
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
-from lowtide.report.records import Results, TradeoffPoint, with_why
-from lowtide.report.words import size
+from lowtide.report.results import Results, TradeoffPoint, with_why
+from lowtide.report.style import size
 from lowtide.zoo.targets import TargetSpec
 
 

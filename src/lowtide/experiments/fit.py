@@ -10,7 +10,7 @@ from typing import Any, overload
 from lowtide import api
 from lowtide.experiments.fit_records import MOST, Budgets, Check, Fit, FitRow, Vary, budget_bytes_of
 from lowtide.experiments.fit_search import Search
-from lowtide.experiments.sizes import Profiler, Sizes, Source, Working
+from lowtide.experiments.profiled_sizes import Profiler, Sizes, Source, Working
 from lowtide.profiles import Profile
 from lowtide.zoo.targets import TargetSpec, call_factory
 

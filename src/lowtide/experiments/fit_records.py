@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from lowtide.errors import LowtideError
 from lowtide.facts.sizes import parse_size
-from lowtide.facts.units import format_size
+from lowtide.units import format_size
 
 MOST = 1 << 20
 """No larger size is looked at, unless said otherwise."""

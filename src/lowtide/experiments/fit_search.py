@@ -14,13 +14,11 @@ from itertools import count
 from math import inf
 
 from lowtide.errors import CannotMoveToFreshProcess, CaptureError, FreshProcessError, TargetError
-from lowtide.experiments.between import peak_from, with_ways_of
 from lowtide.experiments.fit_records import Check, Fit, FitRow, Vary
-from lowtide.experiments.guess import last_within
-from lowtide.experiments.machine import why_not
+from lowtide.experiments.interpolate_step import last_within, peak_from, with_ways_of
+from lowtide.experiments.machine_memory import why_not
 from lowtide.experiments.measured import run_plain, run_plan
-from lowtide.experiments.probe import Probe
-from lowtide.experiments.sizes import LEAST_SHARE, Look, Sizes
+from lowtide.experiments.profiled_sizes import LEAST_SHARE, Look, Probe, Sizes
 from lowtide.planning.simulate import Bytes, simulate
 from lowtide.profiles import Profile
 

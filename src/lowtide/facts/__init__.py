@@ -1,6 +1,6 @@
 """Frozen records that the stages exchange, and how they are written. Nothing here knows torch.
 
-- `step`: one training step: nodes, storages, recipes, graphs, activations
+- `step`: one training step: nodes, storages, remats, graphs, activations
 - `plan`: what a planner answers: runs, decisions, the solution
 - `sharding`: how parameters are divided among processes
 - `serial`: both as JSON and back
@@ -14,14 +14,15 @@ from lowtide.facts.step import (
     Action,
     Activation,
     Graph,
+    GraphRun,
     Kind,
-    Link,
     Node,
-    Recipe,
     Region,
+    Remat,
     Run,
     Step,
     Storage,
+    TransferSpeed,
 )
 
 __all__ = [
@@ -30,16 +31,17 @@ __all__ = [
     "Activation",
     "Decision",
     "Graph",
+    "GraphRun",
     "Kind",
-    "Link",
     "Node",
     "Offload",
-    "Recipe",
     "Region",
+    "Remat",
     "Reserve",
     "Run",
     "Schedule",
     "Solution",
     "Step",
     "Storage",
+    "TransferSpeed",
 ]

@@ -1,8 +1,38 @@
-"""What a plan is: decisions, a schedule of runs, and what a step needs besides its own graphs."""
+"""Where swapped values go, as the user says it.
+
+What a plan is: decisions, a schedule of runs, and what a step needs besides its own graphs.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from lowtide.facts.step import Action, Graph, Link, Run
+from lowtide.errors import LowtideError
+from lowtide.facts.step import Action, Graph, Run, TransferSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadTarget:
+    """`kind` is `disk`, with a `folder`, or `host`."""
+
+    kind: str
+    folder: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.folder}" if self.folder else self.kind
+
+
+def parse_offload(text: str) -> OffloadTarget:
+    """`disk:/scratch` or `host`; a folder is found from anywhere then, also where it was relative."""
+    kind, _, folder = str(text).partition(":")
+    if kind == "disk" and folder:
+        return OffloadTarget(kind, str(Path(folder).expanduser().absolute()))
+    if kind == "host" and not folder:
+        return OffloadTarget(kind)
+    raise LowtideError(
+        f"cannot swap to {text!r}: write 'disk:FOLDER' with a folder on a local disk, or 'host' where the "
+        "model is on an accelerator"
+    )
+
 
 PLANNERS = ("auto", "mu-two", "none", "all", "every-block", "sqrt")
 """Names of the planners; `none` recomputes nothing, `all` whatever can be."""
@@ -49,7 +79,7 @@ class Schedule:
     @property
     def order(self) -> tuple[int, ...]:
         """The ranks alone."""
-        return tuple(run.node for run in self.runs)
+        return tuple(run.rank for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +113,7 @@ class Offload:
     """What a plan moves to a store and back: `store_bytes` at most, in `transfer_seconds`, for which the step
     waits `stall_seconds`; the rest is hidden behind its compute, which is `slowed_seconds` longer for it."""
 
-    link: Link
+    link: TransferSpeed
     store_bytes: int
     transfer_seconds: float
     stall_seconds: float

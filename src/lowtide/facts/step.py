@@ -63,15 +63,15 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Remat:
     """One way to bring a forward node's value back in the backward pass: what it reads, makes and costs.
 
-    `method` is the name of the method behind it (`lowtide.methods`), `action` what a plan that takes it
+    `rule` is the name of the remat rule behind it (`lowtide.remat`), `action` what a plan that takes it
     does with the value. `makes` are storage ids of the original: a second run makes a second block of
     the same size.
     """
 
-    method: str
+    rule: str
     action: Action = Action.RECOMPUTE
     reads: tuple[int, ...]
     holds: tuple[int, ...]
@@ -86,10 +86,10 @@ class Node:
 
     `reads` are ranks of nodes whose values it needs. `holds` are the storages its own value refers
     to: those it `makes`, and those it shares with what it reads. `workspace_bytes` are held inside
-    the op only; less than none where it writes its result over what it reads last. `recipes` are the
+    the op only; less than none where it writes its result over what it reads last. `remats` are the
     ways to bring its value back, the one to prefer first; where there is
-    none, `fixed` says why. `on_demand`: it makes what a recipe keeps from the forward pass, and runs only
-    in schedules where such a recipe reads it. `movable`, of those: it lets go of a value whose copy to the
+    none, `fixed` says why. `on_demand`: it makes what a remat keeps from the forward pass, and runs only
+    in schedules where such a remat reads it. `movable`, of those: it lets go of a value whose copy to the
     store began when the value was made, waits for that copy, and may run at any place from its rank to the
     end of its segment's forward part.
     `estimated` marks times that were scaled from a smaller or similar op instead of measured.
@@ -112,7 +112,7 @@ class Node:
     makes: tuple[int, ...] = ()
     seconds: float = 0.0
     workspace_bytes: int = 0
-    recipes: tuple[Recipe, ...] = ()
+    remats: tuple[Remat, ...] = ()
     fixed: str = ""
     on_demand: bool = False
     movable: bool = False
@@ -121,18 +121,18 @@ class Node:
     eager_reads: tuple[int, ...] = ()
     eager_place: int = 0
 
-    def recipe(self, method: str) -> Recipe | None:
-        """Its recipe by that method."""
-        return next((recipe for recipe in self.recipes if recipe.method == method), None)
+    def remat(self, rule: str) -> Remat | None:
+        """Its remat by that rule."""
+        return next((remat for remat in self.remats if remat.rule == rule), None)
 
     @property
-    def recompute(self) -> Recipe | None:
-        """Its preferred recipe that computes the value again, if any does."""
-        return next((recipe for recipe in self.recipes if recipe.action is Action.RECOMPUTE), None)
+    def recompute(self) -> Remat | None:
+        """Its preferred remat that computes the value again, if any does."""
+        return next((remat for remat in self.remats if remat.action is Action.RECOMPUTE), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class TransferSpeed:
     """The way to the store of offloaded values: one transfer at a time in each direction.
 
     A transfer takes `latency_seconds` and its bytes over the direction's bandwidth. `store` names it as
@@ -154,17 +154,25 @@ class Link:
 
 
 class Run(NamedTuple):
-    """One run of a node: its first, or one that brings its value back by a method.
+    """One run of the node at `rank`: its first, or a rematerialization by a `rule`."""
 
-    `node` is a rank of the step; in the schedule of one graph, a position among that graph's ops.
-    """
-
-    node: int
-    method: str = ""
+    rank: int
+    rule: str = ""
 
     @property
     def is_first(self) -> bool:
-        return not self.method
+        return not self.rule
+
+
+class GraphRun(NamedTuple):
+    """One run of an op of a single graph: the same as `Run`, by the op's `position` in that graph."""
+
+    position: int
+    rule: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        return not self.rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +195,7 @@ class Graph:
     returned: tuple[int, ...]
     missing: tuple[int, ...]
     apart: tuple[int, ...] = ()
-    schedule: tuple[Run, ...] = ()
+    schedule: tuple[GraphRun, ...] = ()
     tangent_bytes: int = 0
     inputs: tuple[str, ...] = ()
     structure: str = ""
@@ -205,8 +213,8 @@ class Step:
     A model with graph breaks has several segments, run 0, 1, 2 forward and 2, 1, 0 backward; a
     forward node can only be run again inside the backward part of its own segment.
     `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
-    `methods` are (name, words) of the methods that its recipes name. `holds_outputs`: the loop holds what the
-    model returned, besides the loss, until the backward pass is over. `link` is there where values may be
+    `rules` are (name, words) of the remat rules that its remats name. `holds_outputs`: the loop holds what
+    the model returned, besides the loss, until the backward pass is over. `link` is there where values may be
     offloaded. `pieces` are (bytes of a piece, bytes held inside) for the sizes of pieces in which the
     optimizer's step can be taken, the smallest first, which its nodes tell of. `gradient_orders` are the
     orders of outputs' dimensions in memory, outermost first, and of their gradients where those are others.
@@ -220,9 +228,9 @@ class Step:
     notes: tuple[str, ...] = ()
     graphs: tuple[Graph, ...] = ()
     identity: tuple[tuple[str, str], ...] = ()
-    methods: tuple[tuple[str, str], ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
     holds_outputs: bool = True
-    link: Link | None = None
+    link: TransferSpeed | None = None
     pieces: tuple[tuple[int, int], ...] = ()
     gradient_orders: tuple[tuple[str, str], ...] = ()
 

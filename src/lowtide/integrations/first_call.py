@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from lowtide.errors import LowtideError
+from lowtide.facts.plan import parse_offload
 from lowtide.facts.sizes import parse_budget
-from lowtide.facts.swap import parse_swap
-from lowtide.facts.units import format_size
 from lowtide.plans import Plan
-from lowtide.running.inductor import executor_named
-from lowtide.running.runner import remove
-from lowtide.torchside.batch import Arguments
-from lowtide.torchside.route import call_model, is_compiled, route_of, set_route
+from lowtide.runtime.compiled_plans import executor_named
+from lowtide.runtime.runner import remove
+from lowtide.trace.model_call import Arguments, call_model, is_compiled, route_of, set_route
+from lowtide.units import format_size
 
 logger = logging.getLogger("lowtide")
 
@@ -65,7 +64,7 @@ def checked_budget(budget: str | int) -> str | int:
 
 def checked_swap(swap: str) -> str:
     """Where to swap to, if anywhere; refused at once where it cannot be read."""
-    return str(parse_swap(swap)) if swap else ""
+    return str(parse_offload(swap)) if swap else ""
 
 
 def checked_executor(executor: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.api import checkpoint
-from lowtide.distributed.ranks import ranks_of, together
 from lowtide.errors import BudgetTooSmall, LowtideError, RankError
 from lowtide.integrations.first_call import (
     await_first_call,
@@ -26,11 +25,12 @@ from lowtide.integrations.first_call import (
     no_longer_await,
     tell,
 )
+from lowtide.parallel.ranks import ranks_of, together
 from lowtide.plans import Plan
-from lowtide.running.apply import plan_of_model
-from lowtide.running.held_outputs import SMALL_BYTES
-from lowtide.running.runner import remove, runner_of
-from lowtide.torchside.batch import Arguments
+from lowtide.runtime.apply import plan_of_model
+from lowtide.runtime.loop_observer import SMALL_BYTES
+from lowtide.runtime.runner import remove, runner_of
+from lowtide.trace.model_call import Arguments
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

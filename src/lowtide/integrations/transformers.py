@@ -25,9 +25,9 @@ from lowtide.integrations.first_call import (
     tell,
 )
 from lowtide.plans import Plan
-from lowtide.running.apply import plan_of_model
-from lowtide.running.runner import remove
-from lowtide.torchside.batch import Arguments
+from lowtide.runtime.apply import plan_of_model
+from lowtide.runtime.runner import remove
+from lowtide.trace.model_call import Arguments
 
 __all__ = ["Lowtide"]
 

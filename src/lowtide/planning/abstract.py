@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts.checked import check_types
-from lowtide.facts.serial import load_json
-from lowtide.facts.units import size_and_bytes
-from lowtide.planning.anneal.problem import Ints, OpRow, Problem, flatten
+from lowtide.facts.serial import check_types, load_json
+from lowtide.planning.search.problem import Ints, OpRow, Problem, flatten
+from lowtide.units import size_and_bytes
 
 MOVES_PER_NODE = 6_000
 """Moves of annealing for each node of a small graph."""

@@ -75,7 +75,7 @@ def _holder(step: Step, storage: int, maker: int, holders: list[int]) -> int:
 def recompute_ranks(step: Step, storage: int, holder: int, kept: set[int]) -> tuple[list[int], list[int]]:
     """Ranks to run again for `storage`, and the ranks that those read, when only `kept` storages stay.
 
-    Values without a recipe end the walk like kept ones: they would have to stay.
+    Values without a remat end the walk like kept ones: they would have to stay.
     """
     storages = step.storages
     again: set[int] = set()
@@ -86,9 +86,9 @@ def recompute_ranks(step: Step, storage: int, holder: int, kept: set[int]) -> tu
         if rank in again:
             continue
         again.add(rank)
-        recipe = step.nodes[rank].recompute
-        assert recipe is not None
-        for read in recipe.reads:
+        remat = step.nodes[rank].recompute
+        assert remat is not None
+        for read in remat.reads:
             held = [s for s in step.nodes[read].holds if not storages[s].static]
             stays = all(s in kept and s != storage for s in held)
             if stays or step.nodes[read].recompute is None:
@@ -126,7 +126,7 @@ def why_fixed(step: Step, use: Uses) -> str:
         return "the caller holds it to the end of the step"
     for node in (step.nodes[use.holder], step.nodes[use.maker]):
         if node.recompute is None:
-            return node.fixed or "it has no recipe"
+            return node.fixed or "it has no remat"
     return ""
 
 
@@ -141,7 +141,7 @@ def _activation(
     sources: list[int] = []
     if not fixed:
         again, sources = recompute_ranks(step, use.storage, use.holder, saved)
-    seconds = sum(recipe.seconds for r in again if (recipe := step.nodes[r].recompute) is not None)
+    seconds = sum(remat.seconds for r in again if (remat := step.nodes[r].recompute) is not None)
     return Activation(
         name=names[use.storage],
         storage=use.storage,
@@ -183,21 +183,21 @@ def _bytes_on_the_way(step: Step, again: list[int]) -> int:
     """The most that the runs of `again` hold at once, their sources not counted."""
     last_holder: dict[int, int] = {}
     for position, rank in enumerate(again):
-        recipe = step.nodes[rank].recompute
-        assert recipe is not None
-        for read in recipe.reads:
+        remat = step.nodes[rank].recompute
+        assert remat is not None
+        for read in remat.reads:
             for storage in step.nodes[read].holds:
                 last_holder[storage] = position
     live = most = 0
     made: dict[int, int] = {}
     for position, rank in enumerate(again):
-        recipe = step.nodes[rank].recompute
-        assert recipe is not None
-        for storage in recipe.makes:
+        remat = step.nodes[rank].recompute
+        assert remat is not None
+        for storage in remat.makes:
             if storage not in made and not step.storages[storage].static:
                 made[storage] = step.storages[storage].nbytes
                 live += made[storage]
-        most = max(most, live + recipe.workspace_bytes)
+        most = max(most, live + remat.workspace_bytes)
         for storage in [s for s in made if last_holder.get(s, -1) <= position and made[s]]:
             if position != len(again) - 1:
                 live -= made[storage]

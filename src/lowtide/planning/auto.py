@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
 
-from lowtide.planning.anneal.problem import Ints
-from lowtide.planning.anneal.steps import StepProblem
 from lowtide.planning.bounds.curve import Bounds
 from lowtide.planning.native.library import Figures
+from lowtide.planning.representative import Point, Spread
 from lowtide.planning.search.archive import Archive, Entry
-from lowtide.planning.search.lazy import lazy_plan
+from lowtide.planning.search.lazy_plans import lazy_plan
+from lowtide.planning.search.problem import Ints
 from lowtide.planning.search.runs import Rerun
+from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.simulate import Timeline
-from lowtide.planning.spread import Point, Spread
 
 NUM_LEVELS = 16
 NUM_RUNGS = 12
@@ -88,7 +88,7 @@ class Auto:
             self.archive.add(self._entry(steps.problem.evaluate(order, 0), order))
         for point in spread.points if spread is not None else ():
             self.archive.add(self._entry(point.figures, point.order))
-        if steps.recipes:
+        if steps.remats:
             levels = self._levels()
             self._walk_down(levels)
             self._look_for_the_floor()

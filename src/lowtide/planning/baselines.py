@@ -5,7 +5,7 @@ from itertools import accumulate
 from math import isqrt
 
 from lowtide.facts import Node, Region
-from lowtide.planning.search.lazy import lazy_plan
+from lowtide.planning.search.lazy_plans import lazy_plan
 from lowtide.planning.search.runs import Rerun, Runs
 from lowtide.planning.search.table import Table
 

@@ -1,4 +1,7 @@
-"""One row per activation: what a plan does with it, what that costs, and why, in words."""
+"""One row per activation: what a plan does with it, what that costs, and why, in words.
+
+Why a budget cannot be met, and what would lower the floor.
+"""
 
 from collections.abc import Container, Mapping, Sequence
 from math import fsum
@@ -6,19 +9,11 @@ from math import fsum
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.facts import Action, Activation, Decision, Recipe, Region, Run, Step
-from lowtide.facts.units import format_size
-from lowtide.planning.link import is_fetch, value_of
-from lowtide.planning.releases import released_after
+from lowtide.facts import Action, Activation, Decision, Kind, Region, Remat, Run, Step
+from lowtide.planning.offload.transfer_model import is_fetch, released_after, value_of
 from lowtide.planning.search.table import Table
-from lowtide.planning.simulate import (
-    Timeline,
-    extra_seconds,
-    is_again,
-    recipe_of,
-    source_of,
-    stood_in_for,
-)
+from lowtide.planning.simulate import Timeline, extra_seconds, is_again, remat_of, source_of, stood_in_for
+from lowtide.units import format_size
 
 
 def decide(
@@ -36,9 +31,9 @@ def decide(
     within = _within_others(step, planned.runs)
     for run, storages in within.items():
         for storage in storages:
-            brought_back[storage] = [recipe_of(step, run)]
+            brought_back[storage] = [remat_of(step, run)]
             seconds[storage] = [extra_seconds(step, run) / len(storages)]
-    inside = {s: step.nodes[run.node].name for run, storages in within.items() for s in storages}
+    inside = {s: step.nodes[run.rank].name for run, storages in within.items() for s in storages}
     over = np.flatnonzero(_by_rank(plain, len(step.nodes)) > budget_bytes)
     away = _away(step, planned.runs)
     dearest = max(
@@ -49,12 +44,12 @@ def decide(
         ),
         default=0.0,
     )
-    said = dict(step.methods)
+    said = dict(step.rules)
     rows = []
     for a in found:
-        recipes = brought_back.get(a.storage, ())
+        remats = brought_back.get(a.storage, ())
         cost = fsum(seconds.get(a.storage, ()))
-        action = recipes[0].action if recipes else Action.RETAINED
+        action = remats[0].action if remats else Action.RETAINED
         recomputes = action is Action.RECOMPUTE
         between = away[a.storage] if action is Action.OFFLOAD else ("", "")
         rows.append(
@@ -62,18 +57,18 @@ def decide(
                 name=a.name,
                 module=a.module,
                 action=action,
-                method=recipes[0].method if recipes else "",
+                method=remats[0].rule if remats else "",
                 nbytes=a.nbytes,
-                held_bytes=_kept_bytes(step, recipes) if recipes else a.nbytes,
+                held_bytes=_kept_bytes(step, remats) if remats else a.nbytes,
                 seconds=cost,
-                times=len(recipes),
+                times=len(remats),
                 creation_rank=a.creation_rank,
                 last_forward_use=a.last_forward_use,
                 first_backward_use=a.first_backward_use,
                 last_backward_use=a.last_backward_use,
                 recompute_seconds=cost if recomputes else a.recompute_seconds,
-                reason=_why_freed(a, cost, recipes, said=said, away=between, inside=inside.get(a.storage, ""))
-                if recipes
+                reason=_why_freed(a, cost, remats, said=said, away=between, inside=inside.get(a.storage, ""))
+                if remats
                 else _why_retained(a, over, dearest),
                 released_after=between[0],
                 fetched_before=between[1],
@@ -87,13 +82,13 @@ def _by_rank(timeline: Timeline, num_nodes: int) -> NDArray[np.int64]:
     held = np.zeros(num_nodes, dtype=np.int64)
     for run, nbytes in zip(timeline.runs, timeline.bytes_held, strict=True):
         if run.is_first:
-            held[run.node] = nbytes
+            held[run.rank] = nbytes
     return held
 
 
-def _kept_bytes(step: Step, recipes: Sequence[Recipe]) -> int:
-    """What these recipes keep of a value in another form."""
-    kept = {read for recipe in recipes for read in recipe.reads if step.nodes[read].on_demand}
+def _kept_bytes(step: Step, remats: Sequence[Remat]) -> int:
+    """What these remats keep of a value in another form."""
+    kept = {read for remat in remats for read in remat.reads if step.nodes[read].on_demand}
     return sum(step.storages[s].nbytes for rank in sorted(kept) for s in step.nodes[rank].makes)
 
 
@@ -105,15 +100,15 @@ def _away(step: Step, runs: Sequence[Run]) -> dict[int, tuple[str, str]]:
     following = ""
     for run in reversed(runs):
         if run.is_first:
-            following = step.nodes[run.node].name
+            following = step.nodes[run.rank].name
         elif is_fetch(step, run):
             for storage in source_of(step, run).makes:
-                found[storage] = (step.nodes[let_go[run.node]].name, following)
+                found[storage] = (step.nodes[let_go[run.rank]].name, following)
     return found
 
 
-def _brought_back(step: Step, runs: Sequence[Run]) -> dict[int, list[Recipe]]:
-    """Storages that some backward node reads from a value that was brought back, with the recipe of every
+def _brought_back(step: Step, runs: Sequence[Run]) -> dict[int, list[Remat]]:
+    """Storages that some backward node reads from a value that was brought back, with the remat of every
     run that made them for it."""
     makers: dict[int, dict[int, int]] = {}  # by rank, the positions of the runs that made what it holds
     read: dict[int, set[int]] = {}
@@ -122,16 +117,16 @@ def _brought_back(step: Step, runs: Sequence[Run]) -> dict[int, list[Recipe]]:
         held = {
             s: at for rank in reversed(source.reads) for s, at in makers[rank].items() if s in source.holds
         }
-        makers[run.node] = held | dict.fromkeys(source.makes, position)
-        if step.nodes[run.node].region is not Region.FORWARD:
+        makers[run.rank] = held | dict.fromkeys(source.makes, position)
+        if step.nodes[run.rank].region is not Region.FORWARD:
             for rank in source.reads:
                 for storage, made_at in makers[rank].items():
                     if not runs[made_at].is_first:
                         read.setdefault(storage, set()).add(made_at)
-    found: dict[int, list[Recipe]] = {}
+    found: dict[int, list[Remat]] = {}
     for storage, positions in read.items():
         sources = [source_of(step, runs[position]) for position in sorted(positions)]
-        found[storage] = [source for source in sources if isinstance(source, Recipe)]
+        found[storage] = [source for source in sources if isinstance(source, Remat)]
     return found
 
 
@@ -141,7 +136,7 @@ def _within_others(step: Step, runs: Sequence[Run]) -> dict[Run, list[int]]:
     read = {
         storage
         for run in runs
-        if step.nodes[run.node].region is not Region.FORWARD
+        if step.nodes[run.rank].region is not Region.FORWARD
         for rank in source_of(step, run).reads
         for storage in step.nodes[rank].holds
     }
@@ -151,7 +146,7 @@ def _within_others(step: Step, runs: Sequence[Run]) -> dict[Run, list[int]]:
             continue
         plain = [
             storage
-            for rank in (run.node, *stood_in_for(step, run))
+            for rank in (run.rank, *stood_in_for(step, run))
             for value in step.nodes[rank].reads
             if step.nodes[value].region is Region.FORWARD
             for storage in step.nodes[value].holds
@@ -172,11 +167,11 @@ def _seconds_by_storage(
     for position, run in enumerate(planned.runs):
         for read in source_of(step, run).reads:
             first_reader.setdefault(latest[read], position)
-        latest[run.node] = position
+        latest[run.rank] = position
     owner: dict[int, int] = {}
     charged: dict[int, list[float]] = {}
     for position, run in reversed(list(enumerate(planned.runs))):
-        if run.is_first and not step.nodes[run.node].on_demand:
+        if run.is_first and not step.nodes[run.rank].on_demand:
             continue
         source = source_of(step, run)
         mine = next((s for s in source.holds if s in brought_back), None)
@@ -195,18 +190,18 @@ def _seconds_by_storage(
 def _why_freed(
     a: Activation,
     seconds: float,
-    recipes: Sequence[Recipe],
+    remats: Sequence[Remat],
     *,
     said: Mapping[str, str],
     away: tuple[str, str],
     inside: str,
 ) -> str:
     between = f"ranks {a.last_forward_use} and {a.first_backward_use}"
-    if recipes[0].action is Action.OFFLOAD:
+    if remats[0].action is Action.OFFLOAD:
         between = f"'{away[0]}' and '{away[1]}'"
     idle = f"frees {format_size(a.nbytes)} between {between}"
-    often = f", {len(recipes)} times" if len(recipes) > 1 else ""
-    how = said.get(recipes[0].method, recipes[0].method)
+    often = f", {len(remats)} times" if len(remats) > 1 else ""
+    how = said.get(remats[0].rule, remats[0].rule)
     where = f", inside of '{inside}'" if inside else ""
     return f"{idle} for {1e3 * seconds:.3g} ms: {how}{often}{where}"
 
@@ -223,3 +218,49 @@ def _why_retained(a: Activation, over: NDArray[np.intp], dearest: float) -> str:
         cost, limit = (1e3 * 2**20 * each for each in (a.recompute_seconds / a.nbytes, dearest))
         return f"costs more per byte ({cost:.3g} ms/MiB) than what is recomputed (at most {limit:.3g})"
     return "the budget is met without it"
+
+
+LASTING = {
+    Kind.PARAMETER: "parameters",
+    Kind.GRADIENT: "gradients",
+    Kind.OPTIMIZER_STATE: "optimizer state",
+    Kind.BUFFER: "buffers",
+}
+"""What is held from step to step or to the end of one: no recompute lowers it."""
+
+
+def floor_hint(step: Step, timeline: Timeline) -> str:
+    """What holds the bytes at the lowest peak, and what to try."""
+    at = timeline.peak_position
+    held = {kind: int(series[at]) for kind, series in timeline.bytes_by_kind.items()}
+    return hint(step.nodes[timeline.peak_rank].region, held)
+
+
+def hint(region: Region, held: Mapping[Kind, int]) -> str:
+    """The same from the region where the lowest peak is, and the bytes held there by kind."""
+    largest = ", ".join(
+        f"{format_size(nbytes)} {kind.value.replace('_', ' ')}"
+        for kind, nbytes in sorted(held.items(), key=lambda item: -item[1])[:3]
+        if nbytes
+    )
+    lighter = ["an optimizer with less state such as SGD"] if held.get(Kind.OPTIMIZER_STATE) else []
+    if region is Region.OPTIMIZER:
+        remedies = ["fused=True", "foreach=False", *lighter]
+        return (
+            f"The optimizer step sets it ({largest}), which no recompute lowers. "
+            f"Try {listed(remedies, 'or')}."
+        )
+    lasting = {words: held[kind] for kind, words in LASTING.items() if held.get(kind)}
+    if lasting and 2 * sum(lasting.values()) > sum(held.values()):
+        remedies = [*lighter, "a smaller model", "lower precision"]
+        return (
+            f"{listed(list(lasting), 'and').capitalize()} set it ({largest}), which no recompute lowers. "
+            f"Try {listed(remedies, 'or')}."
+        )
+    return f"It holds {largest}. Try that budget, or a smaller batch."
+
+
+def listed(items: Sequence[str], last: str) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    *rest, end = items
+    return f"{', '.join(rest)} {last} {end}" if rest else end

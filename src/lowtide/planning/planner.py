@@ -6,19 +6,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import UPDATE, Activation, Graph, Offload, Reserve, Run, Schedule, Solution, Step
+from lowtide.facts import UPDATE, Activation, Graph, GraphRun, Offload, Reserve, Schedule, Solution, Step
 from lowtide.facts.plan import PLANNERS
-from lowtide.facts.units import size_and_bytes
+from lowtide.garbage import collector_paused
 from lowtide.planning import baselines, mu_two
 from lowtide.planning.activations import activations
-from lowtide.planning.anneal.steps import StepProblem
 from lowtide.planning.auto import Auto
 from lowtide.planning.bounds.curve import Bounds
-from lowtide.planning.carry import carried
-from lowtide.planning.collector import collector_paused
-from lowtide.planning.decisions import decide
-from lowtide.planning.hints import floor_hint
-from lowtide.planning.representative import representative
+from lowtide.planning.decisions import decide, floor_hint
+from lowtide.planning.representative import Spread, representative
 from lowtide.planning.schedules import (
     eager_timeline,
     graph_schedules,
@@ -28,10 +24,12 @@ from lowtide.planning.schedules import (
     without_needless_runs,
 )
 from lowtide.planning.search.archive import Entry
+from lowtide.planning.search.descent import carried
 from lowtide.planning.search.runs import Rerun, schedule_of
+from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import Table, make_table
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
-from lowtide.planning.spread import Spread
+from lowtide.units import size_and_bytes
 
 Plan = frozenset[Rerun]
 
@@ -62,7 +60,7 @@ class Carried(NamedTuple):
     graphs: tuple[Graph, ...]
 
 
-class Desk:
+class Planner:
     """Plans for one step. What serves every budget is worked out once, when first needed."""
 
     @collector_paused()
@@ -106,7 +104,7 @@ class Desk:
         found = representative(self.step)
         if found is None:
             return None
-        short = Desk(found.step)
+        short = Planner(found.step)
         return Spread(found, short.problem, self.problem, [e.order for e in short.auto.archive.entries])
 
     @cached_property
@@ -153,7 +151,7 @@ class Desk:
     def floor_bytes(self) -> int:
         return self.auto.archive.entries[0].peak_bytes
 
-    def carry(self, schedules: Sequence[Sequence[Run]], *, budget_bytes: int) -> Carried | None:
+    def carry(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> Carried | None:
         """The schedules of another step with the same graphs, mended where they do not fit here.
 
         None where these graphs have no such ops, or where that takes a search of its own.
@@ -247,17 +245,17 @@ class Desk:
 
 def floor(step: Step) -> Floor:
     """The lowest reachable peak of a step."""
-    return Desk(step).floor()
+    return Planner(step).floor()
 
 
 def solve(step: Step, *, budget_bytes: int, planner: str = "auto") -> Solution:
-    """One plan; for several budgets of the same step, keep a `Desk`."""
-    return Desk(step).solve(budget_bytes=budget_bytes, planner=planner)
+    """One plan; for several budgets of the same step, keep a `Planner`."""
+    return Planner(step).solve(budget_bytes=budget_bytes, planner=planner)
 
 
 def tradeoff(step: Step, *, points: int = 50) -> list[Solution]:
     """The curve of `auto` for a step."""
-    return Desk(step).tradeoff(points=points)
+    return Planner(step).tradeoff(points=points)
 
 
 def _offload(step: Step, timeline: Timeline) -> Offload | None:
@@ -273,14 +271,14 @@ def _offload(step: Step, timeline: Timeline) -> Offload | None:
     )
 
 
-def _first_prefix(desk: Desk, budget_bytes: int) -> Plan | None:
+def _first_prefix(desk: Planner, budget_bytes: int) -> Plan | None:
     for last, prefix in enumerate(desk.prefixes):
         if prefix.peak_bytes <= budget_bytes:
             return mu_two.plan_of(desk.table, desk.prefixes, last)
     return None
 
 
-def _too_small(desk: Desk, planner: str, budget_bytes: int, timeline: Timeline | None) -> BudgetTooSmall:
+def _too_small(desk: Planner, planner: str, budget_bytes: int, timeline: Timeline | None) -> BudgetTooSmall:
     lowest = desk.floor()
     if planner == "auto":
         return BudgetTooSmall(

@@ -6,18 +6,28 @@ neighbours read each other instead. A plan is spread by doing in every tile of b
 
 Nothing relies on the shorter step but the places where the search begins: what a plan holds and costs is
 counted with all blocks.
+
+Plans of a shorter step, spread over all blocks of the whole one, as places where the search begins.
+
+Between two of them, a budget is used up by doing in some blocks as one says, and in the others as the other
+one does. Only such pairs count between which no third plan is better than any mixture: with many blocks,
+that is nearly as good as the best plan of all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
-from lowtide.facts import Node, Recipe, Region, Step
-from lowtide.planning.repeats import Repeat, find_repeats
+from lowtide.facts import Node, Region, Remat, Step
+from lowtide.planning.native.library import Figures
+from lowtide.planning.repeated_blocks import Repeat, find_repeats
+from lowtide.planning.search.problem import Ints
 from lowtide.planning.search.runs import Rerun
+from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import Table
 
-Some = TypeVar("Some", Node, Recipe)
+Some = TypeVar("Some", Node, Remat)
 
 TILE = 4
 """Blocks that are repeated together: some of them can be brought back from what others keep."""
@@ -28,7 +38,7 @@ MOST = 0.18
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class BlockGap:
     """What is left out: `tiles` times the tile, from `forward` and from `backward` on."""
 
     repeat: Repeat
@@ -66,7 +76,7 @@ class Gap:
 class Representative:
     """The shorter step, and how its plans are those of the whole one."""
 
-    def __init__(self, whole: Step, gaps: list[Gap], ranks: list[int]) -> None:
+    def __init__(self, whole: Step, gaps: list[BlockGap], ranks: list[int]) -> None:
         self._gaps, self._ranks = gaps, ranks
         self.step = _shortened(whole, gaps, ranks)
 
@@ -80,7 +90,7 @@ class Representative:
         out, and in the `most_blocks` parts of those, from the last of a row to the first."""
         parts: list[list[Rerun]] = [[] for _ in range(1 + self.most_blocks)]
         for slot, number in sorted(plan):
-            rank = short.recipes[number].rank
+            rank = short.remats[number].rank
             way = short.again[rank].index(number)
             for part, where, what in self._copies(self._ranks[slot], self._ranks[rank]):
                 if where >= whole.first_backward and whole.may_run(what, where):
@@ -108,7 +118,7 @@ def representative(step: Step) -> Representative | None:
     return Representative(step, gaps, ranks) if gaps and len(ranks) <= MOST * num_nodes else None
 
 
-def _gap(step: Step, repeat: Repeat) -> Gap | None:
+def _gap(step: Step, repeat: Repeat) -> BlockGap | None:
     """The most that can be left out of a row of blocks. Its backward part begins where its forward values are
     first read."""
     forward, backward = repeat.forward, repeat.backward
@@ -120,13 +130,13 @@ def _gap(step: Step, repeat: Repeat) -> Gap | None:
             for rank in range(backward.start, backward.end)
             if any(begin <= read < end for read in step.nodes[rank].reads)
         )
-        found = Gap(repeat, tiles, begin, next(reading, backward.end))
+        found = BlockGap(repeat, tiles, begin, next(reading, backward.end))
         if found.ends[1] <= backward.end:
             return found
     return None
 
 
-def _kept_ranks(step: Step, gaps: list[Gap]) -> list[int]:
+def _kept_ranks(step: Step, gaps: list[BlockGap]) -> list[int]:
     """All but what is left out, the optimizer, and parameters of what is left out."""
     kept = [
         node
@@ -141,7 +151,7 @@ def _kept_ranks(step: Step, gaps: list[Gap]) -> list[int]:
     ]
 
 
-def _shortened(step: Step, gaps: list[Gap], ranks: list[int]) -> Step:
+def _shortened(step: Step, gaps: list[BlockGap], ranks: list[int]) -> Step:
     new = {rank: i for i, rank in enumerate(ranks)}
     maker = {s: (node.rank, i) for node in step.nodes for i, s in enumerate(node.makes)}
     storages: dict[int, int] = {}
@@ -178,9 +188,9 @@ def _shortened(step: Step, gaps: list[Gap], ranks: list[int]) -> Step:
     for i, rank in enumerate(ranks):
         nodes.append(replace(short(step.nodes[rank], rank), rank=i, eager_reads=()))
         holds.append(nodes[-1].holds)
-    for i, rank in enumerate(ranks):  # recipes may read what comes later
-        if nodes[i].recipes:
-            nodes[i] = replace(nodes[i], recipes=tuple(short(way, rank) for way in nodes[i].recipes))
+    for i, rank in enumerate(ranks):  # remats may read what comes later
+        if nodes[i].remats:
+            nodes[i] = replace(nodes[i], remats=tuple(short(way, rank) for way in nodes[i].remats))
     made = sorted(storages, key=storages.__getitem__)
     return replace(
         step,
@@ -189,3 +199,91 @@ def _shortened(step: Step, gaps: list[Gap], ranks: list[int]) -> Step:
         graphs=(),
         pieces=(),
     )
+
+
+Parts = list[list[Rerun]]
+
+NUM_TRIES = 4
+"""Mixtures of two plans that are tried for a budget."""
+
+
+class Point(NamedTuple):
+    """A spread plan with its figures in the whole step."""
+
+    figures: Figures
+    parts: Parts
+    order: Ints
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.figures.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.figures.seconds
+
+
+class Spread:
+    """The plans of one shorter step in the whole one. `num_ops` are what there is to search for: the ops
+    without the copies that follow them."""
+
+    def __init__(
+        self, found: Representative, short: StepProblem, whole: StepProblem, orders: Iterable[Ints]
+    ) -> None:
+        self._whole = whole
+        self.num_ops = len(short.problem.seconds)
+        self._mixed: dict[int, Point | None] = {}
+        self._all = [found.spread(short.plan(order), short.table, whole.table) for order in orders]
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """All plans, by their peaks."""
+        return sorted((self._point(parts) for parts in self._all), key=lambda p: (p.peak_bytes, p.seconds))
+
+    def mixed(self, budget_bytes: int) -> Point | None:
+        """The plan that uses a budget up, of those that are mixed from the two around it."""
+        if budget_bytes not in self._mixed:
+            below = [point for point in self._best if point.peak_bytes <= budget_bytes]
+            above = [point for point in self._best if point.peak_bytes > budget_bytes]
+            if below and above:
+                self._mixed[budget_bytes] = self._mixture(below[-1], above[0], budget_bytes)
+            else:
+                self._mixed[budget_bytes] = below[-1] if below else None
+        return self._mixed[budget_bytes]
+
+    def _mixture(self, below: Point, above: Point, budget_bytes: int) -> Point:
+        found = below
+        low, high, most = 0, len(above.parts) - 1, above.peak_bytes
+        for _ in range(NUM_TRIES):
+            # bytes grow about evenly from block to block
+            share = (budget_bytes - found.peak_bytes) / (most - found.peak_bytes)
+            middle = low + int((high - low) * share)
+            if middle == low:
+                break
+            point = self._point([below.parts[0], *above.parts[1 : 1 + middle], *below.parts[1 + middle :]])
+            if point.peak_bytes <= budget_bytes:
+                low, found = middle, point
+            else:
+                high, most = middle, point.peak_bytes
+        return found
+
+    @cached_property
+    def _best(self) -> list[Point]:
+        """Those that no mixture of two others beats."""
+        found: list[Point] = []
+        for point in self.points:
+            if found and point.seconds >= found[-1].seconds:
+                continue
+            while len(found) > 1 and _slope(found[-2], found[-1]) >= _slope(found[-1], point):
+                found.pop()
+            found.append(point)
+        return found
+
+    def _point(self, parts: Parts) -> Point:
+        order = self._whole.sequence({run for part in parts for run in part})
+        return Point(self._whole.problem.evaluate(order, 0), parts, order)
+
+
+def _slope(one: Point, two: Point) -> float:
+    """Seconds for each byte; less than none, since more bytes take fewer seconds."""
+    return (two.seconds - one.seconds) / max(1, two.peak_bytes - one.peak_bytes)

@@ -4,18 +4,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.facts import UPDATE, Graph, Kind, Node, Region, Reserve, Run, Step, Storage
-from lowtide.planning.link import value_of
-from lowtide.planning.releases import last_forward_reads, released_after, with_releases
-from lowtide.planning.simulate import (
-    Timeline,
-    eager_runs,
-    is_again,
-    plain_runs,
-    simulate,
-    source_of,
-    walked,
+from lowtide.facts import UPDATE, Graph, GraphRun, Kind, Node, Region, Reserve, Run, Step, Storage
+from lowtide.planning.offload.transfer_model import (
+    last_forward_reads,
+    released_after,
+    value_of,
+    with_releases,
 )
+from lowtide.planning.simulate import Timeline, eager_runs, is_again, plain_runs, simulate, source_of, walked
 
 ENDS = ("placeholder", "output", UPDATE)
 """What is no op of a graph: its ends, and updates of parameters; its schedule does not count them."""
@@ -54,10 +50,10 @@ def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:
     kept = []
     for run in runs:
         if is_again(step, run):
-            recipe = source_of(step, run)
-            if not recipe.makes and brought_back.isdisjoint(recipe.reads):
+            remat = source_of(step, run)
+            if not remat.makes and brought_back.isdisjoint(remat.reads):
                 continue
-            brought_back.add(run.node)
+            brought_back.add(run.rank)
         kept.append(run)
     return tuple(kept)
 
@@ -71,11 +67,11 @@ def graph_schedules(step: Step, runs: Sequence[Run]) -> tuple[Graph, ...]:
         for segment in range(len(step.graphs))
         for place, rank in enumerate(scheduled_ranks(step, segment))
     }
-    schedules: list[list[Run]] = [[] for _ in step.graphs]
+    schedules: list[list[GraphRun]] = [[] for _ in step.graphs]
     for run in runs:
-        node = step.nodes[run.node]
-        if run.node in position and (node.region is Region.BACKWARD or not run.is_first):
-            schedules[node.segment].append(Run(position[run.node], run.method))
+        node = step.nodes[run.rank]
+        if run.rank in position and (node.region is Region.BACKWARD or not run.is_first):
+            schedules[node.segment].append(GraphRun(position[run.rank], run.rule))
     releases: list[list[tuple[int, int]]] = [[] for _ in step.graphs]
     for leave, after in sorted(released_after(step, runs).items()):
         place = (position[value_of(step, leave)], position[after])
@@ -93,7 +89,7 @@ Releases = Sequence[tuple[int, int]]
 
 
 def runs_of_schedules(
-    step: Step, schedules: Sequence[Sequence[Run]], releases: Sequence[Releases] = ()
+    step: Step, schedules: Sequence[Sequence[GraphRun]], releases: Sequence[Releases] = ()
 ) -> tuple[Run, ...]:
     """How a step runs by one schedule for each of its graphs; those may be of another batch shape.
 
@@ -103,9 +99,9 @@ def runs_of_schedules(
     scheduled: list[list[Run]] = []
     for segment, schedule in enumerate(schedules):
         ranks = scheduled_ranks(step, segment)
-        if not all(0 <= run.node < len(ranks) for run in schedule):
+        if not all(0 <= run.position < len(ranks) for run in schedule):
             raise ValueError("the schedule is for a graph with more ops")
-        scheduled.append([Run(ranks[run.node], run.method) for run in schedule])
+        scheduled.append([Run(ranks[run.position], run.rule) for run in schedule])
     wanted = demanded(step, itertools.chain.from_iterable(scheduled))
     forward = [n for n in step.nodes[: step.first_backward_rank] if not n.on_demand or n.rank in wanted]
     runs = list(with_releases(step, _first_runs(forward), _places(step, releases)))
@@ -147,7 +143,7 @@ def _later_bytes(step: Step, runs: Sequence[Run]) -> list[int]:
             for s in step.storages
         )
         timeline = simulate(replace(step, storages=storages), runs)
-        later = [step.nodes[run.node].segment > index for run in runs]
+        later = [step.nodes[run.rank].segment > index for run in runs]
         found[index] = int(timeline.bytes_held[later].max(initial=0))
     return found
 
@@ -171,7 +167,7 @@ def _with_ends(step: Step, runs: Iterable[Run], ends: list[Run]) -> list[Run]:
     """A schedule with what it does not count, each before the first op of a later rank."""
     found: list[Run] = []
     for run in runs:
-        while ends and not is_again(step, run) and ends[0].node < run.node:
+        while ends and not is_again(step, run) and ends[0].rank < run.rank:
             found.append(ends.pop(0))
         found.append(run)
     return found + ends
@@ -225,7 +221,7 @@ def step_in_pieces(step: Step, timeline: Timeline, piece_bytes: int) -> Optimize
     most = dict(step.pieces).get(piece_bytes)
     peak_bytes = inside_bytes = 0
     for run, held_bytes in zip(timeline.runs, timeline.bytes_held, strict=True):
-        node = step.nodes[run.node]
+        node = step.nodes[run.rank]
         if node.region is Region.OPTIMIZER:
             whole = node.workspace_bytes + node.extra_eager_bytes
             inside = whole if most is None else min(whole, most)
@@ -312,7 +308,7 @@ def _loss_reserve(step: Step) -> Reserve:
     own = {s for node in border for s in node.makes if not step.storages[s].static}
     storages = tuple(s if s.id in own else replace(s, nbytes=0) for s in step.storages)
     timeline = simulate(replace(step, storages=storages), plain_runs(step))
-    alone = {run.node: int(held) for run, held in zip(timeline.runs, timeline.bytes_held, strict=True)}
+    alone = {run.rank: int(held) for run, held in zip(timeline.runs, timeline.bytes_held, strict=True)}
     kept = {s for s in own if step.storages[s].pinned} | {s for n in arrivals for s in n.holds if s in own}
     tangent_bytes = sum(graph.tangent_bytes for graph in step.graphs if graph.in_model)
     return Reserve(

@@ -3,9 +3,9 @@
 The model: a run makes fresh blocks, holds its workspace while it runs, and gives back after it
 every value whose last read it was. A block is freed when no live value holds it. Static blocks are
 always there; a pinned one stays from the run that first makes it to the end of the step. A run
-reads the latest earlier run of each node it needs; one that brings a value back goes by the recipe of
+reads the latest earlier run of each node it needs; one that brings a value back goes by the remat of
 its method. A backward node that runs by a method does so in the place of those that lead to it alone.
-What a recipe keeps from the forward pass is made only where such a recipe is used.
+What a remat keeps from the forward pass is made only where such a remat is used.
 Transfers to a store and back change no bytes here: a value is held until the run that lets go of it, and
 again from the run that reads it back. They only take time (`planning/link.py`).
 A part taken again from a tuple that stands since the forward pass is the part's first value: it
@@ -19,8 +19,8 @@ from math import fsum
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.facts import Kind, Node, Recipe, Region, Run, Step
-from lowtide.planning.link import Traffic, walk
+from lowtide.facts import Kind, Node, Region, Remat, Run, Step
+from lowtide.planning.offload.transfer_model import Traffic, walk
 
 Bytes = NDArray[np.int64]
 
@@ -58,7 +58,7 @@ class Timeline:
     @property
     def order(self) -> tuple[int, ...]:
         """The rank of every run."""
-        return tuple(run.node for run in self.runs)
+        return tuple(run.rank for run in self.runs)
 
 
 def plain_runs(step: Step) -> tuple[Run, ...]:
@@ -81,35 +81,35 @@ def eager_runs(step: Step) -> tuple[Run, ...]:
     return tuple(map(Run, ranks))
 
 
-def source_of(step: Step, run: Run) -> Node | Recipe:
-    """What says how a run goes: the node itself for its first, else its recipe by the run's method."""
-    return step.nodes[run.node] if run.is_first else recipe_of(step, run)
+def source_of(step: Step, run: Run) -> Node | Remat:
+    """What says how a run goes: the node itself for its first, else its remat by the run's method."""
+    return step.nodes[run.rank] if run.is_first else remat_of(step, run)
 
 
-def recipe_of(step: Step, run: Run) -> Recipe:
-    """The recipe of the run's method."""
-    node = step.nodes[run.node]
-    recipe = node.recipe(run.method)
-    if recipe is None:
-        why = node.fixed or f"it has no recipe '{run.method}'"
+def remat_of(step: Step, run: Run) -> Remat:
+    """The remat of the run's method."""
+    node = step.nodes[run.rank]
+    remat = node.remat(run.rule)
+    if remat is None:
+        why = node.fixed or f"it has no remat '{run.rule}'"
         raise ValueError(f"'{node.name}' cannot be brought back: {why}")
-    return recipe
+    return remat
 
 
 def is_again(step: Step, run: Run) -> bool:
     """Whether a run brings a value back; that of a backward node by a method is its first."""
-    return not run.is_first and step.nodes[run.node].region is Region.FORWARD
+    return not run.is_first and step.nodes[run.rank].region is Region.FORWARD
 
 
 def stood_in_for(step: Step, run: Run) -> tuple[int, ...]:
     """The backward ranks that need not run where `run` does, its own apart: those between it and what it
     reads. None for a first run by no method."""
-    recipe = step.nodes[run.node].recipe(run.method)
-    if recipe is None or is_again(step, run):
+    remat = step.nodes[run.rank].remat(run.rule)
+    if remat is None or is_again(step, run):
         return ()
-    reads = set(recipe.reads)
+    reads = set(remat.reads)
     found: set[int] = set()
-    waiting = [read for read in step.nodes[run.node].reads if read not in reads]
+    waiting = [read for read in step.nodes[run.rank].reads if read not in reads]
     while waiting:
         rank = waiting.pop()
         if rank not in found and step.nodes[rank].region is Region.BACKWARD:
@@ -120,13 +120,13 @@ def stood_in_for(step: Step, run: Run) -> tuple[int, ...]:
 
 def extra_seconds(step: Step, run: Run) -> float:
     """What a run of a backward node by a method takes longer than the ops that it stands in for."""
-    plain = [-step.nodes[rank].seconds for rank in (run.node, *stood_in_for(step, run))]
-    return fsum([recipe_of(step, run).seconds, *plain])
+    plain = [-step.nodes[rank].seconds for rank in (run.rank, *stood_in_for(step, run))]
+    return fsum([remat_of(step, run).seconds, *plain])
 
 
 def _added_seconds(step: Step, run: Run) -> float:
     """What a run takes that the plain step does not have."""
-    if is_again(step, run) or step.nodes[run.node].on_demand:
+    if is_again(step, run) or step.nodes[run.rank].on_demand:
         return source_of(step, run).seconds
     return 0.0 if run.is_first else extra_seconds(step, run)
 
@@ -148,12 +148,12 @@ def recompute_slots(step: Step) -> tuple[int, ...]:
     )
 
 
-def tuple_of(step: Step, recipe: Recipe) -> int | None:
-    """The rank of the tuple that a recipe only takes a part of; None for any other recipe."""
-    if recipe.makes or len(recipe.reads) != 1:
+def tuple_of(step: Step, remat: Remat) -> int | None:
+    """The rank of the tuple that a remat only takes a part of; None for any other remat."""
+    if remat.makes or len(remat.reads) != 1:
         return None
-    whole = recipe.reads[0]
-    return whole if set(recipe.holds) < set(step.nodes[whole].holds) else None
+    whole = remat.reads[0]
+    return whole if set(remat.holds) < set(step.nodes[whole].holds) else None
 
 
 def check_runs(step: Step, runs: Sequence[Run]) -> None:
@@ -165,10 +165,10 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
     due = 0
     before: Node | None = None
     needless = {node.rank for node in nodes if node.on_demand}
-    known = [run for run in runs if run.method and 0 <= run.node < len(nodes)]
+    known = [run for run in runs if run.rule and 0 <= run.rank < len(nodes)]
     needless.update(rank for run in known for rank in stood_in_for(step, run))
     for position, run in enumerate(runs):
-        rank = run.node
+        rank = run.rank
         try:
             _check_run(step, run, seen)
             if is_again(step, run):
@@ -198,7 +198,7 @@ def _check_run(step: Step, run: Run, seen: set[int]) -> None:
     if not 0 <= rank < len(step.nodes):
         raise ValueError(f"there is no rank {rank}")
     node = step.nodes[rank]
-    if method and node.region is not Region.FORWARD and (rank in seen or not node.recipes):
+    if method and node.region is not Region.FORWARD and (rank in seen or not node.remats):
         raise ValueError(f"'{node.name}' is not a forward node, yet brought back")
     if is_again(step, run) and rank not in seen:
         raise ValueError(f"'{node.name}' is brought back before it has run")
@@ -267,7 +267,7 @@ def walked(step: Step, runs: Sequence[Run]) -> Timeline:
         source = source_of(step, run) if method else node
         again = is_again(step, run)
         first_value[rank] = not again
-        whole = tuple_of(step, source) if isinstance(source, Recipe) else None
+        whole = tuple_of(step, source) if isinstance(source, Remat) else None
         if whole is None or not first_value[whole]:
             for read in source.reads:
                 last_read[latest[read]] = position
@@ -311,8 +311,8 @@ def walked(step: Step, runs: Sequence[Run]) -> Timeline:
         last_read=tuple(last_read),
         peak_bytes=int(bytes_held[peak]) if num_runs else 0,
         peak_position=peak,
-        peak_rank=runs[peak].node if num_runs else 0,
-        peak_node=nodes[runs[peak].node].name if num_runs else "",
+        peak_rank=runs[peak].rank if num_runs else 0,
+        peak_node=nodes[runs[peak].rank].name if num_runs else "",
         # fsum: the same runs cost the same in whatever order they stand.
         seconds=fsum([*seconds, *stalls]),
         added_seconds=fsum([*added_seconds, *stalls]),

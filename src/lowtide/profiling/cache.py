@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from lowtide.facts.checked import check_types
 from lowtide.facts.files import cache_folder
-from lowtide.profiling.device import Device
-from lowtide.torchside.calls import OpCost
+from lowtide.facts.serial import check_types
+from lowtide.ops.calls import OpCost
+from lowtide.profiling.devices import Device
 
 _log = logging.getLogger(__name__)
 

@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.capture.step import Captured, with_costs, with_values
+from lowtide.analyze.captured_step import Captured, with_costs, with_values
 from lowtide.facts import Run, Step
+from lowtide.ops.calls import Call, OpCost, signature
+from lowtide.ops.recurrent import real_result_bytes, untracked_bytes
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.cache import CostCache
-from lowtide.profiling.device import device_for
-from lowtide.profiling.hurry import hurry_now
-from lowtide.profiling.known import Known
-from lowtide.profiling.layouts import real_values
-from lowtide.profiling.ops import measure_calls, memory_of_calls
+from lowtide.profiling.devices import device_for
+from lowtide.profiling.op_costs import measure_calls, memory_of_calls
+from lowtide.profiling.real_strides import real_values
 from lowtide.profiling.samples import make_sample
-from lowtide.torchside.calls import Call, OpCost, signature
-from lowtide.torchside.hooks import real_tensors
-from lowtide.torchside.one_at_a_time import one_at_a_time
-from lowtide.torchside.ops.recurrent import real_result_bytes, untracked_bytes
+from lowtide.profiling.scaled_costs import Known
+from lowtide.profiling.time_limit import hurry_now
+from lowtide.torch_compat.hooks import real_tensors
+from lowtide.trace.compile_settings import one_at_a_time
 
 __all__ = ["MEMORY_LIMIT_BYTES", "Known", "estimate_costs", "measure_costs", "measure_insides"]
 
@@ -109,7 +109,7 @@ def _scaled(
 def _same_ops(runs: Mapping[Run, Call], others: Mapping[Run, Call]) -> bool:
     """Whether two steps run the same ops first, in whatever ways they may run some again."""
     ops, other_ops = (
-        {run.node: call.target for run, call in calls.items() if run.is_first} for calls in (runs, others)
+        {run.rank: call.target for run, call in calls.items() if run.is_first} for calls in (runs, others)
     )
     return ops == other_ops
 
@@ -150,9 +150,9 @@ def _where(captured: Captured) -> torch.device:
 
 def _made(step: Step, run: Run) -> tuple[int, ...]:
     """Bytes of each block that a run makes."""
-    node = step.nodes[run.node]
-    recipe = node.recipe(run.method)
-    makes = node.makes if recipe is None else recipe.makes
+    node = step.nodes[run.rank]
+    remat = node.remat(run.rule)
+    makes = node.makes if remat is None else remat.makes
     return tuple(step.storages[storage].nbytes for storage in makes)
 
 
@@ -181,7 +181,7 @@ def _with_real_sizes(step: Step, calls: Mapping[Run, Call], costs: Mapping[Run, 
     for run, call in calls.items():
         if not run.is_first:
             continue
-        rank, hidden = run.node, costs[run].hidden_bytes
+        rank, hidden = run.rank, costs[run].hidden_bytes
         if len(hidden) == len(nodes[rank].makes):
             for storage, more in zip(nodes[rank].makes, hidden, strict=True):
                 storages[storage] = replace(storages[storage], nbytes=storages[storage].nbytes + more)

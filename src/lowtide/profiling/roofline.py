@@ -13,20 +13,19 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.capture.step import Captured, with_costs
+from lowtide.analyze.captured_step import Captured, with_costs
 from lowtide.facts import Kind, Node, Region, Step, Storage
-from lowtide.facts.devices import Gpu
-from lowtide.facts.units import format_size
-from lowtide.methods import method_named
+from lowtide.facts.gpus import Gpu
+from lowtide.ops.absent_gpu import HALF_TYPES, backward_bytes
+from lowtide.ops.calls import Call, signature, target_name
+from lowtide.ops.dropout import eager_dropout
+from lowtide.ops.logits_in_place import log_probabilities
+from lowtide.ops.loss_chunks import LOSS_GRADIENTS, rows_at_a_time
+from lowtide.ops.schema import argument_names, writes_inputs
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.work import fake_result, visible_work_of
-from lowtide.torchside.calls import Call, signature, target_name
-from lowtide.torchside.ops.dropout import eager_dropout
-from lowtide.torchside.ops.gpu_attention import HALF_TYPES, backward_bytes
-from lowtide.torchside.ops.loss_rows import rows_at_a_time
-from lowtide.torchside.ops.schema import argument_names, writes_inputs
-from lowtide.torchside.ops.score_rows import log_probabilities
-from lowtide.torchside.ops.soft_loss_rows import LOSS_GRADIENTS
+from lowtide.remat import rule_named
+from lowtide.units import format_size
 
 SHARE_OF_PEAK = 0.75
 """What good kernels reach of the published rates."""
@@ -190,6 +189,6 @@ def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
 
 
 def _estimated(node: Node) -> Node:
-    recipes = tuple(r for r in node.recipes if not method_named(r.method).as_eager_only)
+    remats = tuple(r for r in node.remats if not rule_named(r.rule).as_eager_only)
     estimated = node.estimated or bool(node.seconds or node.workspace_bytes)
-    return replace(node, estimated=estimated, recipes=recipes)
+    return replace(node, estimated=estimated, remats=remats)

@@ -4,7 +4,9 @@ import statistics
 from dataclasses import dataclass, field
 from functools import partial
 
-from lowtide.profiling.device import (
+from lowtide.ops.calls import Call, OpCost
+from lowtide.ops.schema import is_view
+from lowtide.profiling.devices import (
     SLOW_SECONDS,
     Device,
     OpTiming,
@@ -13,8 +15,6 @@ from lowtide.profiling.device import (
     typical_seconds,
 )
 from lowtide.profiling.samples import make_sample
-from lowtide.torchside.calls import Call, OpCost
-from lowtide.torchside.ops.schema import is_view
 
 ROUNDS = 8
 _SHORT_SECONDS = 2e-3

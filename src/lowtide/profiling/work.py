@@ -1,4 +1,7 @@
-"""How much work a call is, without doing it: bytes and flops from a run on fake tensors."""
+"""Count flops without a trace in other threads.
+
+How much work a call is, without doing it: bytes and flops from a run on fake tensors.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +10,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from lowtide.ops.calls import Call, iter_tensors, signature, storage_key, storages_bytes
+from lowtide.ops.fake_results import grouped_products_of_any_type
+from lowtide.ops.schema import may_have_flops
 from lowtide.profiling.samples import make_sample
-from lowtide.torchside.calls import Call, iter_tensors, signature, storage_key, storages_bytes
-from lowtide.torchside.flops import flop_counter
-from lowtide.torchside.hooks import FakeTensorMode, unlogged
-from lowtide.torchside.ops.grouped import grouped_products_of_any_type
-from lowtide.torchside.ops.schema import may_have_flops
+from lowtide.torch_compat.hooks import FakeTensorMode, unlogged
+
+
+class _NoModules:
+    """Stands for torch's tracker of modules, whose hooks are on all modules of the process: what another
+    thread traces meanwhile would have them in its graph."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def flop_counter() -> FlopCounterMode:
+    """A counter of all flops inside; not of each module's."""
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.facts import Action, Solution
-from lowtide.report.records import CompareRow, Measurement, Results, SweepRow, SweepStatus
-from lowtide.report.words import NOT_BY_RECOMPUTING, added, duration, how_good, is_noisy, percent, size
+from lowtide.report.results import CompareRow, Measurement, Results, SweepRow, SweepStatus
+from lowtide.report.style import NOT_BY_RECOMPUTING, added, duration, how_good, is_noisy, percent, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

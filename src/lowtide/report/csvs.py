@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lowtide.facts import Action, Activation, Decision, Node, Step
-from lowtide.facts.devices import gpu_behind
 from lowtide.facts.files import write_atomic
+from lowtide.facts.gpus import gpu_behind
 from lowtide.planning.simulate import Timeline
-from lowtide.report.records import CompareRow, SweepRow, TradeoffPoint
-from lowtide.report.traffic import StoreUse
+from lowtide.report.results import CompareRow, SweepRow, TradeoffPoint
+from lowtide.report.transfers import StoreUse
 
 Cell = str | int | float | None
 
@@ -62,10 +62,10 @@ def write_node_stats(path: Path, step: Step, timeline: Timeline) -> Path:
             node.rank, node.name, node.kind, node.region, node.seconds, live, active_bytes(step, node),
             step.device, node.op, node.module, node.source, node.segment,
             sum(step.storages[made].nbytes for made in node.makes), node.workspace_bytes,
-            " ".join(recipe.method for recipe in node.recipes), node.fixed, _flag(node.estimated),
+            " ".join(remat.rule for remat in node.remats), node.fixed, _flag(node.estimated),
         )
         for node, live in zip(
-            (step.nodes[run.node] for run in timeline.runs), timeline.bytes_held.tolist(), strict=True
+            (step.nodes[run.rank] for run in timeline.runs), timeline.bytes_held.tolist(), strict=True
         )
     )  # fmt: skip
     return _write(path, NODE_COLUMNS, rows)

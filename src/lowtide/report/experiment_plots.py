@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lowtide.report import palette
+from lowtide.report import style
 from lowtide.report.figures import (
     INK,
     MUTED,
@@ -14,8 +14,8 @@ from lowtide.report.figures import (
     time_unit,
     write_beside,
 )
-from lowtide.report.records import CompareRow, SweepRow, SweepStatus, TradeoffPoint
-from lowtide.report.words import added, percent, size
+from lowtide.report.results import CompareRow, SweepRow, SweepStatus, TradeoffPoint
+from lowtide.report.style import added, percent, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     heights = [(row.baseline.peak_bytes, row.planned.peak_bytes, row.budget_bytes) for row in rows]
     largest = max((height or 0 for row in heights for height in row), default=0)
     unit, scale = byte_unit(largest)
-    for column, (label, colour) in enumerate((("without", palette.BEFORE), ("with the plan", palette.AFTER))):
+    for column, (label, colour) in enumerate((("without", style.BEFORE), ("with the plan", style.AFTER))):
         for measured in (True, False):
             found = [
                 (index, peak / scale)
@@ -74,7 +74,7 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     ]
     largest = max(tops, default=0.0)
     unit, scale = time_unit(largest)
-    for column, (label, colour) in enumerate((("without", palette.BEFORE), ("with the plan", palette.AFTER))):
+    for column, (label, colour) in enumerate((("without", style.BEFORE), ("with the plan", style.AFTER))):
         runs = [
             (index, step.seconds_median, step.seconds_spread or 0.0)
             for index, row in enumerate(timed)
@@ -119,7 +119,7 @@ def plot_methods(rows: Sequence[CompareRow]) -> "Figure":
         range(len(ran)),
         peaks,
         height=0.62,
-        color=[palette.AFTER if row.exact else palette.BEFORE for row in ran],
+        color=[style.AFTER if row.exact else style.BEFORE for row in ran],
     )
     for index, (row, peak) in enumerate(zip(ran, peaks, strict=True)):
         ratio = f", × {row.time_ratio:.2f}" if row.time_ratio is not None else ""
@@ -149,7 +149,7 @@ def plot_tradeoff(
     unit, scale = byte_unit(ordered[-1].peak_bytes if ordered else 0)
     overheads = [100 * point.recompute_seconds / step_seconds if step_seconds else 0.0 for point in ordered]
     axes.plot(
-        [point.peak_bytes / scale for point in ordered], overheads, "-o", color=palette.AFTER, markersize=4,
+        [point.peak_bytes / scale for point in ordered], overheads, "-o", color=style.AFTER, markersize=4,
         lw=1.6, label="with swap (simulated)" if without_swap else "simulated",
     )  # fmt: skip
     if without_swap and step_seconds:
@@ -157,13 +157,13 @@ def plot_tradeoff(
         axes.plot(
             [point.peak_bytes / scale for point in plain],
             [100 * point.recompute_seconds / step_seconds for point in plain],
-            "-o", color=palette.RECOMPUTE, markersize=4, lw=1.6, label="without swap (simulated)",
+            "-o", color=style.RECOMPUTE, markersize=4, lw=1.6, label="without swap (simulated)",
         )  # fmt: skip
     bounds = [point.lower_bound_seconds for point in ordered]
     if step_seconds and all(bound is not None for bound in bounds):
         least = [100 * (bound or 0.0) / step_seconds for bound in bounds]
         axes.fill_between(
-            [point.peak_bytes / scale for point in ordered], least, overheads, color=palette.AFTER,
+            [point.peak_bytes / scale for point in ordered], least, overheads, color=style.AFTER,
             alpha=0.15, lw=0, label="no plan is below this band (proven)",
         )  # fmt: skip
     measured = [
@@ -180,7 +180,7 @@ def plot_tradeoff(
     if budget_bytes is not None:
         axes.axvline(
             budget_bytes / scale,
-            color=palette.BUDGET,
+            color=style.BUDGET,
             lw=1.2,
             ls=_DASHES,
             label=f"budget {size(budget_bytes)}",
@@ -191,7 +191,7 @@ def plot_tradeoff(
 
 
 def _above(axes: "Axes", place: tuple[float, float], text: str, *, ha: str, xytext: tuple[int, int]) -> None:
-    write_beside(axes, text, place, palette.AFTER, xytext=xytext, ha=ha)
+    write_beside(axes, text, place, style.AFTER, xytext=xytext, ha=ha)
 
 
 def _budgets(axes: "Axes", rows: Sequence[SweepRow], scale: int) -> None:
@@ -199,12 +199,12 @@ def _budgets(axes: "Axes", rows: Sequence[SweepRow], scale: int) -> None:
     budgets = {row.budget_bytes for row in rows if row.budget_bytes is not None}
     if len(budgets) == 1:
         nbytes = budgets.pop()
-        axes.axhline(nbytes / scale, color=palette.BUDGET, lw=1.4, ls=_DASHES, label=f"budget {size(nbytes)}")
+        axes.axhline(nbytes / scale, color=style.BUDGET, lw=1.4, ls=_DASHES, label=f"budget {size(nbytes)}")
         return
     for index, row in enumerate(rows):
         if row.budget_bytes is not None:
             axes.hlines(
-                row.budget_bytes / scale, index - 0.45, index + 0.45, color=palette.BUDGET, lw=1.4,
+                row.budget_bytes / scale, index - 0.45, index + 0.45, color=style.BUDGET, lw=1.4,
                 ls=_DASHES, label="" if index else "budget",
             )  # fmt: skip
 

@@ -17,14 +17,15 @@ from markupsafe import Markup
 from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
 from lowtide.planning.schedules import as_eager
 from lowtide.planning.simulate import Timeline
-from lowtide.report import palette, times, words
+from lowtide.report import style as palette
+from lowtide.report import style as words
+from lowtide.report import times
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict, unfinished_verdict
-from lowtide.report.around import pack_around
-from lowtide.report.embed import script_json
-from lowtide.report.held import Held, by_module, by_source, flame, held_at_peak
-from lowtide.report.payload import WITH, WITHOUT, page_data
-from lowtide.report.records import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
-from lowtide.report.traffic import store_use
+from lowtide.report.explanation import pack_around
+from lowtide.report.live_tensors import LiveTensor, by_module, by_source, flame, live_at_peak
+from lowtide.report.payload import WITH, WITHOUT, page_data, script_json
+from lowtide.report.results import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
+from lowtide.report.transfers import store_use
 
 STORE_PICTURE = (1000, 180)
 """Width and height of the picture of what goes to the store and back."""
@@ -190,11 +191,11 @@ def _regions(step: Step) -> list[str]:
     return [str(region) for region in Region if region in present]
 
 
-def _holders(step: Step | None, before: Timeline | None, after: Timeline | None) -> list[Held]:
+def _holders(step: Step | None, before: Timeline | None, after: Timeline | None) -> list[LiveTensor]:
     """What is there at the peak of the plan, or else of the plain step as eager runs it."""
     if step is not None and after is not None:
-        return held_at_peak(step, after)
-    return held_at_peak(as_eager(step), before) if step is not None and before is not None else []
+        return live_at_peak(step, after)
+    return live_at_peak(as_eager(step), before) if step is not None and before is not None else []
 
 
 def _largest(values: Sequence[float | None]) -> float:

@@ -1,4 +1,6 @@
-"""What a notebook shows of a profile, a plan or a verification: a few figures and the timeline, as SVG.
+"""A profile or a plan in a few lines of text, and as rows for a notebook.
+
+What a notebook shows of a profile, a plan or a verification: a few figures and the timeline, as SVG.
 
 Without scripts, which notebooks do not run for others, and with every text escaped.
 """
@@ -9,9 +11,52 @@ from itertools import pairwise
 import numpy as np
 from markupsafe import Markup
 
+from lowtide.facts import Action, Kind, Solution, Step
 from lowtide.planning.simulate import Bytes, Timeline
-from lowtide.report import palette
-from lowtide.report.words import size
+from lowtide.report import style
+from lowtide.report.style import LABELS, STACK, duration, how_good, percent, size
+
+Rows = list[tuple[str, str]]
+
+
+def profile_rows(step: Step, timeline: Timeline) -> Rows:
+    node = step.nodes[timeline.peak_rank]
+    place = ", ".join(filter(None, (str(node.region), node.module, node.source)))
+    return [
+        ("peak", f"{size(timeline.peak_bytes)} at '{node.name}' ({place})"),
+        ("of which", ", ".join(f"{LABELS[kind]} {size(nbytes)}" for kind, nbytes in _at_peak(timeline))),
+        ("step", f"{duration(timeline.seconds)}, {len(step.nodes)} nodes on {step.device}"),
+        *(("note", note) for note in step.notes),
+    ]
+
+
+def plan_rows(solution: Solution) -> Rows:
+    fates = [decision.action for decision in solution.decisions]
+    counts = ", ".join(f"{fates.count(action)} {action.lower()}" for action in Action if action in fates)
+    saved = solution.peak_bytes / solution.baseline_peak_bytes - 1 if solution.baseline_peak_bytes else None
+    return [
+        ("budget", size(solution.budget_bytes)),
+        ("peak", f"{size(solution.peak_bytes)}, predicted, at '{solution.peak_node}'"),
+        ("without it", f"{size(solution.baseline_peak_bytes)} ({percent(saved)})"),
+        (
+            "time added",
+            f"{duration(solution.recompute_seconds)} ({percent(solution.overhead)}), "
+            f"{how_good(solution.gap)}",
+        ),
+        ("activations", counts or "none"),
+        *(("note", note) for note in solution.notes),
+    ]
+
+
+def as_text(title: str, rows: Rows) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _at_peak(timeline: Timeline) -> list[tuple[Kind, int]]:
+    at = {kind: int(timeline.bytes_by_kind[kind][timeline.peak_position]) for kind in STACK}
+    return [(kind, nbytes) for kind, nbytes in at.items() if nbytes]
+
 
 WIDTH, HEIGHT = 720, 220
 LEFT, TOP, BOTTOM = 70, 10, 22
@@ -39,22 +84,22 @@ def timeline_svg(shown: Timeline, *, other: Timeline | None = None, budget_bytes
     columns = _columns(shown.bytes_held)
     drawn = []
     below = np.zeros(len(columns), dtype=np.int64)
-    for kind in palette.STACK:
+    for kind in style.STACK:
         above = below + shown.bytes_by_kind[kind][columns]
         if above.any() and (above != below).any():
             points = [*_points(above, top), *reversed(_points(below, top))]
             drawn.append(
                 Markup('<polygon points="{}" fill="{}"><title>{}</title></polygon>').format(
-                    " ".join(points), palette.COLOURS[kind], palette.LABELS[kind]
+                    " ".join(points), style.COLOURS[kind], style.LABELS[kind]
                 )
             )
         below = above
     if other is not None:
         points = _points(other.bytes_held[_columns(other.bytes_held)], top)
-        drawn.append(_line(points, palette.BEFORE, "without a plan"))
+        drawn.append(_line(points, style.BEFORE, "without a plan"))
     if budget_bytes is not None:
         y = _y(budget_bytes, top)
-        drawn.append(_line([f"{LEFT},{y:.1f}", f"{WIDTH},{y:.1f}"], palette.BUDGET, "budget"))
+        drawn.append(_line([f"{LEFT},{y:.1f}", f"{WIDTH},{y:.1f}"], style.BUDGET, "budget"))
     drawn += [
         Markup('<text x="{}" y="{:.1f}" text-anchor="end" font-size="11" fill="#777">{}</text>').format(
             LEFT - 6, _y(value, top) + 4, size(value)

@@ -1,15 +1,60 @@
-"""The data behind the page's charts, in the compact form that `templates/decode.js` reads."""
+"""Pack data for a page that must stay small, and put it there so that it can only ever be data.
 
-from collections.abc import Sequence
+Whole-number series change little from one run to the next: they are stored as differences, in
+bytes of seven bits, as base64. Repeated strings are stored once and referred to by index.
+`templates/decode.js` is the other half.
+
+The data behind the page's charts, in the compact form that `templates/decode.js` reads.
+"""
+
+import base64
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from markupsafe import Markup
 
 from lowtide.facts import Activation, Decision, Region, Solution, Step
 from lowtide.planning.simulate import Timeline, source_of
-from lowtide.report import words
-from lowtide.report.embed import pack_integers, pack_strings
-from lowtide.report.palette import COLOURS, DIRECTIONS, LABELS, STACK
-from lowtide.report.records import TradeoffPoint
-from lowtide.report.traffic import run_waits, traffic_of
+from lowtide.report import style
+from lowtide.report.results import TradeoffPoint
+from lowtide.report.style import COLOURS, DIRECTIONS, LABELS, STACK
+from lowtide.report.transfers import run_waits, traffic_of
+
+
+def pack_integers(values: Iterable[int]) -> str:
+    """Base64 of the zigzag-encoded differences of `values`."""
+    packed = bytearray()
+    previous = 0
+    for value in values:
+        difference = value - previous
+        previous = value
+        rest = 2 * difference if difference >= 0 else -2 * difference - 1
+        while rest >= 128:
+            packed.append(rest & 127 | 128)
+            rest >>= 7
+        packed.append(rest)
+    return base64.b64encode(packed).decode("ascii")
+
+
+def pack_strings(values: Sequence[str]) -> dict[str, object]:
+    """Distinct strings in order of appearance, and an index into them per value."""
+    table: dict[str, int] = {}
+    indices = [table.setdefault(value, len(table)) for value in values]
+    return {"table": list(table), "index": pack_integers(indices)}
+
+
+def script_json(data: object) -> Markup:
+    """JSON for a `<script type="application/json">`; no name in it can end the element.
+
+    Inside a script element, HTML ends at `</script` and changes state at `<!--`, whatever the
+    quotes; `<` is therefore written as an escape, and so are `>`, `&` and JavaScript's line ends.
+    """
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
 
 WITHOUT, WITH = "without a plan", "with the plan"
 
@@ -54,7 +99,7 @@ def _timeline(step: Step, before: Timeline, after: Timeline | None) -> dict[str,
         "names": [node.name for node in nodes],
         "ops": pack_strings([node.op for node in nodes]),
         "modules": pack_strings([node.module for node in nodes]),
-        "sources": pack_strings([words.short_source(node.source) for node in nodes]),
+        "sources": pack_strings([style.short_source(node.source) for node in nodes]),
         "regions": pack_integers(regions.index(node.region) for node in nodes),
         "region_names": [str(region) for region in regions],
         "before": _way(step, before, WITHOUT),
@@ -64,12 +109,12 @@ def _timeline(step: Step, before: Timeline, after: Timeline | None) -> dict[str,
 
 def _way(step: Step, timeline: Timeline, label: str) -> dict[str, Any]:
     """One way to run the step; `methods` say how a value is brought back, empty for first runs."""
-    said = dict(step.methods)
+    said = dict(step.rules)
     return {
         "label": label,
         "order": pack_integers(timeline.order),
         "ns": pack_integers(round(source_of(step, run).seconds * 1e9) for run in timeline.runs),
-        "methods": pack_strings([said.get(run.method, run.method) for run in timeline.runs]),
+        "methods": pack_strings([said.get(run.rule, run.rule) for run in timeline.runs]),
         "kinds": [pack_integers(timeline.bytes_by_kind[kind].tolist()) for kind in STACK],
         "peak": timeline.peak_position,
         **_transfers(timeline),

@@ -12,7 +12,7 @@ from lowtide.report.experiment_plots import (
     plot_tradeoff,
 )
 from lowtide.report.figures import name_figure, save_figure
-from lowtide.report.records import CompareRow, SweepRow, TradeoffPoint
+from lowtide.report.results import CompareRow, SweepRow, TradeoffPoint
 from lowtide.report.step_plots import (
     plot_activation_sizes,
     plot_before_after,
@@ -22,7 +22,7 @@ from lowtide.report.step_plots import (
     plot_peak_breakdown,
     plot_transfers,
 )
-from lowtide.report.traffic import store_use
+from lowtide.report.transfers import store_use
 
 __all__ = [
     "plot_activation_sizes",

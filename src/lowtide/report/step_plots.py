@@ -7,7 +7,7 @@ import numpy as np
 
 from lowtide.facts import Activation, Region, Step
 from lowtide.planning.simulate import Timeline
-from lowtide.report import palette
+from lowtide.report import style
 from lowtide.report.csvs import active_bytes
 from lowtide.report.figures import (
     INK,
@@ -20,8 +20,8 @@ from lowtide.report.figures import (
     time_unit,
     write_beside,
 )
-from lowtide.report.traffic import READ, WRITE, StoreUse, run_starts
-from lowtide.report.words import duration, size
+from lowtide.report.style import duration, size
+from lowtide.report.transfers import READ, WRITE, StoreUse, run_starts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def plot_node_seconds(step: Step) -> "Figure":
         nodes = [node for node in step.nodes if node.region is region and node.seconds > 0]
         ranks = [node.rank for node in nodes]
         seconds = [node.seconds / scale for node in nodes]
-        colour = palette.REGION_COLOURS[region]
+        colour = style.REGION_COLOURS[region]
         axes.vlines(ranks, 0, seconds, colors=colour, lw=0.8, alpha=0.6, rasterized=_is_dense(step.nodes))
         axes.plot(
             ranks, seconds, "o", markersize=2.5, color=colour, label=str(region),
@@ -56,8 +56,8 @@ def plot_node_memory(step: Step, timeline: Timeline) -> "Figure":
     own = np.array([active_bytes(step, step.nodes[rank]) for rank in timeline.order])
     positions = np.arange(len(timeline.order))
     for axes, held, label, colour in (
-        (whole, timeline.bytes_held, "all held", palette.AFTER),
-        (part, own, "the op's own", palette.RECOMPUTE),
+        (whole, timeline.bytes_held, "all held", style.AFTER),
+        (part, own, "the op's own", style.RECOMPUTE),
     ):
         unit, scale = byte_unit(float(held.max(initial=0)))
         axes.vlines(positions, 0, held / scale, colors=colour, lw=0.6, rasterized=_is_dense(positions))
@@ -76,13 +76,13 @@ def plot_activation_sizes(activations: Sequence[Activation]) -> "Figure":
     unit, scale = byte_unit(float(sizes.max(initial=0)))
     ranks = np.arange(len(sizes))
     axes.fill_between(
-        ranks, sizes / scale, step="mid", color=palette.COLOURS[palette.STACK[-2]], lw=0, label="size"
+        ranks, sizes / scale, step="mid", color=style.COLOURS[style.STACK[-2]], lw=0, label="size"
     )
     label_axes(axes, f"{len(sizes)} activations, largest first", f"size ({unit})")
     share = axes.twinx()
-    share.plot(ranks, 100 * sizes.cumsum() / max(1, sizes.sum()), color=palette.AFTER, lw=1.6)
+    share.plot(ranks, 100 * sizes.cumsum() / max(1, sizes.sum()), color=style.AFTER, lw=1.6)
     share.set_ylim(0, 104)
-    share.set_ylabel(f"share of all {size(int(sizes.sum()))} (%)", color=palette.AFTER, fontsize=10)
+    share.set_ylabel(f"share of all {size(int(sizes.sum()))} (%)", color=style.AFTER, fontsize=10)
     share.tick_params(colors=MUTED, labelsize=9)
     share.spines[:].set_visible(False)
     axes.set_ylim(bottom=0)
@@ -121,7 +121,7 @@ def plot_before_after(
         _budget_line(axes, shown, scale)
     _mark_regions(axes, step, after.order, times_after)
     _mark_peak(axes, times_before[before.peak_position], before.peak_bytes, scale, INK)
-    _mark_peak(axes, times_after[after.peak_position], after.peak_bytes, scale, palette.AFTER)
+    _mark_peak(axes, times_after[after.peak_position], after.peak_bytes, scale, style.AFTER)
     axes.set_ylim(0, 1.1 * max(before.peak_bytes, after.peak_bytes, shown or 0) / scale)
     axes.set_xlabel("time in the step (s, profiled)", color=MUTED, fontsize=10)
     legend(axes)
@@ -136,12 +136,12 @@ def plot_transfers(use: StoreUse) -> "Figure":
     for direction, points in ((WRITE, use.written), (READ, use.read)):
         seconds, nbytes = zip(*points, strict=True)
         sent = [n / scale for n in nbytes]
-        axes.plot(seconds, sent, color=palette.DIRECTIONS[direction], lw=1.8, label=direction)
+        axes.plot(seconds, sent, color=style.DIRECTIONS[direction], lw=1.8, label=direction)
     waits = [move for move in use.moves if move.stall_seconds]
     for number, move in enumerate(waits):
         begin = move.end_seconds - move.stall_seconds
         axes.axvspan(
-            begin, move.end_seconds, color=palette.RECOMPUTE, alpha=0.25, lw=0,
+            begin, move.end_seconds, color=style.RECOMPUTE, alpha=0.25, lw=0,
             label="" if number else f"waiting ({duration(use.stall_seconds)} in all)",
         )  # fmt: skip
     axes.set_xlim(0, use.step_seconds)
@@ -158,12 +158,12 @@ def plot_peak_breakdown(before: Timeline, after: Timeline | None = None) -> "Fig
     unit, scale = byte_unit(before.peak_bytes)
     left = np.zeros(len(runs))
     places = np.arange(len(runs))[::-1]
-    for kind in palette.STACK:
+    for kind in style.STACK:
         parts = np.array([int(run.bytes_by_kind[kind][run.peak_position]) for _, run in runs])
         if parts.any():
             axes.barh(
-                places, parts / scale, left=left, height=0.6, color=palette.COLOURS[kind],
-                label=f"{palette.LABELS[kind]} ({', '.join(size(int(part)) for part in parts)})",
+                places, parts / scale, left=left, height=0.6, color=style.COLOURS[kind],
+                label=f"{style.LABELS[kind]} ({', '.join(size(int(part)) for part in parts)})",
             )  # fmt: skip
         left += parts / scale
     for place, (_, run), end in zip(places, runs, left, strict=True):
@@ -187,12 +187,12 @@ def _stack(axes: "Axes", timeline: Timeline, places: np.ndarray) -> int:
     """Draw the kinds as areas; returns the bytes of the unit used."""
     unit, scale = byte_unit(timeline.peak_bytes)
     bottom = np.zeros(len(places))
-    for kind in palette.STACK:
+    for kind in style.STACK:
         held = _closed(timeline.bytes_by_kind[kind]) / scale
         if held.any():
             axes.fill_between(
                 places, bottom, bottom + held, step="post", lw=0, rasterized=_is_dense(places),
-                color=palette.COLOURS[kind], label=palette.LABELS[kind],
+                color=style.COLOURS[kind], label=style.LABELS[kind],
             )  # fmt: skip
         bottom = bottom + held
     axes.set_ylim(0, 1.1 * timeline.peak_bytes / scale)
@@ -243,7 +243,7 @@ def _mark_peak(axes: "Axes", place: float, peak_bytes: int, scale: int, colour: 
 def _budget_line(axes: "Axes", budget_bytes: int, scale: int) -> None:
     axes.axhline(
         budget_bytes / scale,
-        color=palette.BUDGET,
+        color=style.BUDGET,
         lw=1.2,
         ls=(0, (5, 3)),
         label=f"budget {size(budget_bytes)}",

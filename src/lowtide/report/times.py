@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lowtide.facts import Node, Region, Run, Step
 from lowtide.planning.simulate import Timeline, is_again, source_of
-from lowtide.report.traffic import WAIT, run_waits
+from lowtide.report.transfers import WAIT, run_waits
 
 RECOMPUTE = "recompute"
 PARTS = (*Region, RECOMPUTE)
@@ -33,7 +33,7 @@ def timed(step: Step, runs: Sequence[Run]) -> list[_Timed]:
     """Every run of a schedule with its time and the part of the step that it belongs to."""
     found = []
     for run in runs:
-        node, seconds = step.nodes[run.node], source_of(step, run).seconds
+        node, seconds = step.nodes[run.rank], source_of(step, run).seconds
         part = RECOMPUTE if is_again(step, run) or node.on_demand else node.region
         found.append(_Timed(node=node, seconds=seconds, part=part))
     return found

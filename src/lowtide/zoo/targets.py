@@ -48,7 +48,7 @@ class Target:
 class TargetSpec:
     """How to load a target: enough to make the same one again in another process.
 
-    `optimizer` is a name that `lowtide.zoo.optimizers.make_optimizer` reads. None means `adam` for a
+    `optimizer` is a name that `lowtide.zoo.build.make_optimizer` reads. None means `adam` for a
     built-in target, and for a factory whatever it returns.
     """
 
@@ -221,7 +221,7 @@ def _with_optimizer(target: Target, optimizer: str | None) -> Target:
     """An optimizer asked for by name wins over the factory's own."""
     if optimizer is None:
         return target
-    from lowtide.zoo.optimizers import make_optimizer
+    from lowtide.zoo.build import make_optimizer
 
     chosen = make_optimizer(optimizer, target.model)
     return Target(target.name, target.model, target.batch, chosen, target.loss)

@@ -165,9 +165,9 @@ class Bounds:
         ]
 
     def brought_back(self, packed: Iterable[int]) -> dict[int, int]:
-        """By rank, the recipes that bring these storages back from what is kept instead of them."""
-        numbers = [self._needs.keeping[storage].recipe for storage in sorted(packed)]
-        return {self.table.recipes[number].rank: number for number in numbers}
+        """By rank, the remats that bring these storages back from what is kept instead of them."""
+        numbers = [self._needs.keeping[storage].remat for storage in sorted(packed)]
+        return {self.table.remats[number].rank: number for number in numbers}
 
     def tightest(self, budget_bytes: int, count: int) -> list[Tangents]:
         """The moments with the largest bounds for a budget."""

@@ -293,7 +293,7 @@ class _Network:
         return vertex
 
     def _running(self, group: int) -> int:
-        """The vertex that says some recipe of `group` runs after the moment."""
+        """The vertex that says some remat of `group` runs after the moment."""
         name = ("group", group)
         if name not in self.vertices:
             self.vertices[name] = 2 + len(self.vertices)

@@ -1,9 +1,9 @@
 """What a bound needs to know of a step: where storages are made and read, and how they can be made anew.
 
 All is told by storages, not by values: whatever refers to a storage needs a block of it, and a block is
-made by a first run or by a recipe that makes it. So a bound holds whichever recipe a plan takes.
+made by a first run or by a remat that makes it. So a bound holds whichever remat a plan takes.
 
-Recipes that make a common storage form one `Group`, of which a bound only knows what is true of each of
+Remats that make a common storage form one `Group`, of which a bound only knows what is true of each of
 them: the least seconds, and the storages that each reads or makes itself.
 """
 
@@ -15,26 +15,25 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.search.table import Table
-from lowtide.planning.values import Values
+from lowtide.planning.search.table import StorageValues, Table
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """A storage brought back from what the forward pass keeps for it: bytes, seconds, and since when.
 
-    `recipe` is one that does so, the cheapest; the other figures are the least of all.
+    `remat` is one that does so, the cheapest; the other figures are the least of all.
     """
 
     nbytes: float
     seconds: float
     since: int
-    recipe: int
+    remat: int
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Some recipe of several runs. `seconds` are those beyond what group `within` already takes."""
+    """Some remat of several runs. `seconds` are those beyond what group `within` already takes."""
 
     seconds: float
     needs: tuple[int, ...]
@@ -50,7 +49,7 @@ class Needs:
     """The storages of a step that are neither static nor pinned, and what every run needs of them.
 
     `required[r]` are those that any value of rank `r` holds; `readers[s]` the ranks whose first runs need
-    storage `s`; `group_of[s]` the group whose recipes make it. `slots` are by segment the first and the
+    storage `s`; `group_of[s]` the group whose remats make it. `slots` are by segment the first and the
     last rank before which its forward nodes may run again.
     """
 
@@ -70,7 +69,7 @@ class Needs:
     views: dict[int, tuple[tuple[int, int, float], ...]]
     """by storage, its views: (rank, last first run that reads it, seconds)"""
     views_again: dict[int, tuple[tuple[int, float], ...]]
-    """by storage, the views through which every recipe reads it: (rank, seconds)"""
+    """by storage, the views through which every remat reads it: (rank, seconds)"""
     span: tuple[int, int]
     """the first and the last rank between which there is anything to choose"""
 
@@ -108,7 +107,7 @@ class Needs:
 
     def view_seconds(self, storage: int, rank: int) -> float:
         """What views take at least when `storage` is made anew after the first run of `rank`: those that
-        first runs read later or, where only recipes read it, those that each of these reads."""
+        first runs read later or, where only remats read it, those that each of these reads."""
         if self.next_read(storage, rank) is None:
             return sum(seconds for view, seconds in self.views_again.get(storage, ()) if view <= rank)
         return sum(s for view, last, s in self.views.get(storage, ()) if view <= rank < last)
@@ -124,7 +123,7 @@ class Needs:
         return readers[i] if i < len(readers) else None
 
     def may_be_made(self, group: int, after: int, before: int) -> bool:
-        """Whether a recipe of `group` may run after rank `after` and before rank `before` has run."""
+        """Whether a remat of `group` may run after rank `after` and before rank `before` has run."""
         return any(
             max(after + 1, first) <= min(before, last)
             for first, last in (self.slots[s] for s in self.groups[group].segments if s in self.slots)
@@ -138,7 +137,7 @@ def needs_of(table: Table) -> Needs:
     maker: dict[int, int] = {}
     pinned_bytes: list[int] = []
     pinned = 0
-    values = Values(table)
+    values = StorageValues(table)
     required = [frozenset(s for s in held if free[s]) for held in values.required]
     readers: dict[int, list[int]] = {}
     for node, op in zip(table.step.nodes, table.plain, strict=True):
@@ -178,7 +177,7 @@ def needs_of(table: Table) -> Needs:
     )
 
 
-def _views(values: Values) -> dict[int, tuple[tuple[int, int, float], ...]]:
+def _views(values: StorageValues) -> dict[int, tuple[tuple[int, int, float], ...]]:
     """Of storages that come back, the views that first runs of the backward pass read."""
     table = values.table
     last: dict[int, int] = {}
@@ -194,10 +193,10 @@ def _views(values: Values) -> dict[int, tuple[tuple[int, int, float], ...]]:
     return {storage: tuple(views) for storage, views in found.items()}
 
 
-def _views_again(values: Values) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Of storages that recipes read, the views that all of them read it through."""
+def _views_again(values: StorageValues) -> dict[int, tuple[tuple[int, float], ...]]:
+    """Of storages that remats read, the views that all of them read it through."""
     found: dict[int, set[int]] = {}
-    for op in values.table.recipes:
+    for op in values.table.remats:
         if op.fresh:
             by_storage: dict[int, set[int]] = {s: set() for read in op.reads for s in values.required[read]}
             for read in op.reads:
@@ -215,12 +214,12 @@ def _views_again(values: Values) -> dict[int, tuple[tuple[int, float], ...]]:
 
 
 def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
-    """Storages that some recipe makes from kept ones alone, and the numbers of those recipes.
+    """Storages that some remat makes from kept ones alone, and the numbers of those remats.
 
     Where several storages come from one kept one, each pays its share of its bytes and seconds.
     """
     found: dict[int, list[tuple[int, frozenset[int]]]] = {}
-    for number, op in enumerate(table.recipes):
+    for number, op in enumerate(table.remats):
         if op.fresh and op.reads and all(read in table.on_demand for read in op.reads):
             for storage, _, _ in op.fresh:
                 found.setdefault(storage, []).append((number, frozenset(op.reads)))
@@ -229,7 +228,7 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
         for number, reads in ways:
             for read in reads:
                 sharers.setdefault(read, set()).update(
-                    (storage, *(s for s, _, _ in table.recipes[number].fresh))
+                    (storage, *(s for s, _, _ in table.remats[number].fresh))
                 )
     keeping: dict[int, Keeping] = {}
     for storage, ways in found.items():
@@ -238,10 +237,10 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
                 nbytes=sum(
                     nbytes / len(sharers[read]) for read in reads for _, nbytes, _ in table.plain[read].fresh
                 ),
-                seconds=table.recipes[number].seconds / len(table.recipes[number].fresh)
+                seconds=table.remats[number].seconds / len(table.remats[number].fresh)
                 + sum(table.plain[read].seconds / len(sharers[read]) for read in reads),
                 since=max(reads),
-                recipe=number,
+                remat=number,
             )
             for number, reads in ways
         ]
@@ -249,7 +248,7 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
             nbytes=min(o.nbytes for o in options),
             seconds=min(o.seconds for o in options),
             since=min(o.since for o in options),
-            recipe=min(options, key=lambda o: (o.nbytes, o.seconds, o.recipe)).recipe,
+            remat=min(options, key=lambda o: (o.nbytes, o.seconds, o.remat)).remat,
         )
     return keeping, {number for ways in found.values() for number, _ in ways}
 
@@ -272,7 +271,7 @@ class _Served:
                 number in self._kept_by
                 or any(
                     self(u, storage)
-                    for s, us in self._table.recipes[number].shared
+                    for s, us in self._table.remats[number].shared
                     if s == storage
                     for u in us
                 )
@@ -296,7 +295,7 @@ def _read_whole(
 
 
 def _groups(
-    values: Values,
+    values: StorageValues,
     required: list[frozenset[int]],
     left_out: frozenset[int],
     free: list[bool],
@@ -327,17 +326,17 @@ def _groups(
     groups: list[Group] = []
     group_of: dict[int, int] = {}
     for top in sorted(members):
-        # From all recipes of the group down to those of single storages, each within the one before.
+        # From all remats of the group down to those of single storages, each within the one before.
         chain: list[tuple[frozenset[int], int]] = []
         smaller = sorted((frozenset(ways[s]) for s in by_root[top]), key=_largest)
         for some in (frozenset(members[top]), *smaller):
             if chain and not some < chain[-1][0]:
                 continue
             before = _least_seconds(table, chain[-1][0]) if chain else 0.0
-            ops = [table.recipes[number] for number in some]
+            ops = [table.remats[number] for number in some]
             made = {number: {s for s in by_root[top] if number in ways[s]} for number in some}
             read = {
-                number: [(r, s) for r in table.recipes[number].reads for s in required[r]] for number in some
+                number: [(r, s) for r in table.remats[number].reads for s in required[r]] for number in some
             }
             groups.append(
                 Group(
@@ -360,7 +359,7 @@ def _largest(numbers: frozenset[int]) -> tuple[int, list[int]]:
 
 
 def _least_seconds(table: Table, numbers: frozenset[int]) -> float:
-    return min(table.recipes[number].seconds for number in numbers)
+    return min(table.remats[number].seconds for number in numbers)
 
 
 def _common(touched: list[set[int]]) -> frozenset[int]:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from lowtide.planning.anneal.problem import Ints
+from lowtide.planning.search.problem import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)

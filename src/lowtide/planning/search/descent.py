@@ -1,10 +1,15 @@
-"""Walk a plan below a target: evict what costs least per byte of excess, then merge what fits back."""
+"""Walk a plan below a target: evict what costs least per byte of excess, then merge what fits back.
 
+Take a schedule over to a step of the same ops with other sizes, and mend it where it does not fit.
+"""
+
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
+from lowtide.facts import Run
 from lowtide.planning.search.moves import (
     Eviction,
-    View,
+    RunsView,
     best_eviction,
     copies,
     evict,
@@ -13,7 +18,8 @@ from lowtide.planning.search.moves import (
     merge,
     merge_seconds,
 )
-from lowtide.planning.search.runs import Block, Runs
+from lowtide.planning.search.runs import Block, Rerun, Runs
+from lowtide.planning.search.table import Table
 
 TINY_SECONDS = 1e-9
 """Free moves compare by what they gain."""
@@ -33,13 +39,13 @@ def score(eviction: Eviction) -> float:
 
 def descend(runs: Runs, target: int, *, max_moves: int) -> bool:
     """Evict until every slot fits into `target`; False when nothing helps any more."""
-    view = View(runs, target)
+    view = RunsView(runs, target)
     least_bytes = int(view.excess.max(initial=0)) // SMALLEST_PART
     while view.excess_bytes:
         heap = _candidates(runs, view, least_bytes=least_bytes)
         before = view.excess_bytes
         max_moves -= _evict_cheapest(runs, target, heap, max_moves=max_moves)
-        view = View(runs, target)
+        view = RunsView(runs, target)
         if view.excess_bytes == before:
             if not least_bytes:
                 return False
@@ -54,7 +60,7 @@ def _evict_cheapest(runs: Runs, target: int, heap: list[Candidate], *, max_moves
 
     Scores go stale as the plan changes; a popped one is estimated anew before use.
     """
-    view = View(runs, target)
+    view = RunsView(runs, target)
     number = len(heap)
     moves = 0
     max_runs = MAX_RUNS * runs.table.first_backward
@@ -73,7 +79,7 @@ def _evict_cheapest(runs: Runs, target: int, heap: list[Candidate], *, max_moves
         moves += 1
         mark = len(runs.journal)
         evict(runs, eviction)
-        after = View(runs, target)
+        after = RunsView(runs, target)
         if after.excess_bytes >= view.excess_bytes:
             runs.rollback(mark)
             continue
@@ -82,7 +88,7 @@ def _evict_cheapest(runs: Runs, target: int, heap: list[Candidate], *, max_moves
     return moves
 
 
-def _candidates(runs: Runs, view: View, *, least_bytes: int) -> list[Candidate]:
+def _candidates(runs: Runs, view: RunsView, *, least_bytes: int) -> list[Candidate]:
     heap: list[Candidate] = []
     for block in (*runs.forward_blocks, *copies(runs)):
         if block.nbytes >= least_bytes:
@@ -93,9 +99,11 @@ def _candidates(runs: Runs, view: View, *, least_bytes: int) -> list[Candidate]:
     return heap
 
 
-def _offer_new_blocks(runs: Runs, view: View, eviction: Eviction, heap: list[Candidate], number: int) -> int:
-    for recipe in eviction.again:
-        key = runs.table.key(eviction.slot, recipe)
+def _offer_new_blocks(
+    runs: Runs, view: RunsView, eviction: Eviction, heap: list[Candidate], number: int
+) -> int:
+    for remat in eviction.again:
+        key = runs.table.key(eviction.slot, remat)
         for block in runs.held.get(key, {}).values():
             following = best_eviction(runs, view, block)
             if following is not None:
@@ -116,15 +124,43 @@ def dearest_copies(runs: Runs) -> list[Block]:
 
 
 def _merge_what_fits(runs: Runs, target: int, blocks: list[Block]) -> None:
-    view = View(runs, target)
+    view = RunsView(runs, target)
     for block in blocks:
         if not is_live(runs, block) or not may_merge(runs, view, block):
             continue
         mark = len(runs.journal)
         seconds = runs.added_seconds
         merge(runs, block)
-        after = View(runs, target)
+        after = RunsView(runs, target)
         if after.excess_bytes > view.excess_bytes or runs.added_seconds > seconds:
             runs.rollback(mark)
         else:
             view = after
+
+
+MAX_MOVES = 400
+"""Evictions to mend a plan: where more are needed, another plan is the better start."""
+
+
+def carried(table: Table, runs: Sequence[Run], *, budget_bytes: int) -> frozenset[Rerun] | None:
+    """The plan that `runs` follow, changed so that it fits and recomputes nothing needlessly; None where
+    that takes a search of its own."""
+    state = Runs(table)
+    state.go_to(plan_of_runs(table, runs))
+    if state.peak_bytes() > budget_bytes and not descend(state, budget_bytes, max_moves=MAX_MOVES):
+        return None
+    trim(state, budget_bytes)
+    return state.plan()
+
+
+def plan_of_runs(table: Table, runs: Sequence[Run]) -> frozenset[Rerun]:
+    """What `runs` bring back, each before the first run that comes next."""
+    numbers = {(op.rank, op.rule): number for number, op in enumerate(table.remats)}
+    plan: set[Rerun] = set()
+    slot = table.size
+    for run in reversed(runs):
+        if run.is_first:
+            slot = run.rank
+        else:
+            plan.add((slot, numbers[run.rank, run.rule]))
+    return frozenset(plan)

@@ -16,7 +16,7 @@ SMALL_SHARE = 0.5
 """Rather than recompute through a value of at most this share of the evicted bytes, retain it."""
 
 
-class View:
+class RunsView:
     """The slots' bytes against a target, as they were when the view was taken."""
 
     __slots__ = ("bytes", "excess", "excess_bytes", "target", "until")
@@ -31,7 +31,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Free a block after one of its uses; run the recipes `again` in `slot`, where it is next used."""
+    """Free a block after one of its uses; run the remats `again` in `slot`, where it is next used."""
 
     slot: int
     again: tuple[int, ...]
@@ -68,7 +68,7 @@ class Gap:
     gain: float
 
 
-def best_eviction(runs: Runs, view: View, block: Block) -> Eviction | None:
+def best_eviction(runs: Runs, view: RunsView, block: Block) -> Eviction | None:
     """The gap of `block` that covers most excess, and the cheapest way to bring it back after it."""
     gap = _best_gap(runs, view, block)
     if gap is None:
@@ -76,8 +76,8 @@ def best_eviction(runs: Runs, view: View, block: Block) -> Eviction | None:
     found = _bring_back(runs, view, gap, small_bytes=0)
     if found is not None and found.passes_through:
         found = _cheaper(found, _bring_back(runs, view, gap, small_bytes=int(SMALL_SHARE * block.nbytes)))
-    for recipe in runs.table.choices.get(block.storage, ()):
-        found = _cheaper(found, _bring_back(runs, view, gap, small_bytes=0, by=recipe))
+    for remat in runs.table.choices.get(block.storage, ()):
+        found = _cheaper(found, _bring_back(runs, view, gap, small_bytes=0, by=remat))
     return found
 
 
@@ -88,7 +88,7 @@ def _cheaper(one: Eviction | None, other: Eviction | None) -> Eviction | None:
     return other if other.seconds * one.gain < one.seconds * other.gain else one
 
 
-def _best_gap(runs: Runs, view: View, block: Block) -> Gap | None:
+def _best_gap(runs: Runs, view: RunsView, block: Block) -> Gap | None:
     width, until = runs.width, view.until
     if block.pinned or until[block.end // width + 1] == until[block.start // width]:
         return None
@@ -108,9 +108,9 @@ def _best_gap(runs: Runs, view: View, block: Block) -> Gap | None:
 
 
 def _bring_back(
-    runs: Runs, view: View, gap: Gap, *, small_bytes: int, by: int | None = None
+    runs: Runs, view: RunsView, gap: Gap, *, small_bytes: int, by: int | None = None
 ) -> Eviction | None:
-    """`by`: the recipe to take for its node, instead of that node's preferred one."""
+    """`by`: the remat to take for its node, instead of that node's preferred one."""
     table, slot, block = runs.table, gap.slot, gap.block
     way = _walk_back(runs, gap, small_bytes, by)
     if way is None:
@@ -122,12 +122,12 @@ def _bring_back(
     if added >= block.nbytes:
         return None
     seconds, instead = sum(table.plain[rank].seconds for rank in started), []
-    for recipe in again:
-        op = table.recipes[recipe]
-        later = runs.next_run(op.rank, table.key(slot, recipe))
+    for remat in again:
+        op = table.remats[remat]
+        later = runs.next_run(op.rank, table.key(slot, remat))
         made = sum(nbytes for _, nbytes, _ in op.fresh)
         if later is not None and _fits_between(view, slot, later // runs.width, made):
-            instead.append((later // runs.width, table.recipe(later)))
+            instead.append((later // runs.width, table.remat(later)))
         else:
             seconds += op.seconds
     gain = gap.gain * (block.nbytes - added) / block.nbytes
@@ -135,18 +135,18 @@ def _bring_back(
 
 
 def _started(runs: Runs, again: list[int]) -> list[int]:
-    """Ranks on demand that these recipes would be the first to read."""
+    """Ranks on demand that these remats would be the first to read."""
     table = runs.table
     if not table.on_demand:
         return []
-    reads = {read: None for recipe in again for read in table.recipes[recipe].reads}
+    reads = {read: None for remat in again for read in table.remats[remat].reads}
     return [read for read in reads if not runs.runs[read]]
 
 
 def _walk_back(
     runs: Runs, gap: Gap, small_bytes: int, by: int | None
 ) -> tuple[list[int], dict[int, Block], bool] | None:
-    """Recipes for the gap's slot, in the order they can run, and blocks that must live until then.
+    """Remats for the gap's slot, in the order they can run, and blocks that must live until then.
 
     None when something would have to run that may not. The last value says whether recomputing
     went through values that could have been retained.
@@ -157,19 +157,19 @@ def _walk_back(
     again: dict[int, int] = {}
     lengthened: dict[int, Block] = {}
     passes_through = False
-    chosen = -1 if by is None else table.recipes[by].rank
+    chosen = -1 if by is None else table.remats[by].rank
     while stack:
         rank = stack.pop()
         if rank in again:
             continue
         if not table.may_run(rank, slot):
             return None
-        recipe = by if by is not None and rank == chosen else table.again[rank][0]
-        again[rank] = recipe
-        for read in table.recipes[recipe].reads:
+        remat = by if by is not None and rank == chosen else table.again[rank][0]
+        again[rank] = remat
+        for read in table.remats[remat].reads:
             if not runs.runs[read]:
                 continue
-            held = runs.held[runs.latest(read, table.key(slot, recipe))].values()
+            held = runs.held[runs.latest(read, table.key(slot, remat))].values()
             gone = [b for b in held if b is block or b.end < start_of_slot]
             if not gone or read in again:
                 continue
@@ -186,18 +186,18 @@ def _walk_back(
     return sorted(again.values(), key=table.place.__getitem__), lengthened, passes_through
 
 
-def _fits_between(view: View, first: int, last: int, nbytes: int) -> bool:
+def _fits_between(view: RunsView, first: int, last: int, nbytes: int) -> bool:
     return nbytes == 0 or int(view.bytes[first:last].max()) + nbytes <= view.target
 
 
 def evict(runs: Runs, eviction: Eviction) -> None:
     """Make the move; what it makes needless goes too."""
     table = runs.table
-    for recipe in eviction.again:
-        if table.key(eviction.slot, recipe) not in runs.readers:
-            runs.insert(eviction.slot, recipe)
-    for slot, recipe in eviction.instead:
-        _take_out(runs, table.key(slot, recipe))
+    for remat in eviction.again:
+        if table.key(eviction.slot, remat) not in runs.readers:
+            runs.insert(eviction.slot, remat)
+    for slot, remat in eviction.instead:
+        _take_out(runs, table.key(slot, remat))
 
 
 def _take_out(runs: Runs, key: int) -> None:
@@ -213,7 +213,7 @@ def _take_out(runs: Runs, key: int) -> None:
             continue
         first = False
         sources = [runs.latest(read, key) for read in table.op(key).reads]
-        runs.remove(key // runs.width, table.recipe(key))
+        runs.remove(key // runs.width, table.remat(key))
         todo += sources
 
 
@@ -234,7 +234,7 @@ def merge_seconds(runs: Runs, block: Block) -> float:
     return sum(runs.table.op(key).seconds for key in block.holders if key % width != width - 1)
 
 
-def may_merge(runs: Runs, view: View, block: Block) -> bool:
+def may_merge(runs: Runs, view: RunsView, block: Block) -> bool:
     """Whether the bytes of the original fit in the gap that the copy `block` closes (an estimate)."""
     rank = runs.table.rank(block.start)
     previous = runs.held[runs.latest(rank, block.start)].get(block.storage)

@@ -1,6 +1,6 @@
 """The runs of a plan and the bytes of every slot, kept up to date as single runs come and go.
 
-A plan is a set of (slot, recipe): before backward node `slot`, bring a forward value back by a recipe of
+A plan is a set of (slot, remat): before backward node `slot`, bring a forward value back by a remat of
 the table. Every such set is a valid schedule, because a run reads the latest earlier run of what it
 needs, and what runs on demand comes and goes with its readers. Putting in or taking out one run touches
 only the blocks near it; `peak_bytes` equals the full simulation.
@@ -16,19 +16,19 @@ from lowtide.facts import Run
 from lowtide.planning.search.table import Table
 
 Rerun = tuple[int, int]
-"""(slot, number of a recipe)"""
+"""(slot, number of a remat)"""
 
 
 def schedule_of(table: Table, plan: Iterable[Rerun]) -> tuple[Run, ...]:
     """All runs of a plan in their order."""
     by_slot: dict[int, list[int]] = {}
-    for slot, recipe in plan:
-        by_slot.setdefault(slot, []).append(recipe)
+    for slot, remat in plan:
+        by_slot.setdefault(slot, []).append(remat)
     absent = table.on_demand - demanded(table, plan)
     order: list[Run] = []
     for slot in range(table.size):
-        for recipe in sorted(by_slot.get(slot, ()), key=table.place.__getitem__):
-            order.append(Run(table.recipes[recipe].rank, table.recipes[recipe].method))
+        for remat in sorted(by_slot.get(slot, ()), key=table.place.__getitem__):
+            order.append(Run(table.remats[remat].rank, table.remats[remat].rule))
         if slot not in absent:
             order.append(Run(slot))
     return tuple(order)
@@ -38,13 +38,13 @@ def demanded(table: Table, plan: Iterable[Rerun]) -> set[int]:
     """Ranks that run only for the sake of this plan."""
     if not table.on_demand:
         return set()
-    return {read for _, recipe in plan for read in table.recipes[recipe].reads if read in table.on_demand}
+    return {read for _, remat in plan for read in table.remats[remat].reads if read in table.on_demand}
 
 
 def added_seconds(table: Table, plan: Iterable[Rerun]) -> list[float]:
     """What every run of a plan takes that the plain step does not have."""
     chosen = sorted(plan)
-    again = [table.recipes[recipe].seconds for _, recipe in chosen]
+    again = [table.remats[remat].seconds for _, remat in chosen]
     return again + [table.plain[rank].seconds for rank in sorted(demanded(table, chosen))]
 
 
@@ -120,7 +120,7 @@ class Runs:
 
     def plan(self) -> frozenset[Rerun]:
         return frozenset(
-            (slot, self.table.recipe(key)) for slot, keys in self.slot_runs.items() for key in keys
+            (slot, self.table.remat(key)) for slot, keys in self.slot_runs.items() for key in keys
         )
 
     def latest(self, rank: int, key: int) -> int:
@@ -142,7 +142,7 @@ class Runs:
         if key not in self.table.tuple_keys:
             return readers
         last = self.width - 1
-        return [k for k in readers if k % self.width == last or self.table.recipe(k) not in self.table.parts]
+        return [k for k in readers if k % self.width == last or self.table.remat(k) not in self.table.parts]
 
     def last_use(self, key: int) -> int:
         uses = self.uses(key)
@@ -150,10 +150,10 @@ class Runs:
 
     # -- changes
 
-    def insert(self, slot: int, recipe: int) -> None:
+    def insert(self, slot: int, remat: int) -> None:
         table = self.table
-        key = table.key(slot, recipe)
-        op = table.recipes[recipe]
+        key = table.key(slot, remat)
+        op = table.remats[remat]
         rank = op.rank
         assert table.segment[rank] == table.slot_segment[slot]
         keys = self.runs[rank]
@@ -187,12 +187,12 @@ class Runs:
         self.added_seconds += op.seconds
         self.num_recomputes += 1
         self.num_changes += 1
-        self.journal.append((True, slot, recipe))
+        self.journal.append((True, slot, remat))
 
-    def remove(self, slot: int, recipe: int) -> None:
+    def remove(self, slot: int, remat: int) -> None:
         table = self.table
-        key = table.key(slot, recipe)
-        op = table.recipes[recipe]
+        key = table.key(slot, remat)
+        op = table.remats[remat]
         rank = op.rank
         keys = self.runs[rank]
         i = bisect_left(keys, key)
@@ -229,10 +229,10 @@ class Runs:
         self.added_seconds -= op.seconds
         self.num_recomputes -= 1
         self.num_changes += 1
-        self.journal.append((False, slot, recipe))
+        self.journal.append((False, slot, remat))
 
     def _begin(self, rank: int) -> None:
-        """Run on demand what a recipe keeps from the forward pass; nobody reads it yet."""
+        """Run on demand what a remat keeps from the forward pass; nobody reads it yet."""
         table = self.table
         key = table.last_key(rank)
         op = table.plain[rank]
@@ -263,20 +263,20 @@ class Runs:
     def rollback(self, mark: int) -> None:
         """Undo every change since the journal had `mark` entries."""
         while len(self.journal) > mark:
-            inserted, slot, recipe = self.journal[-1]
+            inserted, slot, remat = self.journal[-1]
             if inserted:
-                self.remove(slot, recipe)
+                self.remove(slot, remat)
             else:
-                self.insert(slot, recipe)
+                self.insert(slot, remat)
             del self.journal[-2:]
 
     def go_to(self, plan: Iterable[Rerun]) -> None:
         """Become `plan`, by the difference to what is there."""
         wanted, here = frozenset(plan), self.plan()
-        for slot, recipe in sorted(here - wanted, reverse=True):
-            self.remove(slot, recipe)
-        for slot, recipe in sorted(wanted - here):
-            self.insert(slot, recipe)
+        for slot, remat in sorted(here - wanted, reverse=True):
+            self.remove(slot, remat)
+        for slot, remat in sorted(wanted - here):
+            self.insert(slot, remat)
         self.journal.clear()
         self.added_seconds = sum(added_seconds(self.table, wanted))
 

@@ -1,8 +1,16 @@
-"""A step as plain lists and tuples, the form that the planners' inner loops need."""
+"""A step as plain lists and tuples, the form that the planners' inner loops need.
+
+Storages instead of values: which storages a run needs, through which views, and which remats serve.
+
+A value refers to storages; a view or a part of a tuple makes none of its own. So whoever reads a value
+needs a block of its storages, made by a first run or by a remat, and, after a remat, the views on the
+way again. Bounds and annealing both think so: they choose blocks, and the views follow.
+"""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from lowtide.facts import Node, Recipe, Region, Step
+from lowtide.facts import Node, Region, Remat, Step
 from lowtide.planning.activations import Uses, storage_uses
 from lowtide.planning.simulate import recompute_slots, tuple_of
 
@@ -19,29 +27,29 @@ class Op:
     shared: tuple[tuple[int, tuple[int, ...]], ...]
     workspace_bytes: int
     seconds: float
-    method: str = ""
+    rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`plain[r]` says how rank `r` runs first; `recipes` are all ways to bring values back, numbered in the
+    """`plain[r]` says how rank `r` runs first; `remats` are all ways to bring values back, numbered in the
     order of ranks, and `again[r]` the numbers of those of rank `r`, the preferred one first.
 
     Runs that bring a value back before backward node `t` stand in its *slot*; a run's key is
-    `t * width + place[n]` for recipe `n`, and the plain run of `t` itself comes last with
-    `t * width + width - 1`. `place` sorts recipes so that each comes after those of what it reads.
+    `t * width + place[n]` for remat `n`, and the plain run of `t` itself comes last with
+    `t * width + width - 1`. `place` sorts remats so that each comes after those of what it reads.
     """
 
     step: Step
     size: int
     width: int
     plain: tuple[Op, ...]
-    recipes: tuple[Op, ...]
+    remats: tuple[Op, ...]
     again: tuple[tuple[int, ...], ...]
     recompute: tuple[int | None, ...]
-    """by rank, the number of the preferred recipe that computes the value again"""
+    """by rank, the number of the preferred remat that computes the value again"""
     place: tuple[int, ...]
-    recipe_at: tuple[int, ...]
+    remat_at: tuple[int, ...]
     segment: tuple[int, ...]
     slot_segment: tuple[int, ...]
     static_bytes: int
@@ -53,18 +61,18 @@ class Table:
     first_need: tuple[int, ...]
     """the first slot that reads each rank and where it may run again; `size` when there is none"""
     readers_first: tuple[int, ...]
-    """forward ranks that can be computed again, each after all recipes that read it"""
+    """forward ranks that can be computed again, each after all remats that read it"""
     choices: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """by storage, the recipes that make it besides the preferred one of their rank"""
+    """by storage, the remats that make it besides the preferred one of their rank"""
     on_demand: frozenset[int] = frozenset()
-    """ranks that run only where a recipe reads them"""
+    """ranks that run only where a remat reads them"""
     parts: frozenset[int] = frozenset()
-    """numbers of recipes that only take a part of a tuple"""
+    """numbers of remats that only take a part of a tuple"""
     tuple_keys: frozenset[int] = frozenset()
     """keys of the first runs of those tuples"""
 
-    def key(self, slot: int, recipe: int) -> int:
-        return slot * self.width + self.place[recipe]
+    def key(self, slot: int, remat: int) -> int:
+        return slot * self.width + self.place[remat]
 
     def last_key(self, slot: int) -> int:
         """Key of the plain run of `slot`."""
@@ -73,13 +81,13 @@ class Table:
     def rank(self, key: int) -> int:
         return self.op(key).rank
 
-    def recipe(self, key: int) -> int:
-        """Number of the recipe that a run which is not a first one goes by."""
-        return self.recipe_at[key % self.width]
+    def remat(self, key: int) -> int:
+        """Number of the remat that a run which is not a first one goes by."""
+        return self.remat_at[key % self.width]
 
     def op(self, key: int) -> Op:
         slot, place = divmod(key, self.width)
-        return self.plain[slot] if place == self.width - 1 else self.recipes[self.recipe_at[place]]
+        return self.plain[slot] if place == self.width - 1 else self.remats[self.remat_at[place]]
 
     def may_run(self, rank: int, slot: int) -> bool:
         """Whether the value of forward node `rank` may be brought back right before node `slot`."""
@@ -98,22 +106,22 @@ def make_table(step: Step) -> Table:
     parts: dict[int, int] = {}
     choices: dict[int, tuple[int, ...]] = {}
     for node in nodes:
-        mine = node.recipes if node.region is Region.FORWARD else ()
+        mine = node.remats if node.region is Region.FORWARD else ()
         again.append(tuple(range(len(found), len(found) + len(mine))))
         recompute.append(next((n for n, r in zip(again[-1], mine, strict=True) if r is node.recompute), None))
-        for recipe in mine:
-            whole = tuple_of(step, recipe)
+        for remat in mine:
+            whole = tuple_of(step, remat)
             if whole is not None:
                 parts[len(found)] = whole
-            if recipe is not mine[0]:
-                for storage in recipe.makes:
+            if remat is not mine[0]:
+                for storage in remat.makes:
                     choices[storage] = (*choices.get(storage, ()), len(found))
-            found.append(_op(step, node.rank, recipe))
+            found.append(_op(step, node.rank, remat))
     width = len(found) + 1
     order = _topological(step)
-    recipe_at = tuple(number for rank in order for number in again[rank])
+    remat_at = tuple(number for rank in order for number in again[rank])
     place = [0] * len(found)
-    for where, number in enumerate(recipe_at):
+    for where, number in enumerate(remat_at):
         place[number] = where
     slot_segment = recompute_slots(step)
     need = [len(nodes)] * len(nodes)
@@ -126,11 +134,11 @@ def make_table(step: Step) -> Table:
         size=len(nodes),
         width=width,
         plain=tuple(_op(step, node.rank, node) for node in nodes),
-        recipes=tuple(found),
+        remats=tuple(found),
         again=tuple(again),
         recompute=tuple(recompute),
         place=tuple(place),
-        recipe_at=recipe_at,
+        remat_at=remat_at,
         segment=tuple(node.segment for node in nodes),
         slot_segment=slot_segment,
         static_bytes=step.static_bytes,
@@ -149,7 +157,7 @@ def make_table(step: Step) -> Table:
     )
 
 
-def _op(step: Step, rank: int, source: Node | Recipe) -> Op:
+def _op(step: Step, rank: int, source: Node | Remat) -> Op:
     storages = step.storages
     is_first = isinstance(source, Node)
     reads = tuple(dict.fromkeys(source.reads))
@@ -162,12 +170,12 @@ def _op(step: Step, rank: int, source: Node | Recipe) -> Op:
         shared=tuple((s, tuple(u for u in reads if s in step.nodes[u].holds)) for s in shared),
         workspace_bytes=source.workspace_bytes,
         seconds=source.seconds,
-        method="" if isinstance(source, Node) else source.method,
+        rule="" if isinstance(source, Node) else source.rule,
     )
 
 
 def _topological(step: Step) -> list[int]:
-    """Ranks so that each comes after all that its recipes read; ties by rank, so most keep their order."""
+    """Ranks so that each comes after all that its remats read; ties by rank, so most keep their order."""
     done: set[int] = set()
     order: list[int] = []
     for node in step.nodes:
@@ -175,11 +183,11 @@ def _topological(step: Step) -> list[int]:
         opened: set[int] = set()
         while stack:
             rank = stack[-1]
-            recipes = step.nodes[rank].recipes
-            open_reads = [read for recipe in recipes for read in recipe.reads if read not in done]
+            remats = step.nodes[rank].remats
+            open_reads = [read for remat in remats for read in remat.reads if read not in done]
             if rank not in done and open_reads:
                 if rank in opened:
-                    raise ValueError(f"the recipe of '{step.nodes[rank].name}' reads itself")
+                    raise ValueError(f"the remat of '{step.nodes[rank].name}' reads itself")
                 opened.add(rank)
                 stack.extend(reversed(open_reads))
                 continue
@@ -188,3 +196,107 @@ def _topological(step: Step) -> list[int]:
                 done.add(rank)
                 order.append(rank)
     return order
+
+
+@dataclass(frozen=True)
+class StorageValues:
+    """What the values of a step refer to. All storages are those that are not static."""
+
+    table: Table
+
+    @cached_property
+    def is_dynamic(self) -> list[bool]:
+        return [not storage.static for storage in self.table.step.storages]
+
+    @cached_property
+    def required(self) -> list[frozenset[int]]:
+        """By rank, the storages that every run of it gives its value."""
+        found = []
+        for node in self.table.step.nodes:
+            held = set(node.holds).intersection(*(remat.holds for remat in node.remats))
+            found.append(frozenset(s for s in held if self.is_dynamic[s]))
+        return found
+
+    @cached_property
+    def view_remat(self) -> list[int | None]:
+        """By rank, the remat that takes its value again without making anything, if it has such a one."""
+        remats = self.table.remats
+        return [next((n for n in mine if not remats[n].fresh), None) for mine in self.table.again]
+
+    def is_view(self, rank: int) -> bool:
+        """Whether every run of a rank only refers to what others made."""
+        mine = self.table.again[rank]
+        return bool(mine) and not any(self.table.remats[n].fresh for n in mine)
+
+    def sources(self, rank: int) -> frozenset[int]:
+        """The forward ranks whose values a backward rank refers to, itself for a forward one."""
+        if rank not in self._sources:
+            table = self.table
+            if rank < table.first_backward:
+                self._sources[rank] = frozenset((rank,))
+            else:
+                shared = [u for s, providers in table.plain[rank].shared for u in providers[:1]]
+                self._sources[rank] = frozenset().union(*(self.sources(u) for u in shared))
+        return self._sources[rank]
+
+    @cached_property
+    def _sources(self) -> dict[int, frozenset[int]]:
+        return {}
+
+    def way_back(self, rank: int) -> frozenset[int]:
+        """A rank and those that its value can be taken from again, view by view."""
+        if rank not in self._ways_back:
+            found = {rank}
+            remat = self.view_remat[rank]
+            if remat is not None:
+                for read in self.table.remats[remat].reads:
+                    if not self.required[rank].isdisjoint(self.required[read]):
+                        found |= self.way_back(read)
+            self._ways_back[rank] = frozenset(found)
+        return self._ways_back[rank]
+
+    @cached_property
+    def _ways_back(self) -> dict[int, frozenset[int]]:
+        return {}
+
+    @cached_property
+    def readers(self) -> dict[int, set[int]]:
+        """By storage, the forward ranks through which the backward pass or a remat reads it."""
+        table = self.table
+        found: dict[int, set[int]] = {}
+        read = {u for op in table.plain[table.first_backward :] for u in op.reads}
+        read |= {u for op in table.remats if op.fresh for u in op.reads}
+        for rank in read:
+            for source in self.sources(rank):
+                for storage in self.required[source]:
+                    found.setdefault(storage, set()).add(source)
+        return found
+
+    def ways(self, storage: int) -> list[int]:
+        """Remats that make a storage anew for any of its readers."""
+        return sorted(frozenset().union(*(self._serving(r, storage) for r in self.readers.get(storage, ()))))
+
+    def _serving(self, reader: int, storage: int) -> frozenset[int]:
+        """Remats that make a storage anew for one of its readers."""
+        back = self.way_back(reader)
+        return frozenset(n for rank in back for n in self.table.again[rank] if self._makes(n, storage))
+
+    def classes(self, storage: int) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """The readers of a storage that the same remats serve, each with those remats."""
+        found: dict[frozenset[int], set[int]] = {}
+        for reader in sorted(self.readers.get(storage, ())):
+            found.setdefault(self._serving(reader, storage), set()).add(reader)
+        return [(frozenset(readers), remats) for remats, readers in found.items()]
+
+    def _makes(self, remat: int, storage: int) -> bool:
+        return any(made == storage for made, _, _ in self.table.remats[remat].fresh)
+
+    def views(self, rank: int) -> list[int]:
+        """Those among a rank and what it is taken from that can be taken again without making anything."""
+        back = (r for source in self.sources(rank) for r in self.way_back(source))
+        return sorted(r for r in back if self.view_remat[r] is not None)
+
+    def view_seconds(self, rank: int) -> float:
+        remat = self.view_remat[rank]
+        assert remat is not None
+        return self.table.remats[remat].seconds

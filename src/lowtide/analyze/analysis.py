@@ -1,0 +1,105 @@
+"""What is known of a step while its graphs are analysed: nodes, storages, and where they come from.
+
+Where in the user's model and source a graph node comes from.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from lowtide.facts import Node, Storage
+from lowtide.ops.calls import Call
+from lowtide.remat import Kept, RematRule
+from lowtide.trace.segments import Segment, results_of
+from lowtide.trace.split import tangent_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands in the captured graphs, and what it calls where that is not the node's own op."""
+
+    execution: int
+    node: fx.Node
+    call: Call | None = None
+
+
+@dataclass(slots=True)
+class Analysis:
+    """Nodes and storages of forward and backward so far, and the graph node behind every rank.
+
+    `inputs` and `gradients` have the storages of the user's tensors and of their gradients, by identity.
+    `kept` has the ranks that make what methods keep from the forward pass, `updated` the parameters, by
+    identity, that are updated in the backward pass. `outside_calls` are the ops of code between the graphs,
+    by the rank of the node that stands for it, each with what it holds besides when it ends.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+    updated: set[int] = field(default_factory=set)
+    missing: list[frozenset[int]] = field(default_factory=list)
+    apart: list[frozenset[int]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    outside_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
+
+    def add_storage(self, **fields: Any) -> int:
+        self.storages.append(Storage(id=len(self.storages), **fields))
+        return len(self.storages) - 1
+
+    def add_node(self, **fields: Any) -> int:
+        self.nodes.append(Node(rank=len(self.nodes), **fields))
+        return len(self.nodes) - 1
+
+
+class GraphState:
+    """What is known of one execution of a graph while it is analysed: ranks of nodes, storages of values.
+
+    `methods` are those that fit a node, each with the ranks that make what it keeps. A graph that is not
+    `in_model` is the loss's, which runs eagerly.
+    """
+
+    def __init__(self, index: int, segment: Segment, *, in_model: bool) -> None:
+        self.index = index
+        self.in_model = in_model
+        self.segment = segment
+        self.graph = segment.joint.graph
+        self.rank: dict[fx.Node, int] = {}
+        self.holds: dict[fx.Node, tuple[int, ...]] = {}
+        self.storage_of: dict[int, int] = {}
+        self.changed: set[int] = set()
+        self.methods: dict[fx.Node, list[tuple[RematRule, dict[Kept, int]]]] = {}
+        self.fixed: dict[fx.Node, str] = {}
+        results = results_of(segment.joint)
+        self.outputs = results[: segment.num_forward_outputs]
+        self.grads = results[segment.num_forward_outputs :]
+        placeholders = self.graph.find_nodes(op="placeholder")
+        tangents = tangent_outputs(segment.joint)
+        self.tangents = tangents
+        self.primals = [node for node in placeholders if node not in tangents]
+
+    def name(self, node: fx.Node) -> str:
+        """A name for `node` that no other graph of the step has."""
+        return f"g{self.index}.{node.name}" if self.index else node.name
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module a node belongs to, as in `model.named_modules()`."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]", lambda m: f".{m[1] or m[2]}", path)
+    parts = path.split(".")
+    return ".".join(part for part in parts[2:] if part)
+
+
+def source_line(node: fx.Node) -> str:
+    """`file:line` of the user's code that made a node: the deepest frame outside of torch."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [frame for frame in frames if "/torch/" not in frame[0]]
+    return "{}:{}".format(*outside[-1]) if outside else ""

@@ -1,0 +1,379 @@
+"""Capture one whole training step: forward, loss, backward and optimizer as one ranked list."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lowtide.analyze.analysis import Analysis, Place
+from lowtide.analyze.gradient_sums import shares_gradients, summed_otherwise
+from lowtide.analyze.graph_facts import analyse
+from lowtide.analyze.optimizer_facts import add_optimizer, pieces_of_step
+from lowtide.errors import CaptureError
+from lowtide.facts import Action, Graph, Kind, Run, Step
+from lowtide.facts.gpus import Gpu
+from lowtide.garbage import rarely_collected
+from lowtide.ops.calls import Call, call_of, is_number, map_leaves, storage_key, value_of
+from lowtide.optim.joined_optimizers import stepping_as_real
+from lowtide.optim.optimizer_trace import trace_optimizer
+from lowtide.optim.split_check import updates_of
+from lowtide.parallel.sharded_step import shard
+from lowtide.parallel.simulated_sharding import SimulatedSharding, simulated_optimizer
+from lowtide.remat import Kept, rule_named, rules_for
+from lowtide.torch_compat import hooks
+from lowtide.torch_compat.fsdp2 import local
+from lowtide.trace.compile_settings import one_at_a_time
+from lowtide.trace.failures import refuse_several_graphs, refuse_what_cannot_be_traced
+from lowtide.trace.gradient_strides import LAID_OUT_OTHERWISE, laid_out_otherwise
+from lowtide.trace.identity import identify, identify_inputs
+from lowtide.trace.model_call import split_batch, tensors_in
+from lowtide.trace.segments import Segment, Trace, TracedModel, mutated_inputs, name_tensors, structure
+from lowtide.trace.split import tangent_outputs
+from lowtide.trace.trace_model import trace
+
+SCALARS_BYTES = 1024
+OUTSIDE = (
+    "the model or its loss runs differentiable code outside of its graphs that torch.compile does not follow"
+)
+NOT_COUNTED = "; what autograd keeps of it is counted, what it holds while its backward pass runs is not"
+COUNTED = "; what it holds is counted as it was seen when the step was captured"
+
+logger = logging.getLogger("lowtide")
+
+Values = Mapping[fx.Node, Any]
+
+
+@dataclass(slots=True)
+class Captured:
+    """A step whose times are still zero, the op behind every rank, and the graphs themselves.
+
+    `calls` has the op of every first run, and of those runs by a method that are another op than that.
+    `traced` is the model as torch compiled it, for its first planned step. `outside_calls` are those of the
+    analysis: what these ops hold inside counts as well.
+    """
+
+    step: Step
+    calls: dict[Run, Call]
+    places: dict[int, Place]
+    segments: list[Segment]
+    traced: TracedModel | None = None
+    outside_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
+
+
+@one_at_a_time
+def capture(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    accumulate: bool = False,
+    reserve_bytes: int = 0,
+    step_in_backward: bool = False,
+    holds_outputs: bool = True,
+    simulated: SimulatedSharding | None = None,
+    swap: bool = False,
+    gpu: Gpu | None = None,
+) -> Captured:
+    """Capture a step without running it. Needs the memory of the model, not of the step.
+
+    `step_in_backward`: the optimizer updates each parameter where its gradient is final. Without
+    `holds_outputs`, the loop lets go of all but the loss before the backward pass. With `simulated`, as
+    one of many processes would run it. With `swap`, there is a store that values can wait in. With
+    `gpu`, with the attention that torch has there: a step to look at, not to run.
+    """
+    if not model.training:
+        raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
+    args, kwargs = split_batch(batch)
+    refuse_what_cannot_be_traced(model, (args, kwargs))
+    with rarely_collected():
+        traced = trace(model, args, kwargs, loss=loss, simulated=simulated, gpu=gpu)
+        if not holds_outputs:
+            traced = only_loss_held(traced)
+        updates: dict[int, int] = {}
+        if step_in_backward:
+            updates = updates_of(optimizer)
+            refuse_several_graphs(traced)
+        analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=swap)
+        if reserve_bytes:
+            analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
+        captured = captured_step(
+            analysis,
+            traced,
+            model,
+            batch=(args, kwargs),
+            optimizer=optimizer,
+            simulated=simulated,
+            swap=swap,
+            on_gpu=gpu is not None,
+        )
+        captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
+        if gpu is not None:
+            captured = replace(captured, traced=None)  # what it calls runs on no CPU
+    if OUTSIDE + NOT_COUNTED in captured.step.notes:
+        logger.warning(
+            "%s, so budgets are kept only for the rest: lowtide.verify says what the whole takes",
+            OUTSIDE + NOT_COUNTED,
+        )
+    elif OUTSIDE + COUNTED in captured.step.notes:
+        logger.warning(
+            "%s. Another batch may take more there, and gradients of what it shares with the graphs may be "
+            "summed in another order than in eager: lowtide.verify says what a step takes and whether it is "
+            "exact",
+            OUTSIDE + COUNTED,
+        )
+    if shared := summed_otherwise(traced):
+        logger.warning(
+            "the model breaks into %d graphs, and one of them uses %s in a recurrent layer before a later "
+            "one uses it again: its gradients are summed in another order than in eager, so that the last "
+            "bits can differ. lowtide.verify says whether; torch._dynamo.explain shows where graphs end",
+            traced.num_in_model,
+            shared,
+        )
+    elif shares_gradients(traced, [graph.missing for graph in captured.step.graphs]):
+        logger.warning(
+            "the model returns several views of one value that it also uses itself: the gradients of that "
+            "value are summed in another order than in eager, so that the last bits can differ. "
+            "lowtide.verify says whether they do; return a copy of the views (`.clone()`) to be exact"
+        )
+    if laid_out_otherwise(traced):
+        logger.warning(
+            "%s, and gradients of others that are laid out alike in no other: torch copies them into the "
+            "output's order first, eager goes on with them as they are, so that the last bits can differ. "
+            "lowtide.verify says whether they do; return outputs `.contiguous()`, or compute the loss in the "
+            "model's forward, to be exact",
+            LAID_OUT_OTHERWISE,
+        )
+    return captured
+
+
+def only_loss_held(traced: Trace) -> Trace:
+    """The same for a loop that holds nothing of the model's output but the loss."""
+    return replace(traced, returned=traced.returned & traced.given)
+
+
+def captured_step(
+    analysis: Analysis,
+    traced: Trace,
+    model: nn.Module,
+    *,
+    batch: Any = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    simulated: SimulatedSharding | None = None,
+    swap: bool = False,
+    on_gpu: bool = False,
+) -> Captured:
+    """Facts and ops of analysed graphs, with all else that the step holds.
+
+    `simulated`: the division of a model among processes that are not there. `on_gpu`: with the optimizer's
+    step as a GPU would run it.
+    """
+    _add_unread(analysis, model, batch)
+    if traced.sharding is not None:
+        shard(analysis, traced, traced.sharding)
+    _add_scalars(analysis, traced)
+    calls = _calls(analysis, {})
+    notes = _notes(analysis, traced)
+    pieces: tuple[tuple[int, int], ...] = ()
+    if optimizer is not None:
+        _check_parameters(optimizer, model)
+        if simulated is not None:
+            optimizer = simulated_optimizer(
+                optimizer, model, (analysis.inputs, analysis.gradients), simulated=simulated
+            )
+        whole = traced.sharding is not None  # its state is in parts already
+        with stepping_as_real(on_gpu=on_gpu):
+            traced_step = trace_optimizer(optimizer, analysis.gradients)
+            if not whole:
+                pieces = pieces_of_step(analysis, optimizer, traced_step)
+        add_optimizer(analysis, traced_step, calls, pieces=pieces)
+        if traced_step.note:
+            notes = (*notes, traced_step.note)
+            logger.warning(traced_step.note)
+    step = Step(
+        nodes=tuple(analysis.nodes),
+        storages=tuple(analysis.storages),
+        fingerprint="+".join(segment.fingerprint for segment in analysis.segments),
+        device=_device(model),
+        notes=notes,
+        graphs=_graphs(analysis, traced),
+        identity=identify(model, batch),
+        rules=tuple((method.name, method.words) for method in rules_for(swap=swap)),
+        pieces=pieces,
+        gradient_orders=tuple(sorted(traced.orders.items())),
+    )
+    return Captured(
+        step=step,
+        calls=calls,
+        places=analysis.places,
+        segments=analysis.segments,
+        traced=traced.traced,
+        outside_calls=analysis.outside_calls,
+    )
+
+
+def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
+    return tuple(
+        Graph(
+            fingerprint=segment.fingerprint,
+            in_model=index < traced.num_in_model,
+            returned=tuple(sorted(output for place, output in traced.returned if place == index)),
+            missing=tuple(sorted(missing)),
+            apart=tuple(sorted(apart)),
+            tangent_bytes=_tangent_bytes(segment, missing),
+            inputs=identify_inputs(segment),
+            structure=structure(segment.joint),
+            num_outputs=segment.num_forward_outputs,
+            num_mutated=len(mutated_inputs(segment.joint)),
+        )
+        for index, (segment, missing, apart) in enumerate(
+            zip(analysis.segments, analysis.missing, analysis.apart, strict=True)
+        )
+    )
+
+
+def _tangent_bytes(segment: Segment, missing: frozenset[int]) -> int:
+    tangents = tangent_outputs(segment.joint)
+    values = [node.meta["val"] for node, output in tangents.items() if output not in missing]
+    return sum(value.numel() * value.element_size() for value in values)
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    strangers = sum(id(p) not in known for p in trained)
+    if strangers:
+        raise CaptureError(
+            f"{strangers} of the optimizer's parameters do not belong to this model: "
+            "make the optimizer from model.parameters() of the model that you pass"
+        )
+
+
+def _device(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type
+
+
+def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
+    notes = []
+    if any(
+        hooks.has_own_checkpoint(node) for segment in analysis.segments for node in segment.joint.graph.nodes
+    ):
+        notes.append(
+            "the model calls torch.utils.checkpoint: its activations are planned like all others, and the "
+            "peak without a plan is that of a model without these calls"
+        )
+    if traced.num_in_model > 1:
+        notes.append(f"the model breaks into {traced.num_in_model} graphs; nothing is recomputed across them")
+    if traced.loss_outside or any(execution.from_outside for execution in traced.executions):
+        notes.append(OUTSIDE + (COUNTED if traced.outside_is_counted else NOT_COUNTED))
+    if traced.real_forward:
+        notes.append("captured with one real forward pass, since the model's code reads tensor values")
+    return tuple(notes)
+
+
+def _add_scalars(analysis: Analysis, traced: Trace) -> None:
+    """Python and autograd hold a few numbers around each graph that no graph shows."""
+    for index in range(traced.num_in_model):
+        name = f"scalars around graph {index}"
+        analysis.add_storage(nbytes=SCALARS_BYTES, kind=Kind.OTHER, name=name, static=True)
+
+
+def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
+    """Tensors that no graph reads are there all the same: unused parameters, buffers, inputs."""
+    tensors = {id(t): local(t) for t in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
+    known = {storage_key(tensors[key]) for key in analysis.inputs if key in tensors}
+    for key, origin in name_tensors(model, batch).items():
+        storage = storage_key(tensors[key])
+        if storage not in known:
+            known.add(storage)
+            nbytes = tensors[key].untyped_storage().nbytes()
+            analysis.add_storage(nbytes=nbytes, kind=origin.kind, name=origin.name, static=True)
+
+
+def with_values(captured: Captured, values: Values) -> Captured:
+    """The same step, its ops called with other fake values of some nodes."""
+    places = captured.places
+    own = {Run(rank): _own_call(place, values) for rank, place in places.items() if _calls_op(place)}
+    others = {
+        run: _method_call(places[run.rank].node, run.rule, values)
+        for run in captured.calls
+        if not run.is_first
+    }
+    return replace(captured, calls=captured.calls | own | others)
+
+
+def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
+    calls = {}
+    for rank, place in analysis.places.items():
+        if not _calls_op(place):
+            continue
+        calls[Run(rank)] = _own_call(place, values)
+        for remat in analysis.nodes[rank].remats:
+            offloads = remat.action is Action.OFFLOAD
+            if not offloads and not rule_named(remat.rule).costs_as_first:
+                calls[Run(rank, remat.rule)] = _method_call(place.node, remat.rule, values)
+    for rank, kept in analysis.kept.items():
+        if kept.timed:
+            calls[Run(rank)] = _filled(kept.call, values)
+    return calls
+
+
+def _calls_op(place: Place) -> bool:
+    """Whether something is computed there that takes time: numbers take next to none."""
+    return place.node.op == "call_function" and not is_number(place.node.meta.get("val"))
+
+
+def _own_call(place: Place, values: Values) -> Call:
+    return call_of(place.node, values) if place.call is None else _filled(place.call, values)
+
+
+def _method_call(node: fx.Node, method: str, values: Values) -> Call:
+    chosen = rule_named(method)
+    return _filled(chosen.call(node, chosen.kept(node)), values)
+
+
+def _filled(call: Call, values: Values) -> Call:
+    """A call with fake values for the nodes among its arguments, those given or else the captured ones,
+    and for what methods keep."""
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return values[leaf] if leaf in values else value_of(leaf)
+        return leaf.value if isinstance(leaf, Kept) else leaf
+
+    args, kwargs = map_leaves(value, (call.args, call.kwargs))
+    return Call(call.target, tuple(args), dict(kwargs))
+
+
+Cost = tuple[float, int, bool]
+"""Seconds, workspace bytes, and whether they are estimated."""
+
+FREE: Cost = (0.0, 0, False)
+
+
+def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
+    """The step with the costs of every run filled in; a remat without one costs what its node does, and one
+    that offloads nothing but the waiting."""
+    nodes = []
+    for node in step.nodes:
+        own = costs.get(Run(node.rank), (0.0, 0, node.estimated))
+        remats = []
+        for remat in node.remats:
+            like = FREE if remat.action is Action.OFFLOAD else own
+            seconds, inside, _ = costs.get(Run(node.rank, remat.rule), like)
+            remats.append(replace(remat, seconds=seconds, workspace_bytes=remat.workspace_bytes + inside))
+        seconds, workspace, estimated = own
+        nodes.append(
+            replace(
+                node,
+                seconds=seconds,
+                workspace_bytes=node.workspace_bytes + workspace,
+                estimated=estimated or node.estimated,
+                remats=tuple(remats),
+            )
+        )
+    return replace(step, nodes=tuple(nodes))

@@ -1,0 +1,219 @@
+"""Gradients in the facts of a step: how they come into a graph, and what the caller keeps of them."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from lowtide.analyze.analysis import Analysis, GraphState
+from lowtide.facts import UPDATE, Kind, Region
+from lowtide.ops.calls import storage_key
+from lowtide.trace.segments import Execution, Trace
+from lowtide.trace.split import split, stands_for
+
+OUTSIDE = "held by code outside of the graphs"
+EARLIER = "gradients of earlier micro-batches"
+
+
+def add_tangent(
+    analysis: Analysis,
+    state: GraphState,
+    *,
+    node: fx.Node,
+    output: int,
+    executions: list[Execution],
+    states: list[GraphState],
+) -> None:
+    """The gradient of an output arrives: from the next graph as it is, or summed, or made by autograd."""
+    givers = [
+        (states[later], grad)
+        for later in range(state.index + 1, len(executions))
+        for primal, place in executions[later].links.items()
+        if place == (state.index, output)
+        and primal < len(states[later].grads)
+        and (grad := states[later].grads[primal]) is not None
+    ]
+    value = node.meta["val"]
+    reads = tuple(giver.rank[grad] for giver, grad in givers)
+    makes: tuple[int, ...] = ()
+    if len(givers) == 1 and _is_as(givers[0][1].meta["val"], value):
+        holds = givers[0][0].holds[givers[0][1]]
+    else:
+        nbytes = value.numel() * value.element_size()
+        made = analysis.add_storage(
+            nbytes=nbytes,
+            kind=Kind.OTHER,
+            name=state.name(node),
+            # a compiled graph wants its gradients contiguous and copies them; eager reads them as they are
+            extra_eager_bytes=-nbytes if len(givers) == 1 and not _is_apart(givers[0][1]) else 0,
+            # `loss.backward()` itself holds the gradient that it starts from
+            pinned=not givers and value.numel() == 1,
+        )
+        holds = makes = (made,)
+    state.holds[node] = holds
+    for same in (value, *stands_for(node)):
+        state.storage_of[storage_key(same)] = holds[0]
+    state.rank[node] = analysis.add_node(
+        name=state.name(node),
+        op="placeholder",
+        region=Region.BACKWARD,
+        kind=Kind.OTHER,
+        segment=state.index,
+        reads=reads,
+        holds=holds,
+        makes=makes,
+        fixed="an input of the step",
+    )
+
+
+def _is_as(grad: Any, value: Tensor) -> bool:
+    """Whether a graph takes a gradient as another one gives it."""
+    return isinstance(grad, Tensor) and grad.stride() == value.stride()
+
+
+def _is_apart(grad: fx.Node) -> bool:
+    """Whether a gradient leaves its graph as the terms of a sum."""
+    return isinstance(grad.meta["val"], list)
+
+
+def add_update(
+    analysis: Analysis, state: GraphState, *, index: int, grad: fx.Node, inside_bytes: Mapping[int, int]
+) -> None:
+    """The optimizer's step for one parameter, after which its gradient is gone; eager holds it to the end."""
+    origin = state.segment.origins[index]
+    (storage,) = state.holds[grad]
+    analysis.storages[storage] = replace(analysis.storages[storage], kind=Kind.GRADIENT, pinned_in_eager=True)
+    analysis.gradients[origin.tensor] = storage
+    analysis.updated.add(origin.tensor)
+    nbytes = inside_bytes[origin.tensor]
+    analysis.add_node(
+        name=f"step of {origin.name}",
+        op=UPDATE,
+        region=Region.BACKWARD,
+        kind=Kind.OTHER,
+        module=origin.name,
+        segment=state.index,
+        reads=(state.rank[grad],),
+        workspace_bytes=nbytes,
+        extra_eager_bytes=-nbytes,
+        fixed="the optimizer's step for one parameter",
+    )
+
+
+def add_gradients(analysis: Analysis, state: GraphState) -> None:
+    """Pin what becomes a parameter's `.grad`; autograd copies a gradient whose layout is not dense."""
+    end = len(analysis.nodes) - 1
+    extra: list[int] = []
+    for index, grad in enumerate(state.grads):
+        origin = state.segment.origins[index] if index < len(state.segment.origins) else None
+        if not isinstance(grad, fx.Node) or origin is None or origin.kind is not Kind.PARAMETER:
+            continue
+        if origin.tensor in analysis.gradients:
+            continue
+        apart = _is_apart(grad)
+        value, storages = grad.meta["val"][0] if apart else grad.meta["val"], state.holds[grad]
+        owned = analysis.storages[storages[0]]
+        dense = not apart and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        if owned.pinned or owned.static or not dense:
+            made = analysis.add_storage(
+                nbytes=value.numel() * value.element_size(), kind=Kind.GRADIENT, name=origin.name, pinned=True
+            )
+            extra.append(made)
+            analysis.gradients[origin.tensor] = made
+        else:
+            analysis.storages[owned.id] = replace(owned, kind=Kind.GRADIENT, pinned=True)
+            analysis.gradients[origin.tensor] = owned.id
+    analysis.nodes[end] = replace(analysis.nodes[end], makes=tuple(extra), holds=tuple(extra))
+
+
+def add_earlier_gradients(analysis: Analysis) -> int:
+    """The step begins with gradients of the micro-batches before it; their size is found last."""
+    made = analysis.add_storage(nbytes=0, kind=Kind.GRADIENT, name=EARLIER)
+    return analysis.add_node(
+        name=EARLIER,
+        op="placeholder",
+        region=Region.FORWARD,
+        kind=Kind.GRADIENT,
+        holds=(made,),
+        makes=(made,),
+        fixed="an input of the step",
+    )
+
+
+def add_up_gradients(analysis: Analysis, earlier: int) -> None:
+    """Let the gradients that the node `earlier` holds be there until the backward pass ends.
+
+    A graph hands all its gradients over at its end, and only then are they added up: until then both are
+    there. In eager each is added where it is made, and the earlier ones stay.
+    """
+    own = dict.fromkeys(analysis.gradients.values())
+    (storage,) = analysis.nodes[earlier].makes
+    nbytes = sum(analysis.storages[made].nbytes for made in own)
+    analysis.storages[storage] = replace(analysis.storages[storage], nbytes=nbytes)
+    for made in own:
+        record = analysis.storages[made]
+        analysis.storages[made] = replace(record, extra_eager_bytes=-record.nbytes)
+    for rank, node in enumerate(analysis.nodes):
+        inside = sum(analysis.storages[made].nbytes for made in node.makes if made in own)
+        if inside:
+            extra = node.extra_eager_bytes + inside
+            analysis.nodes[rank] = replace(node, extra_eager_bytes=extra)
+    last = analysis.nodes[-1]
+    analysis.nodes[-1] = replace(last, reads=(*last.reads, earlier))
+
+
+def keep_earlier_gradients(analysis: Analysis) -> None:
+    """Eager's optimizer reads the gradients that were there first: all others were added to them."""
+    first, last = analysis.nodes[0], analysis.nodes[-1]
+    if first.name == EARLIER:
+        analysis.nodes[-1] = replace(last, eager_reads=(*last.eager_reads, first.rank))
+
+
+def hold_within_formulas(analysis: Analysis, state: GraphState, *, only_eager: bool) -> None:
+    """Where autograd runs its formulas eagerly, what one makes on its way lives to its end: in the loss
+    always, in the model's own graphs where they run without a plan (`only_eager`)."""
+    for number, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
+        ranks = [state.rank[node] for node in group if not node.meta.get("is_gradient_acc")]
+        if len(ranks) < 2 or number is None:
+            continue
+        last = analysis.nodes[ranks[-1]]
+        # autograd lets go of what it has kept, and of the gradient that came in, after the formula
+        kept = (read for rank in ranks for read in analysis.nodes[rank].reads)
+        held = tuple(dict.fromkeys(rank for rank in (*ranks, *kept) if rank != last.rank))
+        if only_eager:
+            analysis.nodes[last.rank] = replace(last, eager_reads=held)
+        else:
+            reads = tuple(dict.fromkeys((*last.reads, *held)))
+            analysis.nodes[last.rank] = replace(last, reads=reads)
+
+
+def add_outside(analysis: Analysis, states: list[GraphState], trace: Trace) -> None:
+    """What autograd keeps of code between graphs: from the end of the graph before it until that graph's own
+    backward pass begins; throughout, where there is no such graph."""
+    graphs = [state for state in states if state.segment.differentiable]
+    for before, nbytes in sorted(trace.outside_bytes.items()):
+        state = graphs[before - 1] if before else None
+        arrived = [state.rank[node] for node in state.tangents if node in state.rank] if state else []
+        made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=OUTSIDE, static=not arrived)
+        if state is None or not arrived:
+            continue
+        end = next(
+            node.rank
+            for node in analysis.nodes
+            if (node.op, node.region, node.segment) == ("output", Region.FORWARD, state.index)
+        )
+        output, tangent = analysis.nodes[end], analysis.nodes[max(arrived)]
+        analysis.nodes[end] = replace(output, makes=(*output.makes, made), holds=(*output.holds, made))
+        analysis.nodes[tangent.rank] = replace(tangent, reads=(*tangent.reads, end))
+
+
+def pin_returned(analysis: Analysis, states: list[GraphState], trace: Trace) -> None:
+    """The caller holds what the model returned, and the loss, to the end of the step."""
+    for execution, output in sorted(trace.returned):
+        value = states[execution].outputs[output]
+        for storage in states[execution].holds[value] if value is not None else ():
+            record = analysis.storages[storage]
+            if not record.static:
+                analysis.storages[storage] = replace(record, pinned=True)

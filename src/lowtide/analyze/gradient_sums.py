@@ -1,0 +1,216 @@
+"""Sums of gradients, in eager's order also where several graphs have a tensor in common.
+
+Autograd adds the gradients of a tensor one by one, from the last use to the first. A graph that adds up those
+of its own uses gives (c + (b + a)) where eager has ((c + b) + a). So it returns them apart where a later
+graph, or code that nobody knows, may use the tensor again: autograd adds them up then, one by one.
+"""
+
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.facts import Kind
+from lowtide.ops.autocast import is_cast, is_sum_in_type_of_cast, type_of_cast
+from lowtide.ops.gradient_terms import terms
+from lowtide.ops.recurrent_cells import CELLS_BACKWARD
+from lowtide.trace.segments import Execution, Segment, Trace, copy_of, output_storages, results_of
+from lowtide.trace.split import tangent_outputs, without_tangents
+
+VALUE = "a value that goes from graph to graph"
+
+
+def specialised(segment: Segment, *, missing: frozenset[int], apart: Collection[int]) -> Segment:
+    """`segment` for a loss that gives no gradient to the outputs `missing`, with the gradients of the inputs
+    `apart` as terms; itself where there are none."""
+    return _with_terms(without_tangents(segment, missing), apart)
+
+
+def sums_of(segment: Segment) -> dict[int, int]:
+    """Inputs of a graph whose gradient is a sum, with the number of its terms."""
+    if not segment.differentiable:
+        return {}
+    grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    found = {place: len(_terms(grad)) for place, grad in enumerate(grads) if grad is not None}
+    known = len(segment.origins) == len(grads)  # else torch gives the graph other inputs than we see
+    return {place: number for place, number in found.items() if number > 1 and known}
+
+
+def with_sums_apart(trace: Trace, executions: Sequence[Execution]) -> list[Execution]:
+    """The executions of a trace, in each graph of the model the sums apart that another use may come before.
+
+    A graph that runs several times is the same each time.
+    """
+    wanted: dict[str, set[int]] = {}
+    read_later: set[Any] = set()
+    is_unknown = trace.loss_outside
+    for index in reversed(range(len(executions))):
+        execution = executions[index]
+        segment = execution.segment
+        if execution.apart is not None:
+            wanted.setdefault(segment.fingerprint, set()).update(execution.apart)
+        elif index < trace.num_in_model:
+            wanted.setdefault(segment.fingerprint, set()).update(
+                place for place in sums_of(segment) if is_unknown or _tensor(execution, place) in read_later
+            )
+        read_later.update(_tensor(execution, place) for place in _gradients(execution))
+        is_unknown = is_unknown or execution.from_outside
+    return [
+        replace(
+            execution,
+            apart=frozenset(apart),
+            segment=_with_terms(execution.segment, apart),
+        )
+        for execution in executions
+        for apart in [wanted.get(execution.segment.fingerprint, ())]
+    ]
+
+
+def summed_otherwise(trace: Trace) -> str:
+    """A tensor whose gradient one op of a graph sums, and a later graph adds to, in words; empty for none.
+
+    The loss is no graph of the plan: it runs as eager does.
+    """
+    read_later: set[Any] = set()
+    for index in reversed(range(len(trace.executions))):
+        execution = trace.executions[index]
+        grads = _gradients(execution)
+        if index < trace.num_in_model:
+            for place, grad in grads.items():
+                if _tensor(execution, place) in read_later and _is_sum_inside(grad):
+                    origin = execution.segment.origins[place]
+                    return VALUE if origin.kind is Kind.OTHER else f"'{origin.name}'"
+        read_later.update(_tensor(execution, place) for place in grads)
+    return ""
+
+
+def casts_of(segment: Segment) -> dict[int, torch.dtype]:
+    """Weights whose gradient is that of one cast by autocast, by their place among a graph's inputs, with
+    the type that each is cast to."""
+    found = {place: type_of_cast(weight, grad) for place, weight, grad in _weights(segment)}
+    return {place: dtype for place, dtype in found.items() if dtype is not None}
+
+
+def sums_inside(segment: Segment, apart: Collection[int]) -> tuple[int, ...]:
+    """Weights, by their places, whose gradients a graph adds up itself: another call would be added to the
+    sum, where eager adds up term by term."""
+    return tuple(place for place, _, grad in _weights(segment) if _adds(grad) and place not in apart)
+
+
+def sums_in_casts(segment: Segment) -> str:
+    """A weight with such a sum in the type that it was cast to, whose terms cannot leave apart, or with a
+    term in that type beside others; empty for none."""
+    for place, _weight, grad in _weights(segment):
+        if is_sum_in_type_of_cast(grad) or (_adds(grad) and any(map(is_cast, _terms(grad)))):
+            return segment.origins[place].name
+    return ""
+
+
+def _weights(segment: Segment) -> list[tuple[int, fx.Node, fx.Node]]:
+    """The trained weights among a graph's inputs: place, input and gradient."""
+    grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    if not segment.differentiable or len(grads) != len(segment.origins):
+        return []
+    inputs = segment.joint.graph.find_nodes(op="placeholder")
+    return [
+        (place, inputs[place], grad)
+        for place, (grad, origin) in enumerate(zip(grads, segment.origins, strict=True))
+        if grad is not None and origin.kind is Kind.PARAMETER
+    ]
+
+
+def shares_gradients(trace: Trace, missing: Sequence[Collection[int]]) -> bool:
+    """Whether several outputs of the model are parts of one value that the model itself uses, too; `missing`
+    are, for each graph, those that get no gradient."""
+    for execution, without in zip(trace.executions[: trace.num_in_model], missing, strict=False):
+        segment = execution.segment
+        if not segment.differentiable:
+            continue
+        storages = output_storages(segment)
+        for tangent, output in tangent_outputs(segment.joint).items():
+            is_view = storages.count(storages[output]) > 1
+            if is_view and output not in without and any(map(_adds, tangent.users)):
+                return True
+    return False
+
+
+def _with_terms(segment: Segment, places: Collection[int]) -> Segment:
+    """`segment` with the gradients of the inputs `places` as terms: a copy, where there are any."""
+    if not places:
+        return segment
+    copy = copy_of(segment)
+    return_terms(copy.joint, [segment.num_forward_outputs + place for place in sorted(places)])
+    return copy
+
+
+def return_terms(module: fx.GraphModule, places: Sequence[int]) -> None:
+    """Let a graph return the gradients at these places among its results as terms."""
+    graph, output = module.graph, module.graph.output_node()
+    results = results_of(module)
+    plain = output.args[0]
+    assert isinstance(plain, (list, tuple))
+    returned: list[Any] = list(plain)
+    for place in places:
+        grad = results[place]
+        if grad is None:
+            continue
+        parts = _terms(grad)
+        with graph.inserting_after(grad if grad.op != "placeholder" else _last_input(graph)):
+            node = graph.call_function(terms, tuple(parts))
+        node.meta = {**grad.meta, "val": [part.meta["val"] for part in parts]}
+        node.meta.pop("is_gradient_acc", None)
+        returned[place] = node
+    output.args = (returned,)
+    for node in reversed(list(graph.nodes)):
+        if _adds(node) and not node.users:
+            graph.erase_node(node)
+    module.recompile()
+
+
+def _last_input(graph: fx.Graph) -> fx.Node:
+    last: fx.Node = graph.find_nodes(op="placeholder")[-1]
+    return last
+
+
+def _terms(grad: fx.Node) -> list[fx.Node]:
+    """What autograd adds up to a gradient, in the order in which it does."""
+    found: list[fx.Node] = []
+    node = grad
+    while _adds(node) and (node is grad or len(node.users) == 1):
+        earlier, last = node.args[-2:]  # before them, those of an op that writes over what it reads
+        assert isinstance(earlier, fx.Node) and isinstance(last, fx.Node)
+        found.append(last)
+        node = earlier
+    return [node, *reversed(found)]
+
+
+def _adds(node: fx.Node) -> bool:
+    return bool(node.meta.get("is_gradient_acc"))
+
+
+def _gradients(execution: Execution) -> dict[int, fx.Node]:
+    """By the input whose gradient it is."""
+    segment = execution.segment
+    if not segment.differentiable:
+        return {}
+    results = results_of(segment.joint)[segment.num_forward_outputs :]
+    return {
+        place: grad
+        for place, (grad, _) in enumerate(zip(results, segment.origins, strict=False))
+        if grad is not None
+    }
+
+
+def _tensor(execution: Execution, place: int) -> Any:
+    """What two graphs have in common that read the same tensor."""
+    return execution.links.get(place) or execution.segment.origins[place].tensor or (id(execution), place)
+
+
+def _is_sum_inside(grad: fx.Node) -> bool:
+    """Whether an op adds up more than one gradient: those of the cells of a layer."""
+    if grad.target is operator.getitem and isinstance(grad.args[0], fx.Node):
+        return grad.args[0].target is CELLS_BACKWARD
+    return False

@@ -1,0 +1,387 @@
+"""From captured graphs to the facts of one step: ranks, regions, storages, remats.
+
+The graphs stay the single source of node identity: `Analysis.places` maps every rank back to its
+graph node, and nothing is ever matched by name.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from lowtide.analyze.analysis import Analysis, GraphState, Place, module_path, source_line
+from lowtide.analyze.chunked_backward import add_other_ways
+from lowtide.analyze.gradient_facts import (
+    add_earlier_gradients,
+    add_gradients,
+    add_outside,
+    add_tangent,
+    add_up_gradients,
+    add_update,
+    hold_within_formulas,
+    pin_returned,
+)
+from lowtide.analyze.gradient_sums import with_sums_apart
+from lowtide.analyze.overwrites import overwrites
+from lowtide.analyze.reorder_backward import backward_order
+from lowtide.analyze.uncaptured_facts import add_code_outside
+from lowtide.analyze.update_places import update_places, updated
+from lowtide.errors import CaptureError
+from lowtide.facts import Action, Kind, Region, Remat
+from lowtide.ops.calls import Call, storage_key, target_name
+from lowtide.ops.dropout import extra_eager_bytes
+from lowtide.ops.logits_in_place import extra_score_bytes
+from lowtide.ops.loss_chunks import extra_loss_bytes
+from lowtide.ops.recurrent import extra_inside_bytes, extra_result_bytes
+from lowtide.ops.schema import writes_inputs
+from lowtide.remat import Kept, RematRule, fitting
+from lowtide.torch_compat import hooks
+from lowtide.trace.failures import refuse_empty_buffers
+from lowtide.trace.segments import Execution, Trace, mutated_inputs
+from lowtide.trace.split import specialise, split, stands_for
+
+OUTPUT = "output"
+
+
+def analyse(
+    trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int] | None = None, swap: bool = False
+) -> Analysis:
+    """Rank every node of forward and backward, and find the storages they make and read.
+
+    With `accumulate`, gradients of earlier micro-batches are there when the step begins. `updates` are
+    parameters (by identity) that are updated in the backward pass, each with the bytes that its update holds
+    inside. With `swap`, there is a store that values can wait in.
+    """
+    for execution in trace.executions:
+        refuse_empty_buffers(execution.segment)
+    executions, missing = specialise(trace)
+    executions = with_sums_apart(trace, executions)
+    analysis = Analysis(
+        missing=missing,
+        apart=[execution.apart or frozenset() for execution in executions],
+        segments=[execution.segment for execution in executions],
+    )
+    states = [
+        GraphState(index, execution.segment, in_model=index < trace.num_in_model)
+        for index, execution in enumerate(executions)
+    ]
+    earlier = add_earlier_gradients(analysis) if accumulate else None
+    repeated = _repeated(trace)
+    for state, execution in zip(states, executions, strict=True):
+        fixed = repeated.get(execution.segment.fingerprint, "")
+        _forward(analysis, state, execution, states, fixed=fixed, swap=swap)
+    for state in reversed(states):
+        _backward(analysis, state, executions, states, updates=updates or {})
+        hold_within_formulas(analysis, state, only_eager=state.in_model)
+    add_outside(analysis, states, trace)
+    if trace.outside is not None:
+        add_code_outside(analysis, states, trace.outside)
+    pin_returned(analysis, states, trace)
+    _classify_activations(analysis)
+    if earlier is not None:
+        add_up_gradients(analysis, earlier)
+    return analysis
+
+
+def _repeated(trace: Trace) -> dict[str, str]:
+    """Why nothing of a graph can be run again, by its fingerprint."""
+    counts = Counter(execution.segment.fingerprint for execution in trace.executions)
+    reason = "its graph runs several times in one step, between graph breaks"
+    fixed = {fingerprint: reason for fingerprint, count in counts.items() if count > 1}
+    if trace.sharding is not None:  # planned once for all that are equal
+        fixed = {}
+    for execution in trace.executions[trace.num_in_model :]:
+        fixed[execution.segment.fingerprint] = "part of the loss, which lowtide leaves to you"
+    return fixed
+
+
+def _forward(
+    analysis: Analysis,
+    state: GraphState,
+    execution: Execution,
+    states: list[GraphState],
+    *,
+    fixed: str,
+    swap: bool,
+) -> None:
+    for index, node in enumerate(state.primals):
+        link = execution.links.get(index)
+        _add_primal(analysis, state, index=index, node=node, link=link, states=states)
+    ops = split(state.segment)[0]
+    for node in ops:
+        fit, reason = ([], fixed) if fixed else fitting(node, swap=swap)
+        if reason:
+            state.fixed[node] = reason
+        kept = [(method, method.kept(node)) for method in fit]
+        ranks = {k: _add_kept(analysis, state, node, k) for _, mine in kept for k in mine if k.before}
+        _add_op(analysis, state, node, Region.FORWARD)
+        ranks |= {k: _add_kept(analysis, state, node, k) for _, mine in kept for k in mine if not k.before}
+        state.methods[node] = [(method, {k: ranks[k] for k in mine}) for method, mine in kept]
+    _find_changed(state, ops)
+    for node in ops:
+        _add_remats(analysis, state, node)
+    _add_output(
+        analysis, state, [node for node in state.outputs if isinstance(node, fx.Node)], Region.FORWARD
+    )
+
+
+def _backward(
+    analysis: Analysis,
+    state: GraphState,
+    executions: list[Execution],
+    states: list[GraphState],
+    *,
+    updates: Mapping[int, int],
+) -> None:
+    if not state.segment.differentiable:
+        return
+    missing = analysis.missing[state.index]
+    for node, output in state.tangents.items():
+        if output not in missing:
+            add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
+    captured = split(state.segment)[1]
+    # what the loss runs, and where updates stand, is eager's own
+    ops = backward_order(state.segment) if state.in_model and not updates else captured
+    eager_place = {node: 1 + i for i, node in enumerate(captured)} if ops != captured else {}
+    written_over = overwrites(state.segment, ops) if state.in_model else {}
+    grads = updated(state.segment, updates)
+    places = update_places(state.segment, [(node, node.all_input_nodes) for node in ops], grads)
+    for place, node in enumerate(ops):
+        _add_op(analysis, state, node, Region.BACKWARD, eager_place=eager_place.get(node, 0))
+        if node in written_over:
+            _write_over(analysis, state.rank[node], written_over[node])
+        for index in places.get(place, ()):
+            add_update(analysis, state, index=index, grad=grads[index], inside_bytes=updates)
+    if state.in_model:
+        add_other_ways(analysis, state, ops, written_over)
+    held = [grad for index, grad in enumerate(state.grads) if index not in grads]
+    _add_output(analysis, state, held, Region.BACKWARD)
+    add_gradients(analysis, state)
+
+
+def _add_primal(
+    analysis: Analysis,
+    state: GraphState,
+    *,
+    index: int,
+    node: fx.Node,
+    link: tuple[int, int] | None,
+    states: list[GraphState],
+) -> None:
+    origin = state.segment.origins[index] if index < len(state.segment.origins) else None
+    kind = origin.kind if origin else Kind.INPUT
+    name = origin.name if origin else node.name
+    tensor = origin.tensor if origin else 0
+    value = node.meta.get("val")
+    holds: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    if link is not None:
+        source = states[link[0]].outputs[link[1]]
+        assert source is not None
+        holds, reads = states[link[0]].holds[source], (states[link[0]].rank[source],)
+        kind = Kind.OTHER
+    elif isinstance(value, torch.Tensor):
+        known = analysis.inputs.get(tensor) if tensor else None
+        if known is None:
+            # parameters that are parts of one storage
+            known = state.storage_of.get(storage_key(value))
+        if known is None:
+            known = analysis.add_storage(
+                nbytes=value.untyped_storage().nbytes(), kind=kind, name=name, static=True
+            )
+            makes = (known,)
+        if tensor:
+            analysis.inputs[tensor] = known
+        holds = (known,)
+    if isinstance(value, torch.Tensor) and holds:
+        state.storage_of[storage_key(value)] = holds[0]
+    state.holds[node] = holds
+    state.rank[node] = analysis.add_node(
+        name=state.name(node),
+        op="placeholder",
+        region=Region.FORWARD,
+        kind=kind,
+        module=name,
+        segment=state.index,
+        reads=reads,
+        holds=holds,
+        makes=makes,
+        fixed="comes from before a graph break" if link is not None else "an input of the step",
+    )
+
+
+def _add_op(
+    analysis: Analysis, state: GraphState, node: fx.Node, region: Region, *, eager_place: int = 0
+) -> None:
+    name = state.name(node)
+    if hooks.has_inner_graphs(node):
+        raise CaptureError(
+            f"'{name}' has graphs of its own inside (torch.cond, torch.while_loop), which cannot be planned: "
+            "write it with torch.where, or put @torch._dynamo.disable on the function that calls it"
+        )
+    static = node.op == "get_attr"
+    makes: list[int] = []
+    holds: list[int] = []
+    for tensor in _tensors(node.meta.get("val")):
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"'{name}' makes a tensor of layout {tensor.layout}, and only dense ones can be planned: "
+                "leave sparse gradients out, such as those of nn.Embedding(sparse=True)"
+            )
+        key = storage_key(tensor)
+        if key not in state.storage_of:
+            state.storage_of[key] = analysis.add_storage(
+                nbytes=tensor.untyped_storage().nbytes(),
+                kind=Kind.OTHER,
+                name=name,
+                static=static,
+                extra_eager_bytes=extra_eager_bytes(node, tensor) + extra_result_bytes(node, tensor),
+            )
+            makes.append(state.storage_of[key])
+        if state.storage_of[key] not in holds:
+            holds.append(state.storage_of[key])
+    for same in stands_for(node):
+        state.storage_of[storage_key(same)] = holds[0]
+    state.holds[node] = tuple(holds)
+    in_slices = extra_loss_bytes(node) + extra_score_bytes(node)
+    state.rank[node] = rank = analysis.add_node(
+        name=name,
+        op=target_name(node.target),
+        region=region,
+        kind=Kind.OTHER,
+        module=module_path(node),
+        source=source_line(node),
+        segment=state.index,
+        reads=tuple(state.rank[source] for source in node.all_input_nodes),
+        holds=tuple(holds),
+        makes=tuple(makes),
+        workspace_bytes=0 if state.in_model else in_slices,
+        extra_eager_bytes=extra_inside_bytes(node) + (in_slices if state.in_model else 0),
+        eager_place=eager_place,
+    )
+    analysis.places[rank] = Place(state.index, node)
+
+
+def _write_over(analysis: Analysis, rank: int, call: Call) -> None:
+    """The op's result takes the place of what it reads last, which eager holds beside it."""
+    node = analysis.nodes[rank]
+    saved_bytes = sum(analysis.storages[made].nbytes for made in node.makes)
+    analysis.nodes[rank] = replace(
+        node, workspace_bytes=-saved_bytes, extra_eager_bytes=node.extra_eager_bytes + saved_bytes
+    )
+    analysis.places[rank] = replace(analysis.places[rank], call=call)
+
+
+def _add_kept(analysis: Analysis, state: GraphState, node: fx.Node, kept: Kept) -> int:
+    """What a method keeps from the forward pass: made only where a plan brings the value back so."""
+    name = f"{state.name(node)}_{kept.name}"
+    nbytes = kept.value.untyped_storage().nbytes()
+    made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=name)
+    rank = analysis.add_node(
+        name=name,
+        op=kept.name,
+        region=Region.FORWARD,
+        kind=Kind.OTHER,
+        module=module_path(node),
+        source=source_line(node),
+        segment=state.index,
+        reads=tuple(state.rank[source] for source in _nodes_in((kept.call.args, kept.call.kwargs))),
+        holds=(made,),
+        makes=(made,),
+        fixed="kept for a method that brings a value back",
+        on_demand=True,
+        movable=kept.begin is not None,
+    )
+    analysis.kept[rank] = kept
+    return rank
+
+
+def _find_changed(state: GraphState, ops: list[fx.Node]) -> None:
+    """Storages whose contents are not the same after the forward pass: a recompute must not read them."""
+    for index in mutated_inputs(state.segment.joint).values():
+        state.changed.update(state.holds[state.primals[index]])
+    for node in ops:
+        if writes_inputs(node.target):
+            for source in node.all_input_nodes:
+                state.changed.update(state.holds[source])
+
+
+def _add_remats(analysis: Analysis, state: GraphState, node: fx.Node) -> None:
+    rank = state.rank[node]
+    remats = [_remat(analysis, state, node, method, kept) for method, kept in state.methods[node]]
+    unchanged = [remat for remat in remats if state.changed.isdisjoint(_relied_on(analysis, remat))]
+    fixed = state.fixed.get(node, "") if unchanged or not remats else "reads what the step changes in place"
+    analysis.nodes[rank] = replace(analysis.nodes[rank], remats=tuple(unchanged), fixed=fixed)
+
+
+def _remat(
+    analysis: Analysis, state: GraphState, node: fx.Node, method: RematRule, kept: dict[Kept, int]
+) -> Remat:
+    first = analysis.nodes[state.rank[node]]
+    call = method.call(node, tuple(kept))
+    makes, holds = method.blocks(node, makes=first.makes, holds=first.holds)
+    return Remat(
+        rule=method.name,
+        action=method.action,
+        reads=(*(state.rank[source] for source in _nodes_in((call.args, call.kwargs))), *kept.values()),
+        holds=holds,
+        makes=makes,
+        workspace_bytes=method.workspace_bytes(node),
+    )
+
+
+def _relied_on(analysis: Analysis, remat: Remat) -> set[int]:
+    """Storages that must be as the op left them; of an offloaded value its own, too, since
+    nobody knows when it is copied."""
+    read = {s for rank in remat.reads for s in analysis.nodes[rank].holds}
+    return read.union(remat.holds) if remat.action is Action.OFFLOAD else read
+
+
+def _nodes_in(arguments: Any) -> list[fx.Node]:
+    """The nodes among a call's arguments, each once, in order."""
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg(arguments, found.setdefault)
+    return list(found)
+
+
+def _add_output(analysis: Analysis, state: GraphState, values: list[fx.Node | None], region: Region) -> None:
+    """The end of a graph: what it returns lives at least until here."""
+    analysis.add_node(
+        name=f"{OUTPUT}_{region.value}" + (f"_{state.index}" if state.index else ""),
+        op=OUTPUT,
+        region=region,
+        kind=Kind.OTHER,
+        segment=state.index,
+        reads=tuple(dict.fromkeys(state.rank[value] for value in values if value)),
+        fixed="the end of a graph",
+    )
+
+
+def _classify_activations(analysis: Analysis) -> None:
+    """A forward storage that backward reads is an activation; nodes take the kind of what they make."""
+    forward = {s for node in analysis.nodes if node.region is Region.FORWARD for s in node.makes}
+    for node in analysis.nodes:
+        if node.region is not Region.BACKWARD:
+            continue
+        for source in node.reads:
+            if analysis.nodes[source].region is not Region.FORWARD:
+                continue
+            for storage in analysis.nodes[source].holds:
+                record = analysis.storages[storage]
+                if storage in forward and not record.static:
+                    analysis.storages[storage] = replace(record, kind=Kind.ACTIVATION)
+    for rank, node in enumerate(analysis.nodes):
+        if node.holds:
+            kinds = [analysis.storages[s].kind for s in (node.makes or node.holds)]
+            analysis.nodes[rank] = replace(
+                node, kind=next((k for k in kinds if k is not Kind.OTHER), kinds[0])
+            )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,111 @@
+"""The optimizer's step in the facts of a step: its ops behind those of the graphs, whole or in pieces."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lowtide.analyze.analysis import Analysis
+from lowtide.analyze.gradient_facts import keep_earlier_gradients
+from lowtide.facts import Kind, Region, Run
+from lowtide.ops.calls import Call, target_name
+from lowtide.ops.schema import short_name
+from lowtide.optim.optimizer_trace import OptimizerTrace
+from lowtide.optim.split_check import pieces_bytes, split_of
+from lowtide.optim.split_step import PIECE_SIZES
+
+SMALL_STEP_BYTES = 16 << 20
+"""An optimizer that holds less inside its step is left alone."""
+
+
+def add_optimizer(
+    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, pieces: Sequence[tuple[int, int]]
+) -> None:
+    """Append the optimizer's ops. A temporary that its Python code still holds counts as read there.
+
+    Where the step can go in `pieces`, its ops tell of the smallest, and of all that eager holds beyond them.
+    """
+    if pieces:
+        _add_pieces(analysis, traced, calls, pieces[0][1])
+        return
+    storage: dict[int, int] = {}
+    maker: dict[int, int] = {}
+    for key, parameter in traced.parameters.items():
+        if parameter in analysis.inputs:
+            storage[key] = analysis.inputs[parameter]
+    for key, parameter in traced.gradients.items():
+        storage[key] = analysis.gradients[parameter]
+    for position, key in enumerate(traced.state):
+        storage[key] = analysis.add_storage(
+            nbytes=traced.sizes[key], kind=Kind.OPTIMIZER_STATE, name=f"state_{position}", static=True
+        )
+    first = len(analysis.nodes)
+    for position, op in enumerate(traced.ops):
+        name = f"step_{position}.{short_name(op.target)}"
+        for key in op.makes:
+            storage[key] = analysis.add_storage(nbytes=traced.sizes[key], kind=Kind.OTHER, name=name)
+            maker[key] = first + position
+        makes = tuple(storage[key] for key in op.makes)
+        used = [key for key in (*op.reads, *op.frees) if key in maker and key not in op.makes]
+        rank = analysis.add_node(
+            name=name,
+            op=target_name(op.target),
+            region=Region.OPTIMIZER,
+            kind=Kind.OTHER,
+            reads=tuple(dict.fromkeys(maker[key] for key in used)),
+            holds=makes,
+            makes=makes,
+            estimated=bool(traced.note),
+        )
+        if not op.estimated:
+            calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
+    keep_earlier_gradients(analysis)
+
+
+def pieces_of_step(
+    analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace
+) -> tuple[tuple[int, int], ...]:
+    """What the optimizer's step at the end holds inside where it does not go whole, by size of its pieces:
+    nothing where all of it was taken in backward. Empty where it goes whole, since it must or since pieces
+    hold no less."""
+    if analysis.updated and set(analysis.gradients) <= analysis.updated:
+        return ((0, 0),)
+    whole_bytes = traced.peak_bytes
+    if traced.note or analysis.updated or whole_bytes <= SMALL_STEP_BYTES:
+        return ()
+    split = split_of(optimizer)
+    if not split.apart:
+        return ()
+    found: list[tuple[int, int]] = []
+    for size, nbytes in sorted(
+        pieces_bytes(optimizer, traced, slices=split.slices, sizes=PIECE_SIZES).items()
+    ):
+        if nbytes >= whole_bytes:
+            break
+        if found and nbytes <= found[-1][1]:  # larger pieces that hold no more
+            found.pop()
+        found.append((size, nbytes))
+    return tuple(found)
+
+
+def _add_pieces(
+    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], inside_bytes: int
+) -> None:
+    for position, key in enumerate(traced.state):
+        name = f"state_{position}"
+        nbytes = traced.sizes[key]
+        analysis.add_storage(nbytes=nbytes, kind=Kind.OPTIMIZER_STATE, name=name, static=True)
+    held = 0
+    for position, op in enumerate(traced.ops):
+        held += sum(traced.sizes[key] for key in op.makes)
+        rank = analysis.add_node(
+            name=f"step_{position}.{short_name(op.target)}",
+            op=target_name(op.target),
+            region=Region.OPTIMIZER,
+            kind=Kind.OTHER,
+            workspace_bytes=min(held, inside_bytes),
+            extra_eager_bytes=max(0, held - inside_bytes),
+            estimated=bool(traced.note),
+        )
+        held -= sum(traced.sizes[key] for key in op.frees)
+        if not op.estimated:
+            calls[Run(rank)] = Call(op.target, op.args, op.kwargs)

@@ -1,0 +1,197 @@
+"""`lowtide compare`: other ways to save memory next to lowtide's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from lowtide.cli.options import (
+    MEMORY_LIMIT,
+    BatchSize,
+    Executor,
+    ExecutorName,
+    Folder,
+    Force,
+    ImageSize,
+    Json,
+    MemoryLimit,
+    NoCache,
+    Optimizer,
+    Quiet,
+    Seed,
+    SequenceLength,
+    TargetText,
+    TimedRuns,
+    Verbose,
+)
+from lowtide.cli.terminal import Exit, UsageError, claim_folder, session, table
+from lowtide.report.results import CompareRow, Results
+from lowtide.report.style import UNKNOWN, is_noisy, percent, size
+from lowtide.zoo.targets import TargetSpec
+
+if TYPE_CHECKING:
+    from lowtide.experiments.compare_methods import MethodResult
+
+CSV, JSON = "compare.csv", "compare.json"
+MORE = CompareRow(method="(more methods)", verdict=Results.PENDING)
+HOW_RATED = "Time is the method's median over eager's, runs in turn; a ± marks times too noisy to tell."
+
+
+def compare(
+    target: TargetText,
+    *,
+    batch_size: BatchSize,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    optimizer: Optimizer = None,
+    seed: Seed = 0,
+    memory_limit: MemoryLimit = MEMORY_LIMIT,
+    no_cache: NoCache = False,
+    executor: Executor = ExecutorName.EAGER,
+    memory_budgets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARES",
+            help="Shares of the saved bytes that PyTorch's partitioner may keep: 0.5,0.",
+            show_default=False,
+        ),
+    ] = None,
+    timed_runs: TimedRuns = 5,
+    folder: Folder = None,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure other ways to save memory next to lowtide's: peak, time, and whether results are exact.
+
+    None, torch.utils.checkpoint around every repeated block, PyTorch's partitioner at memory budgets
+    from 0.9 to 0, and then mu-two and auto at the peaks that these reach. Each runs in a fresh process,
+    timed in turn with eager. With --executor inductor also torch.compile, alone and with memory budgets, and
+    auto on Inductor; large models compile for minutes in each of these rows, and --memory-budgets 0.5,0 takes
+    fewer of them.
+
+    With -o writes compare.csv, compare.json, a plot and a report. Exits with 4 when results of lowtide's own
+    differ, with 3 when one of its plans is above its budget.
+    """
+    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
+        from lowtide.cli.output_files import REPORT
+        from lowtide.cli.sources import profile_target
+        from lowtide.experiments import compare_methods as experiment
+        from lowtide.runtime.compiled_plans import executor_named
+
+        executor_named(executor)
+        shares = experiment.MEMORY_BUDGETS if memory_budgets is None else _shares(memory_budgets)
+        out = claim_folder(folder, (CSV, JSON, REPORT), force=force)
+        spec = TargetSpec(
+            text=target,
+            batch_size=batch_size,
+            image_size=image_size,
+            sequence_length=sequence_length,
+            optimizer=optimizer,
+            seed=seed,
+        )
+        name = f"{target}, batch {batch_size}"
+        profile = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache)
+        found: list[MethodResult] = []
+        results = experiment.compare(
+            spec,
+            profile,
+            executor=executor,
+            timed_runs=timed_runs,
+            memory_budgets=shares,
+            working=terminal.working,
+        )
+        for result in results:
+            found.append(result)
+            terminal.note(f"{result.method}: {result.row.verdict_text}")
+            if out is not None:
+                _write(out, found, finished=False, name=name, device=profile.step.device)
+        terminal.data(compare_data(found, finished=True, name=name))
+        terminal.show(*compare_tables(found, name=name))
+        if out is not None:
+            _write(out, found, finished=True, name=name, device=profile.step.device)
+            terminal.note(f"wrote {out / CSV}, {out / JSON}")
+            terminal.note(f"report: {out / REPORT}")
+        raise typer.Exit(compare_exit(found))
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """`0.5,0` as numbers from 0 to 1, highest first."""
+    try:
+        shares = tuple(sorted({float(part) for part in text.split(",")}, reverse=True))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise UsageError(f"cannot read the memory budgets '{text}': write shares from 0 to 1, such as 0.5,0")
+    return shares
+
+
+def compare_exit(found: "Sequence[MethodResult]") -> Exit:
+    """What became of lowtide's own plans: wrong results are worse than a crash, that than too much memory."""
+    plans = [result for result in found if result.kind == "plan"]
+    ran = [result for result in plans if result.peak_bytes is not None]
+    if any(not result.row.exact for result in ran):
+        return Exit.RESULTS_DIFFER
+    if any(result.verdict is Results.CRASHED for result in plans):
+        return Exit.ERROR
+    above = [r for r in ran if r.budget_bytes is not None and (r.peak_bytes or 0) > r.budget_bytes]
+    return Exit.DOES_NOT_FIT if above else Exit.DONE
+
+
+def compare_data(found: "Sequence[MethodResult]", *, finished: bool, name: str) -> dict[str, Any]:
+    from lowtide.experiments.compare_methods import result_to_dict
+
+    return {"target": name, "finished": finished, "methods": [result_to_dict(result) for result in found]}
+
+
+def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[RenderableType]:
+    plain = next((result.peak_bytes for result in found if result.kind == "eager"), None)
+    rows = [
+        (
+            result.method,
+            size(result.peak_bytes),
+            percent(result.peak_bytes / plain - 1) if plain and result.peak_bytes else UNKNOWN,
+            _time(result.time_ratio, result.noise),
+            result.row.verdict_text,
+        )
+        for result in found
+    ]
+    columns = ("method", "peak>", "memory>", "time>", "results")
+    wrong = [result for result in found if result.first_difference]
+    return [
+        table(f"{name}: methods, measured", columns, rows),
+        Text(HOW_RATED),
+        *(Text(f"{result.method}: first at {result.first_difference}") for result in wrong),
+    ]
+
+
+def _time(ratio: float | None, noise: float | None) -> str:
+    if ratio is None:
+        return UNKNOWN
+    return f"× {ratio:.2f} ± {noise:.2f}" if is_noisy(ratio - 1, noise) else f"× {ratio:.2f}"
+
+
+def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: str, device: str) -> None:
+    """All files for the methods so far; before the last they say that more are to come."""
+    from lowtide.cli.output_files import REPORT, environment, plots_if_possible
+    from lowtide.facts.files import write_atomic
+    from lowtide.facts.serial import save_json
+    from lowtide.report.csvs import write_compare
+    from lowtide.report.html import render_report
+
+    rows = [result.row for result in found]
+    write_compare(out / CSV, rows if finished else [*rows, MORE])
+    save_json(out / JSON, compare_data(found, finished=finished, name=name))
+    if finished:
+        plots_if_possible(out, compare=rows, name=name)
+    page = render_report(
+        title=f"{name}: methods",
+        environment=environment(device),
+        compare=rows,
+        unfinished="" if finished else "more methods were to follow",
+    )
+    write_atomic(out / REPORT, page)

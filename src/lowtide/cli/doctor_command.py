@@ -1,0 +1,191 @@
+"""`lowtide doctor`: does lowtide work on this machine? A block of text to paste into an issue."""
+
+import os
+import platform
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from lowtide import __version__
+from lowtide.cli.options import Json, Quiet, Verbose
+from lowtide.cli.terminal import Exit, Terminal, one_line, session
+from lowtide.experiments import environment_checks
+from lowtide.report.style import added, percent, size
+
+if TYPE_CHECKING:
+    from lowtide.experiments.checkup import CaptureCheckup, PlanCheckup, SwapCheckup
+
+LIBRARIES = ("torch", "transformers", "numpy")
+SETTINGS = ("OMP_", "MKL_", "KMP_", "CUDA_", "PYTORCH_", "TORCH", "LOWTIDE_", "MALLOC_")
+"""How the names of variables begin that torch and lowtide go by."""
+
+NO_TORCH = "not run: torch does not work here"
+
+
+class Failed(str):
+    """What is told of a check that raised."""
+
+    __slots__ = ()
+
+
+def doctor(*, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
+    """Check capture, timing, peak, exactness and swap with a small model on this machine, in two minutes.
+
+    Prints a block to paste into an issue. Looks at what lowtide stands on first; then uses the CPU, and a
+    CUDA device where there is one. Exits with 4 when results differ, with 1 when a check fails, with 3 when a
+    peak is not as promised.
+    """
+    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
+        terminal.note("about two minutes; close what else keeps the machine busy")
+        machine = _machine()
+        terminal.show_lines(*(f"{name}: {value}" for name, value in machine.items()))
+        checks = _checks(terminal, environment_checks.CHECKS)
+        if isinstance(checks["torch"], Failed):
+            devices: dict[str, Any] = {"cpu": NO_TORCH}
+            terminal.show_lines(f"cpu: {NO_TORCH}")
+        else:
+            checks |= _checks(terminal, environment_checks.WITH_TORCH)
+            devices = _devices(terminal)
+        terminal.data(
+            {
+                "machine": machine,
+                "checks": {k: _said(v) for k, v in checks.items()},
+                "devices": _plain(devices),
+            }
+        )
+        raise typer.Exit(_exit(checks, devices))
+
+
+def _checks(terminal: Terminal, checks: dict[str, Callable[[], str]]) -> dict[str, Any]:
+    """Each is shown as soon as it is known: one may end the process."""
+    found = {}
+    for name, check in checks.items():
+        found[name] = _try(terminal, f"checking {name}", check)
+        terminal.show_lines(f"{name}: {_said(found[name])}")
+    return found
+
+
+def _try(terminal: Terminal, doing: str, check: Callable[..., Any], *arguments: Any) -> Any:
+    """A failed check is a finding, and the others still have their turn."""
+    try:
+        with terminal.working(doing):
+            return check(*arguments)
+    except Exception as error:
+        if terminal.verbose:
+            terminal.note("".join(traceback.format_exception(error)))
+        return Failed(one_line(error))
+
+
+def _machine() -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    found["lowtide"] = __version__
+    for name in LIBRARIES:
+        try:
+            found[f"{name} installed"] = version(name)
+        except PackageNotFoundError:
+            found[f"{name} installed"] = "no"
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)]
+    return found | {"cores": str(os.cpu_count()), "settings": " ".join(settings) or "none"}
+
+
+def _devices(terminal: Terminal) -> dict[str, Any]:
+    """What was found of each device, check by check; a text where it was not checked."""
+    from lowtide.experiments.checkup import DEVICES
+
+    found: dict[str, Any] = {}
+    for name in DEVICES:
+        why_not = environment_checks.why_no_cuda() if name == "cuda" else ""
+        found[name] = f"not run: {why_not}" if why_not else _device(terminal, name)
+        if why_not:
+            terminal.show_lines(f"{name}: {found[name]}")
+    return found
+
+
+def _device(terminal: Terminal, name: str) -> dict[str, Any]:
+    from lowtide.experiments import checkup
+
+    captured = _try(terminal, f"checking {name}: capture", checkup.check_capture, name)
+    if isinstance(captured, Failed):
+        terminal.show_lines(f"{name}: {_said(captured)}")
+        return {"capture": captured}
+    capture, made, profile = captured
+    terminal.show_lines(f"{name}: {capture.identity}", *_capture_lines(capture))
+    plan = _try(terminal, f"checking {name}: a plan", checkup.check_plan, made, profile)
+    terminal.show_lines(*_plan_lines(plan))
+    swap = _try(terminal, f"checking {name}: swap", checkup.check_swap, name, made)
+    terminal.show_lines(*_swap_lines(swap))
+    found = {"capture": capture, "plan": plan, "swap": swap}
+    terminal.show_lines(f"  {'all is well' if _is_fine(found) else 'NOT as promised'}")
+    return found
+
+
+def _capture_lines(found: "CaptureCheckup") -> list[str]:
+    return [
+        f"  captured: {found.num_ops} nodes",
+        f"  op times: change by {found.timing_noise:.0%} from one profile to the next",
+        *(f"  note: {note}" for note in found.notes),
+    ]
+
+
+def _plan_lines(found: "PlanCheckup | Failed") -> list[str]:
+    if isinstance(found, Failed):
+        return [f"  plan: {_said(found)}"]
+    (plain, planned), (plain_measured, measured) = found.predicted_peak_bytes, found.measured_peak_bytes
+    return [
+        f"  peak without a plan: predicted {size(plain)}, measured {size(plain_measured)}",
+        f"  peak with a plan: predicted {size(planned)}, measured {size(measured)}, "
+        f"budget {size(found.budget_bytes)}",
+        f"  results: {_results(found)}",
+        f"  time added: predicted {percent(found.predicted_overhead)}, "
+        f"measured {added(found.measured_overhead, found.noise)}",
+        f"  measured in: {'fresh processes' if found.fresh_process else 'this process'}",
+    ]
+
+
+def _swap_lines(found: "SwapCheckup | Failed") -> list[str]:
+    if isinstance(found, Failed):
+        return [f"  swap: {_said(found)}"]
+    link = found.link
+    return [
+        f"  swap to {link.store}: {size(int(link.write_bytes_per_second))}/s there, "
+        f"{size(int(link.read_bytes_per_second))}/s back",
+        f"  peak with {found.num_offloaded} values swapped: predicted {size(found.predicted_peak_bytes)}, "
+        f"measured {size(found.measured_peak_bytes)}, budget {size(found.budget_bytes)}; "
+        f"results: {_results(found)}",
+    ]
+
+
+def _results(found: "PlanCheckup | SwapCheckup") -> str:
+    return "exact" if found.exact else "DIFFERENT: " + "; ".join(found.differences[:3])
+
+
+def _said(found: Any) -> str:
+    if isinstance(found, Failed):
+        return f"FAILED: {found}"
+    return f"NOTE: {found}" if isinstance(found, environment_checks.Note) else str(found)
+
+
+def _plain(found: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(found, dict):
+        return {key: _plain(value) for key, value in found.items()}
+    return asdict(found) if is_dataclass(found) and not isinstance(found, type) else _said(found)
+
+
+def _is_fine(found: dict[str, Any]) -> bool:
+    return not any(isinstance(part, Failed) for part in found.values()) and all(
+        found[part].is_fine for part in ("plan", "swap")
+    )
+
+
+def _exit(checks: dict[str, Any], devices: dict[str, Any]) -> Exit:
+    parts = [part for found in devices.values() if isinstance(found, dict) for part in found.values()]
+    if any(not getattr(part, "exact", True) for part in parts):
+        return Exit.RESULTS_DIFFER
+    if any(isinstance(part, Failed) for part in (*checks.values(), *parts)):
+        return Exit.ERROR
+    return Exit.DONE if all(getattr(part, "is_fine", True) for part in parts) else Exit.DOES_NOT_FIT

@@ -1,0 +1,216 @@
+"""The files between commands: `profile.json` and `plan.json`, each with the target it was made for.
+
+What to type next, ready to be copied.
+
+What commands that write a folder share: plots where they can be drawn, and how it was measured.
+
+Everything that `lowtide run` leaves in its folder.
+"""
+
+import logging
+import shlex
+import sys
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli.tables import outcome_data
+from lowtide.errors import LowtideError
+from lowtide.facts.files import write_atomic
+from lowtide.facts.gpus import ESTIMATED, gpu_behind
+from lowtide.facts.serial import (
+    load_json,
+    save_json,
+    solution_from_dict,
+    solution_to_dict,
+    step_from_dict,
+    step_to_dict,
+)
+from lowtide.facts.sizes import parse_budget
+from lowtide.planning.simulate import simulate
+from lowtide.plans import Plan
+from lowtide.profiles import Profile
+from lowtide.report.chrome_trace import write_trace
+from lowtide.report.csvs import write_tradeoff, write_transfers
+from lowtide.report.html import render_report
+from lowtide.report.results import Environment, environment_here
+from lowtide.report.transfers import store_use
+from lowtide.units import round_up_size
+from lowtide.zoo.targets import TargetSpec
+
+if TYPE_CHECKING:
+    from lowtide.experiments.measured import Outcome
+
+PROFILE = "profile.json"
+PLAN = "plan.json"
+NODES = "node_stats.csv"
+ACTIVATIONS = "activation_stats.csv"
+DECISIONS = "ac_decisions.csv"
+VERIFICATION = "verification.json"
+TARGET = "target"
+
+
+def save_profile(path: Path, profile: Profile, spec: TargetSpec | None) -> None:
+    save_json(path, step_to_dict(profile.step) | _target(spec))
+
+
+def load_profile(path: Path) -> tuple[Profile, TargetSpec | None]:
+    data = load_json(path)
+    return Profile(step_from_dict(data)), _spec(path, data)
+
+
+def save_plan(path: Path, plan: Plan, spec: TargetSpec | None) -> None:
+    save_json(path, solution_to_dict(plan.solution) | _target(spec))
+
+
+def load_plan(path: Path) -> tuple[Plan, TargetSpec | None]:
+    data = load_json(path)
+    return Plan(solution_from_dict(data)), _spec(path, data)
+
+
+def _target(spec: TargetSpec | None) -> dict[str, Any]:
+    return {} if spec is None else {TARGET: asdict(spec)}
+
+
+def _spec(path: Path, data: dict[str, Any]) -> TargetSpec | None:
+    if TARGET not in data:
+        return None
+    try:
+        return TargetSpec(**data[TARGET])
+    except TypeError as error:
+        raise LowtideError(f"'{path}' names a target that cannot be read: make the file again") from error
+
+
+USUAL = "60%"
+
+
+def budget_to_try(*, peak_bytes: int, floor_bytes: int) -> str:
+    """A budget that can be met: the usual share of the peak, else the floor, rounded up."""
+    reachable = floor_bytes <= parse_budget(USUAL, whole=peak_bytes)
+    return USUAL if reachable else round_up_size(floor_bytes)
+
+
+def plan_command(out: Path, *, budget: str, planner: str = "auto") -> str:
+    """How to plan from the profile in `out`."""
+    where, file = (shlex.quote(str(path)) for path in (out, out / PROFILE))
+    other = "" if planner == "auto" else f" --planner {planner}"
+    return f"next: lowtide plan {file} --budget {budget}{other} -o {where}"
+
+
+def after_run(
+    out: Path, *, floor_bytes: int, step_in_backward: bool = False, executor: str = "eager"
+) -> list[str]:
+    """What the files of `lowtide run` are good for; a profile in a file is planned for executor 'eager'."""
+    floor = "the lowest reachable peak" if executor == "eager" else "the lowest peak with executor 'eager'"
+    given = "model, optimizer=optimizer" if step_in_backward else "model"
+    profile, plan = (shlex.quote(str(out / name)) for name in (PROFILE, PLAN))
+    return [
+        f"next: lowtide plan {profile} --budget {floor_bytes}   # {floor}, at once",
+        f"      lowtide tradeoff {profile} --measure 0   # what every budget costs",
+        f"      lowtide verify {plan}   # again",
+        f"      model = lowtide.load_plan({str(out / PLAN)!r}).apply({given})   # in your own script",
+    ]
+
+
+REPORT = "report.html"
+PLOTS = "plots"
+
+logger = logging.getLogger("lowtide")
+
+
+def plots_if_possible(folder: Path, **data: Any) -> list[Path]:
+    """The plots that `data` allows, in their own folder; without matplotlib none, and a line on stderr."""
+    if find_spec("matplotlib") is None:
+        logger.warning("no plots: they need matplotlib (pip install lowtide[plots])")
+        return []
+    from lowtide.report.plots import write_plots
+
+    return write_plots(folder / PLOTS, **data)
+
+
+def environment(device: str, *, measured: bool = True) -> Environment:
+    """How this command's figures were measured; torch is only asked where they were."""
+    known = measured or gpu_behind(device) is not None
+    here = _device(device) if known else "planned from a file, nothing measured"
+    return environment_here(machine=here, command=f"lowtide {shlex.join(sys.argv[1:])}")
+
+
+def _device(name: str) -> str:
+    gpu = gpu_behind(name)
+    if gpu is not None:
+        return f"{gpu.words}, {ESTIMATED}: nothing was measured"
+    import torch
+
+    from lowtide.profiling.devices import device_for
+
+    return device_for(torch.device(name)).identity
+
+
+TRACE = "trace.json"
+TRADEOFF = "tradeoff.csv"
+TRANSFERS = "transfers.csv"
+FILES = (
+    *(PROFILE, NODES, ACTIVATIONS, PLAN, DECISIONS, VERIFICATION),
+    *(TRANSFERS, TRADEOFF, TRACE, REPORT, PLOTS),
+)
+CURVE_POINTS = 30
+
+
+def write_profile(folder: Path, *, spec: TargetSpec, profile: Profile) -> list[Path]:
+    """What is known before anything is planned, to go on from should that fail."""
+    save_profile(folder / PROFILE, profile, spec)
+    return [folder / PROFILE, *profile.to_csv(folder)]
+
+
+def write_plan(folder: Path, *, spec: TargetSpec, plan: Plan) -> list[Path]:
+    """What is known before anything is run."""
+    save_plan(folder / PLAN, plan, spec)
+    return [folder / PLAN, *plan.to_csv(folder)]
+
+
+def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outcome", name: str) -> list[Path]:
+    """All other files; the report comes last, so that its being there means that all are."""
+    step, before = profile.step, profile.timeline
+    after = simulate(step, plan.solution.schedule.runs)
+    from lowtide.experiments.curve import curves_of, point_of
+
+    plans, without_swap = curves_of(profile, points=CURVE_POINTS)
+    curve = [point_of(plan) for plan in plans]
+    save_json(folder / VERIFICATION, outcome_data(outcome, name=name))
+    files = [folder / VERIFICATION]
+    files.append(
+        write_tradeoff(
+            folder / TRADEOFF, curve, step_seconds=profile.step_seconds, device=profile.step.device
+        )
+    )
+    use = store_use(step, after)
+    if use is not None:
+        files.append(write_transfers(folder / TRANSFERS, use, device=profile.step.device))
+    files.append(write_trace(folder / TRACE, step, {"without": before, "with": after}))
+    files += plots_if_possible(
+        folder,
+        step=step,
+        before=before,
+        after=after,
+        activations=profile.activations,
+        budget_bytes=plan.budget_bytes,
+        tradeoff=curve,
+        without_swap=without_swap,
+        name=name,
+    )
+    page = render_report(
+        title=name,
+        environment=environment(step.device),
+        step=step,
+        before=before,
+        after=after,
+        # the curve above searched for it, whatever planner made the plan
+        solution=replace(plan.solution, floor_bytes=profile.floor_bytes),
+        activations=profile.activations,
+        measurement=outcome.measurement,
+        tradeoff=curve,
+        without_swap=without_swap,
+    )
+    files.append(write_atomic(folder / REPORT, page))
+    return files

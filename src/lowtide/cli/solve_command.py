@@ -1,0 +1,101 @@
+"""`lowtide solve`: the planner alone on an abstract graph."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import RenderableType
+
+from lowtide.cli.options import Force, Json, Quiet, Verbose
+from lowtide.cli.terminal import session, table
+from lowtide.errors import LowtideError
+from lowtide.report.style import size
+
+if TYPE_CHECKING:
+    from lowtide.planning.abstract import AbstractGraph, GraphSolution
+
+
+def solve(
+    graph: Annotated[
+        Path,
+        typer.Argument(
+            metavar="GRAPH",
+            help='A JSON file: {"nodes": [{"id", "bytes", "cost"}], "edges": [[parent, child]]}, ids in a '
+            "topological order.",
+            show_default=False,
+        ),
+    ],
+    *,
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Most bytes to hold: 8GiB, a number, or 80% of the plain order's peak.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", dir_okay=False, help='Schedule to write: {"order": [id, ...]}.'
+        ),
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find the cheapest order of runs of an abstract graph that fits into a budget. Needs no torch.
+
+    An order may run a node again; every run reads the latest earlier run of each parent. Takes
+    seconds up to a few hundred nodes, a minute for thousands. Exits with 3 when no order is found that fits.
+    """
+    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
+        from lowtide.facts.serial import save_json
+        from lowtide.facts.sizes import parse_budget
+        from lowtide.planning.abstract import load_graph, solve_graph
+
+        if output is not None and output.exists() and not force:
+            raise LowtideError(f"{output} is already there: say --force to replace it, or choose another -o")
+        found = load_graph(graph)
+        budget_bytes = parse_budget(budget, whole=found.peak_bytes)
+        with terminal.working(f"solving {found.name}"):
+            solution = solve_graph(found, budget_bytes=budget_bytes)
+        terminal.data(_data(found, solution))
+        terminal.show(*_tables(found, solution))
+        if output is not None:
+            save_json(output, {"order": list(solution.order)})
+            terminal.note(f"wrote {output}")
+
+
+def _data(graph: "AbstractGraph", solution: "GraphSolution") -> dict[str, Any]:
+    return {
+        "graph": graph.name,
+        "num_nodes": len(graph.nbytes),
+        "num_runs": len(solution.order),
+        "budget_bytes": solution.budget_bytes,
+        "peak_bytes": solution.peak_bytes,
+        "baseline_peak_bytes": graph.peak_bytes,
+        "floor_bytes": graph.floor_bytes,
+        "total_cost": solution.total_cost,
+        "extra_cost": solution.extra_cost,
+        "order": list(solution.order),
+    }
+
+
+def _tables(graph: "AbstractGraph", solution: "GraphSolution") -> list[RenderableType]:
+    plain, again = graph.peak_bytes, len(solution.order) - len(graph.nbytes)
+    share = solution.extra_cost / solution.total_cost if solution.total_cost else 0.0
+    rows = [
+        ("budget", size(solution.budget_bytes), _of(solution.budget_bytes, plain)),
+        ("peak", size(solution.peak_bytes), _of(solution.peak_bytes, plain)),
+        ("peak of the plain order", size(plain), ""),
+        ("no order holds less than", size(graph.floor_bytes), _of(graph.floor_bytes, plain)),
+        ("cost added", f"{solution.extra_cost:.6g}", f"{100 * share:+.3f} % of {solution.total_cost:.6g}"),
+        ("runs", len(solution.order), f"{again} more than there are nodes"),
+    ]
+    return [table(f"{graph.name}, {len(graph.nbytes)} nodes", ("", ">", ""), rows)]
+
+
+def _of(nbytes: int, whole: int) -> str:
+    return f"{100 * nbytes / whole:.2f} % of the plain order" if whole else ""

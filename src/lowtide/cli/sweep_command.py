@@ -1,0 +1,288 @@
+"""`lowtide sweep`: peak and latency against batch size, without and with a plan."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from lowtide.cli.options import (
+    MEMORY_LIMIT,
+    Budget,
+    Folder,
+    Force,
+    ImageSize,
+    Json,
+    MemoryLimit,
+    NoCache,
+    Optimizer,
+    Planner,
+    Quiet,
+    Seed,
+    SequenceLength,
+    TargetText,
+    TimedRuns,
+    Verbose,
+)
+from lowtide.cli.terminal import Exit, Terminal, claim_folder, session, table
+from lowtide.errors import LowtideError
+from lowtide.report.results import Results, StepMeasurement, SweepRow, SweepStatus
+from lowtide.report.style import HOW_TIMED, UNKNOWN, added, duration, percent, size
+from lowtide.zoo.targets import TargetSpec, check_target
+
+if TYPE_CHECKING:
+    from lowtide.profiles import Profile
+
+CSV, JSON = "sweep.csv", "sweep.json"
+
+
+def batch_sizes_of(text: str) -> list[int]:
+    """`4,8,16` as numbers, each once, in the order given."""
+    try:
+        sizes = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise typer.BadParameter(f"cannot read the batch sizes '{text}': write them as 4,8,16")
+    return list(dict.fromkeys(sizes))
+
+
+def sweep(
+    target: TargetText,
+    *,
+    batch_sizes: Annotated[
+        str,
+        typer.Option("--batch-sizes", "-b", metavar="N,N,...", help="Batch sizes.", show_default=False),
+    ],
+    budget: Budget,
+    planner: Planner = "auto",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep what an earlier sweep into the same folder measured.")
+    ] = False,
+    predict: Annotated[bool, typer.Option("--predict", help="Predict only: run no step.")] = False,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    optimizer: Optimizer = None,
+    seed: Seed = 0,
+    memory_limit: MemoryLimit = MEMORY_LIMIT,
+    no_cache: NoCache = False,
+    timed_runs: TimedRuns = 5,
+    folder: Folder = None,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show peak and latency against batch size, without and with a plan, measured in fresh processes.
+
+    A budget in bytes is the same for every size, a share is of each size's own peak. Where only
+    the planned step fits into this machine's memory it is measured alone, where neither does both are
+    predicted. A size that fails does not end the sweep. With
+    -o writes sweep.csv, sweep.json, two plots and a report, anew after every size.
+    """
+    sizes = batch_sizes_of(batch_sizes)
+    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
+        from lowtide.cli.output_files import PLOTS, REPORT
+        from lowtide.cli.sources import profile_target
+        from lowtide.experiments.sweep_rows import sweep as run_sweep
+
+        spec = TargetSpec(
+            text=target,
+            batch_size=sizes[0],
+            image_size=image_size,
+            sequence_length=sequence_length,
+            optimizer=optimizer,
+            seed=seed,
+        )
+        settings = _settings(spec, budget=budget, planner=planner, timed_runs=timed_runs)
+        if resume and folder is None:
+            raise LowtideError("--resume needs the folder of the earlier sweep: say -o DIR")
+        check_target(target)
+        done = earlier_rows(folder / JSON, settings) if resume and folder is not None else []
+        out = claim_folder(folder, () if resume else (CSV, JSON, REPORT, PLOTS), force=force)
+        rows: list[SweepRow] = []
+        devices = ["cpu"]
+
+        def profile(one: TargetSpec) -> "Profile":
+            found = profile_target(one, terminal, memory_limit=memory_limit, cache=not no_cache)
+            devices.append(found.step.device)
+            return found
+
+        waiting = {row.batch_size: row for row in done}
+        for row in run_sweep(
+            spec,
+            batch_sizes=sizes,
+            budget=budget,
+            planner=planner,
+            timed_runs=timed_runs,
+            measure=not predict,
+            done=done,
+            profile=profile,
+            working=terminal.working,
+        ):
+            rows.append(row)
+            again = "taken from before" if waiting.pop(row.batch_size, None) else row.status_text
+            terminal.note(f"batch {row.batch_size}: {again} ({len(rows)} of {len(sizes)})")
+            if out is not None:
+                # with what an earlier sweep found out and this one has not come to, or was not asked for
+                known = [*rows, *waiting.values()]
+                pending = [n for n in sizes[len(rows) :] if n not in waiting]
+                _write(out, known, settings, pending=pending, name=target, device=devices[-1])
+        data = _data(rows, settings, finished=True)
+        terminal.data(data)
+        terminal.show(*sweep_tables(rows, name=target))
+        _notes(terminal, out)
+        raise typer.Exit(sweep_exit(rows))
+
+
+def _settings(spec: TargetSpec, **options: Any) -> dict[str, Any]:
+    """What must be the same for rows of an earlier sweep to stand beside new ones."""
+    target = {key: value for key, value in asdict(spec).items() if key != "batch_size"}
+    return {"target": target, **options}
+
+
+def earlier_rows(path: Path, settings: dict[str, Any]) -> list[SweepRow]:
+    """What an earlier sweep with the same settings found out for good; nothing where there is none."""
+    from lowtide.experiments.sweep_rows import is_final, row_from_dict
+    from lowtide.facts.serial import load_json
+
+    if not path.exists():
+        return []
+    data = load_json(path)
+    if data.get("settings") != settings:
+        raise LowtideError(
+            f"{path} is of a sweep with another target, budget or other settings: leave --resume out, or "
+            "choose another -o"
+        )
+    rows = []
+    for row in data["rows"]:
+        with suppress(LowtideError):  # of another version, whose sizes are run again
+            rows.append(row_from_dict(row))
+    return [row for row in rows if is_final(row)]
+
+
+def sweep_tables(rows: Sequence[SweepRow], *, name: str) -> list[RenderableType]:
+    peaks = [
+        (
+            row.batch_size,
+            size(row.budget_bytes),
+            _peak(row.baseline),
+            _peak(row.planned),
+            percent(None if row.reduction is None else -row.reduction),
+            percent(row.predicted_overhead),
+            _status(row),
+        )
+        for row in rows
+    ]
+    times = [
+        (row.batch_size, _time(row.baseline), _time(row.planned), added(row.overhead, row.noise))
+        for row in rows
+        if row.planned.seconds_median is not None or row.baseline.seconds_median is not None
+    ]
+    columns = ("batch>", "budget>", "peak without>", "peak with>", "memory>", "recompute>", "results")
+    tables: list[RenderableType] = [table(f"{name}: peak memory", columns, peaks)]
+    if any(_is_predicted(row) for row in rows):
+        tables.append(Text("~ predicted, not measured\n"))
+    if times:
+        tables.append(table(f"{name}: step time", ("batch>", "without>", "with>", "time>"), times))
+        tables.append(Text(HOW_TIMED))
+    return tables
+
+
+def _is_predicted(row: SweepRow) -> bool:
+    steps = (row.baseline, row.planned)
+    return any(step.measured_peak_bytes is None and step.predicted_peak_bytes is not None for step in steps)
+
+
+def _peak(step: StepMeasurement) -> str:
+    if step.measured_peak_bytes is not None:
+        return size(step.measured_peak_bytes)
+    return UNKNOWN if step.predicted_peak_bytes is None else f"~{size(step.predicted_peak_bytes)}"
+
+
+def _time(step: StepMeasurement) -> str:
+    if step.seconds_median is None:
+        return UNKNOWN
+    return f"{duration(step.seconds_median)} ± {duration((step.seconds_spread or 0.0) / 2)}"
+
+
+def _status(row: SweepRow) -> str:
+    if row.exact is None:
+        return row.status_text
+    if not row.exact:
+        return Results.UNLIKE_EAGER if row.recompute_exact else "DIFFERENT"
+    return "exact, ABOVE the budget" if _is_above(row) else "exact"
+
+
+def _is_above(row: SweepRow) -> bool:
+    measured = row.planned.measured_peak_bytes
+    return measured is not None and row.budget_bytes is not None and measured > row.budget_bytes
+
+
+def sweep_exit(rows: Sequence[SweepRow]) -> Exit:
+    """Wrong results are worse than too much memory; sizes that do not fit are findings unless all are."""
+    if any(row.exact is False for row in rows):
+        return Exit.RESULTS_DIFFER
+    if all(row.status is SweepStatus.FAILED for row in rows):
+        return Exit.ERROR
+    if any(_is_above(row) for row in rows):
+        return Exit.DOES_NOT_FIT
+    fits = any(row.planned.predicted_peak_bytes is not None for row in rows)
+    return Exit.DONE if fits else Exit.DOES_NOT_FIT
+
+
+def _data(rows: Sequence[SweepRow], settings: dict[str, Any], *, finished: bool) -> dict[str, Any]:
+    from lowtide.experiments.sweep_rows import row_to_dict
+
+    return {"settings": settings, "finished": finished, "rows": [row_to_dict(row) for row in rows]}
+
+
+def _write(
+    out: Path,
+    rows: Sequence[SweepRow],
+    settings: dict[str, Any],
+    *,
+    pending: Sequence[int],
+    name: str,
+    device: str,
+) -> None:
+    """All files for the sizes so far, for whoever stops the sweep; they say which are `pending`."""
+    from lowtide.cli.output_files import REPORT, environment, plots_if_possible
+    from lowtide.facts.files import write_atomic
+    from lowtide.facts.serial import save_json
+    from lowtide.report.csvs import write_sweep
+    from lowtide.report.html import render_report
+
+    write_sweep(out / CSV, [*rows, *(_pending(batch_size) for batch_size in pending)])
+    save_json(out / JSON, _data(rows, settings, finished=not pending))
+    plots_if_possible(out, sweep=rows, name=name)
+    page = render_report(
+        title=f"{name}: batch sizes",
+        environment=environment(device),
+        sweep=rows,
+        unfinished=f"batch sizes {', '.join(map(str, pending))} are missing" if pending else "",
+    )
+    write_atomic(out / REPORT, page)
+
+
+def _pending(batch_size: int) -> SweepRow:
+    nothing = StepMeasurement()
+    return SweepRow(
+        batch_size=batch_size,
+        budget_bytes=None,
+        baseline=nothing,
+        planned=nothing,
+        status=SweepStatus.PENDING,
+    )
+
+
+def _notes(terminal: Terminal, out: Path | None) -> None:
+    from lowtide.cli.output_files import REPORT
+
+    if out is not None:
+        terminal.note(f"wrote {out / CSV}, {out / JSON}")
+        terminal.note(f"report: {out / REPORT}")

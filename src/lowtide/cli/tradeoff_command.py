@@ -1,0 +1,232 @@
+"""`lowtide tradeoff`: the curve of peak memory against time added."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from lowtide.cli.options import (
+    MEMORY_LIMIT,
+    Device,
+    Folder,
+    Force,
+    ImageSize,
+    Json,
+    MemoryLimit,
+    NoCache,
+    Optimizer,
+    OptionalBatchSize,
+    Quiet,
+    Seed,
+    SequenceLength,
+    Source,
+    Swap,
+    TimedRuns,
+    Verbose,
+)
+from lowtide.cli.terminal import Exit, claim_folder, session, table
+from lowtide.errors import TargetError
+from lowtide.experiments.machine_memory import why_not
+from lowtide.facts.gpus import gpu_behind
+from lowtide.report.style import HOW_TIMED, added, duration, percent, size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lowtide.experiments.curve import Curve
+    from lowtide.profiles import Profile
+    from lowtide.report.results import TradeoffPoint
+
+CSV, JSON = "tradeoff.csv", "tradeoff.json"
+MAX_ROWS = 20
+MEASURED_COLUMNS = ("measured>", "time>")
+
+
+def tradeoff(
+    source: Source,
+    *,
+    points: Annotated[int, typer.Option(min=1, help="Budgets to plan for, evenly spaced in bytes.")] = 50,
+    measure: Annotated[
+        int, typer.Option(min=0, help="Plans of the curve to measure in fresh processes; 0 for none.")
+    ] = 3,
+    timed_runs: TimedRuns = 5,
+    batch_size: OptionalBatchSize = None,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = None,
+    optimizer: Optimizer = None,
+    seed: Seed = 0,
+    memory_limit: MemoryLimit = MEMORY_LIMIT,
+    no_cache: NoCache = False,
+    swap: Swap = "",
+    device: Device = None,
+    folder: Folder = None,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show what every budget costs: peak memory against recompute time, from no recompute to the floor.
+
+    A few plans of the curve are measured in fresh processes, in turn with eager, unless --measure 0, or
+    the step is too large for this machine, or is one on a GPU that is not here (--device), where all is
+    estimated; from a profile.json nothing else needs torch. With -o writes tradeoff.csv, tradeoff.json,
+    plots and a report. Exits with 4 when a measured plan's results differ, with 1 when measuring one failed.
+    """
+    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
+        from lowtide.cli.output_files import PLOTS, REPORT
+        from lowtide.cli.sources import on_device, open_source
+        from lowtide.experiments.curve import Curve, curves_of, measure_points, point_of
+
+        out = claim_folder(folder, (CSV, JSON, REPORT, PLOTS), force=force)
+        profile, spec = open_source(
+            source,
+            terminal,
+            batch_size=batch_size,
+            image_size=image_size,
+            sequence_length=sequence_length,
+            optimizer=optimizer,
+            seed=seed,
+            memory_limit=memory_limit,
+            cache=not no_cache,
+            swap=swap,
+            device=device,
+        )
+        name = on_device(f"{spec.text}, batch {spec.batch_size}" if spec else source, profile)
+        if gpu_behind(profile.step.device) is not None:
+            measure = 0  # nothing of it is here
+        if measure and spec is None:
+            raise TargetError(f"'{source}' does not say what it is a profile of: say --measure 0")
+        with terminal.working("planning"):
+            plans, without_swap = curves_of(profile, points=points)
+        curve = Curve([point_of(plan) for plan in plans])
+        reason = why_not(profile.step, peak_bytes=profile.peak_bytes) if measure else ""
+        if reason:
+            terminal.note(f"no plan is measured: the step without one {reason}")
+        elif measure and spec is not None:
+            with terminal.counting(f"measuring {measure} plans") as progress:
+                curve = measure_points(spec, plans, count=measure, timed_runs=timed_runs, progress=progress)
+        data = _data(profile, curve, without_swap, name=name)
+        if out is not None:
+            with terminal.working("writing the report"):
+                measured = not source.endswith(".json") or any(p.measured_peak_bytes for p in curve.points)
+                _write(out, profile, curve, without_swap, data, measured=measured)
+        terminal.data(data)
+        terminal.show(*_tables(data))
+        if out is not None:
+            terminal.note(f"wrote {out / CSV}, {out / JSON}")
+            terminal.note(f"report: {out / REPORT}")
+        failed = Exit.ERROR if curve.failed else Exit.DONE
+        raise typer.Exit(Exit.RESULTS_DIFFER if curve.wrong else failed)
+
+
+def _data(
+    profile: "Profile", curve: "Curve", without_swap: "list[TradeoffPoint]", *, name: str
+) -> dict[str, Any]:
+    seconds = profile.step_seconds
+
+    def point_data(point: "TradeoffPoint") -> dict[str, Any]:
+        return asdict(point) | {"overhead": point.recompute_seconds / seconds if seconds else None}
+
+    return {
+        "target": name,
+        "device": profile.step.device,
+        "baseline_peak_bytes": profile.peak_bytes,
+        "floor_bytes": profile.floor_bytes,
+        "step_seconds": seconds,
+        "differences": curve.wrong,
+        "failures": curve.failed,
+        "points": [point_data(point) for point in curve.points],
+        **({"without_swap": [point_data(point) for point in without_swap]} if without_swap else {}),
+    }
+
+
+def _tables(data: dict[str, Any]) -> list[RenderableType]:
+    """Some twenty rows of the curve, with every measured one among them; what was measured takes the place
+    of a column."""
+    points, plain = data["points"], data["baseline_peak_bytes"]
+    stride = max(1, -(-len(points) // MAX_ROWS))
+    shown = [
+        point
+        for index, point in enumerate(points)
+        if index % stride == 0 or index == len(points) - 1 or point["measured_peak_bytes"] is not None
+    ]
+    measured = any(point["measured_peak_bytes"] is not None for point in points)
+    rows = [
+        (
+            size(point["peak_bytes"]),
+            percent(point["peak_bytes"] / plain - 1),
+            *(() if measured else (duration(point["recompute_seconds"]),)),
+            percent(point["overhead"]),
+            _at_least(point, data["step_seconds"]),
+            len(point["recomputed"]),
+            *(_measured(point) if measured else ()),
+        )
+        for point in shown
+    ]
+    columns = (
+        "peak>",
+        "memory>",
+        *(() if measured else ("recompute>",)),
+        "time>",
+        "at least>",
+        "tensors>",
+        *(MEASURED_COLUMNS if measured else ()),
+    )
+    title = f"{data['target']}: peak against time added"
+    left = len(points) - len(shown)
+    return [
+        table(title, columns, rows),
+        *([Text(HOW_TIMED)] if measured else []),
+        *([Text(f"{left} more points are in {CSV} (-o DIR) and in --json")] if left else []),
+        *(Text(f"results DIFFER: {text}") for text in data["differences"]),
+        *(Text(f"not measured: {text}") for text in data["failures"]),
+    ]
+
+
+def _at_least(point: dict[str, Any], step_seconds: float) -> str:
+    bound = point["lower_bound_seconds"]
+    return percent(bound / step_seconds if bound is not None and step_seconds else None)
+
+
+def _measured(point: dict[str, Any]) -> tuple[str, str]:
+    if point["measured_peak_bytes"] is None:
+        return "", ""
+    return size(point["measured_peak_bytes"]), added(point["measured_overhead"], point["measured_noise"])
+
+
+def _write(
+    out: "Path",
+    profile: "Profile",
+    curve: "Curve",
+    without_swap: "list[TradeoffPoint]",
+    data: dict[str, Any],
+    *,
+    measured: bool,
+) -> None:
+    from lowtide.cli.output_files import REPORT, environment, plots_if_possible
+    from lowtide.facts.files import write_atomic
+    from lowtide.facts.serial import save_json
+    from lowtide.report.csvs import write_tradeoff
+    from lowtide.report.html import render_report
+
+    save_json(out / JSON, data)
+    write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds, device=profile.step.device)
+    plots_if_possible(
+        out,
+        tradeoff=curve.points,
+        without_swap=without_swap,
+        step_seconds=profile.step_seconds,
+        name=data["target"],
+    )
+    page = render_report(
+        title=f"{data['target']}: trade-off",
+        environment=environment(profile.step.device, measured=measured),
+        step=profile.step,
+        before=profile.timeline,
+        activations=profile.activations,
+        tradeoff=curve.points,
+        without_swap=without_swap,
+    )
+    write_atomic(out / REPORT, page)

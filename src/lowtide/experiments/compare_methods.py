@@ -1,0 +1,186 @@
+"""lowtide next to other ways to save memory, measured on the same step and in the same manner.
+
+The others come first; then lowtide's planners get the peaks that the others reached as budgets.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowtide.errors import BudgetTooSmall, FreshProcessError
+from lowtide.experiments.contenders import Contender, NotApplicable, plan_method
+from lowtide.experiments.machine_memory import check_memory
+from lowtide.experiments.trial import ContenderTrial, try_method
+from lowtide.profiles import Profile
+from lowtide.report.results import CompareRow, Results
+from lowtide.report.style import size
+from lowtide.zoo.targets import TargetSpec
+
+MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
+PLANNERS = ("mu-two", "auto")
+NEAR = 1e-5
+ALIKE = 0.005
+"""Peaks of two rivals that differ by less than this share are one budget: the lower."""
+EAGER = Contender(name="none (eager)", kind="eager")
+BLOCKS = Contender(name="checkpoint per block", kind="blocks")
+COMPILED = Contender(name="torch.compile", kind="inductor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodResult:
+    """One line of the comparison. `kind` is the method's; `first_difference` names a tensor.
+
+    `why` says what is wrong with the results, or why there are none; `noise` is of `time_ratio`.
+
+    `budget_bytes`, `predicted_peak_bytes` and `predicted_overhead` are of lowtide's own plans.
+    """
+
+    method: str
+    kind: str
+    verdict: Results
+    why: str = ""
+    peak_bytes: int | None = None
+    time_ratio: float | None = None
+    noise: float | None = None
+    first_difference: str = ""
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_overhead: float | None = None
+
+    @property
+    def row(self) -> CompareRow:
+        return CompareRow(
+            method=self.method,
+            verdict=self.verdict,
+            why=self.why,
+            peak_bytes=self.peak_bytes,
+            time_ratio=self.time_ratio,
+            noise=self.noise,
+        )
+
+
+def rivals(memory_budgets: Sequence[float] = MEMORY_BUDGETS, *, executor: str = "eager") -> list[Contender]:
+    """Everything but lowtide."""
+    partitioner = [
+        Contender(name=f"partitioner {budget:g}", kind="partitioner", memory_budget=budget)
+        for budget in memory_budgets
+    ]
+    inductor = [
+        Contender(name=f"torch.compile {budget:g}", kind="inductor", memory_budget=budget)
+        for budget in memory_budgets
+    ]
+    compiled = [COMPILED, *inductor] if executor == "inductor" else []
+    return [EAGER, BLOCKS, *partitioner, *compiled]
+
+
+def compare(
+    source: TargetSpec,
+    profile: Profile,
+    *,
+    executor: str = "eager",
+    timed_runs: int = 5,
+    memory_budgets: Sequence[float] = MEMORY_BUDGETS,
+    working: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> Iterator[MethodResult]:
+    """One method after the other, each in a fresh process. NotEnoughMemory where eager does not fit."""
+    check_memory(profile.step, peak_bytes=profile.peak_bytes, what="the step without a plan")
+    found: list[MethodResult] = []
+    for method in rivals(memory_budgets, executor=executor):
+        with working(f"measuring {method.name}"):
+            found.append(_try(source, method, timed_runs))
+        yield found[-1]
+    for budget_bytes in budgets_of(found, floor_bytes=profile.floor_bytes):
+        ways = [(planner, "eager") for planner in PLANNERS]
+        if executor != "eager":
+            ways.append(("auto", executor))
+        for planner, runs_by in ways:
+            name = planner if runs_by == "eager" else f"{planner}, {runs_by}"
+            with working(f"measuring {name} at {size(budget_bytes)}"):
+                result = _plan(
+                    source, profile, name, planner, runs_by, budget_bytes=budget_bytes, timed_runs=timed_runs
+                )
+            yield result
+
+
+def budgets_of(found: Sequence[MethodResult], *, floor_bytes: int) -> list[int]:
+    """The peaks that others reach, highest first: checkpointing by block, and the partitioner at its best.
+
+    Where none gets below eager, lowtide's own lowest peak. That is also taken for one that is below it by
+    no more than the numbers beside a graph that every prediction leaves room for.
+    """
+    eager = next((result.peak_bytes for result in found if result.kind == "eager"), None)
+    budgets = set()
+    for kind in ("blocks", "partitioner"):
+        peaks = [result.peak_bytes for result in found if result.kind == kind and result.peak_bytes]
+        if peaks and (eager is None or min(peaks) < eager):
+            is_near = min(peaks) < floor_bytes <= min(peaks) * (1 + NEAR)
+            budgets.add(floor_bytes if is_near else min(peaks))
+    alike = {higher for higher in budgets if any(0 < higher - lower < ALIKE * higher for lower in budgets)}
+    return sorted(budgets - alike, reverse=True) or [floor_bytes]
+
+
+def _try(source: TargetSpec, method: Contender, timed_runs: int, **predicted: Any) -> MethodResult:
+    try:
+        trial = try_method(source, method, timed_runs=timed_runs)
+    except FreshProcessError as error:
+        text = " ".join(str(error).split())
+        if error.kind == NotApplicable.__name__:
+            verdict, why = Results.NOT_APPLICABLE, text
+        else:
+            verdict, why = Results.CRASHED, f"{error.kind}: {text}" if error.kind else text
+        return MethodResult(method=method.name, kind=method.kind, verdict=verdict, why=why, **predicted)
+    verdict, why = trial.judgement
+    is_eager = method.kind == "eager"
+    return MethodResult(
+        method=method.name,
+        kind=method.kind,
+        verdict=verdict,
+        why=why,
+        peak_bytes=trial.peak_bytes,
+        time_ratio=1.0 if is_eager else trial.time_ratio,
+        noise=None if is_eager else trial.noise,
+        first_difference=_first(trial),
+        **predicted,
+    )
+
+
+def _first(trial: ContenderTrial) -> str:
+    if not trial.mistakes:
+        return ""
+    first = next((mistake for mistake in trial.mistakes if mistake.wrong), trial.mistakes[0])
+    return f"{first.name}, step {first.step}: relative error {first.error:.2g}"
+
+
+def _plan(
+    source: TargetSpec,
+    profile: Profile,
+    what: str,
+    planner: str,
+    executor: str,
+    *,
+    budget_bytes: int,
+    timed_runs: int,
+) -> MethodResult:
+    name = f"{what} ≤ {size(budget_bytes)}"
+    try:
+        plan = profile.plan(budget_bytes, planner, executor=executor)
+    except BudgetTooSmall as error:
+        return MethodResult(
+            method=name,
+            kind="plan",
+            verdict=Results.NOT_REACHED,
+            why=f"lowest peak {size(error.floor_bytes)}",
+        )
+    return _try(
+        source,
+        plan_method(name, plan),
+        timed_runs,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        predicted_overhead=plan.overhead,
+    )
+
+
+def result_to_dict(result: MethodResult) -> dict[str, Any]:
+    return asdict(result)

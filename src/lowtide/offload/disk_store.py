@@ -1,0 +1,278 @@
+"""Which part of a store belongs to whom.
+
+A file without a name in a folder of the user's choice.
+
+The file is unlinked when it is opened, so that nothing stays of it, whatever happens to the process. Bytes
+are written through to the disk and dropped from the page cache: memory that a value leaves is free, and a
+transfer takes as long on a machine without a byte to spare as on one with plenty.
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import StoreError
+from lowtide.offload.store import Layout, OffloadHandle, Prefetch, Store, bytes_of
+from lowtide.units import size_and_bytes
+
+PAGE_BYTES = 4096
+
+
+def whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Slots:
+    """Parts of a line of bytes, each taken from the first gap that is large enough, else at the end.
+
+    `give_back` may be called at any moment and by any thread, as when something is collected; all else by
+    one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        """how far the parts reach that were ever taken"""
+        self._gaps: list[tuple[int, int]] = []
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def take(self, nbytes: int) -> int:
+        """The start of a part of so many bytes."""
+        nbytes = whole_pages(nbytes)
+        self._collect()
+        for index, (start, size) in enumerate(self._gaps):
+            if size >= nbytes:
+                self._gaps[index : index + 1] = [(start + nbytes, size - nbytes)] if size > nbytes else []
+                return start
+        start = self.end
+        if self._gaps and sum(self._gaps[-1]) == self.end:
+            start, _ = self._gaps.pop()
+        self.end = start + nbytes
+        return start
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        self._returned.append((start, whole_pages(nbytes)))
+
+    def _collect(self) -> None:
+        while self._returned:
+            insort(self._gaps, self._returned.popleft())
+        merged: list[tuple[int, int]] = []
+        for start, size in self._gaps:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self._gaps = merged
+
+
+THREADS = "lowtide-store"
+
+
+class DiskStore(Store):
+    """Values of this process in `folder`; another process, or a fork of this one, has a file of its own."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.text = f"disk:{folder}"
+        self._reserved_bytes = 0
+        self._opening = threading.Lock()
+        self._file = _File(self)
+
+    def reserve(self, nbytes: int) -> None:
+        self._own_file().grow_to(whole_pages(nbytes))
+        self._reserved_bytes = max(self._reserved_bytes, whole_pages(nbytes))
+
+    @property
+    def file_bytes(self) -> int:
+        """What its file takes on the disk."""
+        return os.fstat(self._file.file.fileno()).st_blocks * 512
+
+    def send(self, value: Tensor) -> OffloadHandle:
+        return _DiskParcel(self._own_file(), value)
+
+    def _own_file(self) -> "_File":
+        with self._opening:
+            if self._file.process != os.getpid():
+                self._file = _File(self)
+                self._file.grow_to(self._reserved_bytes)
+            return self._file
+
+
+class _File:
+    """An open file, who has which part of it, and one thread for each direction."""
+
+    def __init__(self, store: DiskStore) -> None:
+        self.folder, self.text = store.folder, store.text
+        self.process = os.getpid()
+        self.file = _opened(store.folder)
+        self.nbytes = 0
+        self.slots = Slots()
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix=f"{THREADS}-write")
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix=f"{THREADS}-read")
+        self._taking = threading.Lock()
+
+    def take(self, nbytes: int) -> int:
+        with self._taking:
+            start = self.slots.take(nbytes)
+            try:
+                self.grow_to(self.slots.end)
+            except StoreError:
+                self.slots.give_back(start, nbytes)
+                raise
+            return start
+
+    def grow_to(self, nbytes: int) -> None:
+        """Have so many bytes on the disk, before anybody counts on them."""
+        if nbytes <= self.nbytes:
+            return
+        more_bytes, free_bytes = nbytes - self.nbytes, shutil.disk_usage(self.folder).free
+        try:
+            if more_bytes > free_bytes:  # or all that is left would be taken before it fails
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(self.file.fileno(), self.nbytes, more_bytes)
+        except OSError as error:
+            raise StoreError(
+                f"swapping to '{self.text}' needs {size_and_bytes(more_bytes)} there, and "
+                f"{size_and_bytes(free_bytes)} are free ({error.strerror}): make room, or choose another "
+                "folder with swap='disk:FOLDER'"
+            ) from error
+        self.nbytes = nbytes
+
+    def write(self, box: list[memoryview], start: int) -> None:
+        """Runs in the writer's thread, which holds nothing of the value when this returns."""
+        source = box.pop()
+        try:
+            done, number = 0, self.file.fileno()
+            while done < len(source):
+                done += os.pwrite(number, source[done:], start + done)
+            os.fdatasync(number)
+            os.posix_fadvise(number, start, whole_pages(len(source)), os.POSIX_FADV_DONTNEED)
+        finally:
+            del source
+
+    def read(self, box: list[memoryview], start: int) -> None:
+        """Runs in the reader's thread."""
+        target = box.pop()
+        try:
+            done, number = 0, self.file.fileno()
+            while done < len(target):
+                count = os.preadv(number, [target[done:]], start + done)
+                if not count:
+                    raise OSError(errno.EIO, "the file is shorter than what was written")
+                done += count
+            os.posix_fadvise(number, start, whole_pages(len(target)), os.POSIX_FADV_DONTNEED)
+        finally:
+            del target
+
+    def failed(self, what: str, error: OSError) -> StoreError:
+        return StoreError(
+            f"the store '{self.text}' could not {what} ({error.strerror or error}), so that this step is "
+            "lost: look after the disk, or choose another folder with swap='disk:FOLDER'. The next step "
+            "begins anew"
+        )
+
+
+class _Copy:
+    """A copy that runs in a thread; only its box refers to the memory there."""
+
+    def __init__(
+        self, thread: ThreadPoolExecutor, run: Callable[..., None], block: Tensor, start: int
+    ) -> None:
+        self._process = os.getpid()
+        self._box = [block.numpy().data]
+        self._future = thread.submit(run, self._box, start)
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def drop(self) -> None:
+        """Nobody needs it: see to it that it holds no memory any more."""
+        if self._future.cancel():
+            self._box.clear()
+        elif self._process == os.getpid() and not threading.current_thread().name.startswith(THREADS):
+            # a fork has no such thread, and one that collects garbage must not wait for itself
+            self._future.exception()
+
+
+class _DiskParcel(OffloadHandle):
+    start = -1
+    """where it lies in the file, once it has a place there"""
+    _writing: _Copy | None = None
+
+    def __init__(self, file: _File, value: Tensor) -> None:
+        self.layout = Layout.of(value)
+        self._file = file
+        self.start = file.take(self.layout.nbytes)
+        self._value: Tensor | None = value
+        self._writing = _Copy(file.writer, file.write, bytes_of(value), self.start)
+
+    def let_go(self) -> None:
+        assert self._writing is not None
+        self.finish(self._writing, "write")
+        self._value = None
+
+    def fetch(self) -> Prefetch:
+        if self._file.process != os.getpid():
+            raise StoreError(
+                f"a value on '{self._file.text}' was written before this process was forked from another: "
+                "run the backward pass where the forward pass ran"
+            )
+        return _DiskArrival(self)
+
+    def read(self, block: Tensor) -> _Copy:
+        return _Copy(self._file.reader, self._file.read, block, self.start)
+
+    def finish(self, copy: _Copy, what: str) -> None:
+        """Wait for a copy."""
+        try:
+            copy.wait()
+        except OSError as error:
+            raise self._file.failed(f"{what} {size_and_bytes(self.layout.nbytes)}", error) from error
+
+    def __del__(self) -> None:
+        if self._writing is not None:
+            self._writing.drop()
+        if self.start >= 0:
+            self._file.slots.give_back(self.start, self.layout.nbytes)
+
+
+class _DiskArrival(Prefetch):
+    _parcel: _DiskParcel | None = None
+    """what it comes from, until it is there"""
+
+    def __init__(self, parcel: _DiskParcel) -> None:
+        self._block = torch.empty(parcel.layout.nbytes, dtype=torch.uint8, device="cpu")
+        self._reading = parcel.read(self._block)
+        self._parcel = parcel
+
+    def value(self) -> Tensor:
+        parcel = self._parcel
+        assert parcel is not None
+        parcel.finish(self._reading, "read")
+        self._parcel = None
+        return parcel.layout.over(self._block)
+
+    def __del__(self) -> None:
+        if self._parcel is not None:
+            self._reading.drop()
+
+
+def _opened(folder: str) -> IO[Any]:
+    if not hasattr(os, "posix_fallocate") or not hasattr(os, "posix_fadvise"):
+        raise StoreError("swapping to a disk needs Linux: leave swap out")
+    try:
+        return tempfile.TemporaryFile(dir=folder, buffering=0)
+    except OSError as error:
+        raise StoreError(
+            f"cannot open a file in the folder '{folder}' to swap to ({error.strerror}): make the folder, or "
+            "choose another with swap='disk:FOLDER'"
+        ) from error

@@ -1,0 +1,92 @@
+"""Ops that can write their result over one of the values that they read, with the same bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.calls import Call
+from lowtide.ops.dropout import apply_mask
+from lowtide.ops.loss_chunks import loss_gradient, soft_loss_gradient
+from lowtide.ops.packing import layout_of
+from lowtide.torch_compat.hooks import OpOverload
+
+aten = torch.ops.aten
+
+
+def times(value: Tensor, number: Any, *, out: Tensor | None = None) -> Tensor:
+    """A product with a number, which `mul_` would round to the type of a half-precision value first."""
+    if out is None or layout_of(out) is None:
+        return torch.mul(value, number)
+    return torch.mul(value, torch.tensor(number, dtype=torch.float64), out=out)
+
+
+WITH_OUT: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    aten.add.Tensor: (aten.add.out, (0, 1)),
+    aten.sub.Tensor: (aten.sub.out, (0, 1)),
+    aten.mul.Tensor: (aten.mul.out, (0, 1)),
+    aten.div.Tensor: (aten.div.out, (0, 1)),
+    aten.mul.Scalar: (times, (0,)),
+    aten.add.Scalar: (aten.add_.Scalar, (0,)),
+    aten.sub.Scalar: (aten.sub_.Scalar, (0,)),
+    aten.div.Scalar: (aten.div_.Scalar, (0,)),
+    aten.neg.default: (aten.neg.out, (0,)),
+    aten.masked_fill.Scalar: (aten.masked_fill_.Scalar, (0,)),
+    aten.where.self: (aten.where.self_out, (1, 2)),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, (0,)),
+    aten.leaky_relu_backward.default: (aten.leaky_relu_backward.grad_input, (0,)),
+    aten.hardtanh_backward.default: (aten.hardtanh_backward.grad_input, (0,)),
+    aten.elu_backward.default: (aten.elu_backward.grad_input, (0,)),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, (0,)),
+    aten.silu_backward.default: (aten.silu_backward.grad_input, (0,)),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, (0,)),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, (0,)),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, (0,)),
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, (0,)),
+    apply_mask: (apply_mask, (0,)),
+    loss_gradient: (loss_gradient, (1,)),
+    soft_loss_gradient: (soft_loss_gradient, (2,)),
+}
+"""The variant of an op that writes where it is told to, or over its first argument, and which of its
+arguments that may be."""
+
+ROUND_ONCE = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.masked_fill.Scalar,
+    aten.where.self,
+)
+"""Those of them that round each element once at most, in whatever order they go through memory."""
+
+IN_ROWS = (aten._softmax_backward_data.out, aten._log_softmax_backward_data.out)
+"""Variants that write row after row, whatever the strides of the place that they are given."""
+
+
+def write_over(op: OpOverload, place: int, *args: Any, **kwargs: Any) -> Tensor:
+    """`op` with its result written over argument `place`, which nobody reads afterwards.
+
+    Where that argument does not lie in memory as `op` needs it, against what was captured, into memory of its
+    own.
+    """
+    out: Tensor = args[place]
+    if op in IN_ROWS and not out.is_contiguous():
+        out = torch.empty_like(out, memory_format=torch.contiguous_format)
+    elif layout_of(out) is None:
+        out = out.clone()
+    arguments = op._schema.arguments
+    if arguments[0].is_write:
+        op(out, *args[1:], **kwargs)
+    else:  # the place for the result comes last in a schema
+        op(*args, **kwargs, **{arguments[-1].name: out})
+    return out
+
+
+def overwriting(target: Any, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call of an op of `WITH_OUT` that writes over its argument `place`."""
+    op = WITH_OUT[target][0]
+    if isinstance(op, OpOverload):
+        return Call(write_over, (op, place, *args), kwargs)
+    return Call(op, args, {**kwargs, "out": args[place]})

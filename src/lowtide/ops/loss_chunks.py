@@ -1,0 +1,236 @@
+"""The gradient of a cross entropy, row by row.
+
+Between the two ops that it is made of, eager holds a whole tensor of the size of the logits. Each of them
+works on every row alone, so that a few rows at a time give the same bits and hold next to nothing.
+
+The gradient of a cross entropy with probabilities for targets, row by row.
+
+There the gradient of the log-probabilities is a product: of the gradient of the loss, the targets and, where
+there are any, the weights of the classes. Each of its rows needs that row of the factors alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lowtide.ops.schema import is_backward, is_view_op
+from lowtide.torch_compat.hooks import FakeTensor, graph_is_kept
+
+aten = torch.ops.aten
+
+SLICE_BYTES = 1 << 20
+"""What a slice of rows takes at most, unless a single row takes more."""
+LARGE_SLICE_BYTES = 8 << 20
+LEAST_SLICES = 16
+
+LOSSES = {aten.nll_loss_backward.default: 2, aten.nll_loss2d_backward.default: 4}
+"""Backward ops of losses, and the dimensions of what they read; the first of them are the rows."""
+
+
+def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
+    grad: Tensor,
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    plus: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    slice_bytes: int | None = None,
+) -> Tensor:
+    """What `nll_loss_backward` and then `_log_softmax_backward_data` give for the log-probabilities `scores`.
+
+    `plus` is added in between, as the gradient of label smoothing is. `out` may be `scores` itself. It is
+    left alone where autograd keeps what it has saved for another backward pass. A slice takes at most
+    `slice_bytes`; 0 is for all rows at once.
+    """
+    if isinstance(scores, FakeTensor):
+        return torch.empty_like(scores) if out is None else out
+    if out is None or graph_is_kept():
+        out = torch.empty_like(scores)
+    backward = aten.nll_loss_backward if scores.dim() == 2 else aten.nll_loss2d_backward
+    images = scores.unsqueeze(2) if scores.dim() == 3 else scores  # torch sees sequences as images of one row
+    per_row = grad.dim() > 0
+    step = rows_at_a_time(scores, slice_bytes)
+    for first in range(0, len(scores), step):
+        rows = slice(first, first + step)
+        some = backward(
+            grad[rows] if per_row else grad,
+            images[rows],
+            target[rows],
+            weight,
+            reduction,
+            ignore_index,
+            total_weight,
+        ).view_as(scores[rows])
+        if plus is not None:
+            some.add_(plus[rows])
+        aten._log_softmax_backward_data.out(some, scores[rows], dim, dtype, out=out[rows])
+        del some  # or two of them would be there at once
+    return out
+
+
+def rows_at_a_time(scores: Tensor, slice_bytes: int | None = None) -> int:
+    """How many rows make a slice; all of them where `slice_bytes` is 0."""
+    if slice_bytes == 0:
+        return len(scores)
+    most = (slice_bytes or SLICE_BYTES) // max(1, scores[0].nbytes)
+    return max(1, min(most, len(scores) // LEAST_SLICES))
+
+
+def use_loss_rows(graph: fx.Graph) -> None:
+    """Let the gradient of a cross entropy be made in slices of rows; preserves every bit."""
+    for target, dims in LOSSES.items():
+        for loss in graph.find_nodes(op="call_function", target=target):
+            seen = _as_sequence(loss)
+            whole, plus = _with_term(seen)
+            softmax = _only_user(whole)
+            if softmax is None or not _fits(whole, softmax, dims if seen is loss else 3):
+                continue
+            _grad, _scores, dim, dtype = softmax.args
+            softmax.target = loss_gradient
+            softmax.args = (loss.args[0], softmax.args[1], *loss.args[2:], dim, dtype, plus)
+            for node in dict.fromkeys((whole, seen, loss)):
+                graph.erase_node(node)
+
+
+def _as_sequence(loss: fx.Node) -> fx.Node:
+    """The view of a loss's gradient without its third dimension, as that of sequences has; else itself."""
+    user = _only_user(loss)
+    shape = tuple(loss.meta["val"].shape)
+    if user is None or not is_view_op(user.target) or len(shape) != 4 or shape[2] != 1:
+        return loss
+    return user if tuple(user.meta["val"].shape) == (*shape[:2], shape[3]) else loss
+
+
+def _with_term(loss: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """The sum of a loss's gradient and one number for each row, and these; else the gradient alone."""
+    user = _only_user(loss)
+    if user is None or user.target is not aten.add.Tensor or user.kwargs:
+        return loss, None
+    terms = [arg for arg in user.args if arg is not loss]
+    if len(terms) != 1 or not isinstance(terms[0], fx.Node) or terms[0].target is not aten.expand.default:
+        return loss, None
+    own, other, both = (node.meta["val"] for node in (loss, terms[0], user))
+    is_like = isinstance(other, Tensor) and other.shape == own.shape and other.dtype is own.dtype
+    return (user, terms[0]) if is_like and both.dtype is own.dtype else (loss, None)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _fits(loss: fx.Node, softmax: fx.Node, dims: int) -> bool:
+    """Whether a log-softmax's backward, over the classes alone, reads the gradient that a loss makes."""
+    if softmax.target is not aten._log_softmax_backward_data.default or softmax.args[0] is not loss:
+        return False
+    value: Any = softmax.meta["val"]
+    scores = softmax.args[1]
+    return (
+        isinstance(scores, fx.Node)
+        and value.dim() == dims
+        and softmax.args[2] in (1, 1 - dims)
+        and softmax.args[3] is value.dtype
+        and value.numel() > 0
+        and value.is_contiguous()
+        and scores.meta["val"].is_contiguous()
+    )
+
+
+def soft_loss_gradient(
+    grad: Tensor,
+    factors: list[Tensor],
+    scores: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    slice_bytes: int | None = None,
+) -> Tensor:
+    """What `_log_softmax_backward_data` gives for the product of `grad` and the `factors`, one after the
+    other; `scores` are the log-probabilities. `out` and `slice_bytes` as for `loss_gradient`."""
+    if isinstance(scores, FakeTensor):
+        return torch.empty_like(scores) if out is None else out
+    if out is None or graph_is_kept():
+        out = torch.empty_like(scores)
+    step = rows_at_a_time(scores, slice_bytes)
+    for first in range(0, len(scores), step):
+        rows = slice(first, first + step)
+        some = grad[rows]
+        for factor in factors:
+            has_rows = factor.dim() == scores.dim() and len(factor) == len(scores)
+            some = torch.mul(some, factor[rows] if has_rows else factor)
+        aten._log_softmax_backward_data.out(some, scores[rows], dim, dtype, out=out[rows])
+        del some  # or two of them would be there at once
+    return out
+
+
+LOSS_GRADIENTS = (loss_gradient, soft_loss_gradient)
+"""Ops that are one in slices and several in eager."""
+
+
+def extra_loss_bytes(node: fx.Node) -> int:
+    """What eager holds between the two ops beyond one slice of it."""
+    if node.target not in LOSS_GRADIENTS:
+        return 0
+    value = node.meta["val"]
+    return int(value.nbytes - rows_at_a_time(value) * value[0].nbytes)
+
+
+def use_soft_loss_rows(graph: fx.Graph) -> None:
+    """Let such a gradient be made in slices of rows; preserves every bit."""
+    softmax_backward = aten._log_softmax_backward_data.default
+    for softmax in graph.find_nodes(op="call_function", target=softmax_backward):
+        found = _product(softmax)
+        if found is None:
+            continue
+        products, grad, factors = found
+        softmax.target = soft_loss_gradient
+        softmax.args = (grad, factors, *softmax.args[1:])
+        for node in products:
+            graph.erase_node(node)
+
+
+def _product(softmax: fx.Node) -> tuple[list[fx.Node], fx.Node, list[fx.Node]] | None:
+    """The products that lead to a log-softmax's gradient, the last first, what the first of them begins with,
+    and what is multiplied with then, in that order."""
+    value, scores = softmax.meta["val"], softmax.args[1]
+    if not isinstance(scores, fx.Node) or not _soft_loss_fits(softmax, value, scores.meta["val"]):
+        return None
+    products: list[fx.Node] = []
+    factors: list[fx.Node] = []
+    grad: Any = softmax.args[0]
+    while _is_product(grad, value):
+        one, other = grad.args
+        if not _goes_on(one, value):
+            one, other = other, one
+        if not _goes_on(one, value):
+            break
+        products.append(grad)
+        factors.insert(0, other)
+        grad = one
+    return (products, grad, factors) if products else None
+
+
+def _soft_loss_fits(softmax: fx.Node, value: Tensor, scores: Tensor) -> bool:
+    is_over_classes = value.dim() > 1 and softmax.args[2] in (1, 1 - value.dim())
+    lies = bool(value.numel()) and value.is_contiguous() and scores.is_contiguous()
+    return is_over_classes and lies and softmax.args[3] is value.dtype
+
+
+def _is_product(node: Any, like: Tensor) -> bool:
+    if not isinstance(node, fx.Node) or node.target is not aten.mul.Tensor or len(node.users) != 1:
+        return False
+    sources = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args]
+    is_like = node.meta["val"].shape == like.shape and not node.kwargs and is_backward(node)
+    return is_like and all(isinstance(s, Tensor) and s.dtype is like.dtype and s.dim() for s in sources)
+
+
+def _goes_on(node: Any, like: Tensor) -> bool:
+    """Whether the gradient of the loss comes along here."""
+    return isinstance(node, fx.Node) and is_backward(node) and node.meta["val"].shape == like.shape

@@ -1,0 +1,133 @@
+"""Tensors in fewer bytes, and back: truth values as bits, and what an op's backward only compares with zero.
+
+All of it works in pieces that stay in the caches, in the order of memory, and gives the captured layout back.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from lowtide.ops.calls import span_elements
+from lowtide.torch_compat.hooks import FakeTensor, real_tensors
+
+aten = torch.ops.aten
+
+WORD = 8
+"""Truth values that become one byte."""
+PIECE = 1 << 15
+"""Bytes of the packed tensor that are worked on at a time."""
+
+# Times eight bytes that are 0 or 1, read as one number, it puts them side by side into the highest byte.
+_GATHER = 0x0102040810204080
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides."""
+
+SIGN_READERS = (aten.threshold_backward.default, aten.leaky_relu_backward.default)
+"""Ops that ask of their second argument only whether it is above zero."""
+
+
+def pack_bits(mask: Tensor, layout: Layout) -> Tensor:
+    """The truth values of `mask`, eight to a byte, in the order of memory that `layout` has."""
+    if isinstance(mask, FakeTensor):
+        return mask.new_empty(-(-mask.numel() // WORD), dtype=torch.uint8)
+    flat = mask.permute(_memory_order(layout)).reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % WORD:
+        flat = flat.clone()
+    packed = torch.empty(-(-flat.numel() // WORD), dtype=torch.uint8, device=mask.device)
+    whole = flat.numel() // WORD
+    words = flat[: whole * WORD].view(torch.int64)
+    for some, out in _pieces(words, packed[:whole]):
+        out.copy_(some.mul(_GATHER).bitwise_right_shift_(56))
+    if whole < len(packed):
+        last = torch.zeros(WORD, dtype=torch.uint8, device=mask.device)
+        last[: flat.numel() % WORD] = flat[whole * WORD :]
+        packed[whole:] = last.view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56)
+    return packed
+
+
+def unpack_bits(packed: Tensor, layout: Layout) -> Tensor:
+    """The mask that `pack_bits` packed."""
+    mask = torch.empty_strided(*layout, dtype=torch.bool, device=packed.device)
+    if isinstance(packed, FakeTensor):
+        return mask
+    table = _bytes_of_bits(packed.device)
+    flat = mask.permute(_memory_order(layout)).view(-1).view(torch.uint8)
+    whole = flat.numel() // WORD
+    words = flat[: whole * WORD].view(torch.int64)
+    for some, out in _pieces(packed[:whole], words):
+        torch.index_select(table, 0, some.to(torch.int32), out=out)
+    if whole < len(packed):
+        last = table[packed[whole:].long()].view(torch.uint8)
+        flat[whole * WORD :] = last[: flat.numel() % WORD]
+    return mask
+
+
+def pack_sign(value: Tensor, layout: Layout, *, nan_is_above: bool) -> Tensor:
+    """Where `value` is above zero, in bits."""
+    above = value.le(0).logical_not_() if nan_is_above else value.gt(0)
+    return pack_bits(above, layout)
+
+
+def unpack_sign(packed: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """1 where the packed value was above zero, else 0, in its type and layout."""
+    return unpack_bits(packed, layout).to(dtype)
+
+
+def narrow(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` in a type of fewer bytes that holds its range."""
+    return value.to(dtype)
+
+
+def widen(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `narrow` made narrow."""
+    return value.to(dtype)
+
+
+def layout_of(value: Tensor) -> Layout | None:
+    """Sizes and strides of a tensor that fills its own storage densely; None for any other."""
+    nbytes = value.untyped_storage().nbytes()
+    if (
+        value.numel() == 0
+        or value.numel() * value.itemsize != nbytes
+        or span_elements(value) != value.numel()
+    ):
+        return None
+    return tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+
+
+def name_signs(graph: fx.Graph) -> None:
+    """Let ops that ask only for a sign read it from a value that nothing else reads; preserves results."""
+    for target in SIGN_READERS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            value = node.args[1]
+            if not isinstance(value, fx.Node) or value.op != "call_function" or _is_named(value):
+                continue
+            with graph.inserting_after(value):
+                sign = graph.call_function(aten.detach.default, (value,))
+            sign.meta = {**value.meta, "val": value.meta["val"].detach()}
+            node.update_arg(1, sign)
+
+
+def _is_named(value: fx.Node) -> bool:
+    return value.target is aten.detach.default
+
+
+def _memory_order(layout: Layout) -> list[int]:
+    """Dimensions from the slowest in memory to the fastest; sizes of 1 have no say."""
+    sizes, strides = layout
+    return sorted(range(len(sizes)), key=lambda dim: (sizes[dim] > 1, -strides[dim], dim))
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(torch.split(tensor, PIECE) for tensor in tensors), strict=True)
+
+
+@functools.cache
+def _bytes_of_bits(device: torch.device) -> Tensor:
+    """For every byte, the eight truth values that it stands for, as one number."""
+    with real_tensors():
+        bits = torch.arange(256).view(-1, 1).bitwise_right_shift(torch.arange(WORD)).bitwise_and_(1)
+        return bits.to(torch.uint8).view(torch.int64).view(-1).to(device)

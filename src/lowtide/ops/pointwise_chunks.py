@@ -1,0 +1,219 @@
+"""Chains of pointwise ops, run a slice of the elements at a time: what is made on the way is never whole.
+
+Every element of such a chain needs that element of its inputs alone. But kernels work on vectors of elements,
+and round the last few of a range, which fill none, otherwise; with several threads there are as many ranges.
+So slices end where vectors do, counted from the start of each thread's range of the whole, and what is left
+of such a range is cut so small that no thread divides it further.
+"""
+
+from collections.abc import Container, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lowtide.ops.calls import is_number
+from lowtide.ops.schema import is_backward, is_view_op, readers
+from lowtide.torch_compat.hooks import FakeTensor
+
+aten = torch.ops.aten
+
+GRAIN = 32768
+"""Fewer elements than this are never divided among threads, but for `SMALL_GRAIN` in some kernels."""
+SMALL_GRAIN = 2048
+VECTOR = 64
+"""A multiple of the elements that any kernel works on at once."""
+SLICE = 2 * GRAIN
+"""Elements of a slice for each thread: few enough to stay in its cache."""
+LARGE_SLICE = 8 * SLICE
+"""Fewer calls of each op, and more bytes."""
+LEAST_SLICES = 8
+MOST_OPS = 32
+
+POINTWISE = frozenset(
+    (
+        aten._to_copy.default,
+        aten.abs.default,
+        aten.add.Scalar,
+        aten.add.Tensor,
+        aten.clamp.default,
+        aten.clamp_min.default,
+        aten.cos.default,
+        aten.detach.default,
+        aten.div.Scalar,
+        aten.div.Tensor,
+        aten.elu.default,
+        aten.erf.default,
+        aten.exp.default,
+        aten.gelu.default,
+        aten.hardtanh.default,
+        aten.leaky_relu.default,
+        aten.masked_fill.Scalar,
+        aten.mul.Scalar,
+        aten.mul.Tensor,
+        aten.neg.default,
+        aten.pow.Tensor_Scalar,
+        aten.reciprocal.default,
+        aten.relu.default,
+        aten.rsqrt.default,
+        aten.rsub.Scalar,
+        aten.sigmoid.default,
+        aten.silu.default,
+        aten.sin.default,
+        aten.softplus.default,
+        aten.sqrt.default,
+        aten.sub.Scalar,
+        aten.sub.Tensor,
+        aten.tanh.default,
+        aten.where.self,
+    )
+)
+"""Ops that give the same bits in slices as whole: tried in `tests/torchside/test_chains.py`."""
+
+Program = list[Any]
+"""Ops in their order, each with its arguments; `"%3"` stands for the third of the inputs and results."""
+
+
+def in_slices(
+    program: Program,
+    inputs: list[Any],
+    dtype: torch.dtype,
+    size: int = SLICE,
+    *,
+    over: int | None = None,
+) -> Tensor:
+    """The last result of a program over inputs that lie densely, all of one shape, or are single numbers.
+
+    It is written over input `over`, or into memory of its own. Where the inputs do not lie so, against what
+    was captured, the program runs as it is, whole.
+    """
+    whole = next(value for value in inputs if _is_cut(value))
+    if isinstance(whole, FakeTensor):
+        return torch.empty_like(whole, dtype=dtype) if over is None else inputs[over]
+    last = _last_uses(program, len(inputs))
+    if not all(value.is_contiguous() for value in inputs if _is_cut(value)):
+        return _run(program, {f"%{i}": value for i, value in enumerate(inputs)}, last)  # type: ignore[no-any-return]
+    flat = [value.view(-1) if _is_cut(value) else value for value in inputs]
+    out = torch.empty_like(whole, dtype=dtype) if over is None else inputs[over]
+    flat_out = out.view(-1)
+    for first, end in slices(whole.numel(), torch.get_num_threads(), size):
+        some = {f"%{i}": value[first:end] if _is_cut(value) else value for i, value in enumerate(flat)}
+        flat_out[first:end] = _run(program, some, last)
+    return out
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, Tensor) and bool(value.dim())
+
+
+def slices(count: int, threads: int, size: int = SLICE) -> Iterator[tuple[int, int]]:
+    """Where a tensor of `count` elements is cut, so that a slice has about `size` for each thread."""
+    if count < threads * GRAIN:  # some kernels would divide the whole among fewer threads than others
+        yield 0, count
+        return
+    part = -(-count // threads)
+    for begin in range(0, count, part):
+        end = min(count, begin + part)
+        number = (end - begin) // (threads * size)
+        step = (end - begin) // max(1, number) // (VECTOR * threads) * VECTOR * threads
+        for place in range(begin, begin + number * step, max(1, step)):
+            yield place, place + step
+        for rest in range(begin + number * step, end, SMALL_GRAIN):
+            yield rest, min(end, rest + SMALL_GRAIN)
+
+
+def _run(program: Program, values: dict[str, Any], last: dict[str, int]) -> Any:
+    """Every value is let go after its last use, so that few are there at once."""
+    result = None
+    for number, (op, args, kwargs) in enumerate(program, start=len(values)):
+        result = op(*(values[arg] if _is_name(arg) else arg for arg in args), **kwargs)
+        for name in {arg for arg in args if _is_name(arg) and last[arg] == number}:
+            del values[name]
+        values[f"%{number}"] = result
+    return result
+
+
+def _last_uses(program: Program, num_inputs: int) -> dict[str, int]:
+    """By name of a value, the number of the op that reads it last."""
+    ops = enumerate(program, start=num_inputs)
+    return {arg: number for number, (_, args, _) in ops for arg in args if _is_name(arg)}
+
+
+def _is_name(arg: Any) -> bool:
+    return isinstance(arg, str) and arg.startswith("%")
+
+
+def program_of(node: fx.Node) -> tuple[Program, list[fx.Node]] | None:
+    """How a forward value is made in slices, and of what; None where that is not by several pointwise ops."""
+    inside = _chain(node)
+    return written_out(inside) if len(inside) > 1 else None
+
+
+def written_out(inside: list[fx.Node]) -> tuple[Program, list[fx.Node]]:
+    """Ops that run one after the other as a program, and the values that they read of others."""
+    sources = [source for one in inside for source in one.all_input_nodes if source not in inside]
+    inputs = list(dict.fromkeys(sources))
+    names = {value: f"%{place}" for place, value in enumerate((*inputs, *inside))}
+    program = [
+        [
+            one.target,
+            [names[arg] if isinstance(arg, fx.Node) else arg for arg in one.args],
+            dict(one.kwargs),
+        ]
+        for one in inside
+    ]
+    return program, inputs
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """The pointwise ops that lead to a value and to nothing else of the forward pass, its own the last."""
+    if is_view_op(node.target) or not is_pointwise(node, node):
+        return []
+    inside = {node}
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        source = waiting.pop()
+        if source in inside or len(inside) >= MOST_OPS or not is_pointwise(source, node):
+            continue
+        if all(reader in inside for reader, _ in readers(source) if not is_backward(reader)):
+            inside.add(source)
+            waiting += source.all_input_nodes
+    return in_order(node, inside)
+
+
+def in_order(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+    """These ops so that each comes after what it reads; `node`, which all of them lead to, is the last."""
+    order: dict[fx.Node, None] = {}
+    stack = [(node, False)]
+    while stack:
+        one, done = stack.pop()
+        if done:
+            order[one] = None
+        elif one in inside and one not in order:
+            stack.append((one, True))
+            stack += [(source, False) for source in reversed(one.all_input_nodes)]
+    return list(order)
+
+
+def is_pointwise(
+    node: fx.Node, like: fx.Node, *, ops: Container[Any] = POINTWISE, backward: bool = False
+) -> bool:
+    """Whether an op of one of the two passes works element by element on tensors of one shape, each in the
+    order of memory."""
+    if node.op != "call_function" or node.target not in ops or is_backward(node) != backward:
+        return False
+    if not set(node.kwargs) <= {"dtype", "approximate"} or any(
+        isinstance(a, (list, tuple)) for a in node.args
+    ):
+        return False
+    shape = like.meta["val"].shape
+    values = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
+    return isinstance(values[0], Tensor) and bool(values[0].dim()) and all(_lies(v, shape) for v in values)
+
+
+def _lies(value: Any, shape: Any) -> bool:
+    if is_number(value):
+        return True
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or value.is_complex():
+        return False
+    return not value.dim() or (value.shape == shape and value.is_contiguous())

@@ -1,0 +1,196 @@
+"""Recurrent layers: how they are traced and run, and what only a real run of them tells.
+
+torch traces an RNN by a decomposition that loses the dropout between layers, and its one op for a whole
+layer hands an opaque block to its backward op. Fake tensors say that the block is empty, and a backward
+op that is given random bytes for it crashes.
+
+What recurrent layers of cells take: valid samples of them, and the bytes that eager keeps of one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.ops.calls import Call, call_of, signature, storage_key
+from lowtide.ops.recurrent_cells import CELLS, CELLS_BACKWARD, GRU_CELL, casting, run_layer
+from lowtide.torch_compat import hooks
+
+aten = torch.ops.aten
+
+RUNS_ONCE = "its workspace belongs to one run"
+"""Why a recurrent layer is never run again."""
+
+
+def recurrent_layer(value: torch.Tensor, *args: Any) -> Any:
+    """`aten.mkldnn_rnn_layer` with the workspace that its backward reads.
+
+    The op makes it only where autograd would record it, which a captured graph's forward does not.
+    """
+    with torch.enable_grad():
+        results = aten.mkldnn_rnn_layer(value.detach().requires_grad_(), *args)
+    return tuple(result.detach() for result in results)
+
+
+def eager_runs_whole(value: torch.Tensor, hidden: Any, params: Any) -> bool:
+    """Whether eager runs an LSTM's layer as one op: on CPU, in a type that oneDNN has, without projections.
+
+    torch's decomposition asks for an input without a gradient, too, and else takes a cell for every step.
+    """
+    tensors = [value, *hidden, *(weight for layer in params for weight in layer)]
+    return (
+        hooks.onednn_is_enabled()
+        and value.numel() > 0
+        and all(tensor.device.type == "cpu" for tensor in tensors)
+        and all(tensor.dtype in (torch.float32, torch.bfloat16) for tensor in tensors)
+        and hidden[0].size(2) == hidden[1].size(2)
+    )
+
+
+def use_recurrent_layers(graph: fx.Graph) -> None:
+    """Let recurrent layers make the workspace that their backward reads; preserves all else."""
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
+        node.target = recurrent_layer
+
+
+def _layer_inputs(params: Any, hidden: Any, layer: int, bidirectional: bool) -> tuple[Any, Any, Any, Any]:
+    if not bidirectional:
+        return params[layer], hidden[layer], None, None
+    return params[2 * layer], hidden[2 * layer], params[2 * layer + 1], hidden[2 * layer + 1]
+
+
+def traced_layers(  # noqa: PLR0917 - torch calls it so
+    value: torch.Tensor,
+    hidden: Any,
+    params: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    layer_fn: Callable[..., Any],
+) -> tuple[torch.Tensor, list[Any]]:
+    """The layers of an RNN one after the other, with the dropout that torch loses between them."""
+    value = value.transpose(0, 1) if batch_first else value
+    last_states = []
+    for layer in range(num_layers):
+        own, state, back, back_state = _layer_inputs(params, hidden, layer, bidirectional)
+        result, end = layer_fn(value, state, own, has_biases)
+        last_states.append(end)
+        if bidirectional:
+            backwards, end = layer_fn(value, back_state, back, has_biases, reverse=True)
+            last_states.append(end)
+            result = torch.cat([result, backwards], result.dim() - 1)
+        value = result
+        if dropout and train and layer < num_layers - 1:
+            value = torch.dropout(value, dropout, train=True)
+    return value.transpose(0, 1) if batch_first else value, last_states
+
+
+def real_result_bytes(call: Call, sample: Callable[[Call], tuple[Any, Any]]) -> list[int] | None:
+    """Bytes of each result of an op whose fake results cannot be trusted; None for all other ops."""
+    if call.target is not recurrent_layer:
+        return None
+    with hooks.real_tensors():
+        args, kwargs = sample(call)
+        return [result.untyped_storage().nbytes() for result in recurrent_layer(*args, **kwargs)]
+
+
+def with_forward_results(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The sample of a backward op with what its forward op really gives; any other as it is."""
+    if call.target is not aten.mkldnn_rnn_layer_backward.default:
+        return args
+    reverse, mode, hidden, layers, biases, train, both, sizes, batch_first = args[13:22]
+    output, hy, cy, workspace = recurrent_layer(
+        *args[:7], reverse, sizes, mode, hidden, layers, biases, both, batch_first, train
+    )
+    return (*args[:7], output, hy, cy, *args[10:22], workspace)
+
+
+def untracked_bytes(call: Call) -> int:
+    """What a recurrent backward op holds that its fake run does not show: a second bias gradient, and
+    a copy of the incoming gradient where its real strides are not the fake ones."""
+    if call.target is not aten.mkldnn_rnn_layer_backward.default:
+        return 0
+    value, bias = call.args[0], call.args[3]
+    return int(value.numel() * value.element_size() + bias.numel() * bias.element_size())
+
+
+MEASURED_STEPS = (2, 4)
+"""Steps of the two short runs that tell what eager keeps per step."""
+
+
+def valid_batch_sizes(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The sample of a packed layer with sizes that its rows can have; any other as it is."""
+    if call.target not in (CELLS, CELLS_BACKWARD):
+        return args
+    at = 1 if call.target is CELLS else 4
+    value, batch_sizes, hidden = args[at : at + 3]
+    if batch_sizes is None or not batch_sizes.numel():
+        return args
+    left, most = value.shape[0], hidden[0].shape[1]
+    sizes: list[int] = []
+    for remaining in reversed(range(batch_sizes.numel())):
+        sizes.append(min(sizes[-1] if sizes else most, left - remaining))
+        left -= sizes[-1]
+    return (*args[: at + 1], torch.tensor(sizes), *args[at + 2 :])
+
+
+def extra_result_bytes(node: fx.Node, made: torch.Tensor) -> int:
+    """How much more than a layer's result eager has there: what it keeps, in place of the empty tensor."""
+    if node.target is not CELLS or made is not node.meta["val"][-1]:
+        return 0
+    return eager_keeps_bytes(call_of(node))
+
+
+def extra_inside_bytes(node: fx.Node) -> int:
+    """How much more eager holds inside the backward of a layer: less, since it has kept what we make anew."""
+    if node.target is not CELLS_BACKWARD:
+        return 0
+    call = call_of(node)
+    return -eager_keeps_bytes(Call(CELLS, (call.args[0], *call.args[4:11])))
+
+
+_kept: dict[str, int] = {}
+
+
+def eager_keeps_bytes(call: Call) -> int:
+    """What eager's autograd keeps of a layer from its forward to its backward, results and inputs left out;
+    0 for any other op. From two short runs on real tensors: each step keeps as much as the one before."""
+    if call.target is not CELLS:
+        return 0
+    name = signature(call)
+    if name not in _kept:
+        kind, value, batch_sizes, hidden = call.args[:4]
+        if kind == GRU_CELL:
+            return _kept_bytes(call, value.shape)
+        batch = int(hidden[0].shape[1])
+        rows = int(value.shape[0]) if batch_sizes is not None else int(value.shape[0]) * batch
+        few, more = (_kept_bytes(call, (steps, batch, value.shape[-1])) for steps in MEASURED_STEPS)
+        per_row = (more - few) / (batch * (MEASURED_STEPS[1] - MEASURED_STEPS[0]))
+        _kept[name] = round(few + per_row * (rows - batch * MEASURED_STEPS[0]))
+    return _kept[name]
+
+
+def _kept_bytes(call: Call, shape: Sequence[int]) -> int:
+    """The same of a real layer, whose input has this shape."""
+    kind, value, _, hidden, weights, has_biases, bidirectional, autocast = call.args
+    blocks: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        blocks[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with hooks.real_tensors(), torch.enable_grad(), casting(autocast, once=True):
+        inputs = [torch.zeros(shape, dtype=value.dtype)]
+        inputs += [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in (*hidden, *weights)]
+        for tensor in inputs:
+            tensor.requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            states, parameters = inputs[1 : 1 + len(hidden)], inputs[1 + len(hidden) :]
+            results = run_layer(kind, inputs[0], None, states, parameters, has_biases, bidirectional)
+        for tensor in (*inputs, *results):
+            blocks.pop(storage_key(tensor), None)
+    return sum(blocks.values())

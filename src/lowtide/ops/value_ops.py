@@ -1,0 +1,179 @@
+"""Ops for which torch must know a number before it can trace them, though any would do.
+
+The gradients of `pow` and `lerp` compute with the number in C, and a dropout takes its probability as a
+`float` of C. Here they are traced with numbers that an input of the graph decides: see `numbers`.
+
+Ops that eager differentiates by looking at values.
+
+The gradient of a product without zeros is the product divided by each factor; that of a value which fills a
+mask is the sum of what the mask selects. On fake tensors torch cannot look, and takes a way for all values
+that rounds otherwise. Here the backward op runs eager's own op again under autograd.
+
+Shortcomings: not for `masked_fill_`, which works in place.
+"""
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.calls import is_number, storage_key
+from lowtide.ops.dropout import dropout_by_number, dropout_by_number_backward
+from lowtide.torch_compat import hooks
+
+aten = torch.ops.aten
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, probability: Any) -> Tensor:
+        with hooks.below_autograd():
+            result, mask = dropout_by_number(value, probability)
+        ctx.save_for_backward(mask)
+        ctx.probability = probability
+        return result  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return dropout_by_number_backward(grad, *ctx.saved_tensors, ctx.probability), None
+
+
+class _Power(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, exponent: Any) -> Tensor:
+        ctx.save_for_backward(value)
+        ctx.exponent = exponent
+        with hooks.below_autograd():
+            return aten.pow.Tensor_Scalar(value, exponent)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (value,), exponent = ctx.saved_tensors, torch.sym_float(ctx.exponent)  # type: ignore[no-untyped-call]
+        if exponent == 0:
+            return torch.zeros_like(value, memory_format=torch.contiguous_format), None
+        return grad * aten.mul.Scalar(aten.pow.Tensor_Scalar(value, exponent - 1), exponent), None
+
+
+class _Lerp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, end: Tensor, weight: Any) -> Tensor:
+        ctx.weight = weight
+        with hooks.below_autograd():
+            return aten.lerp.Scalar(start, end, weight)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weight = torch.sym_float(ctx.weight)  # type: ignore[no-untyped-call]
+        return aten.mul.Scalar(grad, 1 - weight), aten.mul.Scalar(grad, weight), None
+
+
+def _traced_by_number(function: type[torch.autograd.Function], op: Any) -> Callable[..., Any]:
+    def trace(*args: Any, **named: Any) -> Any:
+        every = (*args, *named.values())
+        if is_number(every[-1]) and every[0].is_floating_point():
+            return function.apply(*every)  # type: ignore[no-untyped-call]
+        return op._op_dk(torch._C.DispatchKey.Autograd, *args, **named)
+
+    return lambda _torchs: trace
+
+
+def number_rules() -> dict[hooks.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """For each of eager's ops, from torch's way to trace it to ours."""
+    ops = {aten.pow.Tensor_Scalar: _Power, aten.lerp.Scalar: _Lerp}
+    return {op: _traced_by_number(function, op) for op, function in ops.items()}
+
+
+@contextlib.contextmanager
+def dropouts_by_number() -> Iterator[None]:
+    """Trace dropouts on CPU whose probability is an input of the graph: `torch.nn.functional` finds here what
+    is not written in Python."""
+    plain = torch.dropout
+
+    def dropout(value: Tensor, probability: Any, train: bool) -> Tensor:
+        if is_number(probability) and train and value.device.type == "cpu" and probability != 0:
+            return _Dropout.apply(value, probability)  # type: ignore[no-untyped-call, no-any-return]
+        return plain(value, probability, train)
+
+    with unittest.mock.patch.object(torch._VF, "dropout", dropout, create=True):
+        yield
+
+
+OPS = {
+    "product": aten.prod.default,
+    "product_of_dim": aten.prod.dim_int,
+    "masked_fill": aten.masked_fill.Tensor,
+}
+
+
+@torch.library.custom_op("lowtide::gradients_by_value", mutates_args=())
+def gradients_by_value(  # noqa: PLR0917 - an op has no keywords
+    name: str,
+    grad: torch.Tensor,
+    tensors: list[torch.Tensor],
+    wanted: list[bool],
+    numbers: list[int],
+    dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    """Those gradients of the `tensors` of one of `OPS` that are `wanted`; `numbers` and `dtype` are the rest
+    of its arguments."""
+    with hooks.recording():
+        inputs = [t.detach().requires_grad_(needed) for t, needed in zip(tensors, wanted, strict=True)]
+        result = _run(name, inputs, numbers, dtype)
+        leaves = [leaf for leaf, needed in zip(inputs, wanted, strict=True) if needed]
+    found = torch.autograd.grad(result, leaves, grad)
+    return [one.clone() if storage_key(one) == storage_key(grad) else one for one in found]
+
+
+@gradients_by_value.register_fake
+def _fake_gradients(  # noqa: PLR0917 - an op has no keywords
+    name: str,
+    grad: torch.Tensor,
+    tensors: list[torch.Tensor],
+    wanted: list[bool],
+    numbers: list[int],
+    dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    return [torch.empty_like(tensor) for tensor, needed in zip(tensors, wanted, strict=True) if needed]
+
+
+class _ByValue(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, numbers: list[int], dtype: torch.dtype | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.name, ctx.rest = name, (numbers, dtype)
+        with hooks.below_autograd():
+            return _run(name, tensors, numbers, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        tensors, wanted = list(ctx.saved_tensors), list(ctx.needs_input_grad[3:])
+        found = iter(gradients_by_value(ctx.name, grad, tensors, wanted, *ctx.rest))
+        return (None, None, None, *(next(found) if needed else None for needed in wanted))
+
+
+def _run(
+    name: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int], dtype: torch.dtype | None
+) -> torch.Tensor:
+    options = {} if dtype is None else {"dtype": dtype}
+    result: torch.Tensor = OPS[name](*tensors, *numbers, **options)
+    return result
+
+
+def _traced_by_value(name: str) -> Callable[..., Any]:
+    def trace(*args: Any, dtype: torch.dtype | None = None, **named: Any) -> Any:
+        every = (*args, *named.values())
+        tensors = [arg for arg in every if isinstance(arg, torch.Tensor)]
+        numbers = [int(arg) for arg in every if not isinstance(arg, torch.Tensor)]
+        return _ByValue.apply(name, numbers, dtype, *tensors)  # type: ignore[no-untyped-call]
+
+    return lambda _torchs: trace
+
+
+def value_rules() -> dict[hooks.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """For each of eager's ops, from torch's way to trace it to ours."""
+    return {op: _traced_by_value(name) for name, op in OPS.items()}

@@ -1,0 +1,328 @@
+"""The third region of a step: what the optimizer allocates, op by op, traced on fake tensors.
+
+The optimizer's own Python code runs on fake copies of the parameters, so temporaries live exactly as
+long as that code holds them, for loops, foreach and fused variants alike.
+"""
+
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import CaptureError
+from lowtide.ops.calls import storage_key
+from lowtide.ops.schema import READS_VALUES
+from lowtide.optim.joined_optimizers import each_of
+from lowtide.optim.optimizer_estimate import OptimizerEstimate, estimate
+from lowtide.optim.shadow_optimizer import (
+    ShadowOptimizer,
+    fake_like,
+    go_on_to,
+    held_tensors,
+    shadow_of,
+    state_tensors,
+)
+from lowtide.torch_compat.hooks import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    StorageWeakRef,
+    TorchDispatchMode,
+)
+
+Optimizer = torch.optim.Optimizer
+
+TRACED_STEP = 1000
+"""The number of the step that is traced: some do more in later steps, or in every tenth."""
+
+
+@dataclass(slots=True)
+class OptimizerOp:
+    """One op of `optimizer.step()`: storages (by key) it reads, makes and, after it, frees.
+
+    One that is `estimated` stands for a whole step, and its `target` is a name.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+    estimated: bool = False
+
+
+@dataclass(slots=True)
+class OptimizerTrace:
+    """`sizes` are bytes by storage key (temporaries have negative keys); the rest says what keys are.
+
+    `parameters` and `gradients` give the identity of the user's parameter. `note` says what is estimated, and
+    `double` is what took the step.
+    """
+
+    ops: list[OptimizerOp]
+    sizes: dict[int, int]
+    state: tuple[int, ...]
+    parameters: dict[int, int]
+    gradients: dict[int, int]
+    note: str = ""
+    double: ShadowOptimizer | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(self.sizes[key] for key in self.state)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the step holds at once of what it makes."""
+        return peak_bytes(self.ops, self.sizes)
+
+
+class _Recorder(TorchDispatchMode):
+    """Record every op on fake tensors; ops on the small real ones (step counters) just run."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+        self.ops: list[OptimizerOp] = []
+        self.sizes: dict[int, int] = {}
+        self._live: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._layout: dict[Any, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = _fakes((args, kwargs))
+        if not inputs or func.namespace == "prim" or func in READS_VALUES:
+            return func(*args, **kwargs)
+        self.collect()
+        held = {storage_key(tensor) for tensor in inputs}
+        reads = tuple(dict.fromkeys(self._name(storage_key(tensor)) for tensor in inputs))
+        result = func(*args, **kwargs)
+        makes = []
+        for tensor in _fakes(result):
+            key = storage_key(tensor)
+            if key not in held and key not in self._live:
+                # torch reuses the addresses of what died, so temporaries get names of their own
+                name = -1 - len(self.sizes)
+                self._live[key] = (name, StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+                self.sizes[name] = tensor.untyped_storage().nbytes()
+                makes.append(name)
+        args, kwargs = self._layouts((args, kwargs))
+        self.ops.append(OptimizerOp(func, args, kwargs, reads, tuple(makes)))
+        return result
+
+    def _layouts(self, tree: Any) -> Any:
+        """Arguments with tensors of their layout instead, so that recording keeps no temporary alive."""
+
+        def plain(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            if key not in self._layout:
+                with self.mode:
+                    self._layout[key] = torch.empty_strided(*key[:2], dtype=leaf.dtype, device=leaf.device)
+            return self._layout[key]
+
+        return pytree.tree_map(plain, tree)
+
+    def _name(self, key: int) -> int:
+        return self._live[key][0] if key in self._live else key
+
+    def collect(self) -> None:
+        """Note what died since the last op."""
+        dead = [key for key, (_, reference) in self._live.items() if reference.expired()]  # type: ignore[no-untyped-call]
+        names = tuple(self._live.pop(key)[0] for key in dead)
+        if names:
+            self.ops[-1].frees = (*self.ops[-1].frees, *names)
+
+
+class _Answers(TorchDispatchMode):
+    """Answer code that reads the value of a fake tensor: a number is 1, a condition is `condition`."""
+
+    def __init__(self, *, condition: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.condition = condition
+        self.numbers = self.conditions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            tensors = _fakes((args, kwargs or {}))
+            if tensors[0].dtype is torch.bool or func is torch.ops.aten.equal.default:
+                self.conditions += 1
+                return self.condition
+            self.numbers += 1
+            return 1.0 if tensors[0].dtype.is_floating_point else 1
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A traced step, and how far it can be relied on: it `reads` values, or even `chooses` by them."""
+
+    trace: OptimizerTrace
+    reads: bool
+    chooses: bool
+    condition: bool
+    closure: bool
+
+
+def trace_optimizer(optimizer: Optimizer, gradients: Container[int]) -> OptimizerTrace:
+    """Trace a later step of `optimizer` (its state already there).
+
+    `gradients` has the identities of the parameters that get one. Where the optimizer's code reads values,
+    which fake tensors have not, its trace has a `note`: what it holds is an estimate.
+    """
+    optimizer = _unwrapped(optimizer)
+    name = type(optimizer).__name__
+    errors: list[Exception] = []
+    found = list(_attempts(optimizer, gradients, errors))
+    if found and not found[0].reads:
+        return found[0].trace
+    trace = found[0].trace if found else None
+    if trace is None or found[0].chooses:
+        try:
+            trace = _compared(found, estimate(optimizer, gradients), name)
+        except Exception as error:  # whatever the optimizer's own code raises
+            errors.append(error)
+    if trace is None:
+        raise CaptureError(
+            f"cannot trace {name}.step(): {_one_line(errors[0])}. "
+            "Leave the optimizer out (`optimizer=None`) to plan for forward and backward alone"
+        ) from errors[0]
+    note = (
+        f"{name} reads values in its step, or needs a closure: its state and temporaries are estimated, and "
+        "the optimizer's part of the peak with them. Leave room in the budget"
+    )
+    return replace(trace, note=note)
+
+
+def _attempts(optimizer: Optimizer, gradients: Container[int], errors: list[Exception]) -> Iterator[_Attempt]:
+    """Traces without and with a closure; a second one, where it chooses by values, for the other choice."""
+    for condition in (False, True):
+        for closure in (False, True):
+            try:
+                attempt = _attempt(optimizer, gradients, condition=condition, closure=closure)
+            except Exception as error:  # whatever the optimizer's own code raises
+                errors.append(error)
+                continue
+            yield attempt
+            if not attempt.chooses:
+                return
+            break
+
+
+def _compared(found: list[_Attempt], real: OptimizerEstimate, name: str) -> OptimizerTrace:
+    """The attempt that is right about the state of a small optimizer of the same kind, else the estimate."""
+    same = [attempt for attempt in _attempts(real.small, real.trained, []) if attempt.chooses]
+    for attempt in same:
+        traced_bytes = attempt.trace.state_bytes
+        for own in found:
+            matches = (own.condition, own.closure) == (attempt.condition, attempt.closure)
+            if matches and abs(traced_bytes - real.small_state_bytes) <= 0.01 * real.small_state_bytes:
+                return own.trace
+    return _as_trace(real, name)
+
+
+def _one_line(error: Exception | None) -> str:
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
+
+
+def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool, closure: bool) -> _Attempt:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            fakes[id(parameter)] = fake_like(parameter, mode)
+    double = shadow_of(optimizer, fakes, mode)
+
+    def evaluate() -> torch.Tensor:
+        _give_gradients(fakes, gradients)
+        return torch.ones(())
+
+    take_step = partial(double.step, evaluate) if closure else double.step
+    with warnings.catch_warnings(), torch.no_grad(), _Answers(condition=condition) as answers:
+        warnings.simplefilter("ignore")
+        _give_gradients(fakes, gradients)
+        take_step()
+        _give_gradients(fakes, gradients)
+        go_on_to(double, TRACED_STEP - 1)
+        own = {id(fake) for fake in fakes.values()}
+        states = {id(tensor) for tensor in state_tensors(double)}
+        # a number that is no parameter's state, such as a learning rate, is the user's own
+        kept = [t for t in held_tensors(double) if id(t) not in own and (t.dim() or id(t) in states)]
+        recorder = _Recorder(mode)
+        with recorder:
+            take_step()
+            recorder.collect()
+    if not recorder.ops and any(fake.grad is not None for fake in fakes.values()):
+        raise CaptureError("it does nothing with the parameters that it is given")
+    sizes = dict(recorder.sizes)
+    for tensor in kept:
+        sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+    trace = OptimizerTrace(
+        ops=recorder.ops,
+        sizes=sizes,
+        state=tuple(dict.fromkeys(storage_key(tensor) for tensor in kept)),
+        parameters={storage_key(fake): key for key, fake in fakes.items()},
+        gradients={storage_key(fake.grad): key for key, fake in fakes.items() if fake.grad is not None},
+        double=ShadowOptimizer(double, fakes, mode),
+    )
+    return _Attempt(
+        trace,
+        reads=closure or bool(answers.numbers or answers.conditions),
+        chooses=bool(answers.conditions),
+        condition=condition,
+        closure=closure,
+    )
+
+
+def recorded_bytes(step: Callable[[], None], mode: FakeTensorMode) -> int:
+    """The most that a step over fake tensors holds at once of what it makes."""
+    recorder = _Recorder(mode)
+    with recorder:
+        step()
+        recorder.collect()
+    return peak_bytes(recorder.ops, recorder.sizes)
+
+
+def peak_bytes(ops: Iterable[OptimizerOp], sizes: Mapping[int, int]) -> int:
+    """The most that these ops of a step hold at once of what they make."""
+    held: set[int] = set()
+    held_bytes = most = 0
+    for op in ops:
+        held |= {*op.makes}
+        held_bytes += sum(sizes[key] for key in op.makes)
+        most = max(most, held_bytes)
+        # others than these may free what is made by ops in between
+        freed = held.intersection(op.frees)
+        held -= freed
+        held_bytes -= sum(sizes[key] for key in freed)
+    return most
+
+
+def _as_trace(found: OptimizerEstimate, name: str) -> OptimizerTrace:
+    """One op that makes all temporaries at once, with all state as one block."""
+    state, temporary = 1, -1
+    op = OptimizerOp(f"{name}.step", (), {}, reads=(), makes=(temporary,), frees=(temporary,), estimated=True)
+    sizes = {state: found.state_bytes, temporary: found.peak_bytes}
+    return OptimizerTrace(ops=[op], sizes=sizes, state=(state,), parameters={}, gradients={})
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    behind = each_of(optimizer)
+    return behind[0] if len(behind) == 1 else optimizer
+
+
+def _give_gradients(fakes: dict[int, torch.Tensor], gradients: Container[int]) -> None:
+    for key, fake in fakes.items():
+        if key in gradients and fake.grad is None:
+            fake.grad = torch.empty_like(fake, requires_grad=False)
+
+
+def _fakes(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, FakeTensor)]

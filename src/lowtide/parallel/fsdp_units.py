@@ -1,0 +1,123 @@
+"""Compile a model unit by unit, where some of its modules exchange parameters with other processes.
+
+FSDP2 gathers a unit's parameters in hooks around its forward, outside of any graph. So every unit's own
+forward is compiled apart: the hooks run as they are, and a graph reads whatever parameters stand there when
+it is called. Units with equal code share their graphs.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.torch_compat import dynamo, fsdp2
+from lowtide.trace.compile_settings import compiled
+from lowtide.trace.model_call import call_model
+
+Watch = Callable[[int, bool, Any], None]
+"""Told of every unit's call by its number, before (True) with its arguments and after it (False) with its
+result."""
+
+
+def compiled_model(
+    model: nn.Module,
+    backend: Callable[..., Any],
+    *,
+    units: Sequence[nn.Module] = (),
+    watch: Watch | None = None,
+) -> "dynamo.Compiled | CompiledUnits":
+    """A function `(model, args, kwargs)` that calls `model` through graphs of `backend`, which outlives it.
+
+    With `units`, or where `fully_shard` made some, each of them has graphs of its own.
+    """
+    units = units or fsdp2.units_of(model)
+    if units:
+        return CompiledUnits(model, units, backend, watch=watch)
+    return compiled(dynamo.own_code(call_model), backend)
+
+
+class CompiledUnits:
+    """What `dynamo.Compiled` is for a whole model, for one of units; the model itself is the outermost."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        backend: Callable[..., Any],
+        *,
+        watch: Watch | None = None,
+    ) -> None:
+        self._units = list(dict.fromkeys((model, *units)))
+        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self._backend = backend
+        self._compiled: dict[Any, dynamo.Compiled] = {}
+        self._watch = watch
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            with contextlib.ExitStack() as stack:
+                for unit in self._units:
+                    stack.enter_context(self._routed(unit, self._numbers.get(unit)))
+                return call_model(model, args, kwargs)
+        except BaseException:
+            fsdp2.reset(model)
+            raise
+
+    @contextlib.contextmanager
+    def _routed(self, unit: nn.Module, number: int | None) -> Iterator[None]:
+        """Let a unit's call run without torch.compile, but its forward through graphs."""
+        attributes = vars(unit)
+        names = ("forward", "_compiled_call_impl")
+        before = {name: attributes[name] for name in names if name in attributes}
+        forward = self._compiled_forward(unit)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._watch is None or number is None:
+                return forward(*args, **kwargs)
+            self._watch(number, True, (args, kwargs))
+            result = forward(*args, **kwargs)
+            self._watch(number, False, result)
+            return result
+
+        attributes["forward"] = call
+        attributes["_compiled_call_impl"] = torch.compiler.disable(unit._call_impl)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for name in names:
+                attributes.pop(name)
+            attributes.update(before)
+
+    def _compiled_forward(self, unit: nn.Module) -> Callable[..., Any]:
+        """A unit's forward, compiled once for all units with the same code."""
+        forward = unit.forward
+        own = forward.__func__ if inspect.ismethod(forward) and forward.__self__ is unit else None
+        if own is None:
+            self._compiled.setdefault(forward, compiled(forward, self._backend))
+            return self._compiled[forward]
+        if own.__code__ not in self._compiled:
+            self._compiled[own.__code__] = compiled(dynamo.own_code(own), self._backend)
+        return functools.partial(self._compiled[own.__code__], unit)
+
+    @property
+    def seconds(self) -> float:
+        """That tracing has taken so far."""
+        return sum(each.seconds for each in self._compiled.values())
+
+    def is_tracing(self, *_functions: Callable[..., Any]) -> bool:
+        """Whether a call could still start over: never, since other processes are in the same call."""
+        return False
+
+    def forget(self) -> None:
+        """Drop all that was compiled so far."""
+        for each in self._compiled.values():
+            each.forget()
+
+    def look_again(self) -> None:
+        """While a failed call is handled: let torch trace what it gave up on."""
+        for each in self._compiled.values():
+            each.look_again()

@@ -1,0 +1,149 @@
+"""Which values to offload on top of a plan: one by one those that lie idle longest across the highest moment.
+
+A plan is a sequence of ops of the step's problem, in which a value that backward reads from the forward pass
+lies idle between two uses. Offloading it frees its bytes there and changes nothing else, so that one pass
+over a plan gives a whole row of plans, each with one more value on the store and a lower peak.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.facts import Action
+from lowtide.planning.search.problem import Ints
+from lowtide.planning.search.step_problem import StepProblem
+
+SMALLEST_PART = 1000
+"""Values below this part of the peak are not worth a transfer of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A value that `op` can read back; idle after position `last_use` of a sequence until `next_use`."""
+
+    op: int
+    last_use: int
+    next_use: int
+    nbytes: int
+    seconds: float
+
+
+class Swaps:
+    """What can be offloaded in the sequences of one step."""
+
+    def __init__(self, steps: StepProblem) -> None:
+        self._steps = steps
+
+    @cached_property
+    def ops(self) -> dict[int, int]:
+        """By storage of the problem, the op that reads it back."""
+        steps = self._steps
+        found: dict[int, int] = {}
+        for place, number in enumerate(steps.remats):
+            remat = steps.table.remats[number]
+            source = steps.table.step.nodes[remat.rank].remat(remat.rule)
+            op = steps.problem.num_first + place
+            if source is not None and source.action is Action.OFFLOAD:
+                for storage in self._makes[op]:
+                    found.setdefault(storage, op)
+        return found
+
+    def storages(self, value: Idle) -> list[int]:
+        """Those of the step that come back with a value."""
+        steps = self._steps
+        remat = steps.table.remats[steps.remats[value.op - steps.problem.num_first]]
+        return [storage for storage, _, _ in remat.fresh]
+
+    def idle(self, order: Ints) -> list[Idle]:
+        """Values of a sequence that could be offloaded, in the order of their storages."""
+        problem = self._steps.problem
+        border = self._border(order)
+        before: dict[int, int] = {}
+        after: dict[int, int] = {}
+        clock = np.concatenate([[0.0], np.cumsum(self._seconds[order])])
+        for position, op in enumerate(order.tolist()):
+            used, made = self._reads[op], self._makes[op]
+            if position < border:
+                before.update(dict.fromkeys((*used, *made), position))
+                continue
+            for storage in used:
+                after.setdefault(storage, position)
+            for storage in made:
+                after.setdefault(storage, -1)  # it comes back by other means
+        found = []
+        for storage, swap in sorted(self.ops.items()):
+            position, last = after.get(storage, -1), before.get(storage)
+            if position >= 0 and last is not None and self._may_stand(swap, order, position):
+                idle = float(clock[position] - clock[last + 1])
+                found.append(Idle(swap, last, position, int(problem.nbytes[storage]), idle))
+        return found
+
+    def rows(self, order: Ints) -> Iterator[tuple[int, Ints]]:
+        """Sequences with more and more values offloaded, and what each should hold at most."""
+        held = self._steps.problem.held(order).copy()
+        idle = self.idle(order)
+        least_bytes = int(held.max(initial=0)) // SMALLEST_PART
+        idle = [value for value in idle if value.nbytes > least_bytes]
+        chosen: list[Idle] = []
+        while True:
+            yield int(held.max(initial=0)), with_fetches(order, chosen)
+            top = int(held.argmax()) if len(held) else 0
+            usable = [value for value in idle if value.last_use < top < value.next_use]
+            if not usable:
+                return
+            value = max(usable, key=lambda v: (v.seconds, v.nbytes, -v.op))
+            idle.remove(value)
+            chosen.append(value)
+            held[value.last_use + 1 : value.next_use] -= value.nbytes
+
+    def _border(self, order: Ints) -> int:
+        """The position where the backward pass begins."""
+        steps = self._steps
+        return next(
+            (
+                position
+                for position, op in enumerate(order)
+                if op >= steps.problem.num_first or steps.ranks[op] >= steps.table.first_backward
+            ),
+            len(order),
+        )
+
+    def _may_stand(self, swap: int, order: Ints, position: int) -> bool:
+        """Whether an op may run right before that position."""
+        slot = self._steps.problem.slot
+        following = (op for op in order[position:] if op < self._steps.problem.num_first)
+        return bool(slot[swap] == slot[next(following)])
+
+    @cached_property
+    def _reads(self) -> list[list[int]]:
+        problem = self._steps.problem
+        return _lists(problem.read_ptr, problem.reads)
+
+    @cached_property
+    def _makes(self) -> list[list[int]]:
+        problem = self._steps.problem
+        return _lists(problem.make_ptr, problem.makes)
+
+    @cached_property
+    def _seconds(self) -> NDArray[np.float64]:
+        """What every op of the problem takes, first runs included."""
+        steps = self._steps
+        nodes = steps.table.step.nodes
+        first = [nodes[rank].seconds if rank < len(nodes) else 0.0 for rank in steps.ranks]
+        return np.array([*first, *steps.problem.seconds[steps.problem.num_first :]], dtype=np.float64)
+
+
+def _lists(ends: Ints, flat: Ints) -> list[list[int]]:
+    items = flat.tolist()
+    return [items[start:end] for start, end in pairwise(ends.tolist())]
+
+
+def with_fetches(order: Ints, values: list[Idle]) -> Ints:
+    """A sequence that reads these values back where they are first used again."""
+    at = sorted((value.next_use, value.op) for value in values)
+    unique = list(dict.fromkeys(at))
+    return np.insert(order, [position for position, _ in unique], [op for _, op in unique]).astype(np.int32)

@@ -1,0 +1,225 @@
+"""The traffic of a schedule with the store of offloaded values, on one clock with the compute.
+
+A write begins when the value has been made, a read where the schedule brings the value back. Each direction
+takes one transfer at a time, in the order in which they are asked for. Who needs a transfer's end waits for
+it: the run that lets go of a value for its write, the first run that reads a value for its read. Such a stall
+is added to the step; the rest is hidden behind the compute, which is the slower for it as the link says.
+
+Where a forward pass lets go of the values that it offloads: runs of the movable nodes of a step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from lowtide.facts import Action, Node, Region, Remat, Run, Step, TransferSpeed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One value on its way to the store or back; seconds count from the start of the step.
+
+    `node` is the rank of the value. It is asked for at `asked_at` (a position of the schedule), and the run
+    at `awaited_at` waits `stall_seconds` for its end; -1 where nobody does. What computes beside it takes
+    `slowed_seconds` longer.
+    """
+
+    node: int
+    is_write: bool
+    nbytes: int
+    asked_at: int
+    awaited_at: int
+    begin_seconds: float
+    end_seconds: float
+    stall_seconds: float
+    slowed_seconds: float = 0.0
+
+    @property
+    def added_seconds(self) -> float:
+        return self.stall_seconds + self.slowed_seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.begin_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """All transfers of a schedule in the order they begin, and when each run begins, stalls counted."""
+
+    transfers: tuple[Transfer, ...]
+    run_seconds: tuple[float, ...]
+
+    @property
+    def stall_seconds(self) -> float:
+        return fsum(transfer.stall_seconds for transfer in self.transfers)
+
+    @property
+    def slowed_seconds(self) -> float:
+        """What the compute takes longer for the copies beside it."""
+        return fsum(transfer.slowed_seconds for transfer in self.transfers)
+
+    @property
+    def transfer_seconds(self) -> float:
+        return fsum(transfer.seconds for transfer in self.transfers)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """What the transfers take while the step computes."""
+        return max(0.0, self.transfer_seconds - self.stall_seconds)
+
+    @property
+    def store_bytes(self) -> int:
+        """What the store holds at most: all that is written in a step."""
+        return sum(transfer.nbytes for transfer in self.transfers if transfer.is_write)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A transfer that was asked for and not yet waited for."""
+
+    node: int
+    is_write: bool
+    nbytes: int
+    asked_at: int
+    begin_seconds: float
+    end_seconds: float
+
+
+def is_fetch(step: Step, run: Run) -> bool:
+    """Whether a run reads a value back from the store."""
+    if run.is_first:
+        return False
+    remat = step.nodes[run.rank].remat(run.rule)
+    return remat is not None and remat.action is Action.OFFLOAD
+
+
+def offload_remat(node: Node) -> Remat | None:
+    """The remat that reads a node's value back from the store."""
+    return next((remat for remat in node.remats if remat.action is Action.OFFLOAD), None)
+
+
+def swapped_bytes(step: Step, rank: int) -> int:
+    """What a transfer of the value of `rank` moves."""
+    remat = offload_remat(step.nodes[rank])
+    assert remat is not None
+    return sum(step.storages[storage].nbytes for storage in remat.makes)
+
+
+def value_of(step: Step, leave: int) -> int:
+    """The rank of the value that a movable node lets go of."""
+    return step.nodes[leave].reads[0]
+
+
+def walk(step: Step, runs: Sequence[Run], link: TransferSpeed) -> Traffic:
+    """Run a schedule of `step` on the clock."""
+    written = {value_of(step, run.rank) for run in runs if run.is_first and step.nodes[run.rank].movable}
+    clock = 0.0
+    free = {True: 0.0, False: 0.0}
+    writes: dict[int, _Open] = {}
+    reads: dict[int, _Open] = {}
+    done: list[Transfer] = []
+    run_seconds: list[float] = []
+
+    def ask(node: int, position: int, *, is_write: bool) -> _Open:
+        nbytes = swapped_bytes(step, node)
+        takes = link.write_seconds(nbytes) if is_write else link.read_seconds(nbytes)
+        begin = max(clock, free[is_write])
+        free[is_write] = begin + takes
+        return _Open(node, is_write, nbytes, position, begin, begin + takes)
+
+    def wait(transfer: _Open, position: int) -> None:
+        nonlocal clock
+        stall = max(0.0, transfer.end_seconds - clock)
+        clock += stall
+        done.append(_closed(transfer, position, stall, link))
+
+    for position, run in enumerate(runs):
+        node = step.nodes[run.rank]
+        source = node if run.is_first else node.remat(run.rule)
+        assert source is not None
+        if run.is_first and node.movable:
+            wait(writes.pop(value_of(step, run.rank)), position)
+        else:
+            for read in source.reads:
+                if read in reads:
+                    wait(reads.pop(read), position)
+        run_seconds.append(clock)
+        if isinstance(source, Remat) and source.action is Action.OFFLOAD:
+            if run.rank in reads:
+                done.append(_closed(reads.pop(run.rank), -1, 0.0, link))
+            reads[run.rank] = ask(run.rank, position, is_write=False)
+        clock += source.seconds
+        if run.is_first and run.rank in written:
+            writes[run.rank] = ask(run.rank, position, is_write=True)
+    done += [_closed(transfer, -1, 0.0, link) for transfer in (*writes.values(), *reads.values())]
+    return Traffic(
+        transfers=tuple(sorted(done, key=lambda t: (t.begin_seconds, t.asked_at, t.is_write))),
+        run_seconds=tuple(run_seconds),
+    )
+
+
+def _closed(transfer: _Open, position: int, stall: float, link: TransferSpeed) -> Transfer:
+    hidden = max(0.0, transfer.end_seconds - transfer.begin_seconds - stall)
+    return Transfer(
+        node=transfer.node,
+        is_write=transfer.is_write,
+        nbytes=transfer.nbytes,
+        asked_at=transfer.asked_at,
+        awaited_at=position,
+        begin_seconds=transfer.begin_seconds,
+        end_seconds=transfer.end_seconds,
+        stall_seconds=stall,
+        slowed_seconds=link.slows_compute * hidden,
+    )
+
+
+def last_forward_reads(step: Step) -> dict[int, int]:
+    """By movable node, the rank after which nothing in the forward part of its segment needs its value."""
+    movable = [node for node in step.nodes if node.movable]
+    last: dict[tuple[int, int], int] = {}
+    for node in step.nodes[: step.first_backward_rank] if movable else ():
+        if node.on_demand or node.op == "output":
+            continue
+        for read in node.reads:
+            for storage in step.nodes[read].holds:
+                last[storage, node.segment] = node.rank
+    found: dict[int, int] = {}
+    for node in movable:
+        value = value_of(step, node.rank)
+        reads = [last.get((storage, node.segment), value) for storage in step.nodes[value].holds]
+        found[node.rank] = max([value, *reads])
+    return found
+
+
+def with_releases(step: Step, runs: Sequence[Run], after: Mapping[int, int]) -> tuple[Run, ...]:
+    """The same runs, each movable node of `after` right after the first run of the rank that it names."""
+    present = [run.rank for run in runs if run.is_first and run.rank in after]
+    behind: dict[int, list[int]] = {}
+    for leave in sorted(present):
+        behind.setdefault(after[leave], []).append(leave)
+    found: list[Run] = []
+    for run in runs:
+        if run.is_first and run.rank in after:
+            continue
+        found.append(run)
+        if run.is_first:
+            found += [Run(leave) for leave in behind.pop(run.rank, ())]
+    if behind:
+        raise ValueError(f"a value is let go after rank {min(behind)}, which does not run")
+    return tuple(found)
+
+
+def released_after(step: Step, runs: Sequence[Run]) -> dict[int, int]:
+    """By movable node that runs, the rank of the last op that runs before it, movable ones apart."""
+    found: dict[int, int] = {}
+    latest = -1
+    for run in runs:
+        node = step.nodes[run.rank]
+        if node.region is not Region.FORWARD:
+            break
+        if node.movable:
+            found[run.rank] = latest
+        elif not node.on_demand:
+            latest = run.rank
+    return found

@@ -1,0 +1,273 @@
+"""A step as a problem, and sequences of the problem as runs of the step and back."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from math import fsum
+
+import numpy as np
+
+from lowtide.facts import Region, Run
+from lowtide.planning.schedules import without_needless_runs
+from lowtide.planning.search.problem import Classes, Ints, OpRow, Problem, View, flatten, single_classes
+from lowtide.planning.search.runs import Rerun, demanded
+from lowtide.planning.search.table import StorageValues, Table
+from lowtide.planning.simulate import Timeline, simulate
+
+
+class StepProblem:
+    """The problem of one step, with what leads back to its runs.
+
+    First runs that make nothing are left out where something later reads all that they read: they hold
+    nothing that is not held before and after them. The optimizer's are one op: no plan changes what it holds.
+    """
+
+    def __init__(self, table: Table, plain: Timeline) -> None:
+        self.table, self._values = table, StorageValues(table)
+        self._view_numbers: dict[int, int] = {}
+        self._views: list[View] = []
+        self._first_runs = [Run(rank) for rank in range(table.size)]
+        self._classes = Classes(self._values)
+        first, self.ranks = self._first_ops()
+        again, self.remats = self._remats()
+        storages = table.step.storages
+        made = {storage for row in first for storage in row.makes}
+        self.problem: Problem = flatten(
+            first,
+            again,
+            views=self._views,
+            nbytes=[storage.nbytes for storage in storages],
+            pinned=[storage.pinned and storage.id in made for storage in storages],
+            static_bytes=table.static_bytes,
+            classes=self._classes.all,
+        )
+        self._op_of_remat = {number: len(first) + i for i, number in enumerate(self.remats)}
+        self._op_of_rank = {rank: i for i, rank in enumerate(self.ranks)}
+        by_number = {number: view for view, number in self._view_numbers.items()}
+        self._read_views = [
+            [(view, self._blocks(view, row.classes)) for view in map(by_number.__getitem__, row.views)]
+            for row in (*first, *again)
+        ]
+        self._made_blocks = {number: self._classes.made(number) for number in self.remats}
+        self._give_the_optimizer_its_bytes(plain)
+
+    @cached_property
+    def without_kept(self) -> Problem | None:
+        """The problem without what brings values back from kept ones alone; None where nothing does."""
+        table = self.table
+        kept = frozenset(
+            self._op_of_remat[number]
+            for number in self.remats
+            if table.remats[number].reads and table.on_demand.issuperset(table.remats[number].reads)
+        )
+        return self.problem.without(kept) if kept else None
+
+    def _first_ops(self) -> tuple[list[OpRow], list[int]]:
+        table, values = self.table, self._values
+        rows: list[OpRow] = []
+        ranks: list[int] = []
+        later: set[int] = set()
+        last_reader = self._last_readers()
+        for node, op in zip(table.step.nodes, table.plain, strict=True):
+            if node.region is Region.OPTIMIZER:
+                later.update(s for read in op.reads for s in values.required[read])
+                continue
+            made = tuple(s for s, _, _ in op.fresh)
+            if not made and not op.workspace_bytes and node.rank not in last_reader:
+                continue
+            is_forward = node.rank < table.first_backward
+            held = table.step.nodes if is_forward else None
+            read = {s for r in op.reads for s in (held[r].holds if held else values.required[r])}
+            rows.append(
+                OpRow(
+                    reads=tuple(sorted(s for s in read if values.is_dynamic[s])),
+                    makes=made,
+                    seconds=op.seconds if node.on_demand else 0.0,
+                    workspace_bytes=op.workspace_bytes,
+                    slot=table.slot_segment[node.rank],
+                    optional=node.on_demand,
+                    views=() if is_forward else self._numbers(op.reads),
+                    classes={} if is_forward else self._classes.read(op.reads),
+                )
+            )
+            ranks.append(node.rank)
+        made_before = {storage for row in rows for storage in row.makes}
+        rows.append(OpRow(reads=tuple(sorted(later & made_before)), makes=()))
+        ranks.append(table.size)
+        return rows, ranks
+
+    def _last_readers(self) -> set[int]:
+        """Ranks after whose first run nothing reads some storage any more, or nothing of the forward pass:
+        until there it cannot be brought back."""
+        nodes, values = self.table.step.nodes, self._values
+        last: dict[tuple[int, bool], int] = {}
+        for op in self.table.plain:
+            is_forward = op.rank < self.table.first_backward
+            for read in op.reads:
+                held = [s for s in nodes[read].holds if values.is_dynamic[s]]
+                last.update(((s, is_forward), op.rank) for s in held)
+        return set(last.values())
+
+    def timeline(self, sequence: Ints) -> Timeline:
+        """What a sequence holds and adds, by the simulator."""
+        step = self.table.step
+        return simulate(step, without_needless_runs(step, self.runs(sequence)))
+
+    def _remats(self) -> tuple[list[OpRow], list[int]]:
+        """What serves readers of some storage; what it makes besides is held while it runs."""
+        table, values = self.table, self._values
+        rows: list[OpRow] = []
+        for number, classes in sorted(self._classes.served.items()):
+            op = table.remats[number]
+            made = sorted(classes)
+            besides = sum(nbytes for s, nbytes, _ in op.fresh if s not in made)
+            rows.append(
+                OpRow(
+                    reads=tuple(sorted({s for r in op.reads for s in values.required[r]})),
+                    makes=tuple(made),
+                    seconds=op.seconds,
+                    workspace_bytes=op.workspace_bytes + besides,
+                    slot=table.segment[op.rank],
+                    optional=True,
+                    views=self._numbers(op.reads),
+                    classes={**self._classes.read(op.reads), **classes},
+                )
+            )
+        return rows, sorted(self._classes.served)
+
+    def _blocks(self, view: int, classes: dict[int, int]) -> list[list[tuple[int, int]]]:
+        """The blocks, as (storage, class), through which a view may be read by whom reads these classes:
+        one list for each class of a storage that has several."""
+        storages = sorted(self._values.required[view])
+        several = [s for s in storages if s in self._classes.all]
+        if not several:
+            return [[(s, 1) for s in storages]]
+        rest = [(s, 1) for s in storages if s not in self._classes.all]
+        return [
+            [*rest, (s, one)]
+            for s in several
+            for one in single_classes(classes.get(s, 0) & self._classes.through(view, s))
+        ]
+
+    def _numbers(self, reads: Iterable[int]) -> tuple[int, ...]:
+        """The numbers of the views through which these ranks are read."""
+        found: set[int] = set()
+        for read in reads:
+            for view in self._values.views(read):
+                storage = min(self._values.required[view], default=None)
+                if storage is not None:
+                    if view not in self._view_numbers:
+                        self._view_numbers[view] = len(self._views)
+                        self._views.append(View(storage, self._values.view_seconds(view)))
+                    found.add(self._view_numbers[view])
+        return tuple(sorted(found))
+
+    def _give_the_optimizer_its_bytes(self, plain: Timeline) -> None:
+        nodes = self.table.step.nodes
+        held = [
+            int(nbytes)
+            for run, nbytes in zip(plain.runs, plain.bytes_held, strict=True)
+            if nodes[run.rank].region is Region.OPTIMIZER
+        ]
+        last = self.problem.held(self.sequence(()))[-1]
+        self.problem.workspace_bytes[self.problem.num_first - 1] = max(0, max(held, default=0) - int(last))
+
+    def sequence(self, plan: Iterable[Rerun]) -> Ints:
+        """A plan as a sequence of ops."""
+        place = self.table.place
+        again = sorted((slot, place[remat], remat) for slot, remat in plan if remat in self._op_of_remat)
+        order: list[int] = []
+        due = 0
+        for slot, _, remat in again:
+            before = bisect_left(self.ranks, slot)
+            order += range(due, before)
+            due = before
+            order.append(self._op_of_remat[remat])
+        order += range(due, len(self.ranks))
+        return np.array(order, dtype=np.int32)
+
+    def plan(self, sequence: Ints) -> frozenset[Rerun]:
+        """What a sequence runs again, and before which rank's first run."""
+        num_first = self.problem.num_first
+        found: set[Rerun] = set()
+        due = 0
+        for op in sequence.tolist():
+            if op < num_first:
+                due = op + 1
+            else:
+                found.add((self.ranks[due], self.remats[op - num_first]))
+        return frozenset(found)
+
+    def added_seconds(self, sequence: Ints) -> float:
+        """What a sequence adds, summed up as the simulator does: equal plans have equal seconds."""
+        table, num_first = self.table, self.problem.num_first
+        ops = sequence.tolist()
+        again = [self.remats[op - num_first] for op in ops if op >= num_first]
+        views = [number for numbers in self._views_after(ops).values() for number in numbers]
+        kept = demanded(table, [(0, number) for number in again])
+        seconds = [table.remats[number].seconds for number in (*again, *views)]
+        return fsum([*seconds, *(table.plain[rank].seconds for rank in sorted(kept))])
+
+    def runs(self, sequence: Ints) -> tuple[Run, ...]:
+        """A sequence as runs of the step, with the views and parts of what it brings back."""
+        table, num_first = self.table, self.problem.num_first
+        ops = sequence.tolist()
+        views = self._views_after(ops)
+        absent = table.on_demand - demanded(
+            table, [(0, self.remats[op - num_first]) for op in ops if op >= num_first]
+        )
+        found: list[Run] = []
+        waiting: list[Run] = []
+        back: set[int] = set()
+        due = 0
+        for position, op in enumerate(ops):
+            if op >= num_first:
+                remats = [table.remats[n] for n in (self.remats[op - num_first], *views.get(position, ()))]
+                waiting += [Run(remat.rank, remat.rule) for remat in remats]
+                back.update(remat.rank for remat in remats)
+                continue
+            rank = self.ranks[op]
+            if waiting:
+                # right before the op, or before a view on the way to it that refers to what comes back
+                on_the_way = range(due, min(rank, table.size))
+                where = next((r for r in on_the_way if not back.isdisjoint(table.plain[r].reads)), rank)
+                found += self._first_runs[due:where]
+                found += waiting
+                waiting.clear()
+                back.clear()
+                due = max(due, where)
+            found += self._first_runs[due : rank + 1]
+            due = max(due, rank + 1)
+        return tuple(run for run in found if run.rule or run.rank not in absent)
+
+    def _is_view_of(self, view: int, rank: int) -> bool:
+        """Whether a view has to be taken again when a rank came back: not where it came back itself."""
+        return view != rank and rank in self._values.way_back(view)
+
+    def _views_after(self, ops: Sequence[int]) -> dict[int, list[int]]:
+        """By position of an op that brings storages back, the remats of the views of them that are read
+        before they come back once more, in an order in which they can run."""
+        table, num_first = self.table, self.problem.num_first
+        take_again = self._values.view_remat
+        latest: dict[tuple[int, int], int] = {}
+        made_by: dict[int, int] = {}
+        wanted: dict[int, set[int]] = {}
+        begin = next((position for position, op in enumerate(ops) if op >= num_first), len(ops))
+        for position in range(begin, len(ops)):
+            op = ops[position]
+            first = op < num_first
+            for view, ways in self._read_views[op]:
+                for blocks in ways:
+                    brought = [latest[block] for block in blocks if block in latest]
+                    if brought and self._is_view_of(view, made_by[max(brought)]):
+                        wanted.setdefault(max(brought), set()).add(view)
+            if not first:
+                number = self.remats[op - num_first]
+                made_by[position] = table.remats[number].rank
+                latest.update((block, position) for block in self._made_blocks[number])
+        return {
+            position: sorted(
+                (n for v in views if (n := take_again[v]) is not None), key=table.place.__getitem__
+            )
+            for position, views in wanted.items()
+        }

@@ -1,0 +1,113 @@
+"""How fast the way to a store is, both ways: measured with the store itself.
+
+A sample of `SAMPLE_BYTES` is written and read several times in a part of the store that was written before,
+as from the second step on. On a disk, a write ends when the bytes are there (`fdatasync`), and a read finds
+nothing of them in the page cache. What a transfer of one page takes counts as latency. Products of matrices,
+run with all threads beside such transfers and alone, tell how much the copies take of the processor.
+"""
+
+import time
+from statistics import median
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from lowtide.facts import Step, TransferSpeed
+from lowtide.facts.plan import OffloadTarget
+from lowtide.offload import OffloadHandle, Store, open_store, warn_of_memory
+from lowtide.ops.calls import OpCost
+from lowtide.profiling.cache import CostCache
+from lowtide.profiling.devices import Device, device_for
+
+SAMPLE_BYTES = 32 << 20
+PAGE_BYTES = 4096
+RUNS = 5
+MATRIX = 256
+PRODUCTS = 40
+
+
+def measure_link(swap: OffloadTarget, step: Step, use_cache: bool) -> TransferSpeed:
+    """The link of a step's device to a store; remembered on disk, unless `use_cache` is False."""
+    warn_of_memory(swap)
+    device = device_for(torch.device(step.device))
+    store = open_store(swap, step.device)
+    cache = CostCache(device) if use_cache else None
+    sizes = (PAGE_BYTES, SAMPLE_BYTES)
+    names = [f"store {swap}: {way} {nbytes} bytes" for nbytes in sizes for way in ("write", "read")]
+    costs = [cache.get(name, memory_limit_bytes=0) if cache is not None else None for name in names]
+    known = [cost.seconds for cost in costs if cost is not None]
+    if len(known) < len(names):
+        known = [seconds for nbytes in sizes for seconds in _transfer_seconds(store, nbytes, device)]
+        if cache is not None:
+            for name, seconds in zip(names, known, strict=True):
+                cache.put(name, OpCost(seconds, 0, estimated=False), memory_limit_bytes=0)
+            cache.save()
+    page_write, page_read, write, read = known
+    slows = f"store {swap}: seconds of compute lost in one of transfers"
+    cost = cache.get(slows, memory_limit_bytes=0) if cache is not None else None
+    if cost is None:
+        cost = OpCost(_lost_share(store, device), 0, estimated=False)
+        if cache is not None:
+            cache.put(slows, cost, memory_limit_bytes=0)
+            cache.save()
+    return TransferSpeed(
+        store=str(swap),
+        write_bytes_per_second=_bandwidth(write, page_write),
+        read_bytes_per_second=_bandwidth(read, page_read),
+        latency_seconds=max(page_write, page_read),
+        slows_compute=cost.seconds,
+    )
+
+
+def _bandwidth(seconds: float, latency_seconds: float) -> float:
+    """Where a page takes nearly as long as the sample, the sample's time says more."""
+    return SAMPLE_BYTES / max(seconds - latency_seconds, seconds / 2)
+
+
+def _transfer_seconds(store: Store, nbytes: int, device: Device) -> tuple[float, float]:
+    """The median time of a write and of a read, after one of each that does not count."""
+    numbers = torch.Generator().manual_seed(0)
+    sample = torch.empty(nbytes, dtype=torch.uint8).random_(generator=numbers).to(device.torch_device)
+    times = [_there_and_back(store, sample, device) for _ in range(1 + RUNS)][1:]
+    return median(write for write, _ in times), median(read for _, read in times)
+
+
+def _there_and_back(store: Store, sample: Tensor, device: Device) -> tuple[float, float]:
+    def write() -> OffloadHandle:
+        parcel = store.send(sample)
+        parcel.let_go()
+        return parcel
+
+    parcel, there = device.timed(write)
+    _, back = device.timed(lambda: parcel.fetch().value())
+    return there.seconds, back.seconds
+
+
+def _lost_share(store: Store, device: Device) -> float:
+    """Of a second of transfers, how much of it the compute beside them loses; 0 to 1.
+
+    On an accelerator the copies need nothing of what computes.
+    """
+    if device.torch_device.type != "cpu":
+        return 0.0
+    matrix = torch.ones(MATRIX, MATRIX)
+    out = torch.empty_like(matrix)
+
+    def rate(beside: Thread | None = None) -> float:
+        begin, done = time.perf_counter(), 0
+        while done == 0 or (done < PRODUCTS if beside is None else beside.is_alive()):
+            torch.mm(matrix, matrix, out=out)
+            done += 1
+        return done / (time.perf_counter() - begin)
+
+    sample = torch.ones(SAMPLE_BYTES, dtype=torch.uint8)
+    rate()
+    shares = []
+    for _ in range(RUNS):
+        alone = rate()
+        copies = Thread(target=_there_and_back, args=(store, sample, device))
+        copies.start()
+        shares.append(1 - rate(copies) / alone)
+        copies.join()
+    return min(1.0, max(0.0, median(shares)))

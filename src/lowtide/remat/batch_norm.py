@@ -1,0 +1,42 @@
+"""Batch norm without touching its running statistics, which are counted once, in the forward pass."""
+
+import torch
+from torch import fx
+
+from lowtide.ops.calls import Call
+from lowtide.remat.rule import Blocks, Kept, RematRule
+
+aten = torch.ops.aten
+
+WITH_STATISTICS = aten._native_batch_norm_legit_functional.default
+"""Gives (result, mean, inverse deviation, new running mean, new running variance)."""
+
+WITHOUT_STATISTICS = aten._native_batch_norm_legit.no_stats
+"""Gives the first three of them."""
+
+COUNTED_ONCE = "running statistics are counted once"
+
+
+def counts_statistics(node: fx.Node) -> bool:
+    return node.target is WITH_STATISTICS
+
+
+def is_statistic(getitem: fx.Node) -> bool:
+    """Whether a part of a tuple is a new running mean or variance."""
+    source, index = getitem.args
+    return isinstance(source, fx.Node) and counts_statistics(source) and index in (3, 4)
+
+
+class BatchNormAgain(RematRule):
+    name = "no_stats"
+    words = "run again without counting statistics"
+
+    def why_not(self, node: fx.Node) -> str | None:
+        return "" if counts_statistics(node) else None
+
+    def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
+        value, weight, bias, _mean, _variance, training, momentum, eps = node.args
+        return Call(WITHOUT_STATISTICS, (value, weight, bias, training, momentum, eps))
+
+    def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
+        return makes[:3], makes[:3]

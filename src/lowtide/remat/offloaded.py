@@ -1,0 +1,56 @@
+"""A value that waits in a store outside of memory, and is read back from there."""
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from lowtide.facts import Action
+from lowtide.offload import arrived, begin_to_leave, fetch, leave
+from lowtide.ops.calls import Call, iter_tensors, storage_key
+from lowtide.ops.schema import read_in_backward
+from lowtide.remat.rule import Blocks, Kept, RematRule
+
+SMALLEST_BYTES = 64 << 10
+"""Smaller values are not worth a transfer of their own."""
+
+
+class OffloadedValue(RematRule):
+    """Its write begins when the value is made, and its read where a plan says; both run beside the ops.
+
+    What the forward pass keeps is a handle. A value that the step changes in place is none for it, since
+    nobody knows when its bytes are read.
+    """
+
+    name = "swap"
+    words = "written to a store and read back"
+    action = Action.OFFLOAD
+    wait = staticmethod(arrived)
+
+    def why_not(self, node: fx.Node) -> str | None:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor):
+            return None
+        if value.layout is not torch.strided or value.untyped_storage().nbytes() < SMALLEST_BYTES:
+            return None
+        return "" if read_in_backward(node) and not _is_part(node) else None
+
+    def kept(self, node: fx.Node) -> tuple[Kept, ...]:
+        with node.meta["val"].fake_mode:
+            handle = torch.empty(1, dtype=torch.int64, device="cpu")
+        return (Kept("leave", Call(leave, (node,)), handle, timed=False, begin=begin_to_leave),)
+
+    def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
+        return Call(fetch, kept)
+
+    def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
+        # read into a block of its own, also where the first run only takes it out of a tuple
+        return holds, holds
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a value lies in memory that an earlier op made, as the parts of a split do."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(maker, fx.Node)
+    sources = [source.meta.get("val") for source in maker.all_input_nodes]
+    return storage_key(node.meta["val"]) in map(storage_key, iter_tensors(sources))

@@ -1,0 +1,70 @@
+"""The same op on the same inputs."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.ops.calls import Call
+from lowtide.ops.dropout import dropout_output
+from lowtide.ops.logits_in_place import log_probabilities
+from lowtide.ops.random_ops import is_random
+from lowtide.ops.recurrent import RUNS_ONCE, recurrent_layer
+from lowtide.ops.recurrent_cells import CELLS
+from lowtide.ops.schema import talks_to_others, writes_inputs
+from lowtide.remat import batch_norm
+from lowtide.remat.rule import Kept, RematRule
+from lowtide.torch_compat.hooks import OpOverload
+
+REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
+"""Ops of these are known to give the same result twice."""
+
+
+class RunAgain(RematRule):
+    name = "again"
+    words = "run again"
+    costs_as_first = True
+
+    def why_not(self, node: fx.Node) -> str | None:
+        if is_random(node) or batch_norm.counts_statistics(node) or dropout_output(node) is not None:
+            return None  # these have methods of their own
+        if node.target is operator.getitem:
+            return batch_norm.COUNTED_ONCE if batch_norm.is_statistic(node) else ""
+        return reason_unrepeatable(node)
+
+    def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
+        assert callable(node.target)
+        return Call(node.target, node.args, node.kwargs)
+
+
+def reason_unrepeatable(node: fx.Node) -> str:
+    """Why an op cannot be run a second time with the same result; empty when it can."""
+    target = node.target
+    if node.op == "placeholder":
+        return "an input of the step"
+    if node.op == "get_attr":
+        return "a constant"
+    if target is recurrent_layer:
+        return RUNS_ONCE
+    if target is log_probabilities:
+        return ""
+    if not isinstance(target, OpOverload):
+        return "a higher-order op"
+    if writes_inputs(target):
+        return "writes to one of its inputs"
+    if talks_to_others(target):
+        return "talks to other processes"
+    if target.namespace not in REPEATABLE_NAMESPACES and target is not CELLS:
+        return "a custom op: not known to give the same result twice"
+    if node.kwargs.get("generator") is not None:
+        return "draws from a generator of its own"
+    if not _is_tensors(node.meta.get("val")):
+        return "does not make tensors"
+    return ""
+
+
+def _is_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(item is None or _is_tensors(item) for item in value)
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,46 @@
+"""The same random op, run from the generator state that it had in the forward pass."""
+
+import torch
+from torch import fx
+
+from lowtide.ops.calls import Call
+from lowtide.ops.dropout import eager_dropout
+from lowtide.ops.random_ops import (
+    device_name,
+    is_random,
+    random_state,
+    random_state_bytes,
+    replay,
+    replay_dropout,
+)
+from lowtide.remat.recompute import reason_unrepeatable
+from lowtide.remat.rule import Kept, RematRule
+
+
+class Replay(RematRule):
+    name = "replay"
+    words = "drawn again from its random state"
+    costs_as_first = True
+
+    def why_not(self, node: fx.Node) -> str | None:
+        if not is_random(node):
+            return None
+        return "" if node.target is eager_dropout else reason_unrepeatable(node)
+
+    def kept(self, node: fx.Node) -> tuple[Kept, ...]:
+        device = device_name(node)
+        value = node.meta["val"]
+        tensor = value[0] if isinstance(value, (list, tuple)) else value
+        with tensor.fake_mode:
+            state = torch.empty(random_state_bytes(device), dtype=torch.uint8)
+        return (Kept("random_state", Call(random_state, (device,)), state, before=True, timed=False),)
+
+    def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
+        first = (kept[0], device_name(node))
+        if node.target is eager_dropout:
+            return Call(replay_dropout, (*first, *node.args))
+        return Call(replay, (*first, node.target, *node.args), node.kwargs)
+
+    def workspace_bytes(self, node: fx.Node) -> int:
+        # the generator's present state, while the earlier one is in its place
+        return random_state_bytes(device_name(node))

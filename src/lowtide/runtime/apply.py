@@ -1,0 +1,85 @@
+"""Put a plan to work on a model, in place, and tell which one is at work."""
+
+import torch
+from torch import nn
+
+from lowtide.errors import LowtideError
+from lowtide.facts.plan import parse_offload
+from lowtide.offload import Store, open_store
+from lowtide.optim.joined_optimizers import each_of
+from lowtide.optim.split_check import split_of
+from lowtide.optim.split_step import Pieces
+from lowtide.optim.step_in_backward import Updates
+from lowtide.plans import Plan, check_identity
+from lowtide.runtime.compiled_plans import executor_named
+from lowtide.runtime.executor import Executor
+from lowtide.runtime.replan import Replanner
+from lowtide.runtime.runner import install, runner_of
+from lowtide.trace.identity import identify_model
+
+
+def apply_plan(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    executor: Executor | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> nn.Module:
+    """Route `model`'s calls through `plan`, in place; `executor` runs the graphs, by default the plan's own.
+
+    A plan that steps in backward or in pieces needs the `optimizer`, unless it was made for one that is
+    still there.
+    """
+    check_identity(plan, identify_model(model))
+    updates = pieces = None
+    if plan.solution.step_in_backward or plan.solution.optimizer_in_pieces:
+        known = _optimizer_of(plan, optimizer)
+        every, slices = each_of(known), split_of(known).slices
+        if plan.solution.step_in_backward:
+            updates = Updates(every, model, slices=slices)
+        else:
+            piece_bytes = plan.solution.optimizer_piece_bytes
+            pieces = Pieces(every, slices=slices, piece_bytes=piece_bytes)
+    spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
+    batch = dict(plan.solution.identity).get("batch")
+    runs_by = executor or plan.executor or executor_named(plan.solution.executor)
+    install(
+        model,
+        Replanner(plan, model, updates=updates, executor=runs_by),
+        spare_bytes=spare_bytes,
+        executor=runs_by,
+        eager_batch=batch if plan.solution.eager else None,
+        planned_batch=batch,
+        updates=updates,
+        pieces=pieces,
+        holds_outputs=plan.solution.holds_outputs,
+        traced=None if plan.solution.eager else plan.traced,
+        store=_store_of(plan),
+    )
+    return model
+
+
+def _store_of(plan: Plan) -> Store | None:
+    """Where the plan's values go, with room for all of them; `StoreError` where there is none."""
+    offload = plan.solution.offload
+    if offload is None:
+        return None
+    store = open_store(parse_offload(offload.link.store), plan.solution.device)
+    store.reserve(offload.store_bytes)
+    return store
+
+
+def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    optimizer = given if given is not None or plan.loop is None else plan.loop.optimizer
+    if optimizer is None:
+        raise LowtideError(
+            "this plan counts on the optimizer's step being taken in the backward pass or in pieces, and no "
+            "optimizer is known here: plan.apply(model, optimizer=...)"
+        )
+    return optimizer
+
+
+def plan_of_model(model: nn.Module) -> Plan | None:
+    """The plan that was applied to a model; None for a plain one."""
+    runner = runner_of(model)
+    return runner.plans.plan if runner is not None and isinstance(runner.plans, Replanner) else None

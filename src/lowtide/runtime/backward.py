@@ -1,0 +1,165 @@
+"""A graph's backward pass, for whichever of its outputs got a gradient this time."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from lowtide.analyze.gradient_sums import return_terms, specialised
+from lowtide.errors import Unsupported
+from lowtide.runtime.executor import Executor, ExecutorInParts, Parts
+from lowtide.runtime.gradient_handover import GradientGates, waiting_chain, with_handovers
+from lowtide.runtime.rewrite import Rewritten, plain_schedule, rewrite
+from lowtide.torch_compat import hooks
+from lowtide.torch_compat.autograd_engine import silence_hooks
+from lowtide.trace.segments import Segment
+from lowtide.trace.split import drop_zeros
+
+
+class _Start(NamedTuple):
+    """What a forward pass began with."""
+
+    inputs: list[Any]
+    random_state: torch.Tensor
+
+
+class FirstCalls:
+    """What a graph was called with, until a backward pass has shown which of its outputs get a gradient.
+
+    A plan counts on some of them getting none. Where one comes all the same, what the plan saved is not
+    enough, and the forward pass is run once more from its start. Of several calls before a backward pass
+    nobody knows which one it is for, and none is kept.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment: Segment | None = segment
+        self._start: _Start | None = None
+        self._num_calls = 0
+
+    def start_of(self, inputs: Sequence[Any]) -> _Start | None:
+        """What a forward pass begins with, taken before it runs."""
+        return None if self.segment is None else _Start(list(inputs), torch.get_rng_state())
+
+    def note(self, start: _Start | None) -> None:
+        """After a forward pass; one that failed has no backward pass."""
+        self._num_calls += 1
+        self._start = start if self._num_calls == 1 else None
+
+    def are_as_planned(self) -> None:
+        """A backward pass came with the gradients that the plan counts on: nothing more is kept."""
+        self.segment = self._start = None
+
+    def take(self, output: int) -> tuple[Segment, _Start]:
+        """The graph, and the only call of it so far, since a gradient came for `output`."""
+        segment, start = self.segment, self._start
+        if segment is None or start is None:
+            raise Unsupported(
+                f"a gradient arrived for output {output} of the model, but the plan was made for a "
+                "loss that does not use it. Pass `loss=` the function that your loop really uses"
+            )
+        self._start, self._num_calls = None, 0
+        return segment, start
+
+
+class Backward:
+    """`used` collects the outputs that got a gradient though the plan counts on none.
+
+    Where inputs came through `gates`, it returns with the first gradients and lets those run the rest. Where
+    the model was called again before, the gradients of the inputs `sums` leave as terms.
+    `skips_parameters`: some get no gradient whatever the loss is.
+    """
+
+    def __init__(
+        self,
+        rewritten: Rewritten,
+        planned_missing: frozenset[int],
+        apart: frozenset[int],
+        inputs: Sequence[Any],
+        executor: Executor,
+        *,
+        first_calls: FirstCalls,
+        used: set[int],
+        gates: GradientGates | None = None,
+        sums: Sequence[int] = (),
+        skips_parameters: bool = False,
+    ) -> None:
+        self.rewritten = rewritten
+        self.planned_missing = planned_missing
+        self.apart = apart
+        self.inputs = tuple(inputs)
+        self.executor = executor
+        self.first_calls = first_calls
+        self.used = used
+        self.gates = gates
+        self.sums = sums
+        self.skips_parameters = skips_parameters
+        self._functions = {(planned_missing, False): executor(rewritten.backward, inputs, is_backward=True)}
+        self._parts: dict[frozenset[int], Parts] = {}
+
+    def __call__(self, args: list[Any], *, is_called_again: bool = False) -> Any:
+        tangents = self.rewritten.tangents
+        given = args[self.rewritten.num_saved :]
+        missing = frozenset(output for output, value in zip(tangents, given, strict=True) if value is None)
+        del given
+        if self.planned_missing - missing:
+            return self._from_the_start(args, missing)
+        if self.first_calls.segment is not None:
+            self.first_calls.are_as_planned()
+        if missing or self.skips_parameters:
+            silence_hooks()
+        chain = None if self.gates is None else waiting_chain(self.gates)
+        if chain is not None:
+            return chain.begin(self._in_parts(missing), args)
+        kind = missing, is_called_again and bool(self.sums)
+        if kind not in self._functions:
+            module = self._without(missing)
+            if kind[1]:
+                return_terms(module, self.sums)
+            self._functions[kind] = self.executor(module, self.inputs, is_backward=True)
+        return self._functions[kind](args)
+
+    def _in_parts(self, missing: frozenset[int]) -> Parts:
+        if missing not in self._parts:
+            assert self.gates is not None and isinstance(self.executor, ExecutorInParts)
+            planned = missing == self.planned_missing
+            module = self.rewritten.backward if planned else self._without(missing)
+            self._parts[missing] = self.executor.in_parts(
+                with_handovers(module, self.gates.groups), self.inputs
+            )
+        return self._parts[missing]
+
+    def _without(self, missing: frozenset[int]) -> fx.GraphModule:
+        source = self.rewritten.backward
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(source.graph, {}))
+        module = hooks.graph_module(source, graph)
+        inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
+        by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
+        drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})
+        return module
+
+    def _from_the_start(self, args: list[Any], missing: frozenset[int]) -> Any:
+        """Run the forward pass again, as eager would have kept it, and then backward."""
+        surprising = self.planned_missing - missing
+        segment, start = self.first_calls.take(min(surprising))
+        self.used |= surprising
+        plain = specialised(segment, missing=missing, apart=self.apart)
+        rewritten = rewrite(plain, plain_schedule(plain), in_place=self.executor.in_place)
+        forward = self.executor(rewritten.forward, _fake_inputs(rewritten.forward), is_backward=False)
+        backward = self.executor(rewritten.backward, _fake_inputs(rewritten.backward), is_backward=True)
+        given = args[self.rewritten.num_saved :]
+        args.clear()
+        now = torch.get_rng_state()
+        torch.set_rng_state(start.random_state)
+        try:
+            results = forward(start.inputs)
+        finally:
+            torch.set_rng_state(now)
+        saved = list(results[segment.num_forward_outputs :])
+        del results
+        return backward([*saved, *given])
+
+
+def _fake_inputs(module: fx.GraphModule) -> list[Any]:
+    return [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

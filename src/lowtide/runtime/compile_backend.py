@@ -1,0 +1,96 @@
+"""`torch.compile(model, backend="lowtide", dynamic=False, options={"budget": "8GiB"})`: the same engine.
+
+A compiler backend sees one graph and neither the optimizer nor what surrounds the model. Its budget
+covers the graph's own step: parameters, inputs, gradients, activations. Give the optimizer's state
+and whatever else is held as `reserve`, or use `lowtide.checkpoint`, which sees the whole step.
+
+Where a script takes only the name of a backend, the environment variable LOWTIDE_BUDGET gives the budget.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lowtide.errors import LowtideError, Unsupported
+from lowtide.facts import Kind, Reserve
+from lowtide.facts.plan import EXECUTORS, PLANNERS
+from lowtide.facts.sizes import parse_budget, parse_size
+from lowtide.planning.repeated_graphs import planner_for
+from lowtide.runtime.backend import Backend, GraphPlan
+from lowtide.runtime.compiled_plans import InductorOps, executor_named, solve_compiled
+from lowtide.runtime.unplanned_steps import step_of
+from lowtide.torch_compat import hooks
+from lowtide.trace.segments import Origin, Segment
+
+OPTIONS = {
+    "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); else LOWTIDE_BUDGET",
+    "planner": f"one of {', '.join(PLANNERS)}",
+    "executor": f"one of {', '.join(EXECUTORS)}",
+    "reserve": "bytes held besides the graph: optimizer state, other models",
+}
+
+
+def lowtide(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile one graph so that its step fits into `options["budget"]`."""
+    if any(_is_symbolic(value) for value in inputs):
+        if not torch.is_grad_enabled():
+            return graph.forward  # evaluation of any shape: there is nothing to plan
+        raise Unsupported(
+            "a plan is for one shape, and torch.compile asks for one of any shape: "
+            'say torch.compile(..., backend="lowtide", dynamic=False), or, where the script cannot be '
+            "changed, set TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES=0 in the environment"
+        )
+    chosen = dict(options or {})
+    unknown = sorted(set(chosen) - set(OPTIONS))
+    if unknown:
+        known = "; ".join(f"{name}: {meaning}" for name, meaning in OPTIONS.items())
+        raise LowtideError(f"there is no option '{unknown[0]}' of the lowtide backend. Known: {known}")
+    wanted = chosen.get("budget", os.environ.get("LOWTIDE_BUDGET", ""))
+    if wanted == "":
+        raise LowtideError(
+            "the lowtide backend needs a budget: set LOWTIDE_BUDGET=8GiB in the environment, or say "
+            'torch.compile(..., backend="lowtide", options={"budget": "8GiB"})'
+        )
+    reserve = parse_size(chosen["reserve"]) if "reserve" in chosen else 0
+    planner = str(chosen.get("planner", "auto"))
+    executor = executor_named(str(chosen.get("executor", "eager")))
+
+    def plan_graph(segment: Segment) -> GraphPlan:
+        step = step_of(
+            segment, nn.Module(), like=None, reserve=Reserve(optimizer_state_bytes=reserve), known=None
+        )
+        desk = planner_for(step)
+        budget = parse_budget(wanted, whole=desk.eager_peak_bytes)
+        if isinstance(executor, InductorOps):
+            solution = solve_compiled(desk, segment, executor, budget_bytes=budget, planner=planner)
+        else:
+            solution = desk.solve(budget_bytes=budget, planner=planner)
+        (planned,) = solution.graphs
+        return GraphPlan(schedule=planned.schedule, missing=frozenset(planned.missing))
+
+    return Backend(plan_graph, origins=_origins, executor=executor)(graph, inputs)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(extent, torch.SymInt) for extent in value.shape)
+    return isinstance(value, torch.SymInt | torch.SymFloat)
+
+
+def _origins(graph: fx.GraphModule) -> list[Origin]:
+    names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+    origins = []
+    for name, example in zip(names, hooks.graph_inputs(graph), strict=True):
+        if example is not None and example.grad_fn is not None:
+            raise Unsupported(
+                "this model breaks into several graphs, and a backend plans each alone, so no budget can be "
+                "promised: use lowtide.checkpoint(model, batch, budget=...), which plans all of them together"
+            )
+        kind = Kind.PARAMETER if isinstance(example, nn.Parameter) else Kind.INPUT
+        origins.append(Origin(kind, name, 0 if example is None else id(example)))
+    return origins

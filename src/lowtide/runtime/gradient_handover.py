@@ -1,0 +1,187 @@
+"""Hand gradients over while the backward pass is still running.
+
+A graph's backward pass is one node of autograd, whose gradients all arrive at its end. Whoever waits for
+them, as DistributedDataParallel does to send each bucket as soon as it is full, would wait until then.
+So inputs can pass through a chain of gates on their way into a graph: nodes of autograd that do nothing in
+the forward pass. In the backward pass the graph's own node runs up to the first gradients and returns;
+each gate runs the graph on up to the gradients of its own inputs and returns those. All the rest, sums and
+hooks included, is left to autograd.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from lowtide.ops.direct import hand_over
+from lowtide.torch_compat import autograd_engine, hooks
+from lowtide.trace.segments import Segment, mutated_inputs, results_of
+from lowtide.trace.split import split
+
+Groups = tuple[tuple[int, ...], ...]
+"""Inputs of a graph by when their gradients are there: those of one group at once."""
+
+
+class GradientGates(NamedTuple):
+    """Which inputs of a graph pass through which gate, and which get no gradient whatever the loss is."""
+
+    groups: Groups
+    without_gradient: tuple[int, ...]
+    num_inputs: int
+
+
+class Chain:
+    """What the gates of one call share: the rest of a backward pass that has begun."""
+
+    def __init__(self, gates: GradientGates) -> None:
+        self.gates = gates
+        self._rest: Iterator[None] | None = None
+        self._box: list[Any] = []
+        self._group = 0
+        self._autocast = False
+
+    def begin(self, parts: Callable[[list[Any]], Iterator[None]], args: list[Any]) -> list[Any]:
+        """The gradients that the graph's own node returns; all others are missing so far."""
+        args.append(self._box)
+        self._group, self._rest = 0, parts(args)
+        self._autocast = autograd_engine.autocast_is_on()
+        results: list[Any] = [None] * self.gates.num_inputs
+        for index, gradient in zip(self.gates.groups[0], self._advance(), strict=True):
+            results[index] = gradient
+        return results
+
+    def next_gradients(self) -> list[Any] | None:
+        """Those of the next gate; None where the graph's own node has returned all."""
+        if self._rest is None:
+            return None
+        with autograd_engine.autocast_off() if not self._autocast else nullcontext():
+            return self._advance()
+
+    def _advance(self) -> list[Any]:
+        assert self._rest is not None
+        next(self._rest)
+        self._group += 1
+        if self._group == len(self.gates.groups):
+            next(self._rest, None)  # whatever comes after the last gradients
+            self._rest = None
+        gradients = self._box[:]
+        self._box.clear()
+        return gradients
+
+
+class _Gate(torch.autograd.Function):
+    """Gives its inputs on as they are, after a token that orders the gates."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Chain, _token: torch.Tensor | None, *values: torch.Tensor) -> Any:
+        ctx.chain = chain
+        ctx.set_materialize_grads(False)
+        return (values[0].new_empty(0), *values)
+
+    @staticmethod
+    def backward(ctx: Any, token: Any, *given: Any) -> Any:
+        gradients = ctx.chain.next_gradients()
+        if gradients is not None:
+            # none of them may be known here when autograd gets them, or it would copy them
+            given = tuple(_sum(gradients.pop(0), other) for other in given)
+        return (None, token, *given)
+
+
+def _sum(gradient: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor | None:
+    """`given` comes from who uses an input beside the graph."""
+    if gradient is None or given is None:
+        return gradient if given is None else given
+    return gradient + given
+
+
+def gates_of(segment: Segment, backward: fx.GraphModule, *, num_inputs: int) -> GradientGates | None:
+    """How inputs of a graph get their gradients in its `backward`; None where all come at once."""
+    possible = results_of(segment.joint)[segment.num_forward_outputs :]
+    grads = results_of(backward)
+    changed = set(mutated_inputs(segment.joint).values())
+    if len(grads) != num_inputs or any(possible[index] is not None for index in changed):
+        return None
+    groups = _in_eagers_order(segment, [index for index, grad in enumerate(grads) if grad is not None])
+    if len(groups) < 2:
+        return None
+    never = tuple(index for index, grad in enumerate(possible) if grad is None)
+    return GradientGates(groups, never, num_inputs)
+
+
+def _in_eagers_order(segment: Segment, inputs: list[int]) -> Groups:
+    """Autograd goes back op by op, whatever is ready besides: an input has its gradient after the first op
+    that reads it, and those of one op have theirs at once."""
+    primals = segment.joint.graph.find_nodes(op="placeholder")
+    ops = split(segment)[0]
+    first: dict[fx.Node, tuple[int, int]] = {}
+    for position, node in enumerate(ops):
+        if node.target is not torch.ops.aten.detach.default:
+            for place, source in enumerate(node.all_input_nodes):
+                first.setdefault(source, (-position, place))
+    groups: dict[int, list[int]] = {}
+    for index in sorted(inputs, key=lambda index: (first.get(primals[index], (-len(ops), 0)), index)):
+        groups.setdefault(first.get(primals[index], (-len(ops), 0))[0], []).append(index)
+    return tuple(map(tuple, groups.values()))
+
+
+def _readers(grad: fx.Node) -> list[fx.Node]:
+    return [user for user in grad.users if user.op != "output"]
+
+
+def gated(function: Callable[..., Any], gates: GradientGates) -> Callable[..., Any]:
+    """`function`, a compiled graph, called with its inputs behind gates."""
+
+    def call(*args: Any) -> Any:
+        chain, token, values = Chain(gates), None, list(args)
+        # backwards, since autograd goes back: the gate that is made last is the first that it meets
+        for group in reversed(gates.groups[1:]):
+            token, *passed = _Gate.apply(chain, token, *(args[index] for index in group))  # type: ignore[no-untyped-call]
+            for index, value in zip(group, passed, strict=True):
+                values[index] = value
+        for index in gates.without_gradient:
+            if isinstance(values[index], torch.Tensor):
+                values[index] = values[index].detach()
+        return function(*values)
+
+    return call
+
+
+def waiting_chain(gates: GradientGates) -> Chain | None:
+    """Asked by a graph's backward pass when it begins: the chain of gates that is to run the rest of it.
+
+    None where there is none, and where another backward pass may follow, which needs everything again.
+    """
+    if autograd_engine.graph_is_kept():
+        return None
+    nodes = [
+        node for node in autograd_engine.nodes_after_this() if isinstance(getattr(node, "chain", None), Chain)
+    ]
+    own = [node for node in nodes if node.chain.gates is gates]
+    # an input can have come through the gates of an earlier call
+    return max(own, key=hooks.order_of).chain if own else None
+
+
+def with_handovers(backward: fx.GraphModule, groups: Groups) -> fx.GraphModule:
+    """A copy of a backward graph that hands every group of gradients over as soon as it can; its last input
+    is the box that they go to."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(backward.graph, new)
+    assert isinstance(results, (list, tuple))
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    inputs = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():
+        box = graph.placeholder("box")
+    position[box], last = len(inputs) - 1, box
+    for group in groups:
+        gradients = [results[index] for index in group]
+        made = [node for node in gradients if isinstance(node, fx.Node)]
+        read = [reader for node in made for reader in _readers(node) if reader in position]
+        latest = max([last, *made, *read], key=position.__getitem__)
+        with graph.inserting_after(latest):
+            last = graph.call_function(hand_over, (box, *gradients))
+        position[last] = position[latest]
+    graph.output([])
+    return hooks.graph_module(backward, graph)

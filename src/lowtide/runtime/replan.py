@@ -1,0 +1,385 @@
+"""Plan what comes after a plan was put to work: other batch shapes, other situations."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from torch import nn
+
+from lowtide.errors import BudgetTooSmall
+from lowtide.facts import Graph, GraphRun, Step
+from lowtide.optim.split_check import inside_bytes
+from lowtide.optim.step_in_backward import Updates
+from lowtide.planning.planner import Carried, Planner
+from lowtide.planning.repeated_graphs import planner_for
+from lowtide.planning.schedules import graph_schedules, runs_of_schedules
+from lowtide.planning.simulate import simulate
+from lowtide.plans import Plan
+from lowtide.runtime.backend import GraphPlan, Progress
+from lowtide.runtime.compiled_plans import InductorOps, nearest_compiled, solve_compiled
+from lowtide.runtime.executor import EAGER_OPS, Executor
+from lowtide.runtime.expected_loss import Room
+from lowtide.runtime.loop_observer import LiveLoss
+from lowtide.runtime.unplanned_steps import as_in, growth, optimizer_of, step_of, step_of_call
+from lowtide.torch_compat.ddp import Buckets
+from lowtide.torch_compat.dynamo import StartOver
+from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.trace.identity import identify_model, why_unknown
+from lowtide.trace.model_call import Loop
+from lowtide.trace.segments import Segment, structure
+from lowtide.units import format_size, size_and_bytes
+
+logger = logging.getLogger("lowtide")
+
+SCALAR_BYTES = 8
+SMALL_BYTES = 4096
+"""A few numbers around the loss, which nobody counts."""
+
+
+class Replanner:
+    """The plan of every graph that comes: one that was made, or a new one for the same budget.
+
+    Of a call that begins with an unknown graph, the whole step is planned (`plan_call`), unless it is a known
+    step with other shapes. Where the call got further, the graph is planned beside what has run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        *,
+        updates: Updates | None = None,
+        executor: Executor = EAGER_OPS,
+    ) -> None:
+        self.model = model
+        self._executor = executor
+        self.plan = plan
+        self._inside_bytes = (
+            {} if updates is None else inside_bytes(updates.optimizers, slices=updates.slices)
+        )
+        """what the update of each parameter in the backward pass holds"""
+        self.budget_bytes = plan.budget_bytes
+        self.planner = plan.planner
+        self.reserve = plan.solution.reserve
+        self.known_costs = plan.known
+        self.link = None if plan.solution.offload is None else plan.solution.offload.link
+        self.loop = plan.loop or Loop(holds_outputs=plan.solution.holds_outputs)
+        self.orders = dict(plan.solution.gradient_orders)
+        self.identity = identify_model(model)
+        self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
+        """the graphs of the user's own plan"""
+        self.steps = {_structures(self.first): self.first}
+        """of every structure, the graphs of the last step that was planned"""
+        self.graphs = {graph.fingerprint: graph for graph in self.first}
+        self._alike: dict[str, Graph] = {}
+        self._peak_bytes = plan.peak_bytes
+        self._dropped: dict[str, str] = {}
+        self._told_of_executor = False
+        self._several_calls = False
+        self._room: Room | None = None
+        if self.loss_is_unknown and not isinstance(executor, InductorOps) and not units_of(model):
+            self._room = Room.for_loss(plan, self.first)
+        if self._room is not None:
+            self.graphs = {graph.fingerprint: graph for graph in self._room.graphs}
+            self._peak_bytes = self.budget_bytes  # at most, with the room that is left
+            self.reserve = replace(
+                self.reserve, loss_bytes=max(self.reserve.loss_bytes, self._room.loss_bytes)
+            )
+
+    def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
+        kind = structure(segment.joint)
+        graph = self.graphs.get(segment.fingerprint)
+        if graph is None:
+            cause = self._dropped.get(segment.fingerprint) or why_unknown(segment, self.first)
+            like = self._alike.get(kind)
+            if nothing_ran and progress.is_whole:
+                graph = self._as_one_graph(segment, like, cause)
+            if graph is None and nothing_ran:
+                raise StartOver(cause)
+            if graph is None:
+                graph = self._beside_others(segment, like, progress, cause)
+            self.graphs[segment.fingerprint] = graph
+        self._alike[kind] = graph
+        return GraphPlan(
+            schedule=graph.schedule,
+            missing=frozenset(graph.missing),
+            apart=frozenset(graph.apart),
+            releases=graph.releases,
+        )
+
+    @property
+    def loss_is_unknown(self) -> bool:
+        outside = any(graph.tangent_bytes > SCALAR_BYTES for graph in self.first[-1:])
+        return (self.loop.loss is None and outside) or bool(self._dropped)
+
+    def learn(self, held: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
+        room, self._room = self._room, None
+        if room is not None and held is not None and not used and room.is_not_needed(held.peak_bytes):
+            self.graphs = {graph.fingerprint: graph for graph in self.first}
+            counted = self.plan.solution.reserve
+            self.reserve = replace(counted, loss_bytes=max(counted.loss_bytes, held.peak_bytes))
+            self._peak_bytes = self.plan.peak_bytes
+            self._alike.clear()
+            logger.info("the loop's loss holds %s: the plan is as it was made", format_size(held.peak_bytes))
+            return True
+        words = []
+        more_bytes = self._not_counted(held) if held is not None else 0
+        if held is not None and more_bytes:
+            if self._peak_bytes + more_bytes > self.budget_bytes:
+                words.append(
+                    f"the loop held {size_and_bytes(held.peak_bytes)} between the forward and the backward "
+                    f"pass, {size_and_bytes(more_bytes)} more than the plan counted on"
+                )
+            self.reserve = replace(self.reserve, loss_bytes=held.peak_bytes, loss_kept_bytes=held.kept_bytes)
+        for fingerprint, outputs in used.items():
+            words.append(
+                f"the loss reads output {min(outputs)} of the model, which the plan did not count on"
+            )
+            self._use(fingerprint, outputs)
+        if not words:
+            return False
+        cause = "; ".join(words)
+        logger.warning(
+            "%s: plans are made again. Pass `loss=` the function that your loop really uses to have it "
+            "counted from the start; a trainer's callback learns it from the first step, so leave as much "
+            "free there for that one",
+            cause,
+        )
+        self._drop(cause)
+        return True
+
+    def expect_calls(self) -> None:
+        """From now on, several calls come before a backward pass: their gradients are added up one by one."""
+        self._several_calls = True
+        self._drop("several calls come before a backward pass")
+
+    def _drop(self, cause: str) -> None:
+        self._room = None
+        self._dropped |= dict.fromkeys(self.graphs, cause)
+        self.graphs.clear()
+        self._alike.clear()
+
+    def count_buckets(self, buckets: Buckets) -> bool:
+        counted = self.reserve
+        more_bytes = buckets.nbytes - counted.bucket_bytes
+        if counted.gradients_in_buckets and not buckets.hold_gradients:
+            more_bytes += buckets.nbytes
+        if more_bytes <= 0:
+            return False
+        self.reserve = replace(
+            counted, bucket_bytes=buckets.nbytes, gradients_in_buckets=buckets.hold_gradients
+        )
+        self._peak_bytes += more_bytes
+        if self._peak_bytes <= self.budget_bytes:
+            return False
+        cause = (
+            f"DistributedDataParallel's buckets of gradients take {size_and_bytes(more_bytes)} more than the "
+            "plan counted on"
+        )
+        logger.warning(
+            "%s: plans are made again. Plan the wrapped model to have them counted from the start", cause
+        )
+        self._peak_bytes = 0
+        self._drop(cause)
+        return True
+
+    def _not_counted(self, held: LiveLoss) -> int:
+        """How many bytes the loop made beyond what the plan reserves for it."""
+        more_bytes = held.peak_bytes - ceil(self.reserve.loss_bytes * self._times(held.batch_bytes))
+        return more_bytes if more_bytes > SMALL_BYTES else 0
+
+    def _times(self, batch_bytes: int) -> Fraction:
+        """How many times larger a call is than the planned one; 1 for a smaller one."""
+        return max(Fraction(1), Fraction(batch_bytes, max(1, self.reserve.batch_bytes)))
+
+    def _use(self, fingerprint: str, outputs: Collection[int]) -> None:
+        """From now on, these outputs of a graph get a gradient."""
+
+        def mended(graph: Graph) -> Graph:
+            if graph.fingerprint != fingerprint:
+                return graph
+            # how large the other gradients were tells nothing about this graph any more
+            return replace(
+                graph, missing=tuple(o for o in graph.missing if o not in outputs), tangent_bytes=0
+            )
+
+        self.first = tuple(map(mended, self.first))
+        self.steps = {kind: tuple(map(mended, graphs)) for kind, graphs in self.steps.items()}
+
+    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
+        step = step_of_call(
+            self.model,
+            args,
+            kwargs,
+            loop=self.loop,
+            reserve=self.reserve,
+            known=self.known_costs,
+            updates=self._inside_bytes,
+            link=self.link,
+            orders=self.orders,
+            is_called_again=self._several_calls,
+        )
+        own = [graph for graph in step.graphs if graph.in_model]
+        if all(graph.fingerprint in self.graphs for graph in own):
+            return
+        larger = growth(step, like=None, reserve=self.reserve) > 1
+        larger = larger or identify_model(self.model) != self.identity
+        found = self._plan(step, self.steps.get(_structures(own), ()), larger=larger)
+        self._tell(found.peak_bytes, cause, compiled=False)
+        self._remember(found.graphs[: len(own)])
+
+    @property
+    def _planned_graph(self) -> Graph | None:
+        """The graph that the reserve was found for, where it is one."""
+        return self.first[0] if len(self.first) == 1 else None
+
+    def _as_one_graph(self, segment: Segment, like: Graph | None, cause: str) -> Graph | None:
+        """A plan for a step of this graph alone, whose loss reads the outputs that it reads in another such
+        step; None where there is none with as many outputs."""
+        alone = [graphs[0] for graphs in self.steps.values() if len(graphs) == 1]
+        likely = [like] if like is not None else alone
+        found = [fitting for graph in likely if (fitting := as_in(graph, segment)) is not None]
+        if not found:
+            return None
+        changed = identify_model(self.model) != self.identity
+        step = step_of(
+            segment,
+            self.model,
+            like=found[0],
+            planned=self._planned_graph,
+            reserve=self.reserve,
+            known=self.known_costs,
+            optimizer=optimizer_of(self.model, self.loop) if changed else None,
+            updates=self._inside_bytes,
+            link=self.link,
+            is_called_again=self._several_calls,
+        )
+        new = step.graphs[0]
+        alike = [graph for graph in found if (graph.structure, graph.apart) == (new.structure, new.apart)]
+        larger = changed or growth(step, like=self._planned_graph, reserve=self.reserve) > 1
+        plan = self._plan(step, alike[:1], larger=larger, segment=segment)
+        self._tell(plan.peak_bytes, cause)
+        self._remember(plan.graphs)
+        return plan.graphs[0]
+
+    def _beside_others(self, segment: Segment, like: Graph | None, progress: Progress, cause: str) -> Graph:
+        """A plan for one of several graphs of a step, beside what the others hold."""
+        position = progress.graphs_in_call
+        planned = list(self.steps.values())[-1]
+        times = self._times(progress.batch_bytes)
+        like = None if like is None else as_in(like, segment)
+        beside = like or (planned[position] if position < len(planned) > 1 else None)
+        step = step_of(
+            segment,
+            self.model,
+            like=like,
+            reserve=self.reserve,
+            known=self.known_costs,
+            held_bytes=progress.saved_bytes + self._other_gradient_bytes(segment),
+            later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
+            is_whole=False,
+            link=self.link,
+            is_called_again=self._several_calls,
+        )
+        if beside is None and not progress.is_whole:
+            # nobody knows what follows: leave as much room as there is
+            found = _lowest(planner_for(step), ())
+        else:
+            found = self._plan(step, () if like is None else (like,), larger=False)
+        self._tell(found.peak_bytes, cause, compiled=False)
+        return found.graphs[0]
+
+    def _other_gradient_bytes(self, segment: Segment) -> int:
+        """The gradients of parameters that a graph does not read: new ones, and earlier ones if there are."""
+        own = {origin.tensor for origin in segment.origins}
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
+        return sum(p.nbytes for p in others) * (2 if self.reserve.earlier_gradient_bytes else 1)
+
+    def _remember(self, graphs: tuple[Graph, ...]) -> None:
+        self.steps[_structures(graphs)] = graphs
+        self.graphs.update({graph.fingerprint: graph for graph in graphs})
+
+    def _plan(
+        self, step: Step, like: Sequence[Graph], *, larger: bool, segment: Segment | None = None
+    ) -> Carried:
+        """Schedules for `step`: those of the graphs `like`, mended, or found anew; the lowest there are where
+        none is known to fit and the step is not `larger` than what was planned. Of a step of one `segment`,
+        what a compiler makes of it has to fit."""
+        desk = planner_for(step)
+        if segment is not None and isinstance(self._executor, InductorOps):
+            return self._compiled_plan(desk, segment, self._executor, larger=larger)
+        carried = desk.carry(_schedules(like, step), budget_bytes=self.budget_bytes) if like else None
+        if carried is not None and carried.peak_bytes <= self.budget_bytes:
+            return carried
+        try:
+            answer = desk.solve(budget_bytes=self.budget_bytes, planner=self.planner)
+            return Carried(answer.peak_bytes, answer.graphs)
+        except BudgetTooSmall:
+            if larger:
+                raise
+        return _lowest(desk, like)
+
+    def _compiled_plan(
+        self, desk: Planner, segment: Segment, executor: InductorOps, *, larger: bool
+    ) -> Carried:
+        """Of a step that is not `larger`, the lowest plan that was found runs where none fits."""
+        search = solve_compiled if larger else nearest_compiled
+        answer = search(desk, segment, executor, budget_bytes=self.budget_bytes, planner=self.planner)
+        return Carried(answer.peak_bytes, answer.graphs)
+
+    def _tell(self, peak_bytes: int, cause: str, *, compiled: bool = True) -> None:
+        """`compiled`: the peak is that of what a compiler makes of the graph, if one does."""
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        if peak_bytes > self.budget_bytes:
+            logger.warning(
+                "a graph without a plan (%s) runs by its lowest one, with a peak of at most %s: "
+                "that it stays within the budget of %s is not proven",
+                cause,
+                size_and_bytes(peak_bytes),
+                size_and_bytes(self.budget_bytes),
+            )
+        else:
+            logger.info(
+                "a graph without a plan (%s) got one of its own: %s of %s",
+                cause,
+                format_size(peak_bytes),
+                format_size(self.budget_bytes),
+            )
+        if not compiled and isinstance(self._executor, InductorOps) and not self._told_of_executor:
+            self._told_of_executor = True
+            logger.warning(
+                "a graph without a plan (%s) is planned as if its ops ran one by one, and what Inductor "
+                "compiles of it may hold more: plan for this shape, or choose executor 'eager'",
+                cause,
+            )
+
+
+def _structures(graphs: Sequence[Graph]) -> tuple[str, ...]:
+    return tuple(graph.structure for graph in graphs)
+
+
+def _schedules(like: Sequence[Graph], step: Step) -> list[tuple[GraphRun, ...]]:
+    """Those of planned graphs, for a step that begins with the same; a loss after them has none."""
+    return [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
+
+
+def _lowest(desk: Planner, like: Sequence[Graph]) -> Carried:
+    """The lowest peak known for a step, and its graphs: by a new plan, or by those of the graphs `like`.
+
+    A search can miss for a smaller batch what it found for the planned one.
+    """
+    lowest = desk.solve(budget_bytes=desk.floor().floor_bytes)
+    if like:
+        try:
+            releases = [graph.releases for graph in like]
+            runs = runs_of_schedules(desk.step, _schedules(like, desk.step), releases)
+            peak_bytes = simulate(desk.step, runs).peak_bytes
+        except ValueError:  # the ops of this shape are others
+            pass
+        else:
+            if peak_bytes < lowest.peak_bytes:
+                return Carried(peak_bytes, graph_schedules(desk.step, runs))
+    return Carried(lowest.peak_bytes, lowest.graphs)

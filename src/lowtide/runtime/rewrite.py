@@ -1,0 +1,364 @@
+"""Turn a joint graph and a schedule into the forward and the backward graph that run.
+
+`graph -> graphs`: the joint graph is not touched. The forward graph runs every forward op once, in
+the order it was captured. The backward graph runs what the schedule says: backward ops, and before
+them copies of forward ops, each reading the latest earlier copy of what it needs. Values that
+backward still reads from the forward pass are saved; nothing else is. A value that leaves for a store begins
+to do so right after its op, and is waited for before its first reader in the backward graph.
+"""
+
+import operator
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.analyze.overwrites import overwrites
+from lowtide.analyze.update_places import update_places, updated
+from lowtide.facts import GraphRun
+from lowtide.ops.calls import Call, is_number, map_leaves, storage_key
+from lowtide.optim.step_in_backward import Updates, update_parameter
+from lowtide.remat import Kept, rule_named
+from lowtide.torch_compat import hooks
+from lowtide.trace.segments import Segment, results_of
+from lowtide.trace.split import split, tangent_outputs
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """The two graphs that run; `num_saved` values pass from the first to the second, and hold
+    `saved_bytes`, the model's own tensors and those of the batch apart. The last `num_numbers` of them are
+    Python's, and autograd does not check the version of the `num_unchecked` before those.
+
+    Backward's inputs are the saved numbers, the saved tensors, then one gradient for each of `tangents`, the
+    outputs that can have one.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_saved: int
+    saved_bytes: int
+    tangents: tuple[int, ...]
+    num_unchecked: int
+    num_numbers: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One entry of a schedule, looked up: a backward op, or a forward value brought back by a `call`. A
+    backward op has one where it runs in another way."""
+
+    node: fx.Node
+    method: str = ""
+    call: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What passes from the forward to the backward graph: values, and what methods keep besides."""
+
+    values: list[fx.Node]
+    kept: dict[Kept, str]
+    """with a name for each"""
+
+    @property
+    def checked(self) -> list[fx.Node | Kept]:
+        """Those whose version autograd checks; they come first."""
+        tensors = (node for node in self.values if not _is_number(node))
+        return [*(node for node in tensors if not _no_version_check(node)), *self.kept]
+
+    @property
+    def unchecked(self) -> list[fx.Node | Kept]:
+        return [node for node in self.values if _no_version_check(node)]
+
+    @property
+    def numbers(self) -> list[fx.Node | Kept]:
+        return [node for node in self.values if _is_number(node)]
+
+    @property
+    def as_returned(self) -> list[fx.Node | Kept]:
+        """In the order in which torch wants the forward graph to give them."""
+        return [*self.checked, *self.unchecked, *self.numbers]
+
+    @property
+    def as_given(self) -> list[fx.Node | Kept]:
+        """In the order in which torch gives them to the backward graph."""
+        return [*self.numbers, *self.checked, *self.unchecked]
+
+
+Keepers = dict[fx.Node, list[Kept]]
+"""What methods keep, by the forward node that it is kept for."""
+
+
+def plain_schedule(segment: Segment) -> tuple[GraphRun, ...]:
+    """The schedule that brings nothing back."""
+    forward, backward = split(segment)
+    return tuple(GraphRun(position) for position in range(len(forward), len(forward) + len(backward)))
+
+
+def rewrite(
+    segment: Segment,
+    schedule: Sequence[GraphRun],
+    *,
+    releases: Sequence[tuple[int, int]] = (),
+    updates: Updates | None = None,
+    store: int = 0,
+    in_place: bool = True,
+) -> Rewritten:
+    """The forward and backward graphs of `segment` under `schedule` and `releases` (see `facts.Graph`).
+
+    `updates` takes the steps of the parameters whose gradients are then not returned. `store` is the number
+    of the store that values leave for. `in_place`: ops may write over what they read last.
+    """
+    forward_ops, backward_ops = split(segment)
+    tangents = tangent_outputs(segment.joint)
+    steps, keepers = _look_up(schedule, forward_ops, backward_ops)
+    saved = _saved(segment, steps, keepers, tangents)
+    return Rewritten(
+        forward=_forward_graph(
+            segment, forward_ops, keepers, saved, tangents, releases=dict(releases), store=store
+        ),
+        backward=_backward_graph(segment, steps, saved, tangents, updates=updates, in_place=in_place),
+        num_saved=len(saved.as_given),
+        saved_bytes=_bytes_of(saved, segment),
+        tangents=tuple(tangents.values()),
+        num_unchecked=len(saved.unchecked),
+        num_numbers=len(saved.numbers),
+    )
+
+
+def _look_up(
+    schedule: Sequence[GraphRun], forward_ops: list[fx.Node], backward_ops: list[fx.Node]
+) -> tuple[list[_Step], Keepers]:
+    ops = [*forward_ops, *backward_ops]
+    keepers: dict[tuple[fx.Node, str], tuple[Kept, ...]] = {}
+    steps = []
+    for position, name in schedule:
+        node = ops[position]
+        if not name:
+            steps.append(_Step(node))
+            continue
+        method = rule_named(name)
+        if (node, name) not in keepers:
+            keepers[node, name] = method.kept(node)
+        steps.append(_Step(node, name, method.call(node, keepers[node, name])))
+    by_node: Keepers = {}
+    for (node, _), kept in keepers.items():
+        by_node.setdefault(node, []).extend(kept)
+    return steps, by_node
+
+
+def forward_only(segment: Segment) -> fx.GraphModule:
+    """A graph without a backward part, as it is run."""
+    graph = fx.Graph()
+    new: dict[fx.Node | Kept, fx.Node] = {}
+    for node in segment.joint.graph.nodes:
+        new[node] = _copy(graph, node, new)
+    return _module(segment, graph)
+
+
+def _saved(segment: Segment, steps: list[_Step], keepers: Keepers, tangents: Container[fx.Node]) -> _Saved:
+    """Forward values that backward reads from their first run, and all that methods keep."""
+    made: set[fx.Node] = set()
+    saved: dict[fx.Node, None] = {}
+
+    def read(source: fx.Node) -> None:
+        if source not in made and source not in tangents:
+            saved[source] = None
+
+    for step in steps:
+        if _unpacks(step, made):
+            saved[step.node] = None
+            continue
+        if step.call is None:
+            for source in step.node.all_input_nodes:
+                read(source)
+        else:
+            fx.node.map_arg((step.call.args, step.call.kwargs), read)
+        made.add(step.node)
+    for grad in results_of(segment.joint)[segment.num_forward_outputs :]:
+        if grad is not None:
+            read(grad)
+    position = {node: index for index, node in enumerate(segment.joint.graph.nodes)}
+    kept = {
+        k: f"{node.name}_{k.name}"
+        for node in sorted(keepers, key=position.__getitem__)
+        for k in keepers[node]
+    }
+    return _Saved(sorted(saved, key=position.__getitem__), kept)
+
+
+def _bytes_of(saved: _Saved, segment: Segment) -> int:
+    inputs = segment.joint.graph.find_nodes(op="placeholder")
+    known = {storage_key(node.meta["val"]) for node in inputs if isinstance(node.meta["val"], torch.Tensor)}
+    values = [kept.value for kept in saved.kept] + [node.meta.get("val") for node in saved.values]
+    sizes = {storage_key(v): v.untyped_storage().nbytes() for v in values if isinstance(v, torch.Tensor)}
+    return sum(nbytes for key, nbytes in sizes.items() if key not in known)
+
+
+def _unpacks(step: _Step, made: Container[Any]) -> bool:
+    """Whether a step would only unpack the forward pass's tuple: its first run is that value."""
+    call = step.call
+    return call is not None and call.target is operator.getitem and call.args[0] not in made
+
+
+def _no_version_check(node: fx.Node) -> bool:
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
+def _is_number(node: fx.Node) -> bool:
+    return is_number(node.meta.get("val"))
+
+
+def _forward_graph(
+    segment: Segment,
+    ops: list[fx.Node],
+    keepers: Keepers,
+    saved: _Saved,
+    tangents: Container[fx.Node],
+    *,
+    releases: Mapping[int, int],
+    store: int,
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    new: dict[fx.Node | Kept, fx.Node] = {}
+    for primal in segment.joint.graph.find_nodes(op="placeholder"):
+        if primal not in tangents:
+            new[primal] = graph.node_copy(primal)
+
+    leaving: dict[int, list[tuple[fx.Node, Kept, fx.Node]]] = {}
+
+    def keep(node: fx.Node, kept: Kept, begun: fx.Node | None = None) -> None:
+        new[kept] = _write(graph, kept.call, new if begun is None else {**new, node: begun})
+        new[kept].meta = {**node.meta, "val": kept.value, "lowtide_kept": kept.name}
+
+    for position, node in enumerate(ops):
+        mine = keepers.get(node, ())
+        for kept in mine:
+            if kept.before:
+                keep(node, kept)
+        new[node] = _copy(graph, node, new)
+        for kept in mine:
+            if kept.begin is not None:
+                begun = graph.call_function(kept.begin, (store, new[node]))
+                leaving.setdefault(releases.get(position, position), []).append((node, kept, begun))
+            elif not kept.before:
+                keep(node, kept)
+        for left in leaving.pop(position, ()):
+            keep(*left)
+    assert not leaving, "a value leaves after an op that is not there"
+    results = results_of(segment.joint)[: segment.num_forward_outputs]
+    plain = segment.joint.graph.output_node().args[0]
+    assert isinstance(plain, (list, tuple))
+    outputs: list[Any] = [
+        new[node] if node is not None else value for node, value in zip(results, plain, strict=False)
+    ]
+    graph.output([*outputs, *(new[value] for value in saved.as_returned)])
+    return _module(segment, graph)
+
+
+def _backward_graph(
+    segment: Segment,
+    steps: list[_Step],
+    saved: _Saved,
+    tangents: Mapping[fx.Node, int],
+    *,
+    updates: Updates | None,
+    in_place: bool,
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    latest: dict[fx.Node | Kept, fx.Node] = {}
+    backward_ops = set(split(segment)[1])
+    ran = [step.node for step in steps if step.node in backward_ops]
+    calls = {step.node: step.call for step in steps if step.call and step.node in backward_ops}
+    written_over = overwrites(segment, ran, calls) if in_place else {}
+    for value in (*saved.as_given, *tangents):
+        latest[value] = graph.placeholder(saved.kept[value] if isinstance(value, Kept) else value.name)
+        latest[value].meta = {"val": value.value} if isinstance(value, Kept) else dict(value.meta)
+    updated_grads = {} if updates is None else updated(segment, updates.place)
+    places = update_places(segment, [(step.node, _reads(step)) for step in steps], updated_grads)
+    results: dict[int, fx.Node] = {}
+    coming: dict[fx.Node, Any] = {}
+
+    def wait_for(values: Iterable[fx.Node | None]) -> None:
+        for value in values:
+            if value is not None and value in coming:
+                there = graph.call_function(coming.pop(value), (latest[value],))
+                there.meta, latest[value] = latest[value].meta, there
+
+    for place, step in enumerate(steps):
+        if not _unpacks(step, latest):
+            wait_for(_reads(step))
+            latest[step.node] = _written(graph, step, latest, written_over)
+            coming.pop(step.node, None)
+            if step.method and (wait := rule_named(step.method).wait) is not None:
+                coming[step.node] = wait
+        for index in places.get(place, ()):
+            assert updates is not None
+            number = updates.place[segment.origins[index].tensor]
+            arguments = (updates.number, number, latest[updated_grads[index]])
+            results[index] = graph.call_function(update_parameter, arguments)
+    grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    wait_for(grads)
+    graph.output(
+        [None if grad is None else results.get(index) or latest[grad] for index, grad in enumerate(grads)]
+    )
+    return _module(segment, graph)
+
+
+def _written(
+    graph: fx.Graph,
+    step: _Step,
+    latest: Mapping[fx.Node | Kept, fx.Node],
+    written_over: Mapping[fx.Node, Call],
+) -> fx.Node:
+    """One step of a schedule as a node of the backward graph."""
+    if step.node in written_over:
+        copy = _write(graph, written_over[step.node], latest)
+        copy.meta = dict(step.node.meta)
+        return copy
+    if step.call is None:
+        return _copy(graph, step.node, latest)
+    copy = _write(graph, step.call, latest)
+    copy.meta = {
+        **step.node.meta,
+        "lowtide_method": step.method,
+        "lowtide_recompute": step.node.name,
+        "partitioner_tag": "is_backward",
+    }
+    return copy
+
+
+def _reads(step: _Step) -> list[fx.Node]:
+    if step.call is None:
+        return list(step.node.all_input_nodes)
+    found: list[fx.Node] = []
+    fx.node.map_arg((step.call.args, step.call.kwargs), found.append)
+    return found
+
+
+def _copy(graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node | Kept, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, lambda source: new[source])
+    copy.target = _possible(copy.target)
+    return copy
+
+
+def _write(graph: fx.Graph, call: Call, new: Mapping[fx.Node | Kept, fx.Node]) -> fx.Node:
+    """A call as a node of `graph`; the nodes and kept tensors among its arguments are those of `new`."""
+    args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda source: new[source])
+    args, kwargs = map_leaves(lambda leaf: new[leaf] if isinstance(leaf, Kept) else leaf, (args, kwargs))
+    return graph.call_function(_possible(call.target), tuple(args), dict(kwargs))
+
+
+def _possible(target: Any) -> Any:
+    """Fake strides can differ from real ones: where a view is impossible at run time, copy."""
+    return aten.reshape.default if target is aten.view.default else target
+
+
+def _module(segment: Segment, graph: fx.Graph) -> fx.GraphModule:
+    graph.lint()
+    return hooks.graph_module(segment.joint, graph)

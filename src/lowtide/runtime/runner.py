@@ -1,0 +1,391 @@
+"""Run a planned model inside the user's own training loop.
+
+The model stays the same object of the same class. Its call is routed through torch.compile with a
+backend that rewrites every captured graph by its plan; without gradients the model's own code runs as if
+lowtide were not there.
+"""
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import fx, nn
+
+from lowtide.errors import CaptureError, LowtideError
+from lowtide.facts import Kind
+from lowtide.offload import Store
+from lowtide.optim.split_step import Pieces
+from lowtide.optim.step_in_backward import Updates
+from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
+from lowtide.runtime.backend import Backend, GraphPlan, Progress
+from lowtide.runtime.bypass import mark, unmark
+from lowtide.runtime.executor import EAGER_OPS, Executor
+from lowtide.runtime.loop_observer import LayoutWatch, LiveLoss, LoopWatch, leave
+from lowtide.runtime.notices import Notices, PendingCall, ran_without_plan
+from lowtide.torch_compat import ddp, dynamo, hooks
+from lowtide.torch_compat.first_calls import make_first_calls
+from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.trace import failures
+from lowtide.trace.identity import layouts
+from lowtide.trace.model_call import call_model, entrance, route_of, set_route, tensors_in
+from lowtide.trace.segments import Origin, Segment, TracedModel, describe_inputs, name_tensors
+
+logger = logging.getLogger("lowtide")
+
+Guard = Callable[[str], AbstractContextManager[None]]
+"""What a forward or backward pass runs in, by its name, where other processes may fail."""
+
+
+class Plans(Protocol):
+    """Where a runner gets the plan of a graph from.
+
+    `orders`: in which gradients come that are not laid out like their outputs.
+    """
+
+    orders: dict[str, str]
+
+    def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
+        """How `segment` runs. StartOver where `plan_call` has to tell, which needs that nothing ran yet."""
+        ...
+
+    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
+        """Plan the step that this call of the model begins, without running it."""
+        ...
+
+    @property
+    def loss_is_unknown(self) -> bool:
+        """Whether nobody knows what the loop makes of the model's output."""
+        ...
+
+    def learn(self, held: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
+        """Whether plans were dropped, because of what a loop made between forward and backward pass, or of
+        outputs that it used though no plan counts on that, by graph."""
+        ...
+
+    def expect_calls(self) -> None:
+        """Drop plans, since several calls come before a backward pass, and no plan counts on that."""
+        ...
+
+    def count_buckets(self, buckets: ddp.Buckets) -> bool:
+        """Whether plans were dropped, because gradients go through buckets that no plan counts on."""
+        ...
+
+
+class Runner:
+    """What a planned model calls instead of its own forward.
+
+    A call with a batch of the layout `eager_batch` is left to eager PyTorch. `spare_bytes` are those of the
+    budget that the plan leaves free; None where nobody gave a budget. `planned_batch` is the layout of the
+    batch that was planned, `traced` the model as it was traced for the plan, `store` where values that it
+    swaps go.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Plans,
+        *,
+        spare_bytes: int | None = None,
+        executor: Executor = EAGER_OPS,
+        eager_batch: str | None = None,
+        planned_batch: str | None = None,
+        updates: Updates | None = None,
+        pieces: Pieces | None = None,
+        holds_outputs: bool = True,
+        traced: TracedModel | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.model = model
+        self.pieces = pieces
+        self.holds_outputs = holds_outputs
+        self.updates = updates
+        self.plans = plans
+        self.spare_bytes = spare_bytes
+        self.eager_batch = eager_batch
+        self.backend = Backend(
+            self._plan_of,
+            origins=self._origins,
+            executor=executor,
+            updates=updates,
+            store=store,
+            orders=plans.orders,
+        )
+        self.guard: Guard = _unguarded
+        self.backend.progress.kept.spare_bytes = spare_bytes
+        self.backend.progress.outputs.may_be_held = holds_outputs
+        self._graphs_before = 0
+        self._batch: Any = ()
+        self._may_start_over = True
+        self._pending = PendingCall(self.backend.progress)
+        self._has_terms = updates is None and executor.in_place
+        self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
+        self._notices = Notices(spare_bytes)
+        self._layouts = LayoutWatch(plans.orders)
+        self._start = time.perf_counter()
+        self._entrance = entrance(model)
+        # looked at in every step, and finding them anew takes ten times as long
+        self._parameters = tuple(model.parameters())
+        self._planned_situation = self._situation()
+        self._device = self._parameters[0].device.type if self._parameters else "cpu"
+        self._known = {(planned_batch, self._planned_situation)}
+        self.compiled = compiled_model(model, self.backend)
+        if traced is not None and traced.take(model) and self.backend.adopt(traced.graph):
+            self.compiled = traced.compiled
+            traced.compiled.compile_by(self.backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.guard("forward"):
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leave()
+        if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
+            return call_model(self.model, args, kwargs)
+        self._meet_wrapper()
+        if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
+            return call_model(self.model, args, kwargs)
+        self._learn()
+        self._plan_ahead(args, kwargs)
+        self._notices.tell_of_gradients(self._parameters)
+        if self._pending.is_there():
+            self.backend.progress.is_called_again = True
+            self._notices.tell_of_two_calls(self.backend.progress, is_mended=self._adds_up())
+        self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
+        self.backend.progress.begin_call()
+        try:
+            output = self._call_planned(args, kwargs)
+            if not self.backend.progress.graphs_in_call:
+                raise ran_without_plan(next(iter(dynamo.graph_breaks() - breaks), "it gives no reason"))
+        except hooks.TorchDynamoException as error:
+            self.compiled.look_again()
+            self._raise_as_eager(error)
+        except BaseException:
+            self.compiled.look_again()
+            raise
+        finally:
+            self._batch, self._may_start_over = (), True
+        self._pending.note(output)
+        self.backend.progress.outputs.note(output)
+        if self.backend.num_graphs > self._graphs_before:
+            self._graphs_before = self.backend.num_graphs
+            if self.plans.loss_is_unknown:
+                self._layouts.watch(output)
+            self._watch_loop()
+            seconds = time.perf_counter() - self._start
+            self._notices.tell_of_many_graphs(self.backend.num_graphs, self.compiled.seconds / seconds)
+        return output
+
+    def _watch_loop(self) -> None:
+        """See what the loop makes of the output of a graph that is new, before its backward pass."""
+        watch = LoopWatch()
+        if self.plans.loss_is_unknown and self._device == "cpu" and watch.begin():
+            self.backend.progress.watch = watch
+
+    def _learn(self) -> None:
+        """Plan again where the last step was another one than the plan counts on."""
+        progress = self.backend.progress
+        progress.watch = None  # where no backward pass came
+        held, progress.held = progress.held, None
+        used = {fingerprint: outputs for fingerprint, outputs in progress.used.items() if outputs}
+        has_new_orders = self._layouts.has_news()
+        has_new_calls = progress.is_called_again and not self._pending.is_there() and self._expect_calls()
+        if held is None and not used and not has_new_orders and not has_new_calls:
+            return
+        if self.plans.learn(held, used) or has_new_orders or has_new_calls:
+            self.compiled.forget()
+            self.backend.forget()
+            progress.used.clear()
+
+    def _adds_up(self) -> bool:
+        """Whether gradients of several calls are added up one by one; those that DDP takes are whole."""
+        return self._has_terms and ddp.active() is None
+
+    def _expect_calls(self) -> bool:
+        """Let the gradients of weights that are used several times leave each call one by one."""
+        progress = self.backend.progress
+        progress.is_called_again = False
+        if not progress.summed or not self._adds_up():
+            return False
+        progress.summed = ""
+        self.plans.expect_calls()
+        return True
+
+    def _meet_wrapper(self) -> None:
+        """Plan again where a DistributedDataParallel around the model has buckets that were not counted."""
+        wrapper = ddp.active()
+        if wrapper is None or wrapper is self._wrapper():
+            return
+        buckets = ddp.buckets_of(wrapper)
+        if buckets.hold_gradients:
+            self._notices.leave_out("gradients")  # those that are there are in the buckets, which count
+        if self.plans.count_buckets(buckets):
+            self.compiled.forget()
+            self.backend.forget()
+            self.eager_batch = None
+        if route_of(wrapper) is None:
+            set_route(wrapper, _Guarded(wrapper, self.guard))
+        self._wrapper = weakref.ref(wrapper)
+
+    def _call_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            with dynamo.user_errors():
+                return self.compiled(self.model, args, kwargs)
+        except dynamo.StartOver as unknown:
+            self.compiled.look_again()
+            self._plan_call(args, kwargs, cause=str(unknown))
+        self._may_start_over = False
+        with dynamo.user_errors():
+            return self.compiled(self.model, args, kwargs)
+
+    def _plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan a new kind of call before it begins: where processes exchange parameters, no call can start
+        over, since the others would not."""
+        if not isinstance(self.compiled, CompiledUnits):
+            return
+        kind = (layouts((args, kwargs)), self._situation())
+        if kind not in self._known:
+            self._plan_call(args, kwargs, cause="another batch, or another setting of the model")
+            self._known.add(kind)
+
+    def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
+        """Where the model's own code raises for this batch, its exception is the user's, not ours."""
+        try:
+            self.plans.plan_call(args, kwargs, cause=cause)
+        except CaptureError:
+            self._run_eagerly(args, kwargs)
+            raise
+
+    def _plan_of(self, segment: Segment) -> GraphPlan:
+        if not isinstance(self.compiled, CompiledUnits) and units_of(self.model):
+            raise LowtideError(
+                "fully_shard was called on this model after its plan was applied: lowtide.remove(model), and "
+                "plan the sharded model"
+            )
+        nothing_ran = self._may_start_over and self.compiled.is_tracing(*self._entrance)
+        self.backend.progress.batch_bytes = sum(tensor.nbytes for tensor in tensors_in(self._batch))
+        return self.plans.plan_of(segment, self.backend.progress, nothing_ran=nothing_ran)
+
+    def _is_trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a backward pass through this call has anything to do."""
+        if any(parameter.requires_grad for parameter in self._parameters):
+            return True
+        return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+
+    def _is_left_to_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return layouts((args, kwargs)) == self.eager_batch and self._situation() == self._planned_situation
+
+    def _situation(self) -> tuple[Any, ...]:
+        """What of a model changes what a step holds."""
+        return self.model.training, *((p.requires_grad, p.dtype) for p in self._parameters)
+
+    def _raise_as_eager(self, error: Exception) -> NoReturn:
+        """The user's own exception, as the model's code raises it, not the compiler's account of it."""
+        self._run_eagerly(*self._batch)
+        raise ran_without_plan(failures.describe(error)) from error
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.no_grad():
+            call_model(self.model, args, kwargs)
+
+    def _origins(self, graph: fx.GraphModule) -> list[Origin]:
+        """Where a graph's inputs come from; `Kind.OTHER` is what the model itself made, in another graph."""
+        origins = describe_inputs(graph, name_tensors(self.model, self._batch), stranger=Kind.INPUT)
+        batch = {id(leaf) for leaf in tensors_in(self._batch)}
+        return [
+            replace(origin, kind=Kind.OTHER)
+            if value is not None and value.grad_fn is not None and id(value) not in batch
+            else origin
+            for origin, value in zip(origins, hooks.graph_inputs(graph), strict=True)
+        ]
+
+
+class _Guarded:
+    """Stands where a wrapper's own code is called, which talks to other processes before its model does."""
+
+    def __init__(self, wrapper: nn.Module, guard: Guard) -> None:
+        self.wrapper, self.guard = wrapper, guard
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.guard("forward"):
+            return call_model(self.wrapper, args, kwargs)
+
+
+def _unguarded(_when: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _nothing() -> None:
+    return None
+
+
+def install(
+    model: nn.Module,
+    plans: Plans,
+    *,
+    spare_bytes: int | None = None,
+    executor: Executor = EAGER_OPS,
+    eager_batch: str | None = None,
+    planned_batch: str | None = None,
+    updates: Updates | None = None,
+    pieces: Pieces | None = None,
+    holds_outputs: bool = True,
+    traced: TracedModel | None = None,
+    store: Store | None = None,
+) -> Runner:
+    """Route `model`'s calls through a plan, in place."""
+    current = route_of(model)
+    if current is not None and not isinstance(current, Runner):
+        raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
+    make_first_calls()
+    remove(model)
+    runner = Runner(
+        model,
+        plans,
+        spare_bytes=spare_bytes,
+        executor=executor,
+        eager_batch=eager_batch,
+        planned_batch=planned_batch,
+        updates=updates,
+        pieces=pieces,
+        holds_outputs=holds_outputs,
+        traced=traced,
+        store=store,
+    )
+    attach(model, runner)
+    return runner
+
+
+def attach(model: nn.Module, runner: Runner) -> None:
+    """Let `model` run by a runner that was made for it."""
+    for steps in (runner.updates, runner.pieces):
+        if steps is not None:
+            steps.open()
+    set_route(model, runner)
+    if runner.eager_batch is None:
+        mark(model, runner.backend.progress, applied=runner)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Give the plain model back: the same object, without its plan."""
+    inner = ddp.unwrapped(model)
+    runner = runner_of(inner)
+    if isinstance(route_of(model), _Guarded):
+        set_route(model, None)
+    if runner is not None:
+        set_route(inner, None)
+        for steps in (runner.updates, runner.pieces):
+            if steps is not None:
+                steps.close()
+    unmark(inner)
+    return model
+
+
+def runner_of(model: nn.Module) -> Runner | None:
+    """What runs a planned model; None for a plain one."""
+    current = route_of(ddp.unwrapped(model))
+    return current if isinstance(current, Runner) else None

@@ -1,0 +1,212 @@
+"""The steps around graphs that come without a plan: what the graphs show, and what is known besides."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.analyze.captured_step import Captured, captured_step, only_loss_held
+from lowtide.analyze.gradient_sums import sums_of
+from lowtide.analyze.graph_facts import analyse
+from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage, TransferSpeed
+from lowtide.planning.schedules import batch_bytes, with_buckets
+from lowtide.profiling.costing import Known, estimate_costs, measure_costs
+from lowtide.torch_compat import hooks
+from lowtide.torch_compat.aot_patches import Orders
+from lowtide.trace.compile_settings import one_at_a_time
+from lowtide.trace.model_call import Loop
+from lowtide.trace.segments import Execution, Segment, Trace, mutated_inputs
+from lowtide.trace.split import tangent_outputs
+from lowtide.trace.trace_model import trace
+
+
+def step_of(
+    segment: Segment,
+    model: nn.Module,
+    *,
+    like: Graph | None,
+    planned: Graph | None = None,
+    reserve: Reserve,
+    known: Known | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    held_bytes: int = 0,
+    later_bytes: int = 0,
+    updates: Mapping[int, int] | None = None,
+    is_whole: bool = True,
+    link: TransferSpeed | None = None,
+    is_called_again: bool = False,
+) -> Step:
+    """The facts of a step around one graph, its times from ops measured before.
+
+    Which outputs are returned and get a gradient is as in `like`; without it, all of them. `reserve` was
+    found for the graph `planned`; what the `optimizer` needs is in there, too, unless it is given.
+    `held_bytes` are there all along, `later_bytes` between the forward and the backward pass: those of
+    other graphs, of which there are none where `is_whole`. `link` leads to the store that values may wait in.
+    `is_called_again`: before the backward pass.
+    """
+    tangents = frozenset(tangent_outputs(segment.joint).values())
+    returned = like.returned if like is not None else tuple(range(segment.num_forward_outputs))
+    missing = frozenset(like.missing) if like is not None else frozenset()
+    # without a like, a later graph may use whatever this one does
+    is_unknown = is_called_again or (like is None and not is_whole)
+    apart = sums_of(segment) if is_unknown else () if is_whole or like is None else like.apart
+    traced = Trace(
+        executions=[Execution(segment, apart=frozenset(apart))],
+        returned=frozenset((0, output) for output in returned),
+        given=frozenset((0, output) for output in tangents - missing),
+        num_in_model=1,
+    )
+    with hooks.real_tensors():  # torch may be tracing
+        accumulate = bool(reserve.earlier_gradient_bytes)
+        analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=link is not None)
+        captured = captured_step(analysis, traced, model, optimizer=optimizer, swap=link is not None)
+    step = replace(_with_costs(captured, known), link=link)
+    besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
+    return _with_reserve(
+        step,
+        replace(
+            besides,
+            optimizer_state_bytes=besides.optimizer_state_bytes + held_bytes,
+            loss_bytes=besides.loss_bytes + later_bytes,
+        ),
+    )
+
+
+@one_at_a_time
+def step_of_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loop: Loop,
+    reserve: Reserve,
+    known: Known | None,
+    updates: Mapping[int, int] | None = None,
+    link: TransferSpeed | None = None,
+    orders: Orders | None = None,
+    is_called_again: bool = False,
+) -> Step:
+    """The facts of the step that a call of `model` begins, captured whole, without running it.
+
+    What the loop does is taken from it as far as it is known and fits this call, else from `reserve`.
+    """
+    traced = trace(model, args, kwargs, loss=loop.loss, any_loss=True, orders=orders)
+    if not loop.holds_outputs:
+        traced = only_loss_held(traced)
+    if is_called_again:
+        for execution in traced.executions[: traced.num_in_model]:
+            execution.apart = frozenset(sums_of(execution.segment))
+    optimizer = optimizer_of(model, loop)
+    accumulate, swap = bool(reserve.earlier_gradient_bytes), link is not None
+    analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=swap)
+    captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, swap=swap)
+    step = replace(_with_costs(captured, known), link=link)
+    besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
+    if any(not graph.in_model for graph in step.graphs):
+        besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=loop.reserve_bytes)
+    return _with_reserve(step, besides)
+
+
+def as_in(like: Graph, segment: Segment) -> Graph | None:
+    """`like` with its outputs numbered as in `segment`, which may change other buffers; None where `segment`
+    returns more or less."""
+    changed = len(mutated_inputs(segment.joint))
+    if like.num_outputs - like.num_mutated != segment.num_forward_outputs - changed:
+        return None
+    shift = changed - like.num_mutated
+    returned = tuple(output + shift for output in like.returned if output >= like.num_mutated)
+    missing = tuple(output + shift for output in like.missing if output >= like.num_mutated)
+    return replace(
+        like, returned=returned, missing=missing, num_outputs=segment.num_forward_outputs, num_mutated=changed
+    )
+
+
+def optimizer_of(model: nn.Module, loop: Loop) -> torch.optim.Optimizer | None:
+    """The loop's optimizer, unless it is gone or trains other parameters by now."""
+    optimizer = loop.optimizer
+    if optimizer is None:
+        return None
+    own = {id(parameter) for parameter in model.parameters()}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return optimizer if all(id(parameter) in own for parameter in trained) else None
+
+
+def _with_costs(captured: Captured, known: Known | None) -> Step:
+    return measure_costs(captured)[0] if known is None else estimate_costs(captured, known)
+
+
+def growth(step: Step, *, like: Graph | None, reserve: Reserve) -> Fraction:
+    """How many times larger a step's batch is than the planned one; 1 for a smaller one.
+
+    Taken from what the model reads or from what it gives the loss to read, whichever grew more:
+    an input that is the same for every batch hides how the others grow.
+    """
+    pairs = [(batch_bytes(step), reserve.batch_bytes)]
+    if like is not None:
+        pairs.append((step.graphs[0].tangent_bytes, like.tangent_bytes))
+    return max([Fraction(1), *(Fraction(new, planned) for new, planned in pairs if planned)])
+
+
+def _besides(reserve: Reserve, times: Fraction, optimizer: torch.optim.Optimizer | None) -> Reserve:
+    """What a step needs that its graphs do not show; an `optimizer` that was traced is among those.
+
+    A smaller batch's loss needs at most what the planned one's does; a larger one's grows with it.
+    """
+    return replace(
+        reserve,
+        loss_bytes=ceil(reserve.loss_bytes * times),
+        loss_kept_bytes=ceil(reserve.loss_kept_bytes * times),
+        loss_input_bytes=ceil(reserve.loss_input_bytes * times),
+        optimizer_state_bytes=reserve.optimizer_state_bytes if optimizer is None else 0,
+        optimizer_peak_bytes=reserve.optimizer_peak_bytes if optimizer is None else 0,
+    )
+
+
+def _with_reserve(step: Step, reserve: Reserve) -> Step:
+    """Add what the graphs do not show, where it is held: the optimizer's state and temporaries, the loss,
+    the buckets of gradients."""
+    state, inputs, kept, temporaries = range(len(step.storages), len(step.storages) + 4)
+    storages = (
+        Storage(
+            id=state,
+            nbytes=reserve.optimizer_state_bytes,
+            kind=Kind.OPTIMIZER_STATE,
+            name="optimizer state",
+            static=True,
+        ),
+        Storage(
+            id=inputs,
+            nbytes=reserve.loss_input_bytes,
+            kind=Kind.INPUT,
+            name="inputs of the loss",
+            static=True,
+        ),
+        Storage(id=kept, nbytes=reserve.loss_kept_bytes, kind=Kind.OTHER, name="loss", pinned=True),
+        Storage(id=temporaries, nbytes=reserve.optimizer_peak_bytes, kind=Kind.OTHER, name="optimizer"),
+    )
+    optimizer = Node(
+        rank=len(step.nodes),
+        name="optimizer",
+        op="optimizer",
+        region=Region.OPTIMIZER,
+        kind=Kind.OTHER,
+        holds=(temporaries,),
+        makes=(temporaries,),
+    )
+    nodes = [*step.nodes, optimizer]
+    # The graph's own inputs of the backward pass come next and take less than what is inside here.
+    end = nodes[step.first_backward_rank - 1]
+    nodes[end.rank] = replace(
+        end,
+        holds=(*end.holds, kept),
+        makes=(*end.makes, kept),
+        workspace_bytes=max(0, reserve.loss_bytes - reserve.loss_kept_bytes),
+    )
+    whole = replace(step, storages=(*step.storages, *storages), nodes=tuple(nodes))
+    return with_buckets(
+        whole, bucket_bytes=reserve.bucket_bytes, gradients_in_buckets=reserve.gradients_in_buckets
+    )

@@ -1,0 +1,242 @@
+"""Let Python code read values that follow from a graph's inputs alone, without a break in the graph.
+
+`if mask.all():` or `lengths.max().item()` would end a graph there. The input is at hand while torch traces,
+so the value is, too: tracing goes on with it, and a guard computes it again in every call. Another
+value is another graph. Values that depend on parameters, or that change with every batch, still end
+the graph. Like `dynamo`, one of the files to read when torch changes.
+"""
+
+import contextlib
+import dis
+import operator
+import unittest.mock
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import symbolic_convert
+from torch._dynamo.guards import _get_closure_vars, install_guard
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowtide.ops.calls import storage_key
+from lowtide.torch_compat.hooks import real_tensors
+
+MAX_VALUES = 16
+"""Of one place in the code; where there are more, the value is one that changes with every batch."""
+MAX_LIST = 1024
+
+JUMPS = {name for name in dis.opmap if "JUMP" in name and name.endswith(("_TRUE", "_FALSE", "_OR_POP"))}
+TRANSLATORS = (symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator)
+IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("i")} | {operator.setitem}
+
+_seen: weakref.WeakKeyDictionary[CodeType, dict[int, set[str]]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def batch_values() -> Iterator[None]:
+    """While torch traces, let values be read that its inputs alone decide."""
+    with contextlib.ExitStack() as patches:
+        for translator in TRANSLATORS:
+            table = list(translator.dispatch_table)
+            for name in JUMPS:
+                code = dis.opmap[name]
+                plain = table[code]
+                if plain is not None:
+                    table[code] = _jump_by_value(plain, keeps=name.endswith("_OR_POP"))
+            patches.enter_context(unittest.mock.patch.object(translator, "dispatch_table", table))
+        for name, read in READS.items():
+            reads = _read_by(read, getattr(TensorVariable, name))
+            patches.enter_context(unittest.mock.patch.object(TensorVariable, name, reads))
+        calls = _called_by(TensorVariable.call_method)
+        patches.enter_context(unittest.mock.patch.object(TensorVariable, "call_method", calls))
+        yield
+
+
+def _jump_by_value(plain: Callable[..., None], *, keeps: bool) -> Callable[..., None]:
+    """Of a jump that `keeps` the value, the tensor itself may be what is kept: only its truth is asked."""
+
+    def jump(tx: Any, instruction: Any) -> None:
+        condition = tx.stack[-1]
+        value = _known_value(tx, condition, bool)
+        if value is None:
+            return plain(tx, instruction)
+        tx.stack[-1] = VariableTracker.build(tx, value)
+        depth = len(tx.stack)
+        plain(tx, instruction)
+        if keeps and len(tx.stack) == depth:
+            tx.stack[-1] = condition
+        return None
+
+    return jump
+
+
+def _read_by(read: Callable[[torch.Tensor], Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def method(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        value = None if args or kwargs else _known_value(tx, variable, read)
+        return plain(variable, tx, *args, **kwargs) if value is None else VariableTracker.build(tx, value)
+
+    return method
+
+
+def _called_by(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        read = None if args or kwargs else METHODS.get(name)
+        value = None if read is None else _known_value(tx, variable, read)
+        return plain(variable, tx, name, args, kwargs) if value is None else VariableTracker.build(tx, value)
+
+    return call_method
+
+
+METHODS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": torch.Tensor.item,
+    "tolist": torch.Tensor.tolist,
+}
+TRUTH = "nb_bool_impl" if hasattr(TensorVariable, "nb_bool_impl") else "bool_impl"  # the latter: torch 2.13
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    TRUTH: bool,
+    "nb_int_impl": int,
+    "nb_float_impl": float,
+    "nb_index_impl": operator.index,
+}
+
+
+def _known_value(tx: Any, variable: Any, read: Callable[[torch.Tensor], Any]) -> Any:
+    """What `read` gives for a tensor that is traced, guarded from now on; None where it is not known."""
+    if not isinstance(variable, TensorVariable):
+        return None
+    fake = variable.proxy.node.meta.get("example_value")
+    if not isinstance(fake, torch.Tensor) or fake.numel() > MAX_LIST or fake.requires_grad:
+        return None
+    certain = _certain_comparison(variable.proxy.node)
+    if certain is not None and read is bool:
+        return certain
+    found = _origin(variable.proxy.node, tx.output.graph)
+    if found is None:
+        return None
+    inputs, compute = found
+    examples = [node.meta["grapharg"].example for node in inputs]
+    if any(isinstance(example, FakeTensor) for example in examples):
+        return None
+    try:
+        value = _compute(compute, read, examples)
+    except Exception:
+        return None  # let the model's own code raise it
+    if not _is_one_of_few(tx, value):
+        return None
+    if inputs:
+        sources = [node.meta["grapharg"].source for node in inputs]
+        install_guard(sources[0].make_guard(_guard(compute, read, value, sources)))
+    return value
+
+
+def _certain_comparison(node: fx.Node) -> bool | None:
+    """A number from [0, 1) is never below 0, and always below 1: layers dropped with probability 0."""
+    drawn, bound = (*node.args, None, None)[:2]
+    if node.target is not operator.lt or not isinstance(drawn, fx.Node) or drawn.target is not torch.rand:
+        return None
+    if not isinstance(bound, (int, float)) or 0 < bound < 1:
+        return None
+    return bound >= 1
+
+
+def _is_one_of_few(tx: Any, value: Any) -> bool:
+    seen = _seen.setdefault(tx.f_code, {}).setdefault(tx.instruction_pointer, set())
+    if len(seen) < MAX_VALUES:
+        seen.add(str(value))
+    return str(value) in seen
+
+
+def _origin(node: fx.Node, graph: fx.Graph) -> tuple[list[fx.Node], fx.GraphModule] | None:
+    """The inputs that decide a value, and how; None where more than inputs decide it."""
+    if node.graph is not graph:
+        return None
+    needed, waiting = {node}, [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in needed:
+                needed.add(source)
+                waiting.append(source)
+    ordered = [each for each in graph.nodes if each in needed]
+    inputs = [each for each in ordered if each.op == "placeholder"]
+    if not all(map(_is_plain_input, inputs)) or not all(map(_is_plain_op, ordered)):
+        return None
+    own = _storages(needed)
+    if any(_writes(each) and own & _storages(each.all_input_nodes) for each in graph.nodes):
+        return None
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for each in (*inputs, *(other for other in ordered if other.op != "placeholder")):
+        copies[each] = part.node_copy(each, copies.__getitem__)
+    part.output(copies[node])
+    return inputs, fx.GraphModule({}, part)
+
+
+def _is_plain_input(node: fx.Node) -> bool:
+    argument = node.meta.get("grapharg")
+    example = getattr(argument, "example", None)
+    return (
+        isinstance(example, torch.Tensor)
+        and not example.requires_grad
+        and getattr(argument, "source", None) is not None
+    )
+
+
+def _is_plain_op(node: fx.Node) -> bool:
+    """An input, or an op that gives the same for the same inputs and changes none of them."""
+    if node.op == "placeholder":
+        return True
+    if node.op not in ("call_function", "call_method") or _writes(node):
+        return False
+    name = _name(node)
+    return not name.startswith(("rand", "bernoulli", "multinomial", "dropout", "normal", "empty", "poisson"))
+
+
+def _writes(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = _name(node)
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or node.target in IN_PLACE
+        or "out" in node.kwargs
+        or bool(node.kwargs.get("inplace"))
+    )
+
+
+def _storages(nodes: Iterable[fx.Node]) -> set[Any]:
+    values = [node.meta.get("example_value") for node in nodes]
+    return {storage_key(value) for value in values if isinstance(value, torch.Tensor)}
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _compute(
+    compute: Callable[..., torch.Tensor], read: Callable[[torch.Tensor], Any], inputs: list[torch.Tensor]
+) -> Any:
+    with real_tensors():
+        return read(compute(*inputs))
+
+
+def _guard(
+    compute: Callable[..., torch.Tensor], read: Callable[[torch.Tensor], Any], value: Any, sources: list[Any]
+) -> Callable[..., None]:
+    def holds(*inputs: torch.Tensor) -> bool:
+        try:
+            return bool(_compute(compute, read, list(inputs)) == value)
+        except Exception:
+            return False
+
+    def add_guard(builder: Any, _guard: Any) -> None:
+        arguments = ", ".join(source.name for source in sources)
+        words = f"___same_value({arguments})"
+        names = {**_get_closure_vars(), "___same_value": holds}  # what torch's names of inputs may refer to
+        builder.add_python_lambda_leaf_guard_to_root([words], [words], closure_vars=names)
+
+    return add_guard

@@ -1,0 +1,385 @@
+"""Collect the graphs that torch traces of a model, and hand stand-ins of their results on.
+
+How many bytes a graph holds at once when it runs, from its fake values alone.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import CaptureError
+from lowtide.facts import Kind, Region
+from lowtide.facts.gpus import Gpu
+from lowtide.facts.sharding import Passage
+from lowtide.ops.absent_gpu import use_gpu_attention, use_gpu_autocast
+from lowtide.ops.calls import call_of, iter_tensors, storage_key, value_of
+from lowtide.ops.random_ops import draw_high
+from lowtide.torch_compat import hooks
+from lowtide.torch_compat.aot_patches import Orders
+from lowtide.trace.graph_key import key_of
+from lowtide.trace.model_call import tensors_in
+from lowtide.trace.segments import (
+    Execution,
+    Function,
+    Origin,
+    Segment,
+    TracedGraph,
+    describe_inputs,
+    has_gradients,
+    mutated_inputs,
+    name_tensors,
+    new_segment,
+    origins_of_run,
+    own_origins,
+    results_of,
+    user_tensors,
+)
+from lowtide.trace.split import split, tangent_outputs
+from lowtide.trace.uncaptured import UncapturedPoint, UncapturedWatch, leaves_behind
+
+
+class Collector:
+    """A torch.compile backend that keeps every joint graph and computes nothing, unless it is `real`.
+
+    `forward_bytes`: the most that one of the forward graphs so far holds when it is run for real.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        real: bool,
+        gpu: Gpu | None = None,
+        watch: UncapturedWatch | None = None,
+        orders: Orders | None = None,
+    ) -> None:
+        self.orders = orders or {}
+        self.gpu = gpu
+        self.outside = watch
+        """sees what code between the graphs makes; without it, whatever passes the graphs stays alive"""
+        self.in_backward = False
+        self.ran_backward = False
+        self.received: set[tuple[int, int]] = set()
+        """the (execution, output) that got a gradient then"""
+        self.held_by_autograd: set[tuple[int, int]] = set()
+        """those that keep a gradient of their own, as long as the loss is there"""
+        self.model = model
+        self.batch = batch
+        self.real = real
+        self.passages: list[Passage] = []
+        self.segments: list[Segment] = []
+        self.executions: list[Execution] = []
+        self.forward_bytes = 0
+        self.traced: TracedGraph | None = None
+        """the last graph with a backward pass that reaches to the end of what is traced"""
+        self._made: dict[int, tuple[int, int]] = {}
+        self._alive: list[Any] = []
+        self._mode: hooks.FakeTensorMode | None = None
+        self._waiting: dict[int, list[int]] = {}
+        """executions whose backward pass has not come yet, by segment"""
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        identity = id if self.outside is None else storage_key
+        named = name_tensors(self.model, self.batch)
+        origins = describe_inputs(graph, named, stranger=Kind.OTHER, identity=identity)
+        self._keep(hooks.graph_inputs(graph))
+        if self.gpu is not None:
+            use_gpu_attention(graph, has_flash=self.gpu.has_flash)
+            use_gpu_autocast(graph)
+        casts_once = hooks.casts_weights_once(graph)
+        is_whole, key = hooks.reaches_the_end(graph), key_of(graph)
+        segment: Segment | None = None
+        traced: TracedGraph | None = None
+
+        def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
+            nonlocal segment
+            outputs = kwargs["num_fwd_outputs"]
+            segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
+            self.segments.append(segment)
+            gradients = has_gradients(joint, outputs)
+            return _forward_alone(segment), hooks.backward_stub(joint, gradients)
+
+        def forward(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
+            nonlocal traced
+            assert segment is not None
+            traced = TracedGraph(
+                segment,
+                inputs=args,
+                forward=self._runner(module, segment),
+                backward=lambda: self._stand_in(segment),
+                gradients=has_gradients(segment.joint, segment.num_forward_outputs),
+            )
+            self.traced = traced if is_whole else None
+
+            def run(values: list[Any]) -> Any:
+                return traced.forward(values)
+
+            return hooks.takes_list(run)
+
+        def backward(_module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
+            assert traced is not None
+            return hooks.takes_list(traced.backward())
+
+        def inference(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+            alone = new_segment(module, origins, num_forward_outputs=None)
+            self.segments.append(alone)
+            return hooks.takes_list(self._runner(module, alone))
+
+        compiled_graph = hooks.compile_graph(
+            graph,
+            inputs,
+            partition=partition,
+            forward=forward,
+            backward=backward,
+            inference=inference,
+            orders=self.orders,
+        )
+        if traced is None:
+            return compiled_graph
+        traced.compiled = compiled_graph
+        traced.key = None if hooks.is_guarded_by_aot() else key
+        return traced.run
+
+    def _runner(self, module: fx.GraphModule, segment: Segment) -> Function:
+        outputs = module.graph.output_node().args[0]
+        assert isinstance(outputs, (list, tuple))
+        values = [_returned(node) if isinstance(node, fx.Node) else node for node in outputs]
+        mutated = mutated_inputs(segment.joint)
+        self.forward_bytes = max(self.forward_bytes, peak_bytes(module.graph))
+        if self.real:
+            draw_high(module)
+
+        def run(args: list[Any]) -> list[Any]:
+            links = {
+                index: self._made[storage_key(arg)]
+                for index, arg in enumerate(args)
+                if isinstance(arg, torch.Tensor) and storage_key(arg) in self._made
+            }
+            number = len(self.executions)
+            own = self._own_origins(segment, args)
+            origins = segment.origins if own is None else own
+            strangers = {
+                index: arg
+                for index, (arg, origin) in enumerate(zip(args, origins, strict=False))
+                if isinstance(arg, torch.Tensor) and origin.kind is Kind.OTHER
+            }
+            from_outside = any(
+                arg.requires_grad and (index not in links or not self._passes_on(links[index]))
+                for index, arg in strangers.items()
+            )
+            if self.outside is not None:  # which leaves to us what is an input of a graph
+                self.outside.leave_out(arg for index, arg in strangers.items() if index not in links)
+            self.executions.append(Execution(segment, links, from_outside=from_outside, origins=own))
+            self._waiting.setdefault(id(segment), []).append(number)
+            with self._looking_away():
+                results = list(module(*args)) if self.real else [self._fake(value) for value in values]
+            for index, source in mutated.items():
+                results[index] = args[source]  # torch copies this into the input: leave it as it is
+            args.clear()
+            made = {
+                index: result
+                for index, result in enumerate(results[: segment.num_forward_outputs])
+                if isinstance(result, torch.Tensor) and index not in mutated
+            }
+            for index, result in made.items():
+                self._made.setdefault(storage_key(result), (number, index))
+            self._keep(results)
+            if self.outside is not None:
+                self.outside.graph_ran(number, made)
+            return results
+
+        return run
+
+    def _keep(self, values: Sequence[Any]) -> None:
+        """No other tensor gets the identity of one of these, as long as the capture lasts."""
+        if self.outside is None:
+            self._alive.append(values)
+        else:  # nor another storage that of theirs
+            storages = [tensor.untyped_storage() for tensor in iter_tensors(list(values))]
+            self._alive += [hooks.StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
+
+    def _looking_away(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.outside is None else self.outside.inside_of_graph()
+
+    def _own_origins(self, segment: Segment, args: Sequence[Any]) -> list[Origin] | None:
+        """Where the inputs of this run come from, if not from where they came when the graph was made."""
+        if self.passages:
+            return own_origins(self.model, segment, args)
+        if self.outside is None or id(segment) not in self._waiting:
+            return None
+        return origins_of_run(self._named, segment, args)
+
+    @functools.cached_property
+    def _named(self) -> dict[int, Origin]:
+        """What the user calls each storage that the step starts from."""
+        names = name_tensors(self.model, self.batch)
+        tensors = user_tensors(self.model, self.batch)
+        return {storage_key(tensor): names[id(tensor)] for tensor in tensors if id(tensor) in names}
+
+    def _stand_in(self, segment: Segment) -> Function:
+        """The backward pass of a graph, for code between the graphs that takes its gradients."""
+        values = [node and node.meta.get("val") for node in results_of(segment.joint)]
+        values = values[segment.num_forward_outputs :]
+        outputs = list(tangent_outputs(segment.joint).values())
+
+        def run(args: list[Any]) -> list[Any]:
+            if not self.in_backward or self.outside is None:
+                raise CaptureError(
+                    "the model differentiates inside of its own forward (backward() or "
+                    "torch.autograd.grad): lowtide plans steps with one backward pass, after the forward"
+                )
+            self.outside.gradients_went(iter_tensors(args))
+            number = self._waiting[id(segment)].pop()
+            arrived = zip(outputs, args[-len(outputs) :] if outputs else (), strict=True)
+            self.received |= {(number, output) for output, gradient in arrived if gradient is not None}
+            args.clear()
+            with self._looking_away():
+                gradients = [
+                    self._zeros(value)
+                    if isinstance(value, torch.Tensor) and origin.kind is Kind.OTHER
+                    else None
+                    for value, origin in zip(values, segment.origins, strict=False)
+                ]
+            self.outside.move(UncapturedPoint(Region.BACKWARD, number))
+            links = self.executions[number].links
+            self.outside.gradients_came(
+                gradient
+                for index, gradient in enumerate(gradients)
+                if gradient is not None and (index not in links or not self._passes_on(links[index]))
+            )
+            return [*gradients, *[None] * (len(values) - len(gradients))]
+
+        return run
+
+    def _zeros(self, value: torch.Tensor) -> torch.Tensor:
+        if self.real:
+            strided = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            return strided.zero_()
+        fake: torch.Tensor = self._fake(value)
+        return fake
+
+    def _fake(self, value: Any) -> Any:
+        """A new fake tensor like this one: all of them of one mode, since eager's ops take no others."""
+        if not isinstance(value, hooks.FakeTensor):
+            return value
+        self._mode = self._mode or value.fake_mode
+        with self._mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    def run_backward(self, roots: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Run the backward pass of all code between the graphs, with stand-ins for theirs; the gradients of
+        parameters that it gives, by the parameter's identity."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        own = {id(parameter) for parameter in parameters}
+        # other tensors may get a gradient that they keep: those of the batch, or made by code between graphs
+        others = [leaf for leaf in leaves_behind(roots) if id(leaf) not in own]
+        leaves = [*parameters, *others]
+        self.held_by_autograd = {place for leaf in others if (place := self.where(leaf)) is not None}
+        num_executions = len(self.executions)
+        self.in_backward = self.ran_backward = True
+        try:
+            with self._looking_away():
+                seeds = [torch.ones_like(root) for root in roots]
+            found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+            if len(self.executions) != num_executions:
+                raise RuntimeError("a forward pass inside of the backward pass")
+        finally:
+            self.in_backward = False
+            del self.executions[num_executions:]
+        self._alive.append(found)
+        pairs = zip(parameters, found, strict=False)
+        return {id(parameter): gradient for parameter, gradient in pairs if gradient is not None}
+
+    def _passes_on(self, place: tuple[int, int]) -> bool:
+        """Whether a gradient reaches the graph that made a value: none that ran inside of the forward of a
+        `torch.autograd.Function`, whose own backward is outside of the graphs."""
+        return self.executions[place[0]].segment.differentiable
+
+    def watch(self, unit: int, begins: bool, tensors: Any) -> None:
+        """A unit of the model begins or ends its forward."""
+        differentiable = any(tensor.requires_grad for tensor in tensors_in(tensors))
+        self.passages.append(Passage(unit, begins, len(self.executions), differentiable))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the results go: through autograd they hold what made them, where no garbage is collected."""
+        self._made.clear()
+        self._alive.clear()
+
+    def known(self, model: nn.Module, batch: Any) -> set[int]:
+        """Storages that are counted anyway: of the user's tensors, and of what the graphs returned."""
+        return {*self._made, *(storage_key(tensor) for tensor in user_tensors(model, batch))}
+
+    def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The (execution, output) that made this tensor."""
+        return self._made.get(storage_key(tensor))
+
+
+def _returned(node: fx.Node) -> Any:
+    """The fake value of an output; numbers, which torch returns as tensors, are what they are."""
+    if node.target is torch.ops.aten.scalar_tensor.default:
+        made = call_of(node)
+        if not isinstance(made.args[0], torch.Tensor):
+            with hooks.real_tensors():
+                return made.target(*made.args, **made.kwargs)
+    return value_of(node)
+
+
+def _forward_alone(segment: Segment) -> fx.GraphModule:
+    """The forward part of a joint graph, which saves nothing for a backward pass."""
+    tangents = tangent_outputs(segment.joint)
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    inputs = (node for node in segment.joint.graph.find_nodes(op="placeholder") if node not in tangents)
+    for node in (*inputs, *split(segment)[0]):
+        new[node] = graph.node_copy(node, new.__getitem__)
+    results = segment.joint.graph.output_node().args[0]
+    assert isinstance(results, (list, tuple))
+    outputs = results[: segment.num_forward_outputs]
+    graph.output([new[value] if isinstance(value, fx.Node) else value for value in outputs])
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
+    return hooks.graph_module(segment.joint, graph)
+
+
+def peak_bytes(graph: fx.Graph) -> int:
+    """Largest sum of living storages, inputs left out: they are there anyway."""
+    last_use = {source: node for node in graph.nodes for source in node.all_input_nodes}
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for source, node in last_use.items():
+        dying.setdefault(node, []).append(source)
+    holders: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    inputs: set[int] = set()
+    live = peak = 0
+    for node in graph.nodes:
+        storages = _storages(node)
+        if node.op in ("placeholder", "get_attr"):
+            inputs.update(storages)
+            continue
+        for key, nbytes in storages.items():
+            if key not in inputs and not holders.get(key):
+                sizes[key] = nbytes
+                live += nbytes
+            holders[key] = holders.get(key, 0) + 1
+        peak = max(peak, live)
+        for gone in [*dying.get(node, ()), *([] if node in last_use else [node])]:
+            if gone.op in ("placeholder", "get_attr"):
+                continue
+            for key in _storages(gone):
+                holders[key] -= 1
+                if key not in inputs and not holders[key]:
+                    live -= sizes[key]
+    return peak
+
+
+def _storages(node: fx.Node) -> dict[int, int]:
+    tensors = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+    return {storage_key(tensor): int(tensor.untyped_storage().nbytes()) for tensor in tensors}

@@ -1,0 +1,79 @@
+"""Let one thread at a time trace and plan: torch's tracers, and what lowtide changes in them, are shared.
+
+Calls that run what was compiled before do not wait.
+
+Compile functions with lowtide's own settings of torch, which hold while torch traces and not otherwise.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+from torch._dynamo.convert_frame import compile_lock
+
+from lowtide.garbage import rarely_collected
+from lowtide.ops import recurrent_tracing, value_ops
+from lowtide.ops.fake_results import grouped_products_of_any_type
+from lowtide.ops.recurrent import eager_runs_whole, traced_layers
+from lowtide.torch_compat import dynamo, hooks
+from lowtide.torch_compat.changing_numbers import changing_numbers
+from lowtide.torch_compat.eager_paths import eager_answers
+from lowtide.torch_compat.graph_breaks import (
+    log_lines_after_graphs,
+    masked_writes_between_graphs,
+    resumed_loops,
+)
+from lowtide.torch_compat.traced_values import batch_values
+from lowtide.trace.uncaptured import unwatched
+
+__all__ = ["compile_lock", "one_at_a_time"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` under the lock that torch itself holds while it compiles; who has it may go on."""
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with compile_lock:
+            return function(*args, **kwargs)
+
+    return alone
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
+    layers = dynamo.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
+    with (
+        compile_lock,
+        unwatched(),
+        dynamo.settings(),
+        hooks.unlogged(),
+        rarely_collected(),
+        layers,
+        hooks.traced_by(recurrent_tracing.recurrent_rules()),
+        hooks.traced_by(
+            {**value_ops.value_rules(), **value_ops.number_rules()}, keys=hooks.DIFFERENTIATED_KEYS
+        ),
+        value_ops.dropouts_by_number(),
+        grouped_products_of_any_type(),
+        eager_answers(),
+        batch_values(),
+        changing_numbers(),
+        log_lines_after_graphs(),
+        resumed_loops(),
+        masked_writes_between_graphs(),
+    ):
+        yield
+
+
+def compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> dynamo.Compiled:
+    """`function`, compiled for one shape at a time by `backend`, which has to outlive the result.
+
+    A call that runs what was compiled before changes nothing in torch.
+    """
+    return dynamo.Compiled(function, backend, tracing=tracing)

@@ -1,0 +1,155 @@
+"""Say in one line what of a model could not be captured, and where in the user's source.
+
+What is known beforehand not to be traceable, each refused in one line with the next step.
+"""
+
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lowtide.errors import CaptureError, LowtideError
+from lowtide.torch_compat import hooks
+from lowtide.trace.model_call import tensors_in
+from lowtide.trace.segments import Segment, Trace, mutated_inputs
+
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+LOOP_HINT = (
+    "It cannot break a graph inside a loop: take the cause away, or write the loop's body as a module with a "
+    "forward of its own"
+)
+SCRIPT_HINT = "Use the module that was scripted or traced: what TorchScript runs cannot be planned"
+HINTS = {
+    "Module-level backwards hooks": (
+        "In a loop or nn.Sequential it cannot break the graph at a module with backward hooks: remove the "
+        "hook, or register one on the tensor in forward (`x.register_hook`)"
+    ),
+    "retain_grad": "Use `x.register_hook` to look at the gradient of a value inside of the model",
+    "torch.jit": SCRIPT_HINT,
+    "_CachedForward": SCRIPT_HINT,
+    "NestedTensor": "Pad the batch, or pass a nested tensor of layout torch.jagged",
+    "save_on_cpu": "lowtide decides what is kept: leave save_on_cpu out",
+}
+"""What to do next, by what torch says."""
+
+
+NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
+"""What torch says where code asks for a GPU that is not there."""
+
+
+class NeedsValues(Exception):
+    """The model's Python code wants from fake tensors what only real ones have."""
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn whatever tracing raises into a `CaptureError`, with the first cause as its `__cause__`."""
+    try:
+        yield
+    except (LowtideError, NeedsValues):
+        raise
+    except Exception as error:
+        cause = first_cause(error)
+        if isinstance(cause, LowtideError):
+            raise cause from None
+        said = describe(error)
+        raise CaptureError(f"{what} cannot be captured: {said}. {_hint(what, said)}") from cause
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What torch's compiler wrapped."""
+    while isinstance(error, hooks.TorchDynamoException):
+        inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+        if inner is None:
+            break
+        error = inner
+    return error
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError at model.py:12: its message`, on one line."""
+    cause = first_cause(error)
+    lines = str(cause).strip().splitlines() or [""]
+    where = _user_line(error)
+    words = f"{type(cause).__name__} at {where}" if where else type(cause).__name__
+    return f"{words}: {lines[0].rstrip('.')}"
+
+
+def nothing_captured(reasons: Iterable[str]) -> str:
+    """Why torch.compile left a whole model alone, from the reasons of its graph breaks."""
+    why = next(iter(reasons), "")
+    if not why:
+        return (
+            "nothing of this model could be captured: torch.compile skipped it whole. "
+            "Is its forward disabled with torch._dynamo.disable, a function outside of Python, or one that "
+            # torch 2.15 skips such a function; older ones end a graph there
+            "differentiates inside of its own forward (torch.autograd.grad)?"
+        )
+    hint = next((hint for words, hint in HINTS.items() if words in why), LOOP_HINT)
+    return f"nothing of this model could be captured: torch.compile gave up on its forward ({why}). {hint}"
+
+
+def _user_line(error: BaseException) -> str:
+    """`file:line` of the deepest frame that is neither torch's nor lowtide's."""
+    stack = getattr(error, "real_stack", None)
+    frames = list(stack) if stack else list(traceback.extract_tb(error.__traceback__))
+    own = [frame for frame in frames if not frame.filename.startswith((*NOT_THE_USERS, "<"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _hint(what: str, said: str) -> str:
+    if any(words in said for words in NO_CUDA):
+        return "There is no CUDA device here: let that line take the device of its inputs (`x.device`)"
+    return (
+        f"Does {what} run without lowtide? If so, put @torch._dynamo.disable on the function that "
+        "torch.compile cannot follow"
+    )
+
+
+ORDINARY = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def refuse_what_cannot_be_traced(model: nn.Module, batch: Any) -> None:
+    """Raise a `CaptureError` for a model or a batch on which tracing fails in torch's own words, or harms."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise CaptureError(
+            f"'{lazy}' of a lazy module has no shape yet: call the model once, on a batch and under "
+            "torch.no_grad(), then make the optimizer and plan"
+        )
+    for tensor in tensors_in(batch):
+        if isinstance(tensor, ORDINARY) and type(tensor) not in ORDINARY and not hooks.is_wrapper(tensor):
+            raise CaptureError(
+                f"the batch has a {type(tensor).__name__}, a kind of tensor that torch.compile does not "
+                "trace: pass tensor.as_subclass(torch.Tensor), here and in training"
+            )
+
+
+def refuse_several_graphs(traced: Trace) -> None:
+    """Raise a `CaptureError` where a gradient may not be final inside one graph."""
+    if traced.num_in_model > 1 or traced.loss_outside or any(e.from_outside for e in traced.executions):
+        raise CaptureError(
+            f"the model breaks into {traced.num_in_model} graphs, or runs code outside of them, so that a "
+            "gradient is final only when all have run: leave step_in_backward out, or remove the graph "
+            "breaks (torch._dynamo.explain shows them)"
+        )
+
+
+def refuse_empty_buffers(segment: Segment) -> None:
+    """Raise a `CaptureError` where the forward pass fills an empty buffer, as observers do the first time."""
+    inputs = segment.joint.graph.find_nodes(op="placeholder")
+    for index in mutated_inputs(segment.joint).values():
+        if inputs[index].meta["val"].numel() == 0:
+            name = segment.origins[index].name if index < len(segment.origins) else inputs[index].name
+            raise CaptureError(
+                f"the buffer '{name}' is empty until the forward pass has run once: call the model on a "
+                "batch, then plan"
+            )

@@ -1,0 +1,177 @@
+"""How a model is called and what a step differentiates: one answer for capture, measuring and verifying.
+
+Where a call of a module goes: through its own code, or through what took its place.
+
+What a training loop does with a model's output, as far as the user told.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import CaptureError
+from lowtide.optim.joined_optimizers import as_one
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+class Arguments(NamedTuple):
+    """A batch that is given by position and by keyword at once, as a call of a model has it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a batch: a tensor, a tuple (or list), or a mapping."""
+    if isinstance(batch, Arguments):
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), {str(key): batch[key] for key in batch}
+    raise CaptureError(
+        f"the batch is a {type(batch).__name__}: give a tensor, a tuple of positional arguments "
+        "or a dict of keyword arguments"
+    )
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """`model` on a batch."""
+    args, kwargs = split_batch(batch)
+    return model(*args, **kwargs)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested dicts, lists, tuples and the attributes of plain objects, in their order."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, inside: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    items = _parts(value)
+    if items and id(value) not in inside:
+        for item in items:
+            yield from _tensors_in(item, inside | {id(value)})
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, tuple | list | set | deque):
+        return list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        # what is computed when it is read, and may raise, is no part
+        own = getattr(value, "__dict__", None)
+        names = [field.name for field in fields(value)]
+        return [getattr(value, name) for name in names] if own is None else [own.get(name) for name in names]
+    is_code = isinstance(value, type | nn.Module | ModuleType | FunctionType | MethodType)
+    # a number of torch's, while it traces, knows all of its tracing
+    is_number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return [] if is_code or is_number else list(getattr(value, "__dict__", {}).values())
+
+
+def own_loss(output: Any) -> torch.Tensor | None:
+    """The scalar that a model returns itself: `.loss`, `["loss"]` or a one-element output."""
+    candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if candidate is None and isinstance(output, torch.Tensor) and output.numel() == 1:
+        candidate = output
+    return candidate if isinstance(candidate, torch.Tensor) else None
+
+
+def sum_of_floats(output: Any) -> torch.Tensor:
+    """The loss of a model that has none: the sum of its floating outputs."""
+    leaves = pytree.tree_leaves(output)
+    sums = [leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    if not sums:
+        raise CaptureError("the model returns no floating tensor: pass `loss=` a function of its output")
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def loss_of(output: Any, loss: Loss | None = None) -> torch.Tensor:
+    """What a step differentiates: `loss(output)`, else the model's own loss, else `sum_of_floats`."""
+    if loss is not None:
+        return loss(output)
+    own = own_loss(output)
+    return own if own is not None else sum_of_floats(output)
+
+
+def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's own code, hooks included. This is the function that is compiled, at capture and at run
+    time, so that both give the same graphs."""
+    return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def entrance(model: nn.Module) -> list[Callable[..., Any]]:
+    """The model's forward, where it is known to be the first of the user's code that a call runs."""
+    forward = type(model).forward
+    shared = any(type(module).forward is forward for module in model.modules() if module is not model)
+    hooked = bool(model._forward_pre_hooks) or "forward" in vars(model)
+    return [] if shared or hooked else [forward]
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    """What modules call before and after their forward."""
+    modules = list(model.modules())
+    return [hook for m in modules for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
+
+
+def route_of(model: nn.Module) -> Any:
+    """What runs instead of the model's own code; None for nothing."""
+    return model._compiled_call_impl
+
+
+def set_route(model: nn.Module, route: Any) -> None:
+    """Let `route` run instead of the model's own code; None gives that back."""
+    model._compiled_call_impl = route
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether something runs instead of the model's own code, or torch.compile instead of its forward."""
+    return route_of(model) is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable")
+
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """The loss and the optimizers that a step was captured with, and the bytes held besides; the optimizers
+    are not kept alive.
+
+    `holds_outputs`: whether it holds what the model returned, besides the loss, until backward is over.
+    """
+
+    loss: Loss | None = None
+    references: "tuple[weakref.ref[torch.optim.Optimizer], ...]" = ()
+    holds_outputs: bool = True
+    reserve_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Optimizers | None,
+        loss: Loss | None,
+        *,
+        holds_outputs: bool = True,
+        reserve_bytes: int = 0,
+    ) -> Self:
+        every = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ()
+        return cls(loss, tuple(weakref.ref(each) for each in every), holds_outputs, reserve_bytes)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """All of them as one; None where there is none, or one of them is gone."""
+        alive = [each for reference in self.references if (each := reference()) is not None]
+        return as_one(alive) if len(alive) == len(self.references) else None

@@ -1,0 +1,284 @@
+"""Trace a model's forward and backward pass into joint graphs, without running either.
+
+Dynamo and AOTAutograd trace the model on fake tensors. Where a model breaks into several graphs,
+the first one hands fake outputs to the second, so nothing is computed and no memory is needed.
+Only a model whose Python code looks at values between two graphs needs a real forward pass.
+"""
+
+import contextlib
+import logging
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import CaptureError, LowtideError
+from lowtide.facts.gpus import Gpu
+from lowtide.parallel.fsdp_units import compiled_model
+from lowtide.parallel.simulated_sharding import SimulatedSharding
+from lowtide.torch_compat import dynamo, fsdp2, hooks
+from lowtide.torch_compat.aot_patches import Orders
+from lowtide.trace import failures
+from lowtide.trace.collector import Collector
+from lowtide.trace.compile_settings import compiled
+from lowtide.trace.gradient_strides import new_orders
+from lowtide.trace.model_call import own_loss, sum_of_floats, tensors_in
+from lowtide.trace.segments import Execution, Trace, TracedModel, mutated_inputs
+from lowtide.trace.split import tangent_outputs
+from lowtide.trace.uncaptured import UncapturedCode, UncapturedWatch, held_outside
+from lowtide.trace.user_state import untouched
+from lowtide.units import format_size
+
+logger = logging.getLogger("lowtide")
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[[Any], torch.Tensor] | None,
+    any_loss: bool = False,
+    simulated: SimulatedSharding | None = None,
+    gpu: Gpu | None = None,
+    orders: Orders | None = None,
+) -> Trace:
+    """Trace one forward pass and its loss; the real forward only where fake values are not enough.
+
+    With `any_loss` there may be no `loss` that takes this output: then the loss is left out, and every
+    output may get a gradient. Gradients come in the `orders` that are known; where they are seen to come in
+    others, the step is traced again.
+    """
+    known = dict(orders or {})
+    while True:
+        found = _traced(
+            model, args, kwargs, loss=loss, any_loss=any_loss, simulated=simulated, gpu=gpu, orders=known
+        )
+        new = {taken: order for taken, order in new_orders(found).items() if taken not in known}
+        if not new:
+            return replace(found, orders=known)
+        known |= new
+
+
+def _traced(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[[Any], torch.Tensor] | None,
+    any_loss: bool,
+    simulated: SimulatedSharding | None,
+    gpu: Gpu | None,
+    orders: Orders,
+) -> Trace:
+    is_divided = simulated is not None or bool(fsdp2.units_of(model))
+    is_watched = not is_divided and not hooks.active_modes()
+    collector = Collector(
+        model,
+        (args, kwargs),
+        real=False,
+        gpu=gpu,
+        watch=UncapturedWatch() if is_watched else None,
+        orders=orders,
+    )
+    try:
+        with collector:
+            return _trace(
+                model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, simulated=simulated
+            )
+    except failures.NeedsValues as wanted:
+        if gpu is not None:
+            raise CaptureError(
+                f"the model's Python code needs real values between two graphs ({wanted}), which only the "
+                f"{gpu.words} could give: plan it there, or put what reads them behind @torch._dynamo.disable"
+            ) from None
+        if any_loss and fsdp2.units_of(model):
+            raise CaptureError(
+                f"the model's Python code needs real values between two graphs ({wanted}), which one process "
+                "cannot have alone: pad its batches to the shape that was planned on all of them"
+            ) from None
+        own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        logger.warning(
+            "the model's Python code needs real values between two graphs (%s): capturing it runs one real "
+            "forward pass now, without saved activations. It takes at least %s: %s of parameters and "
+            "buffers, and %s for the largest graph so far",
+            wanted,
+            format_size(own + collector.forward_bytes),
+            format_size(own),
+            format_size(collector.forward_bytes),
+        )
+    watch = UncapturedWatch() if is_watched else None
+    with Collector(model, (args, kwargs), real=True, watch=watch, orders=orders) as collector:
+        return _trace(
+            model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, simulated=simulated
+        )
+
+
+def _trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[[Any], torch.Tensor] | None,
+    any_loss: bool,
+    collector: Collector,
+    simulated: SimulatedSharding | None,
+) -> Trace:
+    with (
+        untouched(model),
+        fsdp2.called_once(model, alone=not collector.real),
+        hooks.quiet(),
+        dynamo.forgotten() as kept,
+        torch.enable_grad(),
+        collector.outside or contextlib.nullcontext(),
+    ):
+        breaks = dynamo.graph_breaks()
+        with failures.explained("the model"), _values_if_needed(collector):
+            units = simulated.units if simulated is not None else ()
+            call = compiled_model(model, collector, units=units, watch=collector.watch)
+            output = call(model, args, kwargs)
+        num_in_model = len(collector.executions)
+        sharding = simulated.sharding if simulated is not None else fsdp2.sharding_of(model)
+        traced = None
+        if (
+            isinstance(call, dynamo.Compiled)
+            and num_in_model == 1
+            and collector.traced is not None
+            and not collector.real
+        ):
+            traced = TracedModel(model, call, collector.traced)
+            call.take_graphs_along()
+            kept.append(call)
+        if not num_in_model:
+            raise CaptureError(failures.nothing_captured(dynamo.graph_breaks() - breaks))
+        returned = frozenset(
+            place
+            for leaf in tensors_in((output, [vars(module) for module in model.modules()]))
+            if (place := collector.where(leaf)) is not None
+        )
+        if num_in_model == 1 and collector.traced is not None:
+            # what a graph returns that goes to the end, and is not in the output, somebody else asked for
+            segment = collector.traced.segment
+            changed = mutated_inputs(segment.joint)
+            returned |= {(0, place) for place in range(segment.num_forward_outputs) if place not in changed}
+        value = own_loss(output) if loss is None else None
+        if value is None and any_loss:
+            value = _loss_if_it_fits(loss, output, collector)
+            if value is None:
+                alone = _without_loss(collector.executions[:num_in_model], returned, real=collector.real)
+                outside, _ = _seen_outside(collector, [t for t in tensors_in(output) if t.requires_grad])
+                return replace(alone, sharding=sharding, passages=collector.passages, outside=outside)
+        elif value is None:
+            with failures.explained("the loss"), _values_if_needed(collector):
+                value = _compiled(loss or sum_of_floats, collector)(output)
+        held: dict[int, int] = {}
+        if collector.outside is None:
+            held = held_outside(
+                tensors_in((output, value)),
+                collector.known(model, (args, kwargs)),
+                num_graphs=sum(execution.segment.differentiable for execution in collector.executions),
+            )
+        is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
+        outside, is_counted = _seen_outside(collector, [value] if is_scalar else [])
+        returned |= collector.held_by_autograd
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any parameter that requires a gradient: "
+            "pass `loss=` a function of the model's output that returns a scalar"
+        )
+    if value.numel() != 1:
+        raise CaptureError(
+            f"the loss has shape {tuple(value.shape)}, not one element: "
+            "pass `loss=` a function that returns a scalar"
+        )
+    place = collector.where(value)
+    return Trace(
+        executions=collector.executions,
+        returned=returned if place is None else returned | {place},
+        given=_every_output(collector.executions) if place is None else frozenset({place}),
+        num_in_model=num_in_model,
+        real_forward=collector.real,
+        loss_outside=place is None,
+        outside_bytes=held,
+        outside=outside,
+        outside_is_counted=is_counted,
+        received=frozenset(collector.received) if collector.ran_backward and is_counted else None,
+        traced=traced
+        if not collector.ran_backward
+        else None,  # torch knows a backward pass that computes nothing
+        sharding=sharding,
+        passages=collector.passages,
+    )
+
+
+def _seen_outside(collector: Collector, roots: Sequence[torch.Tensor]) -> tuple[UncapturedCode | None, bool]:
+    """What code between the graphs holds, and whether all of it was seen: its backward pass runs where it
+    has one, with stand-ins for the gradients of graphs."""
+    if collector.outside is None:
+        return None, False
+    gradients: dict[int, torch.Tensor] = {}
+    is_counted = True
+    has_backward = any(execution.from_outside for execution in collector.executions)
+    if roots and (has_backward or any(collector.where(root) is None for root in roots)):
+        try:
+            gradients = collector.run_backward(roots)
+        except Exception as error:
+            if not collector.real and collector.gpu is None:
+                raise failures.NeedsValues(failures.describe(error)) from error
+            is_counted = False
+    return collector.outside.result(gradients), is_counted
+
+
+def _every_output(executions: Sequence[Execution]) -> frozenset[tuple[int, int]]:
+    """All that can get a gradient."""
+    return frozenset(
+        (index, output)
+        for index, execution in enumerate(executions)
+        for output in tangent_outputs(execution.segment.joint).values()
+    )
+
+
+def _without_loss(executions: list[Execution], returned: frozenset[tuple[int, int]], *, real: bool) -> Trace:
+    """A model's own graphs, where any of its outputs may get a gradient."""
+    return Trace(
+        executions=executions,
+        returned=returned,
+        given=_every_output(executions) & returned,
+        num_in_model=len(executions),
+        real_forward=real,
+    )
+
+
+def _loss_if_it_fits(
+    loss: Callable[[Any], torch.Tensor] | None, output: Any, collector: Collector
+) -> torch.Tensor | None:
+    """The loss of an output that it was not made for: targets of another batch, say, do not fit."""
+    if loss is None:
+        return None
+    try:
+        value = _compiled(loss, collector)(output)
+    except Exception:
+        return None
+    return value if isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1 else None
+
+
+@contextlib.contextmanager
+def _values_if_needed(collector: Collector) -> Iterator[None]:
+    """Code between two graphs that fails on fake values may well run on real ones."""
+    try:
+        yield
+    except (LowtideError, hooks.TorchDynamoException):
+        raise
+    except Exception as error:
+        if collector.real or not collector.executions:
+            raise
+        raise failures.NeedsValues(failures.describe(error)) from error
+
+
+def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> dynamo.Compiled:
+    if isinstance(function, types.FunctionType) and function.__closure__ is None:
+        function = dynamo.own_code(function)
+    return compiled(function, backend)

@@ -1,0 +1,108 @@
+"""Leave no trace of a capture in what belongs to the user."""
+
+import copy
+import inspect
+import itertools
+import operator
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from lowtide.trace.model_call import hooks_of
+
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Give the model's attributes, those of objects that it has (a config, say), what its lists, dicts and
+    buffers contain, and all random states back as they were, those of the model's own generators too.
+
+    A forward pass may keep what it computes (`self.last = x`), which at capture is no real tensor. Code that
+    torch.compile does not follow runs on real tensors, and changes buffers.
+    """
+    python, numbers = random.getstate(), numpy.random.get_state()
+    seen: set[int] = set()
+    own = [vars(module) for module in model.modules()]
+    containers = _containers(own, seen=seen)
+    containers += _containers((vars(v) for at in own for v in at.values() if _is_plain(v)), seen=seen)
+    # a hook may append to a list of the user's
+    containers += _containers((value for hook in hooks_of(model) for value in _named_by(hook)), seen=seen)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    generators = [(each, each.get_state()) for each in _generators(containers)]
+    try:
+        with torch.random.fork_rng(devices=_accelerators(model)):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        for generator, state in generators:
+            generator.set_state(state)
+        for container, before in containers:
+            _refill(container, before)
+        with torch.no_grad():
+            for buffer, contents in buffers:
+                if not torch.equal(buffer, contents):
+                    buffer.copy_(contents)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is an object with attributes, and nothing of torch's or Python's own."""
+    own = ("torch", "builtins", "types", "functools", "logging", "threading")
+    is_theirs = type(value).__module__.split(".")[0] in own and not isinstance(value, SimpleNamespace)
+    return hasattr(value, "__dict__") and not is_theirs and not isinstance(value, type | nn.Module)
+
+
+def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Container, Container]]:
+    """Every plain container among `values` and inside of them, each with a shallow copy."""
+    found: list[tuple[Container, Container]] = []
+    for value in values:
+        if type(value) in CONTAINERS and id(value) not in seen:
+            seen.add(id(value))
+            found.append((value, copy.copy(value)))
+            inside = list(value.values() if isinstance(value, dict) else value)
+            found += _containers(inside, seen=seen)
+    return found
+
+
+def _named_by(function: Any) -> list[Any]:
+    """What of its surroundings a function reads."""
+    if not isinstance(function, FunctionType):
+        return []
+    try:
+        around = inspect.getclosurevars(function)
+    except ValueError:  # a variable that has no value yet
+        return []
+    return [*around.nonlocals.values(), *(v for v in around.globals.values() if type(v) in CONTAINERS)]
+
+
+def _generators(containers: list[tuple[Container, Container]]) -> list[torch.Generator]:
+    values = [value for one, _ in containers for value in (one.values() if isinstance(one, dict) else one)]
+    return [value for value in values if isinstance(value, torch.Generator)]
+
+
+def _refill(container: Container, before: Container) -> None:
+    if len(container) == len(before) and all(map(operator.is_, _inside(container), _inside(before))):
+        return
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(before)
+    else:
+        container.update(before)
+
+
+def _inside(container: Container) -> Iterable[Any]:
+    return itertools.chain.from_iterable(container.items()) if isinstance(container, dict) else container
+
+
+def _accelerators(model: nn.Module) -> list[int]:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return sorted({device.index or 0 for device in devices if device.type == "cuda"})

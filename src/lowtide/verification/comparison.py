@@ -1,0 +1,284 @@
+"""Train with a plan and without it, from the same start, and compare what every step leaves behind.
+
+Losses, gradients, buffers, parameters and the random state are compared with `torch.equal`. Some models
+take another path of their own code while they are captured: then the captured graph is also run without any
+recompute, which tells whether it is the plan that makes results differ from eager's.
+"""
+
+import copy
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.analyze.gradient_sums import specialised
+from lowtide.errors import PlanMismatch
+from lowtide.facts.serial import solution_from_dict
+from lowtide.ops.random_ops import random_state, set_random_state
+from lowtide.optim.step_in_backward import UsedGradient
+from lowtide.plans import Plan, check_identity
+from lowtide.runtime.apply import apply_plan
+from lowtide.runtime.backend import GraphPlan, Progress
+from lowtide.runtime.compiled_plans import executor_named
+from lowtide.runtime.executor import EAGER_OPS, Executor
+from lowtide.runtime.loop_observer import LiveLoss
+from lowtide.runtime.rewrite import plain_schedule
+from lowtide.runtime.runner import attach, install, remove, runner_of
+from lowtide.torch_compat.ddp import Buckets
+from lowtide.torch_compat.first_calls import make_first_calls
+from lowtide.trace.identity import identify
+from lowtide.trace.model_call import call, loss_of, split_batch
+from lowtide.trace.segments import Segment
+from lowtide.verification.measure_step import Timing, time_steps
+from lowtide.verification.train_step import device_of, train_step
+from lowtide.zoo.targets import Target, TargetSpec
+
+COMPARED_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`differences` from eager, the first one first; empty when all is equal to the last bit.
+
+    An executor that does not compute what eager does is compared with itself, without any recompute;
+    `from_eager` says how far those results are from eager's.
+    """
+
+    differences: tuple[str, ...]
+    recompute_exact: bool
+    timings: dict[str, Timing]
+    from_eager: str = ""
+
+
+def planned(target: Target, *, solution: dict[str, Any]) -> Target:
+    """The target with its plan applied; refuses a plan that was made for another one."""
+    plan = Plan(solution_from_dict(solution))
+    check_identity(plan, identify(target.model, split_batch(target.batch)))
+    model = apply_plan(plan, target.model, optimizer=target.optimizer)
+    return replace(target, model=model, holds_outputs=plan.solution.holds_outputs)
+
+
+def looped(target: Target, *, solution: dict[str, Any]) -> Target:
+    """The target without its plan, in the loop that the plan is for."""
+    return replace(target, holds_outputs=solution_from_dict(solution).holds_outputs)
+
+
+def compare(
+    *, source: Target | TargetSpec, solution: dict[str, Any], timed_runs: int, steps: int = COMPARED_STEPS
+) -> Comparison:
+    """Train eagerly and by the plan, from the same start, and compare every step; then time both in turn."""
+    target = source.load() if isinstance(source, TargetSpec) else source
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        make_first_calls()
+        start = Start(target)
+        expected = eager = record(target, start, Path(folder) / "eager", steps)
+        executor, from_eager = executor_named(solution_from_dict(solution).executor), ""
+        if executor is not EAGER_OPS:
+            with _without_recompute(target, solution, executor):
+                expected = record(target, start, Path(folder) / "captured", steps)
+            from_eager = _distance(expected, eager)
+        planned(target, solution=solution)
+        differences = _differences(target, start, expected)
+        _check_graphs(target, solution)
+        recompute_exact = True
+        if differences and executor is not EAGER_OPS:
+            recompute_exact = False
+        elif differences:
+            with _without_recompute(target, solution, executor):
+                captured = record(target, start, Path(folder) / "captured", steps)
+            planned(target, solution=solution)
+            recompute_exact = not _differences(target, start, captured)
+        start.restore()
+    return Comparison(
+        differences=tuple(differences),
+        recompute_exact=recompute_exact,
+        timings=_time(target, timed_runs) if timed_runs else {},
+        from_eager=from_eager,
+    )
+
+
+@contextmanager
+def _without_recompute(target: Target, solution: dict[str, Any], executor: Executor) -> Iterator[None]:
+    """The target runs its captured graphs as they are."""
+    install(target.model, PlainPlans(solution), executor=executor)
+    try:
+        yield
+    finally:
+        remove(target.model)
+
+
+def _distance(results: list[Path], eager: list[Path]) -> str:
+    """How far the first step's results are from eager's, in words."""
+    seen, wanted = (torch.load(files[0], mmap=True) for files in (results, eager))
+    off = {
+        name: (seen[name].double() - wanted[name].double()).abs().max().item()
+        for name in wanted
+        if wanted[name].is_floating_point() and wanted[name].numel()
+    }
+    name = max(off, key=off.__getitem__)
+    if not off[name]:
+        return "equal to eager training in the first step"
+    return f"up to {off[name]:.1g} from eager training in the first step ({name})"
+
+
+def _check_graphs(target: Target, solution: dict[str, Any]) -> None:
+    """Refuse to call a plan proven that did not run: other code makes another graph, planned anew."""
+    runner = runner_of(target.model)
+    assert runner is not None
+    if runner.eager_batch is not None:
+        return
+    ran = {segment.fingerprint for segment, _, _ in runner.backend.graphs}
+    if not ran & {graph.fingerprint for graph in solution_from_dict(solution).graphs}:
+        raise PlanMismatch(
+            "this plan is for another graph: the model's code or settings, such as autocast, changed since. "
+            "Profile and plan again"
+        )
+
+
+class Start:
+    """Where both trainings start from."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.tensors = [tensor.detach().clone() for tensor in _tensors(target.model).values()]
+        self.optimizer = copy.deepcopy(target.optimizer.state_dict()) if target.optimizer else None
+        self.random = _random_states(target)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, before in zip(_tensors(self.target.model).values(), self.tensors, strict=True):
+                tensor.copy_(before)
+        if self.target.optimizer is not None and self.optimizer is not None:
+            self.target.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
+        self.target.model.zero_grad(set_to_none=True)
+        for device, state in self.random.items():
+            set_random_state(state, device)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = {f"parameter {name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return named | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+
+
+def _random_states(target: Target) -> dict[str, torch.Tensor]:
+    """The state of the generators of all devices that the model is on, and of the CPU's."""
+    devices = {str(tensor.device) for tensor in (*target.model.parameters(), *target.model.buffers())}
+    return {device: random_state(device) for device in sorted({"cpu", *devices})}
+
+
+def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Everything that one step after the other leaves behind, by name; None gradients are left out."""
+    start.restore()
+    for _ in range(steps):
+        with target.within():
+            loss = loss_of(call(target.model, target.batch), target.loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        seen = {"loss": loss.detach()}
+        for name, parameter in target.model.named_parameters():
+            if parameter.grad is not None:
+                seen[f"gradient of {name}"] = parameter.grad
+        del loss
+        if target.optimizer is not None:
+            target.optimizer.step()
+        states = {f"random state of {device}": s for device, s in _random_states(target).items()}
+        yield seen | _tensors(target.model) | states
+        target.model.zero_grad(set_to_none=True)
+
+
+def record(target: Target, start: Start, stem: Path, steps: int) -> list[Path]:
+    """Results on disk, so that no second copy of the model is in memory while the other run trains."""
+    files = []
+    for number, seen in enumerate(train(target, start, steps)):
+        files.append(stem.with_name(f"{stem.name}-{number}"))
+        torch.save(seen, files[-1])
+    return files
+
+
+def _differences(target: Target, start: Start, expected: list[Path]) -> list[str]:
+    found = []
+    for number, seen in enumerate(train(target, start, len(expected))):
+        wanted = torch.load(expected[number], mmap=True)
+        for name in (*wanted, *(name for name in seen if name not in wanted)):
+            words = _difference(wanted.get(name), seen.get(name))
+            if words:
+                found.append(f"{name}, step {number + 1}: {words}")
+    return found
+
+
+def _difference(wanted: torch.Tensor | None, seen: torch.Tensor | None) -> str:
+    if wanted is None or seen is None:
+        return "is None without the plan" if wanted is None else "is None with the plan"
+    if isinstance(seen, UsedGradient):
+        return ""  # what it did is in the parameters
+    if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
+        return f"{seen.dtype}{tuple(seen.shape)} instead of {wanted.dtype}{tuple(wanted.shape)}"
+    if torch.equal(wanted, seen) or _same_with_nan(wanted, seen):
+        return ""
+    off = (wanted.double() - seen.double()).abs()
+    return f"{int((wanted != seen).sum())} of {wanted.numel()} values differ, by up to {off.max().item():.3g}"
+
+
+def _same_with_nan(wanted: torch.Tensor, seen: torch.Tensor) -> bool:
+    """A model that trains to NaN is planned exactly when it does so in the same places."""
+    if not wanted.is_floating_point():
+        return False
+    return bool(((wanted == seen) | (wanted.isnan() & seen.isnan())).all())
+
+
+class PlainPlans:
+    """Runs the captured graphs as they are, for the same gradients as a plan."""
+
+    def __init__(self, solution: dict[str, Any]) -> None:
+        found = solution_from_dict(solution)
+        self.graphs = {graph.fingerprint: graph for graph in found.graphs}
+        self.orders = dict(found.gradient_orders)
+
+    def plan_of(self, segment: Segment, _progress: Progress, *, nothing_ran: bool) -> GraphPlan:
+        graph = self.graphs.get(segment.fingerprint)
+        missing, apart = (frozenset(graph.missing), frozenset(graph.apart)) if graph else (frozenset(),) * 2
+        wanted = specialised(segment, missing=missing, apart=apart)
+        return GraphPlan(schedule=plain_schedule(wanted), missing=missing, apart=apart)
+
+    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
+        """Nothing to plan."""
+
+    @property
+    def loss_is_unknown(self) -> bool:
+        return False
+
+    def learn(self, held: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
+        """Nothing to plan."""
+        return False
+
+    def count_buckets(self, buckets: Buckets) -> bool:
+        """Nothing to plan."""
+        return False
+
+    def expect_calls(self) -> None:
+        """Nothing to plan."""
+
+
+def _time(target: Target, runs: int) -> dict[str, Timing]:
+    model, runner = target.model, runner_of(target.model)
+    assert runner is not None
+
+    def step() -> object:
+        return train_step(model, target.batch, target.optimizer, target.loss, within=target.within)
+
+    def eager() -> object:
+        remove(model)  # with all that watches and steps for the plan
+        return step()
+
+    def planned() -> object:
+        attach(model, runner)
+        return step()
+
+    device = device_of(model, target.batch)
+    timings = time_steps({"eager": eager, "planned": planned}, device=device, runs=runs)
+    attach(remove(model), runner)
+    return timings

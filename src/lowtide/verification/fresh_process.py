@@ -1,0 +1,114 @@
+"""Run a function in a fresh Python process and get its result back.
+
+The child imports `module:function` by name, calls it with the keyword arguments that were sent and
+sends the result back, both as files. What the child prints is kept and shown only if it fails.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError
+from lowtide.facts.files import temporary_folder
+from lowtide.units import size_and_bytes
+
+LITTLE_BYTES = 1 << 20
+"""With less room than that, it is not the model's fault that it cannot be written."""
+
+
+def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
+    """`function(**arguments)` in a new process, where `function` is written `module:name`.
+
+    `environment` is added to this process's. Arguments may hold tensors and models; shared tensors
+    stay shared. An exception there is a `FreshProcessError` here, with its message; arguments that
+    cannot make the journey are a `CannotMoveToFreshProcess`.
+    """
+    with temporary_folder() as folder:
+        request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
+        _write(request, arguments)
+        # -P: a file in the current folder that is named like a library must not stand in for it.
+        command = [
+            sys.executable or "",
+            "-P",
+            "-m",
+            "lowtide.verification.child",
+            function,
+            str(request),
+            str(answer),
+        ]
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        # its own temporary files stand in our folder, which goes away however the child ends
+        environ = {**os.environ, **(environment or {}), "PYTHONPATH": path, "TMPDIR": folder}
+        with log.open("wb") as output:
+            status = _wait(command, environ, output)
+        printed = log.read_text(errors="replace")
+        if not answer.exists():
+            raise FreshProcessError(_died(status, printed), details=printed)
+        # Our own child wrote this file, in a folder that only this user can read.
+        reply = torch.load(answer, weights_only=False)
+    if "result" in reply:
+        return reply["result"]
+    kind = CannotMoveToFreshProcess if reply["while_loading"] else FreshProcessError
+    raise kind(reply["message"], kind=reply["kind"], details=f"{printed}{reply['traceback']}")
+
+
+def _write(request: Path, arguments: Mapping[str, Any]) -> None:
+    try:
+        torch.save(dict(arguments), request)
+    except Exception as error:  # whatever a user's own __getstate__ or __reduce__ raises
+        if (free_bytes := shutil.disk_usage(request.parent).free) < LITTLE_BYTES:
+            raise FreshProcessError(
+                f"the model cannot be written to {tempfile.gettempdir()} for a fresh process, where "
+                f"{size_and_bytes(free_bytes)} are free: make room, or set TMPDIR to another folder",
+                kind=type(error).__name__,
+            ) from error
+        raise CannotMoveToFreshProcess(
+            f"cannot send the model to a fresh process: {type(error).__name__}: {_first_line(error)}",
+            kind=type(error).__name__,
+        ) from error
+
+
+def _wait(command: list[str], environ: Mapping[str, str], output: Any) -> int:
+    """Exit status of the child; it never outlives this call, Ctrl-C included.
+
+    Nor this process: its standard input closes with us, and that ends it.
+    """
+    try:
+        child = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
+        )
+    except OSError as error:
+        raise FreshProcessError(
+            f"a fresh process cannot be started ({error}): look after sys.executable, and the limit of "
+            "processes (ulimit -u)",
+            kind=type(error).__name__,
+        ) from error
+    with child:
+        try:
+            return child.wait()
+        finally:
+            child.kill()
+
+
+def _died(status: int, printed: str) -> str:
+    if status == -signal.SIGKILL:
+        return (
+            "the fresh process was killed, most likely because the machine ran out of memory: "
+            "try a smaller batch"
+        )
+    if status < 0:
+        return f"the fresh process ended with signal {signal.Signals(-status).name}"
+    last = printed.strip().splitlines()[-1:] or ["it printed nothing"]
+    return f"the fresh process ended with status {status} and without an answer: {last[0]}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

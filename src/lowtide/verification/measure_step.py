@@ -1,0 +1,231 @@
+"""Time of a step: warm-up, then every run by itself, synchronised.
+
+Measure one training step: its peak by two methods, and its time, each in a process of its own.
+"""
+
+import copy
+import importlib
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lowtide.profiling.devices import device_for, page_fault_seconds, page_faults
+from lowtide.verification.fresh_process import run_fresh
+from lowtide.verification.peak import RESIDENT_ENVIRONMENT, can_measure_resident, peak_and_op, resident_peak
+from lowtide.verification.train_step import device_of, static_bytes, train_step
+from lowtide.zoo.targets import Target, TargetSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of each timed run, in the order they ran.
+
+    On a CPU, `page_faults` are the pages that each took from the system, and `page_fault_seconds` is what one
+    costs there, measured apart.
+    """
+
+    runs: tuple[float, ...]
+    page_faults: tuple[int, ...] = ()
+    page_fault_seconds: float = 0.0
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.runs)
+
+    @property
+    def spread_seconds(self) -> float:
+        """Distance between the quartiles: what lies between the middle half of the runs."""
+        if len(self.runs) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.runs, n=4, method="inclusive")
+        return high - low
+
+    @property
+    def median_page_faults(self) -> int:
+        return round(statistics.median(self.page_faults)) if self.page_faults else 0
+
+    @property
+    def fault_share(self) -> float:
+        """About how much of the time went into page faults."""
+        return self.median_page_faults * self.page_fault_seconds / self.median_seconds
+
+    def added_to(self, baseline: "Timing") -> float:
+        """Share of `baseline`'s time that this adds, from the two medians: what stands beside them."""
+        return self.median_seconds / baseline.median_seconds - 1
+
+    def noise_beside(self, baseline: "Timing") -> float | None:
+        """How far off `added_to` may be; None for a single run, which cannot tell.
+
+        By the runs that followed each other, since a slow moment of the machine hits both of a pair: half
+        the distance between the quartiles of their ratios, and how far their median is from `added_to`.
+        """
+        if len(self.runs) < 2:
+            return None
+        ratios = Timing(tuple(mine / other for mine, other in zip(self.runs, baseline.runs, strict=True)))
+        return ratios.spread_seconds / 2 + abs(ratios.median_seconds - 1 - self.added_to(baseline))
+
+
+def time_steps(
+    steps: Mapping[str, Callable[[], object]], *, device: torch.device, warm_up: int = 1, runs: int = 5
+) -> dict[str, Timing]:
+    """Time several steps in turn (a, b, a, b, ...), so that a slow moment of the machine hits all alike."""
+    for _ in range(warm_up):
+        for step in steps.values():
+            step()
+    clock = device_for(device)
+    on_cpu = device.type == "cpu"
+    fault_seconds = page_fault_seconds() if on_cpu else 0.0
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    faults: dict[str, list[int]] = {name: [] for name in steps}
+    for _ in range(runs):
+        for name, step in steps.items():
+            before = page_faults()
+            seconds[name].append(clock.timed(step)[1].seconds)
+            if on_cpu:
+                faults[name].append(page_faults() - before)
+    return {name: Timing(tuple(seconds[name]), tuple(faults[name]), fault_seconds) for name in steps}
+
+
+WARM_UP_STEPS = 2
+"""The first makes the optimizer's state and all that torch allocates only once; a compiled model also
+does so in the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Peaks count everything that torch holds: `static_bytes` (parameters, buffers, batch, optimizer
+    state) plus what the step adds on top. `resident_peak_bytes` is None where it cannot be measured:
+    on a GPU, outside Linux, or not in a fresh process. `timing` is None when no runs were asked for.
+    `peak_op` ran at the peak, by torch's own name; empty where nobody knows.
+    """
+
+    peak_bytes: int
+    resident_peak_bytes: int | None
+    static_bytes: int
+    with_optimizer: bool
+    fresh_process: bool
+    timing: Timing | None = None
+    peak_op: str = ""
+
+
+def measure_step(
+    source: TargetSpec | Target,
+    *,
+    with_optimizer: bool = True,
+    prepare: str | None = None,
+    payload: Mapping[str, Any] | None = None,
+    timed_runs: int = 0,
+    resident: bool = True,
+) -> Measured:
+    """Measure a step of `source` in fresh processes; nothing here is touched.
+
+    Without `resident`, memory is measured by torch's own count alone, in about half of the time.
+
+    A `TargetSpec` is loaded there; the live objects of a `Target` are sent, which raises
+    `CannotMoveToFreshProcess` where they cannot be (see `measure_here`).
+    `prepare`, written `module:function`, is called there as `function(target, **payload)` before
+    anything is measured and returns the `Target` to measure.
+    """
+    arguments: dict[str, Any] = {
+        "source": source,
+        "with_optimizer": with_optimizer,
+        "prepare": prepare,
+        "payload": dict(payload or {}),
+    }
+    environment = RESIDENT_ENVIRONMENT if resident else None
+    measured: Measured = run_fresh(
+        "lowtide.verification.measure_step:measure_memory",
+        environment=environment,
+        resident=resident,
+        **arguments,
+    )
+    if not timed_runs:
+        return measured
+    timing: Timing = run_fresh("lowtide.verification.measure_step:measure_time", runs=timed_runs, **arguments)
+    return replace(measured, timing=timing)
+
+
+def measure_here(
+    target: Target, *, with_optimizer: bool = True, prepare: Callable[[Target], Target] | None = None
+) -> Measured:
+    """Measure a copy of a live target in this process: by torch's own count only.
+
+    For models that cannot be sent to another process. Needs memory for a second copy of the model.
+    `prepare` is called with that copy and returns the target to measure.
+    """
+    model, batch, optimizer = copy.deepcopy((target.model, target.batch, target.optimizer))
+    double = replace(target, model=model, batch=batch, optimizer=optimizer if with_optimizer else None)
+    with torch.random.fork_rng():
+        return _measure(prepare(double) if prepare is not None else double, resident=False)
+
+
+def measure_memory(
+    *,
+    source: TargetSpec | Target,
+    with_optimizer: bool,
+    prepare: str | None,
+    payload: dict[str, Any],
+    resident: bool,
+) -> Measured:
+    """The child's job: both peaks, the resident one first, since the profiler leaves traces behind."""
+    target = _load(source, with_optimizer, prepare, payload)
+    return replace(_measure(target, resident=resident and can_measure_resident()), fresh_process=True)
+
+
+def measure_time(
+    *,
+    source: TargetSpec | Target,
+    with_optimizer: bool,
+    prepare: str | None,
+    payload: dict[str, Any],
+    runs: int,
+) -> Timing:
+    """The child's job: the clock alone, with the allocator as users have it."""
+    target = _load(source, with_optimizer, prepare, payload)
+    device = device_of(target.model, target.batch)
+    return time_steps({"step": lambda: _step(target)}, device=device, runs=runs)["step"]
+
+
+def _load(
+    source: TargetSpec | Target, with_optimizer: bool, prepare: str | None, payload: dict[str, Any]
+) -> Target:
+    target = source.load() if isinstance(source, TargetSpec) else source
+    if not with_optimizer:
+        target = replace(target, optimizer=None)
+    if prepare is not None:
+        module, _, name = prepare.partition(":")
+        target = getattr(importlib.import_module(module), name)(target, **payload)
+        assert isinstance(target, Target), f"{prepare} must return a Target"
+    return target
+
+
+def _measure(target: Target, *, resident: bool) -> Measured:
+    target.model.zero_grad(set_to_none=True)
+    for _ in range(WARM_UP_STEPS):
+        _step(target)
+    device = device_of(target.model, target.batch)
+    above = resident_peak(lambda: _step(target)) if resident and device.type == "cpu" else None
+    peak, op = peak_and_op(lambda: _step(target), device=device)
+    static = static_bytes(target.model, target.batch, target.optimizer)
+    return Measured(
+        peak_bytes=static + peak,
+        resident_peak_bytes=None if above is None else static + above,
+        static_bytes=static,
+        with_optimizer=target.optimizer is not None,
+        fresh_process=False,
+        peak_op=op,
+    )
+
+
+def _step(target: Target) -> None:
+    train_step(
+        target.model,
+        target.batch,
+        target.optimizer,
+        target.loss,
+        holds_outputs=target.holds_outputs,
+        within=target.within,
+    )

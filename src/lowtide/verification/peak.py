@@ -1,0 +1,100 @@
+"""The largest number of bytes held while a function runs, above what was held when it started.
+
+torch keeps no statistics of its CPU allocator. Two independent ways to know are here, and they
+should agree: torch's profiler sees every block that torch asks for; the resident high-water mark is
+what the kernel saw of the whole process. On CUDA the allocator itself keeps the peak.
+
+Where two measured peaks disagree, or a predicted one is off: which, by how much, and why.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lowtide.profiling.devices import device_for, memory_events, op_at_peak, peak_of, recorded
+from lowtide.units import format_size
+
+CPU = torch.device("cpu")
+RESIDENT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+"""With these, glibc returns memory to the kernel when it is freed, so that residence follows use."""
+
+
+def peak_above_start(step: Callable[[], object], *, device: torch.device = CPU) -> int:
+    """Peak bytes that torch holds on `device` during `step()`, above those held before it.
+
+    torch's profiler on the CPU, which does not see a block freed that was there before the start: a
+    step that frees such blocks is measured too high. On CUDA, the allocator's own count.
+    """
+    gc.collect()
+    return device_for(device).measured(step)[1]
+
+
+def peak_and_op(step: Callable[[], object], *, device: torch.device = CPU) -> tuple[int, str]:
+    """As `peak_above_start`, with the op that ran at the peak; empty where only the allocator counts."""
+    if device.type != "cpu":
+        return peak_above_start(step, device=device), ""
+    gc.collect()
+    session = recorded(step)[1]
+    return peak_of(memory_events(session)), op_at_peak(session)
+
+
+def can_measure_resident() -> bool:
+    """Whether this system can tell and reset the resident high-water mark (Linux)."""
+    return sys.platform == "linux" and Path("/proc/self/clear_refs").exists()
+
+
+def resident_peak(step: Callable[[], object]) -> int:
+    """Growth of the process's resident high-water mark during `step()`.
+
+    Means something only in a process that was started with `RESIDENT_ENVIRONMENT`, and after a
+    warm-up: what torch loads or allocates only once would count as well.
+    """
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    step()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")
+
+
+PREDICTED_WITHIN = 0.01
+AGREE_WITHIN = 0.02
+SMALL_BYTES = 1 << 20
+"""Pages and the allocator's own blocks: below this the kernel's figure says nothing about a step."""
+
+
+def prediction_note(which: str, *, predicted: int, measured: int, op: str) -> str:
+    """Empty where the prediction holds. `op` is what ran at the measured peak, if anybody knows."""
+    off = predicted / measured - 1 if measured else 0.0
+    if abs(off) <= PREDICTED_WITHIN:
+        return ""
+    at = f" at {op}" if op else ""
+    return (
+        f"the peak {which} was predicted as {format_size(predicted)}, {abs(off):.1%} "
+        f"{'above' if off > 0 else 'below'} the {format_size(measured)} that were measured{at}"
+    )
+
+
+def agreement_note(which: str, *, measured: int, resident: int | None) -> str:
+    """Empty where torch's count and the kernel's agree, or only one of them is there."""
+    if resident is None or abs(resident - measured) <= max(AGREE_WITHIN * measured, SMALL_BYTES):
+        return ""
+    why = (
+        "memory that torch does not count, such as buffers of libraries and of Python, or pages that were "
+        "given back late"
+        if resident > measured
+        else "blocks that torch asked for and never wrote to, or that took pages which were there before"
+    )
+    return (
+        f"the two measured peaks {which} disagree: torch counts {format_size(measured)}, the kernel "
+        f"{format_size(resident)} ({why})"
+    )

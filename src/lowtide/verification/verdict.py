@@ -1,0 +1,97 @@
+"""The answer of a verification in a few lines: does it fit, is it exact, and what was not measured well.
+
+Where measured time holds what no prediction counts.
+
+What was measured, as the records that reports show.
+"""
+
+from typing import TYPE_CHECKING
+
+from lowtide.report.results import Measurement, StepMeasurement
+from lowtide.report.style import NOT_BY_RECOMPUTING, is_noisy, size
+
+if TYPE_CHECKING:
+    from lowtide.verification.measure_step import Timing
+    from lowtide.verification.verify_plan import Verification
+
+MAX_DIFFERENCES = 5
+
+
+def verdict(result: "Verification") -> list[str]:
+    lines = [kept(result.measured_peak_bytes, result.budget_bytes)]
+    if result.exact and result.from_eager:
+        lines.append("results: equal to the compiled step without recompute, to the last bit")
+    elif result.exact:
+        lines.append("results: equal to eager training to the last bit")
+    else:
+        lines.append(f"results: DIFFERENT from eager training in {len(result.differences)} places")
+        lines += [f"  {difference}" for difference in result.differences[:MAX_DIFFERENCES]]
+        if result.recompute_exact:
+            lines.append(f"note: {NOT_BY_RECOMPUTING}")
+    if is_noisy(result.overhead, result.noise):
+        lines.append(
+            "note: the time added is too noisy to tell: the machine is busy, or it adds next to none"
+        )
+    lines += [f"note: {note}" for note in result.notes]
+    if not result.fresh_process:
+        lines.append("note: measured in this process, since the model cannot be sent to a fresh one")
+    return lines
+
+
+def kept(peak_bytes: int, budget_bytes: int) -> str:
+    over = "at or below" if peak_bytes <= budget_bytes else "ABOVE"
+    return f"peak: {size(peak_bytes)}, {over} the budget of {size(budget_bytes)}"
+
+
+LEAST_SHARE = 0.03
+"""Of a step's time: less is lost in what any machine is off by."""
+
+
+def fault_note(without: "Timing | None", with_plan: "Timing | None") -> str:
+    """Empty where page faults are next to nothing, with and without the plan, or nobody counted them."""
+    if without is None or with_plan is None:
+        return ""
+    if max(without.fault_share, with_plan.fault_share) < LEAST_SHARE:
+        return ""
+    return (
+        "taking memory from the system anew is part of the measured time and of no prediction: "
+        f"{without.median_page_faults:,} page faults in a step without the plan and "
+        f"{with_plan.median_page_faults:,} with it, about {without.fault_share:.0%} and "
+        f"{with_plan.fault_share:.0%} of the time. The page on measuring says how to keep that memory"
+    )
+
+
+def measurement_of(result: "Verification") -> Measurement:
+    """A verified plan, next to the plain step."""
+    return Measurement(
+        baseline=step_measurement(
+            predicted=result.baseline_predicted_peak_bytes,
+            measured=result.baseline_measured_peak_bytes,
+            resident=result.baseline_resident_peak_bytes,
+            timing=result.baseline_step_timing,
+        ),
+        planned=step_measurement(
+            predicted=result.predicted_peak_bytes,
+            measured=result.measured_peak_bytes,
+            resident=result.resident_peak_bytes,
+            timing=result.step_timing,
+        ),
+        noise=result.noise,
+        exact=result.exact,
+        recompute_exact=result.recompute_exact,
+        differences=result.differences,
+        notes=result.notes,
+        method="torch's count of bytes, " + ("fresh processes" if result.fresh_process else "in one process"),
+    )
+
+
+def step_measurement(
+    *, predicted: int, measured: int, timing: "Timing | None", resident: int | None = None
+) -> StepMeasurement:
+    return StepMeasurement(
+        predicted_peak_bytes=predicted,
+        measured_peak_bytes=measured,
+        resident_peak_bytes=resident,
+        seconds_median=timing.median_seconds if timing else None,
+        seconds_spread=timing.spread_seconds if timing else None,
+    )

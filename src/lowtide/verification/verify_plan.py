@@ -1,0 +1,213 @@
+"""Prove a plan: the same results to the last bit, and the true peak, in fresh processes.
+
+Eager and planned training run from the same weights, optimizer state and random state; losses,
+gradients, buffers, parameters and the random state after every step are compared with `torch.equal`.
+"""
+
+import copy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
+from lowtide.facts.serial import solution_to_dict
+from lowtide.plans import Plan, check_identity, timelines, write_report
+from lowtide.report.notebook import card, timeline_svg
+from lowtide.runtime.runner import remove
+from lowtide.trace.identity import identify
+from lowtide.trace.model_call import split_batch
+from lowtide.units import format_size
+from lowtide.verification.comparison import Comparison, compare, looped, planned
+from lowtide.verification.fresh_process import run_fresh
+from lowtide.verification.measure_step import Measured, Timing, measure_here, measure_step
+from lowtide.verification.peak import agreement_note, prediction_note
+from lowtide.verification.verdict import fault_note, measurement_of, verdict
+from lowtide.zoo.targets import Target, TargetSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What a plan does in truth. Peaks are measured by torch's own count of bytes, both in a fresh
+    process of their own, and once more as the process's resident high-water mark.
+
+    `exact`: planned training equals eager training to the last bit. `recompute_exact` is weaker: it
+    equals the captured graph without any recompute, which some models make another path in their code.
+    Where a compiler runs the graphs, `exact` is that as well, and `from_eager` says how far the compiled step
+    without recompute is from eager. `peak_op` and `baseline_peak_op` ran at the peaks that torch counted.
+    `plan` is what was verified.
+    """
+
+    exact: bool
+    differences: tuple[str, ...]
+    recompute_exact: bool
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    resident_peak_bytes: int | None
+    baseline_predicted_peak_bytes: int
+    baseline_measured_peak_bytes: int
+    baseline_resident_peak_bytes: int | None
+    step_timing: Timing | None
+    baseline_step_timing: Timing | None
+    fresh_process: bool
+    from_eager: str = ""
+    peak_op: str = ""
+    baseline_peak_op: str = ""
+    plan: Plan | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"Verification(exact={self.exact}, fits={self.fits}, budget={format_size(self.budget_bytes)}, "
+            f"peak={format_size(self.measured_peak_bytes)}, "
+            f"without the plan={format_size(self.baseline_measured_peak_bytes)}, "
+            f"{len(self.differences)} differences)"
+        )
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.step_timing.median_seconds if self.step_timing else None
+
+    @property
+    def baseline_step_seconds(self) -> float | None:
+        return self.baseline_step_timing.median_seconds if self.baseline_step_timing else None
+
+    @property
+    def overhead(self) -> float | None:
+        """Measured time that the plan adds, as a fraction of eager's."""
+        if self.step_timing is None or self.baseline_step_timing is None:
+            return None
+        return self.step_timing.added_to(self.baseline_step_timing)
+
+    @property
+    def noise(self) -> float | None:
+        """How far off `overhead` may be; where it is larger, the machine was too busy to tell."""
+        if self.step_timing is None or self.baseline_step_timing is None:
+            return None
+        return self.step_timing.noise_beside(self.baseline_step_timing)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where a prediction is off by more than a percent, and by which op; where the two measured peaks
+        disagree, and why; where page faults are a good part of the time."""
+        rows = (
+            (
+                "without the plan",
+                self.baseline_predicted_peak_bytes,
+                self.baseline_measured_peak_bytes,
+                self.baseline_resident_peak_bytes,
+                self.baseline_peak_op,
+            ),
+            (
+                "with the plan",
+                self.predicted_peak_bytes,
+                self.measured_peak_bytes,
+                self.resident_peak_bytes,
+                self.peak_op,
+            ),
+        )
+        notes = [
+            note
+            for which, predicted, measured, resident, op in rows
+            for note in (
+                prediction_note(which, predicted=predicted, measured=measured, op=op),
+                agreement_note(which, measured=measured, resident=resident),
+            )
+        ]
+        notes.append(fault_note(self.baseline_step_timing, self.step_timing))
+        if self.from_eager:
+            notes.insert(0, f"compared with the compiled step without recompute, which is {self.from_eager}")
+        return tuple(filter(None, notes))
+
+    def summary(self) -> str:
+        """Does it fit, is it exact, and what was not measured well, in a few lines."""
+        return "\n".join(verdict(self))
+
+    def report(self, path: str | Path) -> Path:
+        """Write a page with what was measured, and the plan's timelines and decisions; returns its path."""
+        assert self.plan is not None, "a verification is of a plan"
+        return write_report(path, self.plan, title="Verified plan", measurement=measurement_of(self))
+
+    def _repr_html_(self) -> str:
+        before, after = timelines(self.plan) if self.plan is not None else (None, None)
+        picture = timeline_svg(after, other=before, budget_bytes=self.budget_bytes) if after else ""
+        return card(repr(self), [("", line) for line in verdict(self)], picture)
+
+    @property
+    def fits(self) -> bool:
+        return self.measured_peak_bytes <= self.budget_bytes
+
+
+def verify(
+    source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5, resident: bool = True
+) -> Verification:
+    """Compare and measure in fresh processes; a live model that cannot be sent there, in this one.
+
+    Without `resident`, peaks are measured by torch's own count alone.
+    """
+    payload = {"solution": solution_to_dict(plan.solution)}
+    if isinstance(source, Target):
+        check_identity(plan, identify(source.model, split_batch(source.batch)))
+    try:
+        comparison: Comparison = run_fresh(
+            "lowtide.verification.comparison:compare", source=source, timed_runs=timed_runs, **payload
+        )
+        baseline = measure_step(
+            source, prepare="lowtide.verification.comparison:looped", payload=payload, resident=resident
+        )
+        planned = measure_plan(source, plan, resident=resident)
+    except CannotMoveToFreshProcess:
+        if isinstance(source, TargetSpec):
+            raise
+        comparison, baseline, planned = _verify_here(source, payload["solution"], timed_runs)
+    except FreshProcessError as error:
+        if error.kind == PlanMismatch.__name__:
+            raise PlanMismatch(str(error)) from error
+        raise
+    return Verification(
+        exact=not comparison.differences,
+        differences=comparison.differences,
+        recompute_exact=comparison.recompute_exact,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        measured_peak_bytes=planned.peak_bytes,
+        resident_peak_bytes=planned.resident_peak_bytes,
+        baseline_predicted_peak_bytes=plan.baseline_peak_bytes,
+        baseline_measured_peak_bytes=baseline.peak_bytes,
+        baseline_resident_peak_bytes=baseline.resident_peak_bytes,
+        step_timing=comparison.timings.get("planned"),
+        baseline_step_timing=comparison.timings.get("eager"),
+        fresh_process=planned.fresh_process,
+        from_eager=comparison.from_eager,
+        peak_op=planned.peak_op,
+        baseline_peak_op=baseline.peak_op,
+        plan=plan,
+    )
+
+
+def measure_plan(
+    source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 0, resident: bool = True
+) -> Measured:
+    """The planned step alone, in fresh processes: for a step that only a plan makes small enough."""
+    payload = {"solution": solution_to_dict(plan.solution)}
+    return measure_step(
+        source,
+        prepare="lowtide.verification.comparison:planned",
+        payload=payload,
+        timed_runs=timed_runs,
+        resident=resident,
+    )
+
+
+def _verify_here(
+    source: Target, solution: dict[str, Any], timed_runs: int
+) -> tuple[Comparison, Measured, Measured]:
+    """The same in this process, on a copy, for models that cannot be sent to another one."""
+    with torch.random.fork_rng():
+        model, batch, optimizer = copy.deepcopy((source.model, source.batch, source.optimizer))
+        double = replace(source, model=model, batch=batch, optimizer=optimizer)
+        comparison = compare(source=double, solution=solution, timed_runs=timed_runs)
+        remove(model)
+        baseline = measure_here(double, prepare=lambda t: looped(t, solution=solution))
+        return comparison, baseline, measure_here(double, prepare=lambda t: planned(t, solution=solution))

@@ -1,0 +1,46 @@
+"""What the user says about swapping is understood, or refused in one line."""
+
+import pytest
+
+from lowtide.errors import LowtideError, StoreError
+from lowtide.facts.plan import OffloadTarget, parse_offload
+from lowtide.offload import choose_store, open_store, warn_of_memory
+from lowtide.offload.disk_store import DiskStore
+
+
+def test_a_folder_and_the_host_are_understood(tmp_path):
+    assert parse_offload("disk:/a:b") == OffloadTarget("disk", "/a:b")
+    assert parse_offload("host") == OffloadTarget("host")
+    assert str(parse_offload("disk:/a")) == "disk:/a"
+    assert isinstance(open_store(parse_offload(f"disk:{tmp_path}"), "cpu"), DiskStore)
+
+
+@pytest.mark.parametrize("text", ["disk", "disk:", "/scratch", "host:x", "ram", "", True])
+def test_anything_else_is_refused(text):
+    with pytest.raises(LowtideError, match=r"cannot swap to .*'disk:FOLDER'"):
+        parse_offload(text)
+
+
+@pytest.mark.parametrize(
+    ("swap", "device", "instead"), [("host", "cpu", "'disk:FOLDER'"), ("disk:/tmp", "cuda:0", "'host'")]
+)
+def test_a_store_for_another_device_is_refused(swap, device, instead):
+    with pytest.raises(StoreError, match=f"this one is on {device}: write swap={instead}"):
+        open_store(parse_offload(swap), device)
+
+
+def test_a_folder_in_memory_is_told(tmp_path, monkeypatch, caplog):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/shm tmpfs rw 0 0\n")
+    monkeypatch.setattr(choose_store, "MOUNTS", mounts)
+    warn_of_memory(OffloadTarget("disk", str(tmp_path)))
+    assert not caplog.records
+    warn_of_memory(OffloadTarget("disk", f"{tmp_path}/shm/mine"))
+    assert "is in memory (tmpfs)" in caplog.text
+
+
+def test_a_relative_folder_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse_offload("disk:scratch") == OffloadTarget("disk", f"{tmp_path}/scratch")
+    assert parse_offload("disk:~/scratch") == OffloadTarget("disk", "/home/me/scratch")

@@ -1,0 +1,92 @@
+"""The store in the host's memory, as far as that can be seen without an accelerator: what waits for what."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowtide.offload import host_store
+from lowtide.offload.host_store import HostStore
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """Writes down what is asked of it; copies themselves run at once."""
+
+    log: list[tuple[str, ...]]
+
+    def __init__(self, *, device):
+        self.device = device
+        self.name = {0: "out", 1: "back"}.get(len(Stream.made), "other")
+        Stream.made.append(self)
+
+    made: list["Stream"]
+
+    def wait_stream(self, other):
+        Stream.log.append((self.name, "waits for all of", other.name))
+
+    def wait_event(self, event):
+        Stream.log.append((self.name, "waits for", event))
+
+    def record_event(self):
+        return f"copy on {self.name}"
+
+    def __enter__(self):
+        Stream.log.append((self.name, "copies"))
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.fixture
+def log(monkeypatch):
+    Stream.log, Stream.made = [], []
+    current = Stream(device=CPU)
+    current.name = "current"
+    Stream.made = []
+
+    def empty(*size, pin_memory=False, device=CPU, **options):
+        if pin_memory:
+            Stream.log.append(("pinned", str(device)))
+        return torch.empty(*size, device=device, **options)
+
+    monkeypatch.setattr(
+        host_store,
+        "torch",
+        SimpleNamespace(
+            Stream=Stream,
+            empty=empty,
+            uint8=torch.uint8,
+            accelerator=SimpleNamespace(current_stream=lambda device: current),
+        ),
+    )
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda _, stream: Stream.log.append(("kept for", stream.name))
+    )
+    return Stream.log
+
+
+def test_a_value_leaves_and_comes_back_in_order(log):
+    value = torch.randn(6, 4).t()[1:]
+    before, stride = value.clone(), value.stride()
+    parcel = HostStore().send(value)
+    assert log == [("pinned", "cpu"), ("out", "waits for all of", "current"), ("out", "copies")]
+    log.clear()
+    parcel.let_go()
+    assert log == [("current", "waits for", "copy on out")], "or its memory is written over while it is read"
+    log.clear()
+    value.zero_()
+    arrival = parcel.fetch()
+    assert log == [("kept for", "back"), ("back", "waits for all of", "current"), ("back", "copies")]
+    log.clear()
+    back = arrival.value()
+    assert log == [("current", "waits for", "copy on back")]
+    assert torch.equal(back, before) and back.stride() == stride
+
+
+def test_streams_belong_to_the_device_of_the_value(log):
+    store = HostStore()
+    assert store.streams(CPU) is store.streams(CPU)
+    other = store.streams(torch.device("meta"))
+    assert [stream.device.type for stream in (*store.streams(CPU), *other)] == ["cpu", "cpu", "meta", "meta"]

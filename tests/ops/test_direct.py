@@ -1,0 +1,77 @@
+"""Ops that are called directly: the same op runs, and gives the same."""
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.ops.direct import DIRECT, direct_function
+from lowtide.ops.dropout import _scale
+
+aten = torch.ops.aten
+MATRIX = torch.linspace(-1, 2, 12).reshape(3, 4)
+BATCH = torch.linspace(-1, 2, 24).reshape(2, 3, 4)
+
+ARGUMENTS = {
+    aten.add.Tensor: [((MATRIX, MATRIX), {}), ((MATRIX, 2), {}), ((MATRIX, MATRIX), {"alpha": 3})],
+    aten.addmm.default: [((MATRIX[:, 0], MATRIX, MATRIX.t()), {}), ((MATRIX[0, :3], MATRIX, MATRIX.t()), {})],
+    aten.bmm.default: [((BATCH, BATCH.transpose(1, 2)), {})],
+    aten.clone.default: [((MATRIX.t(),), {}), ((MATRIX.t(),), {"memory_format": torch.contiguous_format})],
+    aten.detach.default: [((MATRIX,), {})],
+    aten.expand.default: [((MATRIX, [2, 3, 4]), {}), ((MATRIX, [2, -1, -1]), {"implicit": True})],
+    aten.mm.default: [((MATRIX, MATRIX.t()), {})],
+    aten.mul.Tensor: [((MATRIX, MATRIX), {}), ((MATRIX, 0.1), {}), ((MATRIX, MATRIX > 0), {})],
+    aten.permute.default: [((BATCH, [2, 0, 1]), {})],
+    aten.relu.default: [((MATRIX,), {})],
+    aten.reshape.default: [((MATRIX, [4, 3]), {}), ((MATRIX.t(), [-1]), {}), ((MATRIX[:1, :1], []), {})],
+    aten.rsqrt.default: [((MATRIX.abs() + 1,), {})],
+    aten.t.default: [((MATRIX,), {})],
+    aten.transpose.int: [((BATCH, 1, -1), {})],
+    aten.unsqueeze.default: [((MATRIX, -1), {})],
+}
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", DIRECT, ids=str)
+def test_a_direct_call_runs_the_op_itself(op) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for given, kwargs in ARGUMENTS[op]:
+            args = [
+                arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+                for arg in given
+            ]
+            with torch.no_grad(), Recorder() as expected:
+                want = op(*args, **kwargs)
+            with torch.no_grad(), Recorder() as found:
+                got = DIRECT[op](*args, **kwargs)
+            assert found.ops == expected.ops
+            assert torch.equal(got, want)
+            assert (got.dtype, got.stride()) == (want.dtype, want.stride())
+
+
+def test_a_graph_calls_its_ops_without_torch_around_them(monkeypatch) -> None:
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    negative = graph.call_function(aten.neg.default, (value,))
+    graph.output([graph.call_function(aten.mul.Tensor, (negative, value))])
+    run = direct_function(fx.GraphModule(nn.Module(), graph))
+    monkeypatch.setattr(type(aten.neg.default), "__call__", None)
+    args = [MATRIX]
+    assert torch.equal(run(args)[0], -MATRIX * MATRIX)
+    assert not args
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_scale_of_a_dropout_is_a_number_of_its_type(probability, dtype) -> None:
+    scale = _scale(dtype, probability)
+    assert float(torch.tensor(scale, dtype=dtype)) == scale

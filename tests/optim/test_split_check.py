@@ -1,0 +1,85 @@
+"""What pieces of an optimizer's step hold inside, told from a trace of the whole step."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.optim import split_check
+from lowtide.optim.optimizer_trace import trace_optimizer
+from lowtide.optim.split_check import pieces_bytes
+from lowtide.verification.peak import peak_above_start
+
+SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 20)
+KINDS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": torch.optim.Adam,
+    "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "foreach": partial(torch.optim.Adam, foreach=True),
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "maximize": partial(torch.optim.Adam, maximize=True, weight_decay=0.1),
+    "rmsprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+}
+
+
+def make_parameters() -> list[nn.Parameter]:
+    shapes = [(64, 32), (32,), (64, 32), (7, 5, 3), (300, 40), (40,), (2, 900)]
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_step_tells_what_pieces_hold(kind):
+    parameters = make_parameters()
+    optimizer = KINDS[kind]([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.01}])
+    traced = trace_optimizer(optimizer, {id(parameter) for parameter in parameters[:-1]})
+    for slices in (False, True):
+        told = pieces_bytes(optimizer, traced, slices=slices, sizes=SIZES)
+        every = split_check._pieces_bytes(traced.double, None, slices=slices, sizes=SIZES)
+        assert told == every
+    assert told[SIZES[-1]] == traced.peak_bytes
+
+
+def test_a_later_step_that_holds_more_is_the_one_that_counts():
+    parameter = nn.Parameter(torch.randn(64, 32))
+    optimizer = torch.optim.RAdam([parameter])
+    traced = trace_optimizer(optimizer, {id(parameter)})
+    for _ in range(8):  # from the sixth on, it divides by what the gradients were
+        parameter.grad = torch.randn_like(parameter)
+        held = peak_above_start(optimizer.step)
+    assert traced.peak_bytes >= held - 64
+
+
+def test_equal_layers_are_not_traced_again(monkeypatch):
+    recorded = []
+
+    def count(*args):
+        recorded.append(args)
+        return 0
+
+    parameters = [*make_parameters(), *make_parameters()]
+    optimizer = torch.optim.Adam(parameters)
+    traced = trace_optimizer(optimizer, {id(parameter) for parameter in parameters})
+    monkeypatch.setattr(split_check, "recorded_bytes", count)
+    assert max(pieces_bytes(optimizer, traced, slices=False, sizes=SIZES).values()) == traced.peak_bytes
+    assert not recorded
+
+
+def test_two_slices_hold_as_much_as_all_of_them():
+    parameter = nn.Parameter(torch.randn(256, 32))
+    optimizer = torch.optim.Adam([parameter])
+    traced = trace_optimizer(optimizer, {id(parameter)})
+    size = parameter.nbytes // 8
+    told = pieces_bytes(optimizer, traced, slices=True, sizes=[size])[size]
+    with torch.no_grad():
+        fake = traced.double.fakes[id(parameter)]
+        whole = partial(split_check.step_in_slices, traced.double.optimizer, fake, len(fake) // 8)
+        assert told == split_check.recorded_bytes(whole, traced.double.mode)

@@ -1,0 +1,94 @@
+"""What a process holds for its exchanges, against the order in which FSDP2 makes and frees it."""
+
+from lowtide.facts.sharding import Part, Passage, Sharding, Unit
+from lowtide.parallel.exchange import ExchangeStep, exchange
+
+
+def _unit(name: str, *, frees: bool = True) -> Unit:
+    part = Part(
+        name=f"{name}.weight",
+        shard_bytes=50,
+        whole_bytes=100,
+        cast_bytes=0,
+        reduced_bytes=100,
+        gradient_bytes=50,
+    )
+    return Unit(name=name, parts=(part,), frees_after_forward=frees, root=0)
+
+
+def _step(*, frees: bool = True, ranks: int = 2) -> tuple[Sharding, list[Passage]]:
+    """A model of two blocks: graph 0 is its own, 1 and 2 are the blocks', 3 is its own again."""
+    units = (_unit("", frees=False), _unit("a", frees=frees), _unit("b", frees=frees))
+    passages = [
+        Passage(0, True, 0, False),
+        Passage(1, True, 1, True),
+        Passage(1, False, 2, True),
+        Passage(2, True, 2, True),
+        Passage(2, False, 3, True),
+        Passage(0, False, 4, True),
+    ]
+    return Sharding(ranks=ranks, units=units), passages
+
+
+TRAINED = [".weight", "a.weight", "b.weight"]
+
+
+def _names(moves: list[ExchangeStep]) -> list[str]:
+    return [move.name for move in moves]
+
+
+def test_a_unit_is_gathered_before_its_forward_and_given_back_after_it():
+    found = exchange(*_step(), trained=TRAINED)
+    assert _names(found.forward[0]) == ["gather the model", "copy out the model"]
+    assert _names(found.forward[2]) == ["give back a", "gather b", "copy out b"]
+
+
+def test_the_last_buffer_lives_until_the_next_unit_has_its_own():
+    found = exchange(*_step(), trained=TRAINED)
+    assert found.forward[2][-1].frees == ["gathered parameters of unit 1"]
+    assert found.forward[4][-1].frees == ["gathered parameters of unit 2"]
+
+
+def test_the_unit_before_is_gathered_ahead_in_backward():
+    found = exchange(*_step(), trained=TRAINED)
+    assert _names(found.before[3]) == ["gather b"]
+    assert _names(found.before[2]) == ["copy out b", "gather a"]
+    assert _names(found.before[1]) == ["copy out a"]
+
+
+def test_what_stays_after_forward_is_not_gathered_again():
+    found = exchange(*_step(frees=False), trained=TRAINED)
+    assert not any("gather " in name for moves in found.before.values() for name in _names(moves))
+
+
+def test_gradients_are_reduced_when_a_unit_is_done_and_the_models_own_at_the_end():
+    found = exchange(*_step(), trained=TRAINED)
+    assert _names(found.after[2]) == ["give back b", "collect gradients of b", "reduce gradients of b"]
+    assert found.after[2][1].gradients == ["b.weight"]
+    assert "end of a reduction" in _names(found.after[1])
+    assert "reduce gradients of the model" in _names(found.last)
+
+
+def test_parameters_without_a_gradient_are_not_reduced():
+    found = exchange(*_step(), trained=["a.weight"])
+    assert _names(found.after[2]) == ["give back b"]
+
+
+def test_everything_that_is_made_is_freed_or_kept():
+    found = exchange(*_step(), trained=TRAINED)
+    held: set[str] = set()
+    order = [found.forward[key] for key in sorted(found.forward)]
+    for graph in (3, 2, 1, 0):
+        order += [found.before.get(graph, []), found.after.get(graph, [])]
+    for move in (move for moves in [*order, found.last] for move in moves):
+        held |= set(move.makes)
+        assert set(move.frees) <= held
+        held -= set(move.frees)
+        if move.kept:
+            held -= set(move.makes)
+    assert not held
+
+
+def test_one_process_gathers_nothing():
+    found = exchange(*_step(ranks=1), trained=TRAINED)
+    assert found.forward[0][0].makes["gathered parameters of unit 0"][0] == 0

@@ -1,0 +1,91 @@
+"""The step of one process among many, without the others."""
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from sharded_cases import WORDS, Net
+from torch import nn
+
+import lowtide
+from lowtide.parallel.simulated_sharding import blocks_of, simulate_sharding
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def _profile(**options) -> lowtide.Profile:
+    model = Net(32, 3)
+    tokens = torch.randint(0, WORDS, (4, 16))
+    return lowtide.profile(model, tokens, optimizer=torch.optim.AdamW(model.parameters()), **options)
+
+
+def test_more_processes_hold_less_each():
+    peaks = [_profile(ranks=ranks) for ranks in (2, 8)]
+    assert peaks[0].peak_bytes > peaks[1].peak_bytes
+    assert peaks[0].floor_bytes > peaks[1].floor_bytes
+    static = [profile.step.static_bytes for profile in peaks]
+    assert static[1] < 0.5 * static[0]
+
+
+def test_a_plan_on_paper_keeps_its_budget_and_treats_equal_blocks_alike():
+    profile = _profile(ranks=8)
+    plan = profile.plan((profile.floor_bytes + profile.peak_bytes) // 2)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert plan.recompute_seconds > 0
+    blocks = [graph.schedule for graph in plan.solution.graphs if graph.in_model][1:-1]
+    assert len(blocks) == 3 and len(set(blocks)) == 1
+
+
+def test_a_larger_budget_is_never_slower():
+    profile = _profile(ranks=8)
+    low, high = profile.floor_bytes, profile.peak_bytes
+    costs = [profile.plan(low + (high - low) * i // 6).recompute_seconds for i in range(7)]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_blocks_are_the_outermost_of_a_class_that_stand_side_by_side():
+    model = nn.ModuleDict(
+        {
+            "layers": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)),
+            "head": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
+        }
+    )
+    assert blocks_of(model) == list(model["layers"])
+
+
+def test_every_parameter_belongs_to_the_innermost_unit():
+    model = Net(32, 2)
+    units = simulate_sharding(model, ranks=4).sharding.units
+    assert [unit.name for unit in units] == ["", "blocks.0", "blocks.1"]
+    assert {part.name for part in units[1].parts} == {
+        f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()
+    }
+    assert sum(len(unit.parts) for unit in units) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks": 0}, "among 0 processes"),
+        ({"ranks": 2, "shard": "zero3"}, "called 'zero3'"),
+        ({"ranks": 2, "mode": "run"}, "mode 'ops'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(options, words):
+    with pytest.raises(lowtide.LowtideError, match=words):
+        _profile(**options)
+
+
+def test_planners_that_look_at_the_whole_step_are_refused():
+    with pytest.raises(lowtide.LowtideError, match="choose one of auto, none, all"):
+        _profile(ranks=2).plan("90%", planner="mu-two")
+
+
+def test_the_command_line_plans_for_one_of_many_processes(run_lowtide):
+    arguments = ("tiny-gpt2", "--batch-size", "2", "--sequence-length", "16", "--budget", "80%")
+    code, out, _ = run_lowtide("plan", *arguments, "--ranks", "16", "--shard", "fsdp2", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["peak_bytes"] <= found["budget_bytes"]

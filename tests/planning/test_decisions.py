@@ -1,0 +1,47 @@
+"""Every combination of what is held at the floor gives sentences that read as English."""
+
+import re
+from itertools import product
+
+import pytest
+
+from lowtide.facts import Kind, Region
+from lowtide.planning.decisions import LASTING, hint, listed
+
+COMBINATIONS = [
+    (region, {kind: 100 for kind, there in zip(LASTING, present, strict=True) if there} | others)
+    for region in Region
+    for present in product((False, True), repeat=len(LASTING))
+    for others in ({}, {Kind.ACTIVATION: 50}, {Kind.ACTIVATION: 9000, Kind.OTHER: 1})
+    if any(present) or others
+]
+
+THING = (
+    r"(?:fused=True|foreach=False|an optimizer with less state such as SGD|a smaller model|lower precision)"
+)
+HELD = r"(?:parameters|gradients|optimizer state|buffers)"
+LIST = r"(?i:{0}(?:, {0})*(?: {1} {0})?)"
+AMOUNTS = r"[\d.]+ \w+ [a-z ]+(?:, [\d.]+ \w+ [a-z ]+)*"
+SENTENCES = re.compile(
+    rf"(?:The optimizer step sets it|{LIST.format(HELD, 'and')} set it) \({AMOUNTS}\), "
+    rf"which no recompute lowers\. Try {LIST.format(THING, 'or')}\."
+    rf"|It holds {AMOUNTS}\. Try that budget, or a smaller batch\."
+)
+
+
+@pytest.mark.parametrize(("region", "held"), COMBINATIONS)
+def test_every_hint_is_whole_sentences(region, held):
+    text = hint(region, held)
+    assert SENTENCES.fullmatch(text) and text[0].isupper(), text
+
+
+@pytest.mark.parametrize(("region", "held"), COMBINATIONS)
+def test_only_what_is_held_is_blamed(region, held):
+    text = hint(region, held)
+    assert ("SGD" in text) <= bool(held.get(Kind.OPTIMIZER_STATE))
+    blamed = text.partition(" set it")[0].lower() if " set it" in text else ""
+    assert all(held.get(kind) for kind, words in LASTING.items() if words in blamed)
+
+
+def test_lists_are_joined_as_people_do():
+    assert [listed("abc"[:n], "or") for n in (1, 2, 3)] == ["a", "a or b", "a, b or c"]

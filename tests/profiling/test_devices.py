@@ -1,0 +1,150 @@
+"""The seam: clocks, memory and copy speed."""
+
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from lowtide.profiling import devices
+from lowtide.profiling.devices import (
+    Cpu,
+    Cuda,
+    OpTiming,
+    device_for,
+    peak_of,
+    spread_seconds,
+    typical_seconds,
+)
+
+CPU = device_for(torch.device("cpu"))
+
+
+def test_typical_is_the_median_of_the_undisturbed_runs():
+    timings = [OpTiming(9.0, 3), OpTiming(1.0, 0), OpTiming(3.0, 0), OpTiming(2.0, 0), OpTiming(0.5, 1)]
+    assert typical_seconds(timings) == 2.0
+    assert typical_seconds([OpTiming(8.0, 2), OpTiming(9.0, 2), OpTiming(4.0, 5)]) == 4.0
+
+
+def test_peak_is_the_highest_running_sum():
+    assert peak_of([]) == 0
+    assert peak_of([(1, 100), (2, 50), (3, -100), (4, 60)]) == 150
+    assert peak_of([(1, -100), (2, 50)]) == 0
+
+
+def test_cpu_sees_all_memory_inside():
+    def run():
+        block = torch.empty(1000, dtype=torch.uint8)
+        other = torch.empty(500, dtype=torch.uint8)
+        del block
+        return torch.cat([other, other])
+
+    result, peak = CPU.measured(run)
+    assert result.numel() == 1000
+    assert peak == 1500
+
+
+def test_cpu_times_and_returns(monkeypatch):
+    clock, interruptions, worked = iter([10.0, 10.25]), iter([7, 9]), iter([3.0, 3.125])
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(devices.time, "process_time", lambda: next(worked))
+    monkeypatch.setattr(devices, "_interruptions", lambda: next(interruptions))
+    assert CPU.timed(lambda: sum(range(1000))) == (499500, OpTiming(0.25, 2, 0.125))
+
+
+def test_a_slow_run_may_be_interrupted_but_not_for_long():
+    assert not OpTiming(0.5, 9, 0.01).avoidable
+    assert OpTiming(0.5, 9, 0.4).avoidable
+    assert OpTiming(0.01, 1).avoidable
+    assert not OpTiming(0.01, 9, 0.0, 0.49).avoidable  # long, but for what was taken off
+    assert not OpTiming(0.5, 0, 0.4).avoidable  # it waited for something of its own
+
+
+def test_copy_speed_is_of_the_typical_copy(monkeypatch):
+    seconds = iter([4.0, 1.0, 2.0, 2.0, 3.0])
+    monkeypatch.setattr(Cpu, "timed", lambda self, run: (run(), OpTiming(next(seconds))))
+    assert Cpu().copy_bytes_per_second() == devices._COPY_BYTES / 2.0
+
+
+def test_spread_leaves_out_what_was_interrupted():
+    runs = [OpTiming(s) for s in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert spread_seconds([*runs, OpTiming(0.09, 1)]) == 2.0
+    assert spread_seconds([OpTiming(s, 5) for s in (1.0, 2.0, 3.0, 4.0, 5.0)]) == 2.0  # too slow to be spared
+    assert spread_seconds(runs[:1]) == spread_seconds([OpTiming(0.01, 1), OpTiming(0.09, 1)]) == 0.0
+
+
+def test_devices_are_found_by_type():
+    assert isinstance(device_for(torch.device("cuda", 0)), Cuda)
+    with pytest.raises(ValueError, match="meta"):
+        device_for(torch.device("meta"))
+
+
+class Allocator:
+    """What `torch.cuda` is asked, in order."""
+
+    def __init__(self):
+        self.asked, self.held, self.peak = [], 0, 0
+
+    def synchronize(self, device=None):
+        self.asked.append("synchronize")
+
+    def reset_peak_memory_stats(self, device):
+        self.asked.append(f"reset {device}")
+        self.peak = self.held
+
+    def memory_allocated(self, device):
+        return self.held
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def device(self, device):
+        self.asked.append(f"on {device}")
+        return nullcontext()
+
+    def Event(self, *, enable_timing):
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, allocator):
+        self.allocator = allocator
+
+    def record(self):
+        self.allocator.asked.append("record")
+
+    def synchronize(self):
+        self.allocator.asked.append("wait for the last")
+
+    def elapsed_time(self, other):
+        return 2.5
+
+
+def test_a_gpu_is_asked_for_its_own_peak_when_all_is_done(monkeypatch):
+    allocator = Allocator()
+    monkeypatch.setattr(torch, "cuda", allocator)
+    gpu = Cuda(torch.device("cuda", 1))
+
+    def run():
+        allocator.asked.append("run")
+        allocator.peak = allocator.held + 100
+        return "result"
+
+    allocator.held = 30
+    assert gpu.measured(run) == ("result", 100)
+    assert allocator.asked == ["synchronize", "reset cuda:1", "run", "synchronize"]
+    allocator.asked.clear()
+    assert gpu.timed(run) == ("result", OpTiming(2.5e-3))
+    expected = ["on cuda:1", "synchronize", "record", "run", "record", "wait for the last"]
+    assert allocator.asked == expected
+
+
+def test_measuring_memory_writes_nothing_to_the_terminal():
+    code = (
+        "import torch; from lowtide.profiling.devices import device_for;"
+        "device_for(torch.device('cpu')).measured(lambda: torch.ones(3))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""

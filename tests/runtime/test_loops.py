@@ -1,0 +1,270 @@
+"""Loops that do more than the plan counts on: seen at the first step, told once, and planned for."""
+
+import copy
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from training import measured_peak
+
+import lowtide
+from lowtide.runtime.runner import runner_of
+from lowtide.torch_compat import hooks
+from lowtide.verification.peak import peak_above_start
+from lowtide.verification.train_step import static_bytes, train_step
+from lowtide.zoo.targets import Target
+
+pytestmark = pytest.mark.slow
+
+WIDTH, CLASSES, BATCH = 64, 300, 256
+
+
+class Classifier(nn.Module):
+    """Logits; with targets also its own loss, and the features behind the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        self.blocks = nn.Sequential(*blocks, nn.Dropout(0.1))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        features = self.blocks(x)
+        logits = self.head(features)
+        if targets is None:
+            return logits
+        return {"loss": F.cross_entropy(logits, targets), "logits": logits, "features": features}
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"x": torch.randn(BATCH, WIDTH), "targets": torch.randint(0, CLASSES, (BATCH,))}
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def train_both(model: nn.Module, planned: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor]) -> None:
+    """Three steps of each, to the last bit."""
+    for seed in range(3):
+        found = []
+        for one in (model, planned):
+            torch.manual_seed(seed)
+            one.zero_grad()
+            value = loss(one(**batch))
+            value.backward()
+            found.append([value.detach(), torch.get_rng_state(), *(p.grad for p in one.parameters())])
+        assert all(map(torch.equal, *found))
+    planned.zero_grad()
+
+
+@pytest.mark.parametrize("times", [1, 6])
+def test_a_loss_that_was_not_given_is_planned_for(
+    times: int, batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    targets = batch.pop("targets")
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.repeat(times, 1), targets.repeat(times))
+
+    model = Classifier()
+    planned = copy.deepcopy(model)
+    whole = lowtide.profile(planned, batch, loss=loss)
+    # what the loop will need, which the plan knows nothing of
+    budget = (whole.floor_bytes + whole.peak_bytes) // 2
+    lowtide.checkpoint(planned, batch, budget=budget)
+    if times == 1:
+        above = peak_above_start(lambda: train_step(planned, batch, None, loss))
+        assert static_bytes(planned, batch, None) + above <= budget, "the first step"
+    train_both(model, planned, batch, loss)
+    if times == 1:
+        assert told(caplog) == []
+        assert runner_of(planned).backend.num_graphs == 1
+    else:
+        (words,) = told(caplog)
+        assert "the loop held" in words and "Pass `loss=`" in words
+    assert measured_peak(Target("planned", planned, batch, None, loss)) <= budget
+    assert not hooks.active_modes()
+
+
+def test_the_room_for_a_loss_is_given_back_where_it_is_not_needed(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    targets = batch.pop("targets")
+    model = Classifier()
+    planned = copy.deepcopy(model)
+    whole = lowtide.profile(planned, batch, loss=lambda output: F.cross_entropy(output, targets))
+    plan = lowtide.profile(planned, batch).plan((whole.floor_bytes + whole.peak_bytes) // 2)
+    plan.apply(planned)
+    first = runner_of(planned).plans.graphs
+    train_both(model, planned, batch, torch.mean)
+    own = {graph.fingerprint: graph for graph in plan.solution.graphs if graph.in_model}
+    assert first != own and runner_of(planned).plans.graphs == own
+    assert told(caplog) == []
+    assert measured_peak(Target("planned", planned, batch, None, torch.mean)) <= plan.budget_bytes
+
+
+def test_a_loss_that_was_given_is_no_news(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    targets = batch.pop("targets")
+    model = Classifier()
+    planned = copy.deepcopy(model)
+    lowtide.checkpoint(planned, batch, budget="80%", loss=lambda output: F.cross_entropy(output, targets))
+    train_both(model, planned, batch, lambda output: F.cross_entropy(output, targets))
+    assert told(caplog) == []
+    assert runner_of(planned).backend.num_graphs == 1
+
+
+def test_a_gradient_for_an_output_that_the_plan_leaves_out(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(output: dict[str, torch.Tensor]) -> torch.Tensor:
+        return output["loss"] + output["logits"].square().mean() + output["features"].abs().mean()
+
+    model = Classifier()
+    planned = copy.deepcopy(model)
+    whole = lowtide.profile(planned, batch, loss=loss)
+    budget = (whole.floor_bytes + whole.peak_bytes) // 2
+    lowtide.checkpoint(planned, batch, budget=budget)
+    train_both(model, planned, batch, loss)
+    assert "the loss reads output" in told(caplog)[0]
+    assert measured_peak(Target("planned", planned, batch, None, loss)) <= budget
+
+
+def test_a_watch_leaves_other_modes_alone(batch: dict[str, torch.Tensor]) -> None:
+    class Counting(hooks.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    batch.pop("targets")
+    planned = lowtide.checkpoint(Classifier(), batch, budget="1GB")
+    output = planned(**batch)
+    with Counting():
+        assert len(hooks.active_modes()) == 2
+    with torch.inference_mode():
+        planned(**batch)
+    assert len(hooks.active_modes()) == 1, "torch would put its key back, without the mode behind it"
+    with torch.no_grad():
+        planned(**batch)
+    assert hooks.active_modes() == []
+    output.sum().backward()
+
+
+def test_a_call_before_the_last_one_was_differentiated_is_told_once(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    planned = Classifier()
+    found = lowtide.profile(planned, batch)
+    found.plan((found.floor_bytes + found.peak_bytes) // 2).apply(planned)
+    planned(**batch)
+    planned(**batch)["loss"].backward()
+    assert told(caplog) == [], "nobody holds the first output"
+    for _ in range(2):
+        planned.zero_grad()
+        (planned(**batch)["loss"] + planned(**batch)["loss"]).backward()
+    (words,) = told(caplog)
+    assert "called again before the backward pass of its last call" in words and "smaller by" in words
+
+
+def test_a_graph_that_is_kept_is_told_once(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    planned = Classifier()
+    found = lowtide.profile(planned, batch)
+    found.plan((found.floor_bytes + found.peak_bytes) // 2).apply(planned)
+    planned(**batch)["loss"].backward()
+    assert told(caplog) == []
+    for _ in range(2):
+        planned.zero_grad()
+        loss = planned(**batch)["loss"]
+        loss.backward(retain_graph=True)
+        loss.backward()
+    (words,) = told(caplog)
+    assert "backward(retain_graph=True) holds" in words and "smaller by" in words
+
+
+# without the plan
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+
+
+def call_forward(model: nn.Module) -> None:
+    model.forward(torch.ones(4, 8)).sum().backward()
+
+
+def call_compiled(model: nn.Module) -> None:
+    torch.compile(model, backend="eager")(torch.ones(4, 8)).sum().backward()
+
+
+def call_from_compiled(model: nn.Module) -> None:
+    torch.compile(lambda x: model(x).sum(), backend="eager")(torch.ones(4, 8)).backward()
+
+
+def compile_in_place(model: nn.Module) -> None:
+    model.compile(backend="eager")
+    model(torch.ones(4, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("bypass", [call_forward, call_compiled, call_from_compiled, compile_in_place])
+def test_training_past_the_plan_is_told_once(
+    bypass: Callable[[nn.Module], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = lowtide.checkpoint(small(), torch.ones(4, 8), budget="1GB")
+    model(torch.ones(4, 8)).sum().backward()
+    assert told(caplog) == []
+    for _ in range(2):
+        bypass(model)
+    (words,) = told(caplog)
+    assert "budget is not kept" in words
+    assert ("model.compile()" in words) is (bypass is compile_in_place)
+
+
+def save_and_load(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("copied", "words"), [(copy.deepcopy, "plan.apply(copy)"), (save_and_load, "plan.save(path)")]
+)
+def test_a_copy_that_trains_without_a_plan_is_told_once(
+    copied: Callable[[nn.Module], nn.Module], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = lowtide.checkpoint(small(), torch.ones(4, 8), budget="1GB")
+    for _ in range(2):
+        copied(model)(torch.ones(4, 8)).sum().backward()
+    (found,) = told(caplog)
+    assert words in found
+    copied(lowtide.remove(model))(torch.ones(4, 8)).sum().backward()
+    assert len(told(caplog)) == 1 and "_lowtide_plan" not in vars(model)
+
+
+def test_a_copy_to_evaluate_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    model = lowtide.checkpoint(small(), torch.ones(4, 8), budget="1GB")
+    with torch.no_grad():
+        copy.deepcopy(model)(torch.ones(4, 8))
+    assert told(caplog) == []
+
+
+def test_a_watch_that_began_under_autocast_ends_without_it(batch: dict[str, torch.Tensor]) -> None:
+    batch.pop("targets")
+    planned = lowtide.checkpoint(Classifier(), batch, budget="1GB")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        planned(**batch)
+    assert len(hooks.active_modes()) == 1
+    with torch.no_grad():
+        planned(**batch)
+    assert hooks.active_modes() == []

@@ -1,0 +1,125 @@
+"""Model code that asks whether it is being compiled takes the path that it takes in eager."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import pytest
+import torch
+from budgets import between
+from torch import nn
+from training import differences, train, twin
+
+import lowtide
+from lowtide.torch_compat import dynamo
+from lowtide.zoo.targets import Target
+
+pytestmark = pytest.mark.slow
+
+WIDTH = 32
+ASKS: dict[str, Callable[[], bool]] = {
+    "torch.compiler.is_compiling": torch.compiler.is_compiling,
+    "torch.compiler.is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+    "torch._dynamo.is_compiling": torch._dynamo.is_compiling,
+    "torch.compiler.is_exporting": torch.compiler.is_exporting,
+}
+
+
+def _stream_is_captured() -> bool:
+    try:
+        return torch.cuda.is_current_stream_capturing() or torch.xpu.is_current_stream_capturing()
+    except Exception:
+        return False
+
+
+class Asks(nn.Module):
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        super().__init__()
+        self.ask = ask
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        result: torch.Tensor = self.last(hidden.sin() if self.ask() else hidden.tanh())
+        return result.square().mean()
+
+
+def _check(model: nn.Module) -> None:
+    torch.manual_seed(0)
+    target = Target("asks", model, torch.randn(8, WIDTH), torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = train(twin(target))
+    found = lowtide.profile(target.model, target.batch, optimizer=target.optimizer)
+    assert len([graph for graph in found.step.graphs if graph.in_model]) == 1
+    planned = twin(target)
+    found.plan(between(found, 0.5)).apply(planned.model)
+    assert differences(expected, train(planned)) == []
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_it_is_told_that_it_is_not_compiled(name: str) -> None:
+    _check(Asks(ASKS[name]))
+
+
+def test_a_question_about_devices_that_are_not_there() -> None:
+    _check(Asks(_stream_is_captured))
+
+
+class Noted:
+    """Torch cannot follow a context variable, so code that has one keeps a plain value beside it."""
+
+    def __init__(self) -> None:
+        self.context: ContextVar[int] = ContextVar("noted", default=0)
+        self.plain = 0
+
+    def note(self, value: int) -> None:
+        if torch.compiler.is_compiling():
+            self.plain = value
+        else:
+            self.context.set(value)
+
+
+class Notes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.notes = Noted()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.notes.note(len(x))
+        result: torch.Tensor = self.layer(x)
+        return result.square().mean()
+
+
+def test_code_with_a_context_variable_does_not_break_the_graph() -> None:
+    breaks = dynamo.graph_breaks()
+    step = lowtide.profile(Notes(), torch.randn(4, WIDTH)).step
+    assert len([graph for graph in step.graphs if graph.in_model]) == 1
+    assert not dynamo.graph_breaks() - breaks
+
+
+def test_torch_compile_of_the_users_own_is_answered_as_ever() -> None:
+    lowtide.checkpoint(Notes(), torch.randn(4, WIDTH), budget="1GB")(torch.randn(4, WIDTH))
+    compiled = torch.compile(lambda x: x + 1 if torch.compiler.is_compiling() else x, backend="eager")
+    assert compiled(torch.zeros(1)) == 1
+
+
+class Hints(nn.Module):
+    """Tells torch about a tensor as libraries do in eager, for a compilation that may come later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(state)
+        return (self.layer(x).tanh() + state).sum()
+
+
+def test_hints_for_the_compiler_are_no_hindrance() -> None:
+    plain = Target("hints", Hints(), torch.randn(8, WIDTH))
+    planned = twin(plain)
+    profile = lowtide.profile(planned.model, planned.batch)
+    assert sum(graph.in_model for graph in profile.step.graphs) == 1
+    profile.plan(between(profile, 0.5)).apply(planned.model)
+    assert differences(train(plain), train(planned)) == []

@@ -1,0 +1,163 @@
+"""Models in several graphs: how these follow each other, and when a real forward pass is needed."""
+
+import pytest
+import torch
+from nets import ROWS, WIDTH, Net, breaks, rows, said
+from torch import nn
+from trouble import BATCH, EqualBlocks
+from trouble import WIDTH as TROUBLE_WIDTH
+
+from lowtide.analyze.captured_step import capture
+from lowtide.facts import Region
+from lowtide.torch_compat.hooks import FakeTensor
+from lowtide.verification.peak import peak_above_start
+
+
+def test_a_graph_break_needs_no_real_forward(caplog: pytest.LogCaptureFixture) -> None:
+    step = capture(Net(middle=breaks), rows()).step
+    assert [graph.in_model for graph in step.graphs] == [True, True, True, False]
+    assert said(caplog) == []
+    assert step.notes == ("the model breaks into 3 graphs; nothing is recomputed across them",)
+
+
+def test_code_between_two_graphs_gets_fake_tensors() -> None:
+    seen = []
+
+    @torch._dynamo.disable
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        seen.append(type(x))
+        return x
+
+    capture(Net(middle=looks), rows())
+    assert set(seen) == {FakeTensor}
+
+
+def test_segments_are_ranked_in_the_order_they_run() -> None:
+    step = capture(Net(middle=breaks), rows()).step
+    forward = [n.segment for n in step.nodes if n.region is Region.FORWARD]
+    backward = [n.segment for n in step.nodes if n.region is Region.BACKWARD]
+    assert forward == sorted(forward) and set(forward) == {0, 1, 2, 3}
+    assert backward == sorted(backward, reverse=True) and set(backward) == {0, 1, 2, 3}
+
+
+def test_graphs_that_differ_in_their_parameters_alone_are_told_apart() -> None:
+    graphs = capture(EqualBlocks(), torch.randn(BATCH, TROUBLE_WIDTH)).step.graphs
+    assert len({graph.fingerprint for graph in graphs if graph.in_model}) == 3
+
+
+def test_links_between_segments() -> None:
+    step = capture(Net(middle=breaks), rows()).step
+    for region, step_to in ((Region.FORWARD, 1), (Region.BACKWARD, -1)):
+        links = [
+            (step.nodes[read].segment, node.segment)
+            for node in step.nodes
+            for read in node.reads
+            if node.region is region and node.op == "placeholder"
+        ]
+        assert links and all(to - start == step_to for start, to in links)
+    linked = [n for n in step.nodes if n.op == "placeholder" and n.reads and n.region is Region.FORWARD]
+    for node in linked:
+        assert node.makes == () and node.holds == step.nodes[node.reads[0]].holds
+        assert node.fixed == "comes from before a graph break"
+
+
+def test_a_real_forward_is_announced_before_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    before: list[int] = []
+
+    def reads_values(x: torch.Tensor) -> torch.Tensor:
+        if x.sum().item() > -1000:
+            before.append(len(said(caplog)))
+            return torch.relu(x)
+        return x
+
+    captured = capture(Net(middle=reads_values), rows())
+    words, outside = said(caplog)
+    assert before and before[0] == 1
+    assert (
+        "code outside of its graphs that torch.compile does not follow" in outside
+    )  # the relu, after said()
+    parameters = 2 * (WIDTH * WIDTH + WIDTH) * 4
+    graph = ROWS * WIDTH * 4
+    assert f"at least {parameters + graph} B: {parameters} B of parameters" in words
+    assert f"{graph} B for the largest graph so far" in words and __file__ in words
+    assert len(captured.segments) == 4
+
+
+@torch._dynamo.disable
+def _through_numpy(x: torch.Tensor) -> float:
+    return float(x.detach().numpy().mean())
+
+
+def test_code_that_fails_on_fake_tensors_gets_real_ones(caplog: pytest.LogCaptureFixture) -> None:
+    captured = capture(Net(middle=lambda x: x * _through_numpy(x)), rows())
+    assert "one real forward pass" in said(caplog)[0]
+    assert len(captured.segments) == 4
+
+
+def test_a_real_forward_saves_no_activations() -> None:
+    def reads_values(x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum().item() > -1e9 else -x
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return reads_values(self.layers(x)) * 2
+
+    batch = torch.randn(1000, 128)
+    peak = peak_above_start(lambda: capture(Deep(), batch))
+    assert batch.nbytes < peak < 5 * batch.nbytes
+
+
+class DropsLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 0.5:
+                continue
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_step_that_is_captured_drops_no_layer(seed: int) -> None:
+    model, batch = DropsLayers(), rows()
+    torch.manual_seed(seed)
+    before = torch.get_rng_state()
+    nodes = capture(model, batch).step.nodes
+    assert sum(node.op == "aten.tanh.default" for node in nodes) == len(model.layers)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class SameGraphTwice(nn.Module):
+    """Whose second run gives an output that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    @torch._dynamo.disable
+    def stop(self) -> None:
+        """End a graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        others = []
+        for _ in range(2):
+            self.stop()
+            hidden = self.layer(x)
+            x, other = hidden.tanh(), hidden.sin()
+            self.stop()
+            others.append(other)
+        return x + others[0]
+
+
+def test_a_graph_that_runs_twice_is_planned_for_all_that_either_run_gives() -> None:
+    batch = rows().requires_grad_()  # or the first run would have one gradient less to make
+    first, second, *_ = capture(SameGraphTwice(), batch).step.graphs
+    assert first.fingerprint == second.fingerprint
+    assert first.missing == second.missing

@@ -1,0 +1,69 @@
+"""What torch and Python would do without anybody asking for it, while graphs are made."""
+
+import gc
+import logging
+import operator
+
+import torch
+from torch import fx, nn
+
+from lowtide.garbage import NEW_OBJECTS, rarely_collected
+from lowtide.ops.direct import direct_function
+from lowtide.torch_compat import hooks
+from lowtide.trace.segments import Segment
+from lowtide.trace.split import without_tangents
+
+
+def _sum_graph() -> fx.Graph:
+    graph = fx.Graph()
+    one, other = graph.placeholder("one"), graph.placeholder("other")
+    graph.output([graph.call_function(operator.add, (one, other))])
+    return graph
+
+
+def test_garbage_is_looked_for_rarely_and_then_as_before() -> None:
+    before = gc.get_threshold()
+    with rarely_collected():
+        with rarely_collected():
+            assert gc.get_threshold()[0] == NEW_OBJECTS
+        assert gc.get_threshold()[0] == NEW_OBJECTS
+    assert gc.get_threshold() == before
+
+
+def test_a_user_without_collections_keeps_it_so() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with rarely_collected():
+            assert gc.get_threshold()[0] == 0
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_the_structured_trace_can_find_out_that_nobody_reads_it() -> None:
+    logging.getLogger("torch._dynamo")
+    trace = logging.getLogger(hooks.STRUCTURED_TRACE)
+    with hooks.unlogged():
+        assert not trace.filters
+        assert logging.getLogger("torch._dynamo").filters
+
+
+def test_no_code_is_written_for_a_graph_that_nobody_runs(monkeypatch) -> None:
+    written = []
+    write = fx.Graph.python_code
+    monkeypatch.setattr(fx.Graph, "python_code", lambda *a, **k: written.append(1) or write(*a, **k))
+    module = hooks.graph_module(nn.Module(), _sum_graph())
+    assert not written
+    run = direct_function(module)
+    assert len(written) == 1
+    args = [torch.ones(2), torch.ones(2)]
+    assert torch.equal(run(args)[0], torch.full((2,), 2.0))
+    assert not args, "inputs are freed at their last use"
+    assert len(written) == 1
+
+
+def test_a_graph_whose_gradients_are_all_asked_for_is_not_copied() -> None:
+    module = hooks.graph_module(nn.Module(), _sum_graph())
+    segment = Segment(module, 1, [], differentiable=True, fingerprint="")
+    assert without_tangents(segment, frozenset()) is segment
