@@ -137,7 +137,11 @@ class _Training:
 
     def with_link(self, step: Step, *, cache: bool = True) -> Step:
         """The step with what is known of the way to the store, if there is one."""
-        return step if self.swap_to is None else replace(step, link=measure_link(self.swap_to, step, cache))
+        return (
+            step
+            if self.swap_to is None
+            else replace(step, transfer_speed=measure_link(self.swap_to, step, cache))
+        )
 
 
 def profile(

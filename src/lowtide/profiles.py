@@ -175,7 +175,7 @@ class Profile:
             reason = f"compiles for the device at hand, and the {gpu.name} is not there: leave `device` out"
         elif sum(graph.in_model for graph in self.step.graphs) > 1:
             reason = "is for models of one graph, and this one breaks into several"
-        elif self.step.link is not None:
+        elif self.step.transfer_speed is not None:
             reason = "cannot swap: leave `swap` out"
         elif any(node.op == UPDATE for node in self.step.nodes):
             reason = "cannot step in backward: leave `step_in_backward` out"

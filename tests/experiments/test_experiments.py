@@ -98,7 +98,7 @@ def test_a_plan_whose_optimizer_steps_in_pieces_runs_so():
     made = Target("wide", model, torch.randn(8, 1024), optimizer)
     profile = api.profile(made.model, made.batch, optimizer=made.optimizer)
     plan = profile.plan(profile.floor_bytes)
-    assert plan.solution.optimizer_in_pieces
+    assert plan.solution.optimizer_in_chunks
     trial = run_trial(source=made, method=plan_method("auto", plan), timed_runs=1)
     assert trial.judgement[0] is Results.EXACT
     assert trial.peak_bytes <= plan.budget_bytes < trial.baseline_peak_bytes

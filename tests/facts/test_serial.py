@@ -74,7 +74,7 @@ def test_all_fields_travel() -> None:
         graphs=(graph,),
         identity=identity,
         rules=(("again", "run again"),),
-        link=link,
+        transfer_speed=link,
     )
     assert step_from_dict(step_to_dict(step)) == step
     solution = Solution(
@@ -83,7 +83,7 @@ def test_all_fields_travel() -> None:
             "graphs": (graph,),
             "identity": identity,
             "notes": ("a note",),
-            "offload": Offload(link=link, store_bytes=7, transfer_seconds=0.5, stall_seconds=0.25),
+            "offload": Offload(transfer_speed=link, store_bytes=7, transfer_seconds=0.5, stall_seconds=0.25),
             "reserve": Reserve(optimizer_state_bytes=1, loss_bytes=3, loss_kept_bytes=4, batch_bytes=5),
         }
     )
@@ -173,7 +173,7 @@ def test_damaged_profiles() -> None:
         ("reads", [99]),
         ("makes", [99]),
         ("region", "middle"),
-        ("remats", [[]]),
+        ("recipes", [[]]),
     ):
         damaged = copy.deepcopy(data)
         damaged["nodes"]["rows"][2][columns.index(column)] = value

@@ -146,7 +146,7 @@ class StepBuilder:
             storages=tuple(self.storages),
             fingerprint="test",
             copy_bytes_per_second=1e9,
-            link=self.link,
+            transfer_speed=self.link,
         )
 
     def _with_remat(self, rank, *, how="again", makes=None) -> int:

@@ -63,4 +63,4 @@ def with_swap(step: Step, link: TransferSpeed, *, least_bytes: int = 1) -> Step:
                     movable=True,
                 )
             )
-    return replace(step, nodes=tuple(nodes), storages=tuple(storages), link=link)
+    return replace(step, nodes=tuple(nodes), storages=tuple(storages), transfer_speed=link)

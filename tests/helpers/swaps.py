@@ -14,14 +14,14 @@ from lowtide.planning.simulate import recompute_slots, simulate
 def swapped(found: lowtide.Profile, *, delay: int = 0, ahead: int = 0) -> lowtide.Plan:
     """Every value leaves `delay` ops after its last reader, and is fetched `ahead` ops before its first."""
     step = found.step
-    assert step.link is not None
+    assert step.transfer_speed is not None
     solution = by_hand(found, "swap").solution
     runs = with_releases(step, solution.schedule.runs, _later(step, delay))
     runs = _fetched_earlier(step, runs, ahead)
     timeline = simulate(step, runs)
     assert timeline.traffic is not None
     offload = Offload(
-        link=step.link,
+        transfer_speed=step.transfer_speed,
         store_bytes=timeline.traffic.store_bytes,
         transfer_seconds=timeline.traffic.transfer_seconds,
         stall_seconds=timeline.traffic.stall_seconds,

@@ -260,7 +260,7 @@ def test_activations_may_wait_on_a_disk(tmp_path: Path) -> None:
     callback.on_train_begin(arguments, state, TrainerControl(), model=model, optimizer=optimizer)
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
     model(input_ids=tokens, labels=torch.tensor([0, 1])).loss.backward()
-    assert callback.plan.solution.offload.link.store == f"disk:{tmp_path}"
+    assert callback.plan.solution.offload.transfer_speed.store == f"disk:{tmp_path}"
 
 
 def test_evaluate_save_and_resume(tmp_path: Path) -> None:

@@ -166,14 +166,14 @@ def test_the_optimizers_temporaries_do_not_set_the_floor(
     found = lowtide.profile(planned.model, batch, optimizer=planned.optimizer)
     assert found.floor_bytes < 0.85 * found.peak_bytes
     assert abs(measured_peak(plain) / found.peak_bytes - 1) < 0.01
-    assert not found.plan("100%").solution.optimizer_in_pieces
-    insides = [inside for _, inside in found.step.pieces]
-    assert [size for size, _ in found.step.pieces] == list(sizes) and insides == sorted(insides)
+    assert not found.plan("100%").solution.optimizer_in_chunks
+    insides = [inside for _, inside in found.step.optimizer_chunks]
+    assert [size for size, _ in found.step.optimizer_chunks] == list(sizes) and insides == sorted(insides)
     # a budget between what two sizes need takes the larger pieces that fit
-    for (size, inside), more in zip(found.step.pieces, (0, 1, 5000), strict=True):
+    for (size, inside), more in zip(found.step.optimizer_chunks, (0, 1, 5000), strict=True):
         budget = found.floor_bytes + inside - insides[0] + more
         plan = found.plan(budget)
-        assert plan.solution.optimizer_piece_bytes == size
+        assert plan.solution.optimizer_chunk_bytes == size
         plan.apply(planned.model)
         measured = measured_peak(planned)
         assert measured <= plan.budget_bytes and measured > 0.99 * plan.peak_bytes

@@ -32,7 +32,7 @@ def test_attributes_by_hand():
     assert (third.creation_rank, third.last_forward_use) == (3, 4)
     assert (third.first_backward_use, third.last_backward_use) == (9, 9)
     assert third.inactive_seconds == 16.0
-    assert third.swap_seconds == 20 / 1e9
+    assert third.offload_seconds == 20 / 1e9
     assert third.recompute_sources == ("a_1",)
     assert third.recompute_nodes == ("b_2", "c_3")
     assert third.recompute_seconds == 6.0

@@ -37,14 +37,14 @@ def test_a_swap_costs_what_cannot_hide_behind_ops_after_the_peak_interval():
     compute = {node.rank: node.seconds for node in step.nodes[start:]}
     # a read takes 4 s; before the gradient of the third value there is nothing, then 3 s and 6 s
     free = Prefetching(dict(compute))
-    assert [swap_overhead(a, step.link, free) for a in (third, second, first)] == [4, 1, 0]
+    assert [swap_overhead(a, step.transfer_speed, free) for a in (third, second, first)] == [4, 1, 0]
     # inside of the peak interval nothing can be prefetched
     free.after = second.first_backward_use - 1
-    assert [swap_overhead(a, step.link, free) for a in (third, second, first)] == [4, 4, 1]
+    assert [swap_overhead(a, step.transfer_speed, free) for a in (third, second, first)] == [4, 4, 1]
     # compute that hides one read hides no other
     free = Prefetching(dict(compute))
     free.use_up(first, 4.0)
-    assert swap_overhead(second, step.link, free) == pytest.approx(2.0)
+    assert swap_overhead(second, step.transfer_speed, free) == pytest.approx(2.0)
 
 
 def test_the_longest_idle_is_swapped_first():

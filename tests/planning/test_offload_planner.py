@@ -63,9 +63,9 @@ def test_the_same_step_gives_the_same_plans():
 
 def test_without_remats_to_offload_nothing_changes():
     step = chain(length=6)
-    fast = replace(step, link=link(1e9))
+    fast = replace(step, transfer_speed=link(1e9))
     assert not can_offload(fast)
-    assert not can_offload(replace(with_swap(step, link(1e9)), link=None))
+    assert not can_offload(replace(with_swap(step, link(1e9)), transfer_speed=None))
     budget = Planner(step).floor_bytes
     solution = planner_for(fast).solve(budget_bytes=budget)
     assert replace(solution, offload=None) == planner_for(step).solve(budget_bytes=budget)
@@ -152,7 +152,7 @@ def test_transfers_have_time_to_spare_where_there_is_room():
     assert best is not None
     assert best.traffic is not None and best.traffic.transfers
     assert best.stall_seconds == 0
-    assert simulate(replace(step, link=link(4.2e8)), best.runs).stall_seconds == 0
+    assert simulate(replace(step, transfer_speed=link(4.2e8)), best.runs).stall_seconds == 0
 
 
 @settings(max_examples=25, deadline=None)

@@ -80,7 +80,7 @@ def test_compute_beside_transfers_is_slower_by_what_copies_take():
     slowed = walk(step, order, replace(LINK, slows_compute=0.25))
     assert slowed.stall_seconds == plain.stall_seconds and plain.slowed_seconds == 0
     assert slowed.slowed_seconds == 0.25 * plain.hidden_seconds > 0
-    timeline = simulate(replace(step, link=replace(LINK, slows_compute=0.25)), order)
+    timeline = simulate(replace(step, transfer_speed=replace(LINK, slows_compute=0.25)), order)
     assert timeline.added_seconds == slowed.stall_seconds + slowed.slowed_seconds
 
 

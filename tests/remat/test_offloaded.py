@@ -116,7 +116,7 @@ def test_training_is_exact_and_takes_the_predicted_bytes(name, delay, ahead, tmp
 def test_nothing_is_swapped_unless_the_user_names_a_store(tmp_path):
     target = of_rows(Layers(F.gelu))
     plain = lowtide.profile(target.model, target.batch, optimizer=target.optimizer)
-    assert plain.step.link is None
+    assert plain.step.transfer_speed is None
     assert not any(node.movable for node in plain.nodes)
     assert "swap" not in dict(plain.step.rules)
     with_store = profile(target, tmp_path)

@@ -179,7 +179,7 @@ def test_other_batch_sizes_get_plans_of_their_own(plain, plan, planned):
 
 def test_a_larger_batch_swaps_though_the_planned_one_did_not(plain, plan):
     target = twin(replace(plain, batch=plain.batch[:8]))
-    swap = plan.solution.offload.link.store
+    swap = plan.solution.offload.transfer_speed.store
     lowtide.checkpoint(
         target.model,
         target.batch,

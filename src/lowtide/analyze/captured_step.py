@@ -202,8 +202,8 @@ def captured_step(
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
         rules=tuple((method.name, method.words) for method in rules_for(swap=swap)),
-        pieces=pieces,
-        gradient_orders=tuple(sorted(traced.orders.items())),
+        optimizer_chunks=pieces,
+        gradient_strides=tuple(sorted(traced.orders.items())),
     )
     return Captured(
         step=step,

@@ -12,6 +12,7 @@ from rich.text import Text
 from lowtide.cli.terminal import Dotted, Exit, table
 from lowtide.facts import Action, Activation, Decision, Kind, Solution, Step
 from lowtide.facts.gpus import gpu_behind
+from lowtide.facts.serial import in_files
 from lowtide.planning.simulate import Timeline
 from lowtide.profiles import Profile
 from lowtide.report.results import relative_increase
@@ -56,7 +57,7 @@ def profile_summary(profile: Profile, *, name: str) -> dict[str, Any]:
         "num_estimated": sum(node.estimated for node in step.nodes),
         "largest_activations": [_activation(activation) for activation in largest],
         "notes": list(step.notes),
-        **({} if step.link is None else {"link": asdict(step.link)}),
+        **({} if step.transfer_speed is None else {"link": asdict(step.transfer_speed)}),
     }
 
 
@@ -160,7 +161,7 @@ def _offload_summary(solution: Solution) -> dict[str, Any]:
     if solution.offload is None:
         return {}
     num_offloaded = sum(d.action is Action.OFFLOAD for d in solution.decisions)
-    return {"num_offloaded": num_offloaded, "offload": asdict(solution.offload)}
+    return {"num_offloaded": num_offloaded, "offload": in_files(solution.offload)}
 
 
 def _offload(solution: Solution, offloaded: list[Decision]) -> list[tuple[str, object, str]]:
@@ -172,7 +173,7 @@ def _offload(solution: Solution, offloaded: list[Decision]) -> list[tuple[str, o
         (
             "activations offloaded",
             len(offloaded),
-            f"to {found.link.store}, {size(found.store_bytes)} in all",
+            f"to {found.transfer_speed.store}, {size(found.store_bytes)} in all",
         ),
         (
             "transfers",

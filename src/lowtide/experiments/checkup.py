@@ -113,10 +113,10 @@ def check_swap(name: str, made: Built) -> SwapCheckup:
     with temporary_folder() as folder:
         swap = f"disk:{folder}" if name == "cpu" else "host"
         found = api.profile(made.model, made.batch, optimizer=made.optimizer, swap=swap, cache=False)
-        link = found.step.link
+        link = found.step.transfer_speed
         assert link is not None
         free = replace(link, write_bytes_per_second=FREE, read_bytes_per_second=FREE, latency_seconds=0.0)
-        plan, result = _verified(made, Profile(replace(found.step, link=free)))
+        plan, result = _verified(made, Profile(replace(found.step, transfer_speed=free)))
     return SwapCheckup(
         link=replace(link, store=swap.partition(":")[0]),
         num_offloaded=sum(decision.action is Action.OFFLOAD for decision in plan.decisions),

@@ -31,7 +31,7 @@ def point_of(plan: Plan) -> TradeoffPoint:
 def curves_of(profile: Profile, *, points: int) -> tuple[list[Plan], list[TradeoffPoint]]:
     """The plans of a profile's curve; and the curve without its store, empty where it has none."""
     plans = distinct_plans(profile.tradeoff(points=points))
-    if profile.step.link is None:
+    if profile.step.transfer_speed is None:
         return plans, []
     return plans, [point_of(plan) for plan in distinct_plans(profile.tradeoff(points=points, swap=False))]
 

@@ -113,7 +113,7 @@ class Offload:
     """What a plan moves to a store and back: `store_bytes` at most, in `transfer_seconds`, for which the step
     waits `stall_seconds`; the rest is hidden behind its compute, which is `slowed_seconds` longer for it."""
 
-    link: TransferSpeed
+    transfer_speed: TransferSpeed
     store_bytes: int
     transfer_seconds: float
     stall_seconds: float
@@ -130,10 +130,10 @@ class Solution:
     plans of earlier versions.
     `eager`: nothing needs as little as eager PyTorch itself, so that the plan is to leave the model to it.
     `step_in_backward`: the optimizer updates every parameter as soon as its gradient is final.
-    `holds_outputs` is that of the step. `optimizer_piece_bytes`: the optimizer's step takes so much of
+    `holds_outputs` is that of the step. `optimizer_chunk_bytes`: the optimizer's step takes so much of
     the parameters at a time, since all at once do not fit; 0 where they do. `executor` runs the graphs, one
     of `EXECUTORS`; `peak_bytes` is that of its code. `offload` is there where values may leave for a store;
-    waiting for them is among `recompute_seconds`. `gradient_orders` are those of the step.
+    waiting for them is among `recompute_seconds`. `gradient_strides` are those of the step.
     """
 
     planner: str
@@ -156,12 +156,12 @@ class Solution:
     eager: bool = False
     step_in_backward: bool = False
     holds_outputs: bool = True
-    optimizer_piece_bytes: int = 0
+    optimizer_chunk_bytes: int = 0
     executor: str = "eager"
     lower_bound_seconds: float | None = None
     floor_bound_bytes: int | None = None
     offload: Offload | None = None
-    gradient_orders: tuple[tuple[str, str], ...] = ()
+    gradient_strides: tuple[tuple[str, str], ...] = ()
 
     @property
     def gap(self) -> float | None:
@@ -174,8 +174,8 @@ class Solution:
         return max(0.0, self.recompute_seconds / self.lower_bound_seconds - 1)
 
     @property
-    def optimizer_in_pieces(self) -> bool:
-        return self.optimizer_piece_bytes > 0
+    def optimizer_in_chunks(self) -> bool:
+        return self.optimizer_chunk_bytes > 0
 
     @property
     def is_floor_proven(self) -> bool:

@@ -51,14 +51,21 @@ LATER = (
     "offload",
     "gradient_orders",
 )
-"""Fields of a solution that older files do not have."""
+"""Keys of a solution that older files do not have."""
 
 OFFLOADING = ("releases", "released_after", "fetched_before")
 """Columns that are written only where something is offloaded."""
 
 R = TypeVar("R", Run, GraphRun)
 
-IN_FILES = {"remats": "recipes"}
+IN_FILES = {
+    "remats": "recipes",
+    "rules": "methods",
+    "transfer_speed": "link",
+    "optimizer_chunks": "pieces",
+    "optimizer_chunk_bytes": "optimizer_piece_bytes",
+    "gradient_strides": "gradient_orders",
+}
 """Names of fields that files know by an older name."""
 
 
@@ -74,10 +81,12 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "identity": [list(pair) for pair in step.identity],
         "methods": [list(pair) for pair in step.rules],
         "holds_outputs": step.holds_outputs,
-        **({} if step.link is None else {"link": asdict(step.link)}),
-        **({"pieces": [list(pair) for pair in step.pieces]} if step.pieces else {}),
+        **({} if step.transfer_speed is None else {"link": asdict(step.transfer_speed)}),
+        **({"pieces": [list(pair) for pair in step.optimizer_chunks]} if step.optimizer_chunks else {}),
         **(
-            {"gradient_orders": [list(pair) for pair in step.gradient_orders]} if step.gradient_orders else {}
+            {"gradient_orders": [list(pair) for pair in step.gradient_strides]}
+            if step.gradient_strides
+            else {}
         ),
         "nodes": _table(step.nodes, Node),
         "storages": _table(step.storages, Storage),
@@ -104,9 +113,9 @@ def _step(data: dict[str, Any]) -> Step:
         identity=_pairs(data["identity"]),
         rules=_pairs(data["methods"]),
         holds_outputs=bool(data.get("holds_outputs", True)),
-        link=TransferSpeed(**data["link"]) if "link" in data else None,
-        pieces=tuple((int(piece), int(inside)) for piece, inside in data.get("pieces", ())),
-        gradient_orders=_pairs(data.get("gradient_orders", ())),
+        transfer_speed=TransferSpeed(**data["link"]) if "link" in data else None,
+        optimizer_chunks=tuple((int(piece), int(inside)) for piece, inside in data.get("pieces", ())),
+        gradient_strides=_pairs(data.get("gradient_orders", ())),
     )
 
 
@@ -123,9 +132,16 @@ def solution_to_dict(solution: Solution) -> dict[str, Any]:
         elif spec.name == "graphs":
             value = _table(value, Graph)
         elif spec.name in ("reserve", "offload"):
-            value = asdict(value)
-        result[spec.name] = value
+            value = in_files(value)
+        result[IN_FILES.get(spec.name, spec.name)] = value
     return result
+
+
+def in_files(record: Any) -> dict[str, Any]:
+    """A record of numbers as an object, by the names that files know."""
+    return asdict(
+        record, dict_factory=lambda pairs: {IN_FILES.get(name, name): value for name, value in pairs}
+    )
 
 
 def solution_from_dict(data: dict[str, Any]) -> Solution:
@@ -136,8 +152,8 @@ def solution_from_dict(data: dict[str, Any]) -> Solution:
 
 
 def _solution(data: dict[str, Any]) -> Solution:
-    values = {spec.name: data[spec.name] for spec in fields(Solution) if spec.name not in LATER}
-    values |= {name: data[name] for name in LATER if name in data}
+    keys = {spec.name: IN_FILES.get(spec.name, spec.name) for spec in fields(Solution)}
+    values = {name: data[key] for name, key in keys.items() if key in data or key not in LATER}
     values["decisions"] = tuple(
         Decision(**{**row, "action": Action(row["action"])}) for row in _rows(data["decisions"])
     )
@@ -145,10 +161,13 @@ def _solution(data: dict[str, Any]) -> Solution:
     values["notes"] = tuple(data["notes"])
     values["graphs"] = _graphs(data["graphs"])
     values["identity"] = _pairs(data["identity"])
-    values["gradient_orders"] = _pairs(data.get("gradient_orders", ()))
+    values["gradient_strides"] = _pairs(data.get("gradient_orders", ()))
     values["reserve"] = Reserve(**data["reserve"])
     if "offload" in data:
-        values["offload"] = Offload(**{**data["offload"], "link": TransferSpeed(**data["offload"]["link"])})
+        values["offload"] = Offload(
+            transfer_speed=TransferSpeed(**data["offload"]["link"]),
+            **{name: value for name, value in data["offload"].items() if name != "link"},
+        )
     return Solution(**values)
 
 

@@ -213,11 +213,12 @@ class Step:
     A model with graph breaks has several segments, run 0, 1, 2 forward and 2, 1, 0 backward; a
     forward node can only be run again inside the backward part of its own segment.
     `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
-    `rules` are (name, words) of the remat rules that its remats name. `holds_outputs`: the loop holds what
-    the model returned, besides the loss, until the backward pass is over. `link` is there where values may be
-    offloaded. `pieces` are (bytes of a piece, bytes held inside) for the sizes of pieces in which the
-    optimizer's step can be taken, the smallest first, which its nodes tell of. `gradient_orders` are the
-    orders of outputs' dimensions in memory, outermost first, and of their gradients where those are others.
+    `rules` are (name, description) of the remat rules of its remats. `holds_outputs`: the loop keeps the
+    model's outputs live, besides the loss, to the end of the backward pass. `transfer_speed` is set where
+    values may be offloaded. `optimizer_chunks` are (bytes of a chunk, bytes live inside the step) for each
+    chunk size of a split optimizer step, smallest first; the optimizer's nodes describe the smallest.
+    `gradient_strides` are pairs of dimension orders in memory, outermost first: that of an output, and that
+    of its gradient where the two differ.
     """
 
     nodes: tuple[Node, ...]
@@ -230,9 +231,9 @@ class Step:
     identity: tuple[tuple[str, str], ...] = ()
     rules: tuple[tuple[str, str], ...] = ()
     holds_outputs: bool = True
-    link: TransferSpeed | None = None
-    pieces: tuple[tuple[int, int], ...] = ()
-    gradient_orders: tuple[tuple[str, str], ...] = ()
+    transfer_speed: TransferSpeed | None = None
+    optimizer_chunks: tuple[tuple[int, int], ...] = ()
+    gradient_strides: tuple[tuple[str, str], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -267,7 +268,7 @@ class Activation:
     first_backward_use: int
     last_backward_use: int
     inactive_seconds: float
-    swap_seconds: float
+    offload_seconds: float
     recompute_sources: tuple[str, ...] = ()
     recompute_nodes: tuple[str, ...] = ()
     recompute_seconds: float = 0.0

@@ -153,7 +153,7 @@ def _activation(
         first_backward_use=use.backward[0],
         last_backward_use=use.backward[-1],
         inactive_seconds=idle,
-        swap_seconds=_swap_seconds(step, nbytes),
+        offload_seconds=_offload_seconds(step, nbytes),
         recompute_sources=_source_names(step.nodes, sources, names),
         recompute_nodes=tuple(step.nodes[r].name for r in again),
         recompute_seconds=seconds,
@@ -163,10 +163,10 @@ def _activation(
     )
 
 
-def _swap_seconds(step: Step, nbytes: int) -> float:
+def _offload_seconds(step: Step, nbytes: int) -> float:
     """One way over the link, or by a plain copy where there is none."""
-    if step.link is not None:
-        return step.link.read_seconds(nbytes)
+    if step.transfer_speed is not None:
+        return step.transfer_speed.read_seconds(nbytes)
     return nbytes / step.copy_bytes_per_second if step.copy_bytes_per_second else 0.0
 
 

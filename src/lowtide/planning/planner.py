@@ -215,12 +215,12 @@ class Planner:
             device=self.step.device,
             static_bytes=self.step.static_bytes,
             step_in_backward=step_in_backward,
-            optimizer_piece_bytes=0 if taken is None else taken.piece_bytes,
+            optimizer_chunk_bytes=0 if taken is None else taken.piece_bytes,
             holds_outputs=self.step.holds_outputs,
             lower_bound_seconds=self._lower_bound(timeline, budget_bytes),
             floor_bound_bytes=self.floor_bound(),
             offload=_offload(self.step, timeline),
-            gradient_orders=self.step.gradient_orders,
+            gradient_strides=self.step.gradient_strides,
         )
 
     def floor_bound(self) -> int | None:
@@ -260,10 +260,10 @@ def tradeoff(step: Step, *, points: int = 50) -> list[Solution]:
 
 def _offload(step: Step, timeline: Timeline) -> Offload | None:
     traffic = timeline.traffic
-    if step.link is None or traffic is None:
+    if step.transfer_speed is None or traffic is None:
         return None
     return Offload(
-        link=step.link,
+        transfer_speed=step.transfer_speed,
         store_bytes=traffic.store_bytes,
         transfer_seconds=traffic.transfer_seconds,
         stall_seconds=traffic.stall_seconds,

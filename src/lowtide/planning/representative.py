@@ -197,7 +197,7 @@ def _shortened(step: Step, gaps: list[BlockGap], ranks: list[int]) -> Step:
         nodes=tuple(nodes),
         storages=tuple(replace(step.storages[s], id=i) for i, s in enumerate(made)),
         graphs=(),
-        pieces=(),
+        optimizer_chunks=(),
     )
 
 

@@ -211,14 +211,14 @@ class OptimizerStep:
 
 def optimizer_step(step: Step, timeline: Timeline, budget_bytes: int) -> OptimizerStep:
     """The optimizer's step whole, or in the largest pieces within the budget, or else in the smallest."""
-    ways = (0, *(piece_bytes for piece_bytes, _ in reversed(step.pieces)))
+    ways = (0, *(piece_bytes for piece_bytes, _ in reversed(step.optimizer_chunks)))
     found = [step_in_pieces(step, timeline, piece_bytes) for piece_bytes in ways]
     return next((way for way in found if way.peak_bytes <= budget_bytes), found[-1])
 
 
 def step_in_pieces(step: Step, timeline: Timeline, piece_bytes: int) -> OptimizerStep:
     """The optimizer's step in pieces of `piece_bytes`, one of those that the step knows, or whole for 0."""
-    most = dict(step.pieces).get(piece_bytes)
+    most = dict(step.optimizer_chunks).get(piece_bytes)
     peak_bytes = inside_bytes = 0
     for run, held_bytes in zip(timeline.runs, timeline.bytes_held, strict=True):
         node = step.nodes[run.rank]
@@ -227,7 +227,7 @@ def step_in_pieces(step: Step, timeline: Timeline, piece_bytes: int) -> Optimize
             inside = whole if most is None else min(whole, most)
             peak_bytes = max(peak_bytes, int(held_bytes) - node.workspace_bytes + inside)
             inside_bytes = max(inside_bytes, inside)
-    return OptimizerStep(piece_bytes, peak_bytes, inside_bytes if step.pieces else 0)
+    return OptimizerStep(piece_bytes, peak_bytes, inside_bytes if step.optimizer_chunks else 0)
 
 
 def bucket_bytes(step: Step) -> int:

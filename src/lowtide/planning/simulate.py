@@ -298,7 +298,7 @@ def walked(step: Step, runs: Sequence[Run]) -> Timeline:
         if pinned:
             block_end[block] = num_runs - 1
 
-    traffic = None if step.link is None else walk(step, runs, step.link)
+    traffic = None if step.transfer_speed is None else walk(step, runs, step.transfer_speed)
     stalls = [] if traffic is None else [transfer.added_seconds for transfer in traffic.transfers]
     bytes_by_kind = _count(step, block_storage, block_start, block_end, num_runs)
     bytes_by_kind[Kind.OTHER] = bytes_by_kind[Kind.OTHER] + np.array(workspace, dtype=np.int64)

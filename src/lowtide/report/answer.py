@@ -123,7 +123,7 @@ def _offloaded(solution: Solution) -> list[Tile]:
         Tile(
             label="Offloaded",
             value=f"{len(away)} of {len(solution.decisions)}",
-            note=f"activations, {size(offload.store_bytes)} to {offload.link.store} and back in "
+            note=f"activations, {size(offload.store_bytes)} to {offload.transfer_speed.store} and back in "
             f"{duration(offload.transfer_seconds)}, {100 * max(0.0, hidden):.0f} % of it hidden behind the "
             "compute (simulated)",
         )

@@ -82,7 +82,7 @@ def write_activation_stats(path: Path, activations: Sequence[Activation], *, dev
     rows = (
         (
             a.name, a.creation_rank, a.last_forward_use, a.first_backward_use, a.last_backward_use,
-            a.nbytes, a.inactive_seconds, a.swap_seconds, a.recompute_seconds, a.recompute_bytes,
+            a.nbytes, a.inactive_seconds, a.offload_seconds, a.recompute_seconds, a.recompute_bytes,
             a.recompute_ratio, a.module, a.source, " ".join(a.recompute_sources),
             " ".join(a.recompute_nodes), a.fixed,
         )

@@ -76,10 +76,10 @@ def traffic_of(timeline: Timeline | None) -> Traffic | None:
 def store_use(step: Step, timeline: Timeline | None) -> StoreUse | None:
     """None where nothing is offloaded."""
     traffic = traffic_of(timeline)
-    if timeline is None or traffic is None or step.link is None:
+    if timeline is None or traffic is None or step.transfer_speed is None:
         return None
     return StoreUse(
-        store=step.link.store,
+        store=step.transfer_speed.store,
         moves=tuple(_move(step, transfer) for transfer in traffic.transfers),
         written=_sent(traffic, timeline.seconds, is_write=True),
         read=_sent(traffic, timeline.seconds, is_write=False),

@@ -32,13 +32,13 @@ def apply_plan(
     """
     check_identity(plan, identify_model(model))
     updates = pieces = None
-    if plan.solution.step_in_backward or plan.solution.optimizer_in_pieces:
+    if plan.solution.step_in_backward or plan.solution.optimizer_in_chunks:
         known = _optimizer_of(plan, optimizer)
         every, slices = each_of(known), split_of(known).slices
         if plan.solution.step_in_backward:
             updates = Updates(every, model, slices=slices)
         else:
-            piece_bytes = plan.solution.optimizer_piece_bytes
+            piece_bytes = plan.solution.optimizer_chunk_bytes
             pieces = Pieces(every, slices=slices, piece_bytes=piece_bytes)
     spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
     batch = dict(plan.solution.identity).get("batch")
@@ -64,7 +64,7 @@ def _store_of(plan: Plan) -> Store | None:
     offload = plan.solution.offload
     if offload is None:
         return None
-    store = open_store(parse_offload(offload.link.store), plan.solution.device)
+    store = open_store(parse_offload(offload.transfer_speed.store), plan.solution.device)
     store.reserve(offload.store_bytes)
     return store
 

@@ -34,7 +34,7 @@ class Room:
         step, or the plan has to be as the user asked."""
         step, solution = plan.step, plan.solution
         is_free = solution.planner == "auto" and not solution.eager and not solution.step_in_backward
-        if step is None or step.device != "cpu" or step.link is not None or not is_free:
+        if step is None or step.device != "cpu" or step.transfer_speed is not None or not is_free:
             return None
         loss_bytes = TIMES_OUTPUTS * graphs[-1].tangent_bytes
         room = cls(step, graphs, loss_bytes=loss_bytes, budget_bytes=plan.budget_bytes)

@@ -65,9 +65,9 @@ class Replanner:
         self.planner = plan.planner
         self.reserve = plan.solution.reserve
         self.known_costs = plan.known
-        self.link = None if plan.solution.offload is None else plan.solution.offload.link
+        self.link = None if plan.solution.offload is None else plan.solution.offload.transfer_speed
         self.loop = plan.loop or Loop(holds_outputs=plan.solution.holds_outputs)
-        self.orders = dict(plan.solution.gradient_orders)
+        self.orders = dict(plan.solution.gradient_strides)
         self.identity = identify_model(model)
         self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
         """the graphs of the user's own plan"""

@@ -64,7 +64,7 @@ def step_of(
         accumulate = bool(reserve.earlier_gradient_bytes)
         analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=link is not None)
         captured = captured_step(analysis, traced, model, optimizer=optimizer, swap=link is not None)
-    step = replace(_with_costs(captured, known), link=link)
+    step = replace(_with_costs(captured, known), transfer_speed=link)
     besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
     return _with_reserve(
         step,
@@ -104,7 +104,7 @@ def step_of_call(
     accumulate, swap = bool(reserve.earlier_gradient_bytes), link is not None
     analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=swap)
     captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, swap=swap)
-    step = replace(_with_costs(captured, known), link=link)
+    step = replace(_with_costs(captured, known), transfer_speed=link)
     besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):
         besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=loop.reserve_bytes)

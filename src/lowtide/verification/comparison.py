@@ -236,7 +236,7 @@ class PlainPlans:
     def __init__(self, solution: dict[str, Any]) -> None:
         found = solution_from_dict(solution)
         self.graphs = {graph.fingerprint: graph for graph in found.graphs}
-        self.orders = dict(found.gradient_orders)
+        self.orders = dict(found.gradient_strides)
 
     def plan_of(self, segment: Segment, _progress: Progress, *, nothing_ran: bool) -> GraphPlan:
         graph = self.graphs.get(segment.fingerprint)

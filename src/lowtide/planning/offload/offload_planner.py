@@ -54,7 +54,7 @@ class Offloading:
 
 
 def can_offload(step: Step) -> bool:
-    return step.link is not None and any(node.movable for node in step.nodes)
+    return step.transfer_speed is not None and any(node.movable for node in step.nodes)
 
 
 class OffloadPlanner(Planner):
@@ -135,8 +135,10 @@ class OffloadPlanner(Planner):
         return self._placed(self.problem.runs(self._mu_two(budget_bytes)), budget_bytes)
 
     def _mu_two(self, budget_bytes: int) -> Ints:
-        assert self.step.link is not None
-        return policy_with_swap(self.problem, self._swaps, self.step.link, budget_bytes=budget_bytes)
+        assert self.step.transfer_speed is not None
+        return policy_with_swap(
+            self.problem, self._swaps, self.step.transfer_speed, budget_bytes=budget_bytes
+        )
 
     def _placed(self, runs: Sequence[Run], budget_bytes: int) -> Timeline:
         return placed(self.step, without_needless_runs(self.step, runs), budget_bytes=budget_bytes)
@@ -171,7 +173,9 @@ class OffloadPlanner(Planner):
 
 def _with_remats(step: Step, remats: Callable[[Node], tuple[Remat, ...]]) -> Step:
     """The same step with other remats and without a link."""
-    return replace(step, link=None, nodes=tuple(replace(node, remats=remats(node)) for node in step.nodes))
+    return replace(
+        step, transfer_speed=None, nodes=tuple(replace(node, remats=remats(node)) for node in step.nodes)
+    )
 
 
 def _kept_or_recomputed(node: Node) -> tuple[Remat, ...]:
@@ -179,7 +183,7 @@ def _kept_or_recomputed(node: Node) -> tuple[Remat, ...]:
 
 
 def _priced(step: Step, node: Node) -> tuple[Remat, ...]:
-    link = step.link
+    link = step.transfer_speed
     assert link is not None
     found = []
     for remat in node.remats:

@@ -56,7 +56,7 @@ def placed(step: Step, runs: Sequence[Run], *, budget_bytes: int, slack: float =
     What it holds is within the budget wherever that is possible without moving anything else. Transfers are
     placed as if they took `slack` times as long, for a link that is not always as fast as it was measured.
     """
-    assert step.link is not None
+    assert step.transfer_speed is not None
     frame = _frame(step, _used_late(step, runs))
     smallest = _together(
         frame, [release.earliest for release in frame.releases], [fetch.latest for fetch in frame.fetches]
@@ -65,10 +65,10 @@ def placed(step: Step, runs: Sequence[Run], *, budget_bytes: int, slack: float =
     in_frame = [not (step.nodes[run.rank].movable or is_fetch(step, run)) for run in smallest]
     room = budget_bytes - held[in_frame]
     slow = replace(
-        step.link,
-        write_bytes_per_second=step.link.write_bytes_per_second / slack,
-        read_bytes_per_second=step.link.read_bytes_per_second / slack,
-        latency_seconds=step.link.latency_seconds * slack,
+        step.transfer_speed,
+        write_bytes_per_second=step.transfer_speed.write_bytes_per_second / slack,
+        read_bytes_per_second=step.transfer_speed.read_bytes_per_second / slack,
+        latency_seconds=step.transfer_speed.latency_seconds * slack,
     )
     releases, fetches = _release_places(frame, slow, room), _fetch_places(frame, slow, room)
     return simulate(step, _together(frame, releases, fetches))
