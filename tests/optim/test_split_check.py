@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from lowtide.optim import split_check
+from lowtide.optim.optimizer_estimate import estimate
 from lowtide.optim.optimizer_trace import trace_optimizer
-from lowtide.optim.split_check import pieces_bytes
+from lowtide.optim.split_check import pieces_bytes, split_of
 from lowtide.verification.peak import peak_above_start
 
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 20)
@@ -83,3 +84,43 @@ def test_two_slices_hold_as_much_as_all_of_them():
         fake = traced.double.fakes[id(parameter)]
         whole = partial(split_check.step_in_slices, traced.double.optimizer, fake, len(fake) // 8)
         assert told == split_check.recorded_bytes(whole, traced.double.mode)
+
+
+def test_looking_at_an_optimizer_leaves_every_generator_alone(monkeypatch):
+    """`torch.manual_seed` seeds all accelerators, whose generators `fork_rng(devices=[])` does not restore."""
+
+    def seed_all(*_):
+        pytest.fail("seeds the generators of an accelerator")
+
+    before = torch.get_rng_state()
+    monkeypatch.setattr(torch, "manual_seed", seed_all)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seed_all)
+    parameters = make_parameters()
+    before = torch.get_rng_state()
+    split_of(torch.optim.SGD(parameters, lr=0.123))
+    estimate(torch.optim.LBFGS(parameters), {id(parameter) for parameter in parameters})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_single_elements_are_tried_in_the_dtype_of_the_parameters(dtype):
+    """SGD with weight decay rounds the last elements of a bfloat16 tensor otherwise than those in vectors."""
+    whole, single = (nn.Parameter(torch.linspace(-1, 1, 67).to(dtype)[:, None].clone()) for _ in range(2))
+    build = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.1)
+    optimizers = build([whole]), build([single])
+    for _ in range(3):
+        whole.grad = single.grad = torch.linspace(-3, 5, 67).to(dtype)[:, None]
+        optimizers[0].step()
+        split_check.step_in_slices(optimizers[1], single, 1)
+    assert split_of(build([whole])).slices == torch.equal(whole, single)
+
+
+def test_a_split_is_found_once(monkeypatch):
+    found, small = [], split_check.small_one
+    monkeypatch.setattr(split_check, "small_one", lambda *args: (found.append(args), small(*args))[1])
+    for lr, times in ((0.0123, 3), (0.0123, 3), (0.0124, 6)):
+        split_of(torch.optim.Adam(make_parameters(), lr=lr))
+        assert len(found) == times
+    for number in range(2 * split_check.MOST_KNOWN):
+        split_of(torch.optim.SGD(make_parameters()[:1], lr=number))
+    assert len(split_check._known) == split_check.MOST_KNOWN

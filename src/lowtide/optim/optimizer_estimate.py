@@ -5,7 +5,8 @@ Shortcomings: exact only for what grows with the parameters, as almost all state
 """
 
 import copy
-from collections.abc import Container
+from collections.abc import Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from lowtide.ops.calls import iter_tensors, storage_key
 from lowtide.optim.shadow_optimizer import held_tensors
-from lowtide.torch_compat.hooks import StorageWeakRef, TorchDispatchMode
+from lowtide.torch_compat.hooks import FakeTensor, StorageWeakRef, TorchDispatchMode
 
 Optimizer = torch.optim.Optimizer
 
@@ -41,12 +42,11 @@ class OptimizerEstimate:
 
 def estimate(optimizer: Optimizer, gradients: Container[int]) -> OptimizerEstimate:
     """State and temporaries of `optimizer`, which is only looked at. Raises whatever its code raises."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+    with seeded(optimizer), torch.no_grad():
         small, parameters = small_one(optimizer, gradients)
         fresh, trained = small_one(optimizer, gradients)
         _train(small, parameters)
-        _give_gradients(parameters)
+        give_gradients(parameters)
         with _LiveBytes(held_tensors(small)) as held:
             _step(small, parameters)
     own = sum(parameter.nbytes for parameter in parameters)
@@ -104,7 +104,7 @@ def small_one(optimizer: Optimizer, gradients: Container[int]) -> tuple[Optimize
         own = []
         for parameter in group["params"]:
             shape = [min(int(size), LARGEST_DIMENSION) for size in parameter.shape]
-            small = torch.nn.Parameter(torch.randn(shape).to(parameter.dtype))
+            small = small_parameter(parameter, shape)
             own.append(small)
             if id(parameter) in gradients:
                 parameters.append(small)
@@ -113,11 +113,38 @@ def small_one(optimizer: Optimizer, gradients: Container[int]) -> tuple[Optimize
     return build(groups), parameters
 
 
+def small_parameter(parameter: torch.Tensor, shape: Sequence[int]) -> torch.nn.Parameter:
+    """A random parameter of the same dtype on the same device."""
+    return torch.nn.Parameter(torch.randn(shape).to(real_device(parameter), parameter.dtype))
+
+
+def real_device(parameter: torch.Tensor) -> torch.device:
+    """Where a real tensor like `parameter` can be: one without memory, or of an absent device, has no such
+    place."""
+    is_real = not isinstance(parameter, FakeTensor) and parameter.device.type != "meta"
+    return parameter.device if is_real else torch.device("cpu")
+
+
+@contextmanager
+def seeded(optimizer: Optimizer) -> Iterator[None]:
+    """Seed the CPU's generator; restore its state, and that of every device of the parameters, at the end.
+
+    `torch.manual_seed` would seed the generators of all accelerators, and change the user's dropout there.
+    """
+    devices = {real_device(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for device in devices - {torch.device("cpu")}:
+            stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+        torch.default_generator.manual_seed(0)
+        yield
+
+
 def _train(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
     """Steps until the state has not grown for a while."""
     largest, steady = -1, 0
     for _ in range(MOST_STEPS):
-        _give_gradients(parameters)
+        give_gradients(parameters)
         _step(optimizer, parameters)
         now = _state_bytes(optimizer, parameters)
         steady = 0 if now > largest else steady + 1
@@ -128,7 +155,7 @@ def _train(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
 
 def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
     def closure() -> float:
-        _give_gradients(parameters)
+        give_gradients(parameters)
         return float(torch.rand(()))
 
     try:
@@ -137,9 +164,9 @@ def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         optimizer.step()
 
 
-def _give_gradients(parameters: list[torch.Tensor]) -> None:
+def give_gradients(parameters: Sequence[torch.Tensor]) -> None:
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape).to(parameter.device, parameter.dtype)
 
 
 def _state_bytes(optimizer: Optimizer, parameters: list[torch.Tensor]) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.optim.joined_optimizers import each_of
-from lowtide.optim.optimizer_estimate import small_one
+from lowtide.optim.optimizer_estimate import give_gradients, real_device, seeded, small_one, small_parameter
 from lowtide.optim.optimizer_trace import OptimizerTrace, peak_bytes, recorded_bytes
 from lowtide.optim.shadow_optimizer import ShadowOptimizer, fake_like, shadow_of
 from lowtide.optim.split_step import Piece, pieces_of, step_for, step_in_slices, take_step
@@ -38,14 +38,38 @@ class StepSplit(NamedTuple):
     why_not: str = ""
 
 
+MOST_KNOWN = 16
+_known: dict[Any, StepSplit] = {}
+"""The splits that were found so far, the oldest first."""
+
+
 def split_of(optimizer: Optimizer) -> StepSplit:
-    """Steps of a small one of its kind, taken whole, one parameter at a time and in slices, tell."""
-    found = [_split_of(each) for each in each_of(optimizer)]
+    """Steps of a small one of its kind, taken whole, one parameter at a time and in slices, tell.
+
+    The result is remembered by what it depends on: the class, the settings, and the parameters' layouts.
+    """
+    found = [_known_split_of(each) for each in each_of(optimizer)]
     return StepSplit(
         apart=all(split.apart for split in found),
         slices=all(split.slices for split in found),
         why_not=next((split.why_not for split in found if split.why_not), ""),
     )
+
+
+def _known_split_of(optimizer: Optimizer) -> StepSplit:
+    settings = [
+        (
+            repr({key: value for key, value in group.items() if key != "params"}),
+            *map(_layout, group["params"]),
+        )
+        for group in optimizer.param_groups
+    ]
+    key = (type(optimizer), *settings)
+    if key not in _known:
+        while len(_known) >= MOST_KNOWN:
+            _known.pop(next(iter(_known)))
+        _known[key] = _split_of(optimizer)
+    return _known[key]
 
 
 def updates_of(optimizer: Optimizer | None) -> dict[int, int]:
@@ -87,12 +111,12 @@ def _split_of(optimizer: Optimizer) -> StepSplit:
         id(parameter) for group in optimizer.param_groups for parameter in group["params"][:TRIED_PARAMETERS]
     }
     results: dict[str, list[Any]] = {}
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for way in ("whole", "apart", "slices"):
-            torch.manual_seed(0)
             try:
-                results[way] = _trained(*small_one(optimizer, tried), way=way)
+                with seeded(optimizer):
+                    results[way] = _trained(*small_one(optimizer, tried), way=way)
             except Exception as error:  # whatever the optimizer's own code raises
                 what = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 if way != "slices":
@@ -107,24 +131,25 @@ def _split_of(optimizer: Optimizer) -> StepSplit:
 
 def _is_the_same_for_single_elements(optimizer: Optimizer) -> bool:
     """Whether the optimizer's ops round an element in a vector as they do at the end of a tensor, where none
-    is filled: a cut moves the ends."""
+    is filled: a cut moves the ends. Kernels differ by dtype and device, so each kind of parameter is tried."""
     build: Any = type(optimizer)
     results = []
     for way in ("whole", "rows"):
-        torch.manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(ODD_SIZE, 1)) for _ in optimizer.param_groups]
-        pairs = zip(optimizer.param_groups, parameters, strict=True)
-        small = build([{**group, "params": [parameter]} for group, parameter in pairs])
-        results.append(_trained(small, parameters, way=way))
+        groups: list[dict[str, Any]] = []
+        with seeded(optimizer):
+            for group in optimizer.param_groups:
+                kinds = {(real_device(p), p.dtype): p for p in group["params"]}
+                own = [small_parameter(parameter, (ODD_SIZE, 1)) for parameter in kinds.values()]
+                groups.append({**group, "params": own})
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            results.append(_trained(build(groups), parameters, way=way))
     return _equal(*results)
 
 
 def _trained(small: Optimizer, parameters: Sequence[torch.Tensor], *, way: str) -> list[Any]:
     """Parameters, state and settings of a small optimizer after some steps."""
-    torch.manual_seed(1)
     for _ in range(TRIED_STEPS):
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+        give_gradients(parameters)
         if way != "whole":
             # the last layers' gradients come first
             for parameter in reversed(parameters):
