@@ -186,7 +186,7 @@ def test_a_schedule_is_carried_over_with_its_transfers():
     large = replace(with_swap(chain(length=8, nbytes=2000), link(1e9)), graphs=(GRAPH,))
     solution = OffloadPlanner(small).solve(budget_bytes=OffloadPlanner(small).alone.entries[0].peak_bytes)
     budget = OffloadPlanner(large).plain.peak_bytes * 9 // 10
-    found = OffloadPlanner(large).carry([g.schedule for g in solution.graphs], budget_bytes=budget)
+    found = OffloadPlanner(large).adapt([g.schedule for g in solution.graphs], budget_bytes=budget)
     assert found is not None
     assert found.peak_bytes <= budget
     assert found.graphs[0].releases

@@ -28,7 +28,7 @@ from lowtide.planning.representative import Point, Spread
 from lowtide.planning.search.archive import Archive, Entry
 from lowtide.planning.search.lazy_plans import lazy_plan
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.runs import Rerun
+from lowtide.planning.search.runs import RematSet
 from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.simulate import Timeline
 
@@ -71,8 +71,8 @@ class Auto:
         self,
         steps: StepProblem,
         bounds: Bounds,
-        others: Iterable[frozenset[Rerun]],
-        suggest: Callable[[int], frozenset[Rerun] | None],
+        others: Iterable[RematSet],
+        suggest: Callable[[int], RematSet | None],
         spread: Spread | None = None,
     ) -> None:
         """`others` are plans that must not be better; `suggest` gives one for a level, if there is any;
@@ -290,7 +290,7 @@ class Auto:
     def _cut_orders(self, level: int) -> list[Ints]:
         """Plans that keep at some moment what a cut there keeps, and all that the cut says nothing about."""
         table = self._steps.table
-        plans: dict[frozenset[Rerun], None] = {}
+        plans: dict[RematSet, None] = {}
         for moment in self._bounds.tightest(level, NUM_MOMENTS):
             for dropped in moment.dropped(level):
                 plans[lazy_plan(table, self._uses - dropped)] = None

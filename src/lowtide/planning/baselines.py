@@ -6,18 +6,16 @@ from math import isqrt
 
 from lowtide.facts import Node, Region
 from lowtide.planning.search.lazy_plans import lazy_plan
-from lowtide.planning.search.runs import Rerun, Runs
+from lowtide.planning.search.runs import RematSet, Runs
 from lowtide.planning.search.table import Table
 
-Plan = frozenset[Rerun]
 
-
-def retain_none(table: Table) -> Plan:
+def retain_none(table: Table) -> RematSet:
     """Recompute everything that can be: only inputs and fixed values stay."""
     return lazy_plan(table, ())
 
 
-def every_block(table: Table) -> Plan:
+def every_block(table: Table) -> RematSet:
     """Retain what passes from one block of the model to another, as `torch.utils.checkpoint` per block does.
 
     Blocks are the numbered modules (`layers.3`); with several levels of numbers, the level with the
@@ -25,7 +23,7 @@ def every_block(table: Table) -> Plan:
     """
     forward = [node for node in table.step.nodes if node.region is Region.FORWARD]
     deepest = max((len(_numbers(node)) for node in forward), default=0)
-    plans: dict[Plan, None] = {}
+    plans: dict[RematSet, None] = {}
     for level in range(max(1, deepest)):
         blocks = [_block(node, level) for node in forward]
         kept = {
@@ -39,7 +37,7 @@ def every_block(table: Table) -> Plan:
     if len(plans) == 1:
         return next(iter(plans))
     runs = Runs(table)
-    peaks: dict[Plan, int] = {}
+    peaks: dict[RematSet, int] = {}
     for plan in plans:
         runs.go_to(plan)
         peaks[plan] = runs.peak_bytes()
@@ -60,12 +58,12 @@ def _block(node: Node, level: int) -> str:
     return ".".join(parts[: numbers[min(level, len(numbers) - 1)]])
 
 
-def square_root(table: Table) -> Plan:
+def square_root(table: Table) -> RematSet:
     """Cut the forward pass into about √n parts of equal bytes, at narrow places, and retain the cuts."""
     return cut_plan(table, isqrt(len(table.uses)) - 1)
 
 
-def cut_plan(table: Table, num_cuts: int) -> Plan:
+def cut_plan(table: Table, num_cuts: int) -> RematSet:
     """Retain what crosses `num_cuts` places, each the narrowest near its even share of the bytes."""
     made = [0] * (table.first_backward + 1)
     for use in table.uses.values():

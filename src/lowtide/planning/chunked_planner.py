@@ -14,7 +14,7 @@ from functools import cached_property
 from math import fsum
 
 from lowtide.facts import Action, GraphRun, Node, Region, Remat, Run, Solution, Step
-from lowtide.planning.planner import Carried, Planner
+from lowtide.planning.planner import StepSchedules, Planner
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.search.descent import carried
 from lowtide.planning.simulate import Timeline, extra_seconds, is_again, remat_of, simulate, stood_in_for
@@ -115,7 +115,7 @@ class ChunkedPlanner(Planner):
     def floor_bytes(self) -> int:
         return min(way.desk.floor_bytes for way in self.ways)
 
-    def carry(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> Carried | None:
+    def adapt(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> StepSchedules | None:
         """As any desk does, with the chains that the schedules have."""
         try:
             runs = runs_of_schedules(self.step, schedules)
@@ -128,7 +128,7 @@ class ChunkedPlanner(Planner):
             return None
         timeline = way.desk.timeline(plan, budget_bytes=budget_bytes)
         sliced = _in_slices(self.step, timeline.runs, choice)
-        return Carried(timeline.peak_bytes, graph_schedules(self.step, sliced))
+        return StepSchedules(timeline.peak_bytes, graph_schedules(self.step, sliced))
 
     def floor_bound(self) -> int | None:
         return min(way.desk.bounds.floor_bytes for way in self.ways)

@@ -37,7 +37,7 @@ from lowtide.planning.activations import NANOSECOND, activations
 from lowtide.planning.offload.offload_sets import Swaps, with_fetches
 from lowtide.planning.search.lazy_plans import LazyRuns, lazy_plan
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.runs import Rerun
+from lowtide.planning.search.runs import RematSet
 from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import Table
 
@@ -185,7 +185,7 @@ class Pool:
                 self._readers.setdefault(source, {})[candidate.name] = None
 
 
-def plan_of(table: Table, prefixes: list[Prefix], last: int) -> frozenset[Rerun]:
+def plan_of(table: Table, prefixes: list[Prefix], last: int) -> RematSet:
     """The plan after the choices up to `prefixes[last]`."""
     dropped = {prefix.storage for prefix in prefixes[: last + 1]}
     return lazy_plan(table, table.uses.keys() - dropped)

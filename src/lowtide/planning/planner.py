@@ -25,18 +25,16 @@ from lowtide.planning.schedules import (
 )
 from lowtide.planning.search.archive import Entry
 from lowtide.planning.search.descent import carried
-from lowtide.planning.search.runs import Rerun, schedule_of
+from lowtide.planning.search.runs import RematSet, schedule_of
 from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import Table, make_table
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
 from lowtide.units import size_and_bytes
 
-Plan = frozenset[Rerun]
-
 MAY_BE_EAGER = ("auto", "mu-two", "none")
 """Planners that recompute nothing where nothing needs to be."""
 
-BASELINES: dict[str, Callable[[Table], Plan]] = {
+BASELINES: dict[str, Callable[[Table], RematSet]] = {
     "none": lambda table: frozenset(),
     "all": baselines.retain_none,
     "every-block": baselines.every_block,
@@ -53,8 +51,8 @@ class Floor:
     hint: str
 
 
-class Carried(NamedTuple):
-    """A step's peak and graphs under schedules that were made for another one."""
+class StepSchedules(NamedTuple):
+    """The graphs of a step, each with its schedule, and the peak of the step under these schedules."""
 
     peak_bytes: int
     graphs: tuple[Graph, ...]
@@ -119,7 +117,7 @@ class Planner:
     def reserve(self) -> Reserve:
         return reserve(self.step)
 
-    def timeline(self, plan: Plan, *, budget_bytes: int = 0) -> Timeline:
+    def timeline(self, plan: RematSet, *, budget_bytes: int = 0) -> Timeline:
         """What a plan holds and costs; what may stand elsewhere does so for `budget_bytes`."""
         return simulate(self.step, without_needless_runs(self.step, schedule_of(self.table, plan)))
 
@@ -151,7 +149,7 @@ class Planner:
     def floor_bytes(self) -> int:
         return self.auto.archive.entries[0].peak_bytes
 
-    def carry(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> Carried | None:
+    def adapt(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> StepSchedules | None:
         """The schedules of another step with the same graphs, mended where they do not fit here.
 
         None where these graphs have no such ops, or where that takes a search of its own.
@@ -163,7 +161,7 @@ class Planner:
         if plan is None:
             return None
         timeline = self.timeline(plan)
-        return Carried(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
+        return StepSchedules(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
 
     @collector_paused()
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
@@ -271,7 +269,7 @@ def _offload(step: Step, timeline: Timeline) -> Offload | None:
     )
 
 
-def _first_prefix(desk: Planner, budget_bytes: int) -> Plan | None:
+def _first_prefix(desk: Planner, budget_bytes: int) -> RematSet | None:
     for last, prefix in enumerate(desk.prefixes):
         if prefix.peak_bytes <= budget_bytes:
             return mu_two.plan_of(desk.table, desk.prefixes, last)

@@ -23,7 +23,7 @@ from lowtide.facts import GraphRun, Kind, Node, Region, Solution, Step, Storage
 from lowtide.facts.plan import PLANNERS
 from lowtide.planning.chunked_planner import ChunkedPlanner, has_other_ways, without_dearer
 from lowtide.planning.offload.offload_planner import OffloadPlanner, can_offload
-from lowtide.planning.planner import Carried, Planner
+from lowtide.planning.planner import StepSchedules, Planner
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import Timeline, simulate
 
@@ -192,13 +192,17 @@ class RepeatedGraphsPlanner(Planner):
                 return timeline
         return None
 
-    def carry(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> Carried | None:
+    def adapt(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> StepSchedules | None:
         try:
             runs = runs_of_schedules(self.step, schedules)
             peak_bytes = simulate(self.step, runs).peak_bytes
         except ValueError:  # the ops are others
             return None
-        return Carried(peak_bytes, graph_schedules(self.step, runs)) if peak_bytes <= budget_bytes else None
+        return (
+            StepSchedules(peak_bytes, graph_schedules(self.step, runs))
+            if peak_bytes <= budget_bytes
+            else None
+        )
 
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
         if planner in PLANNERS and planner not in TIED_PLANNERS:

@@ -23,7 +23,7 @@ from lowtide.facts import Node, Region, Remat, Step
 from lowtide.planning.native.library import Figures
 from lowtide.planning.repeated_blocks import Repeat, find_repeats
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.runs import Rerun
+from lowtide.planning.search.runs import RematSet, Rerun
 from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import Table
 
@@ -85,7 +85,7 @@ class Representative:
         """Of those that are left out in a row."""
         return TILE * max(gap.tiles for gap in self._gaps)
 
-    def spread(self, plan: frozenset[Rerun], short: Table, whole: Table) -> list[list[Rerun]]:
+    def spread(self, plan: RematSet, short: Table, whole: Table) -> list[list[Rerun]]:
         """A plan of the shorter step as one of the whole: what is done outside of the blocks that are left
         out, and in the `most_blocks` parts of those, from the last of a row to the first."""
         parts: list[list[Rerun]] = [[] for _ in range(1 + self.most_blocks)]

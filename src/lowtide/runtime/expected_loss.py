@@ -54,9 +54,9 @@ class Room:
     def find(self) -> bool:
         """Look for such schedules: those of the plan, mended, or others; False where none fit."""
         desk = planner_for(_with_loss(self._step, self.loss_bytes))
-        carried = desk.carry(self._schedules, budget_bytes=self._budget_bytes)
-        if carried is not None and carried.peak_bytes <= self._budget_bytes:
-            self.graphs = carried.graphs[: len(self._told)]
+        adapted = desk.adapt(self._schedules, budget_bytes=self._budget_bytes)
+        if adapted is not None and adapted.peak_bytes <= self._budget_bytes:
+            self.graphs = adapted.graphs[: len(self._told)]
             return True
         try:
             self.graphs = desk.solve(budget_bytes=self._budget_bytes).graphs[: len(self._told)]

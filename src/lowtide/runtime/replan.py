@@ -13,7 +13,7 @@ from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Graph, GraphRun, Step
 from lowtide.optim.split_check import inside_bytes
 from lowtide.optim.step_in_backward import Updates
-from lowtide.planning.planner import Carried, Planner
+from lowtide.planning.planner import StepSchedules, Planner
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate
@@ -304,19 +304,19 @@ class Replanner:
 
     def _plan(
         self, step: Step, like: Sequence[Graph], *, larger: bool, segment: Segment | None = None
-    ) -> Carried:
+    ) -> StepSchedules:
         """Schedules for `step`: those of the graphs `like`, mended, or found anew; the lowest there are where
         none is known to fit and the step is not `larger` than what was planned. Of a step of one `segment`,
         what a compiler makes of it has to fit."""
         desk = planner_for(step)
         if segment is not None and isinstance(self._executor, InductorOps):
             return self._compiled_plan(desk, segment, self._executor, larger=larger)
-        carried = desk.carry(_schedules(like, step), budget_bytes=self.budget_bytes) if like else None
-        if carried is not None and carried.peak_bytes <= self.budget_bytes:
-            return carried
+        adapted = desk.adapt(_schedules(like, step), budget_bytes=self.budget_bytes) if like else None
+        if adapted is not None and adapted.peak_bytes <= self.budget_bytes:
+            return adapted
         try:
             answer = desk.solve(budget_bytes=self.budget_bytes, planner=self.planner)
-            return Carried(answer.peak_bytes, answer.graphs)
+            return StepSchedules(answer.peak_bytes, answer.graphs)
         except BudgetTooSmall:
             if larger:
                 raise
@@ -324,11 +324,11 @@ class Replanner:
 
     def _compiled_plan(
         self, desk: Planner, segment: Segment, executor: InductorOps, *, larger: bool
-    ) -> Carried:
+    ) -> StepSchedules:
         """Of a step that is not `larger`, the lowest plan that was found runs where none fits."""
         search = solve_compiled if larger else nearest_compiled
         answer = search(desk, segment, executor, budget_bytes=self.budget_bytes, planner=self.planner)
-        return Carried(answer.peak_bytes, answer.graphs)
+        return StepSchedules(answer.peak_bytes, answer.graphs)
 
     def _tell(self, peak_bytes: int, cause: str, *, compiled: bool = True) -> None:
         """`compiled`: the peak is that of what a compiler makes of the graph, if one does."""
@@ -366,7 +366,7 @@ def _schedules(like: Sequence[Graph], step: Step) -> list[tuple[GraphRun, ...]]:
     return [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
 
 
-def _lowest(desk: Planner, like: Sequence[Graph]) -> Carried:
+def _lowest(desk: Planner, like: Sequence[Graph]) -> StepSchedules:
     """The lowest peak known for a step, and its graphs: by a new plan, or by those of the graphs `like`.
 
     A search can miss for a smaller batch what it found for the planned one.
@@ -381,5 +381,5 @@ def _lowest(desk: Planner, like: Sequence[Graph]) -> Carried:
             pass
         else:
             if peak_bytes < lowest.peak_bytes:
-                return Carried(peak_bytes, graph_schedules(desk.step, runs))
-    return Carried(lowest.peak_bytes, lowest.graphs)
+                return StepSchedules(peak_bytes, graph_schedules(desk.step, runs))
+    return StepSchedules(lowest.peak_bytes, lowest.graphs)

@@ -22,12 +22,12 @@ from lowtide.planning.mu_two import policy_with_swap
 from lowtide.planning.offload.offload_sets import Swaps
 from lowtide.planning.offload.transfer_model import swapped_bytes
 from lowtide.planning.offload.transfer_schedule import placed
-from lowtide.planning.planner import Carried, Plan, Planner
+from lowtide.planning.planner import StepSchedules, Planner
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules, without_needless_runs
 from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.descent import carried, plan_of_runs
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.runs import schedule_of
+from lowtide.planning.search.runs import RematSet, schedule_of
 from lowtide.planning.simulate import Timeline, simulate
 
 NUM_LEVELS = 24
@@ -115,10 +115,10 @@ class OffloadPlanner(Planner):
         lowest = [archive.entries[0].peak_bytes for archive in (self.alone, self.mixed)]
         return min(self.without.floor_bytes, *lowest)
 
-    def timeline(self, plan: Plan, *, budget_bytes: int = 0) -> Timeline:
+    def timeline(self, plan: RematSet, *, budget_bytes: int = 0) -> Timeline:
         return self._placed(schedule_of(self.table, plan), budget_bytes)
 
-    def carry(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> Carried | None:
+    def adapt(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> StepSchedules | None:
         """As any desk does, but transfers are placed anew: where they hide depends on the sizes."""
         try:
             plan = carried(self.table, runs_of_schedules(self.step, schedules), budget_bytes=budget_bytes)
@@ -127,7 +127,7 @@ class OffloadPlanner(Planner):
         if plan is None:
             return None
         timeline = self.timeline(plan, budget_bytes=budget_bytes)
-        return Carried(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
+        return StepSchedules(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
 
     def by_another(self, planner: str, budget_bytes: int) -> Timeline | None:
         if planner != "mu-two":

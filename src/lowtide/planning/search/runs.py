@@ -18,6 +18,9 @@ from lowtide.planning.search.table import Table
 Rerun = tuple[int, int]
 """(slot, number of a remat)"""
 
+RematSet = frozenset[Rerun]
+"""All that a schedule brings back: each remat, and the backward node before which it runs."""
+
 
 def schedule_of(table: Table, plan: Iterable[Rerun]) -> tuple[Run, ...]:
     """All runs of a plan in their order."""
