@@ -58,9 +58,9 @@ LEVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "+ packed": (("slices", "pieces"), {}),
     "+ slices": (("pieces",), {}),
     "+ pieces": ((), {}),
-    "+ swap": ((), {"swap": True}),
-    "+ step in backward": ((), {"swap": True, "step_in_backward": True}),
-    "all (+ outputs let go)": ((), {"swap": True, "step_in_backward": True, "holds_outputs": False}),
+    "+ swap": ((), {"offload": True}),
+    "+ step in backward": ((), {"offload": True, "step_in_backward": True}),
+    "all (+ outputs let go)": ((), {"offload": True, "step_in_backward": True, "holds_outputs": False}),
     "all without swap": ((), {"step_in_backward": True, "holds_outputs": False}),
 }
 """Which levers are switched off, and what is asked for."""
@@ -76,8 +76,8 @@ def profiled(target: str, levers: str, swap: str) -> lowtide.Profile:
     """A target with some levers. Ops are timed once for all of them."""
     made = spec_of(target).load()
     options = dict(LEVERS[levers][1])
-    if options.pop("swap", False):
-        options["swap"] = swap
+    if options.pop("offload", False):
+        options["offload"] = swap
     return lowtide.profile(made.model, made.batch, optimizer=made.optimizer, loss=made.loss, **options)
 
 

@@ -58,14 +58,14 @@ def row(spec: TargetSpec, *, mib_per_second: float, budget: str, folder: Path, s
             target.batch,
             optimizer=target.optimizer,
             loss=target.loss,
-            swap=f"disk:{folder}",
+            offload=f"disk:{folder}",
             cache=False,
         )
         desk = OffloadPlanner(found.step)
         budget_bytes = parse_budget(budget, whole=desk.eager_peak_bytes)
         entry = desk.alone.best(budget_bytes)
         if entry is None:
-            raise SystemExit(f"swapping alone does not meet {budget}")
+            raise SystemExit(f"offloading alone does not meet {budget}")
         timeline = simulate(desk.step, entry.runs)
         plan = lowtide.Plan(
             desk._solution("auto", timeline, budget_bytes), known=found.known, loop=found.loop

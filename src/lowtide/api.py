@@ -14,7 +14,7 @@ from lowtide.analyze.captured_step import Captured, capture
 from lowtide.errors import LowtideError
 from lowtide.facts import Step
 from lowtide.facts.gpus import GPUS, Gpu
-from lowtide.facts.plan import OffloadTarget, parse_offload
+from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
 from lowtide.facts.sizes import parse_size
 from lowtide.offload import open_store
 from lowtide.optim.joined_optimizers import as_one
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 MODES = ("ops", "run")
-SHARDED_SWAP = "swap is not planned for models that are sharded over processes: leave swap out"
+SHARDED_OFFLOAD = "offload is not planned for models that are sharded over processes: leave offload out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class _Training:
     reserve: str | int
     step_in_backward: bool
     holds_outputs: bool
-    swap: str
+    offload: str
 
     @property
     def reserve_bytes(self) -> int:
@@ -80,12 +80,12 @@ class _Training:
     @property
     def settings(self) -> list[tuple[str, str]]:
         """What has to be the same for all ranks."""
-        named = ("accumulate", "reserve_bytes", "step_in_backward", "holds_outputs", "swap")
+        named = ("accumulate", "reserve_bytes", "step_in_backward", "holds_outputs", "offload")
         return [(name, str(getattr(self, name))) for name in named]
 
     @property
-    def swap_to(self) -> OffloadTarget | None:
-        return parse_offload(self.swap) if self.swap else None
+    def offload_to(self) -> OffloadTarget | None:
+        return parse_offload(self.offload) if self.offload else None
 
     def check(self, model: nn.Module, ranks: Ranks | None) -> None:
         if not isinstance(model, nn.Module):
@@ -104,10 +104,10 @@ class _Training:
                 "step_in_backward=True would update parameters before the gradients of all processes are "
                 "there: leave it out"
             )
-        if self.swap_to is not None and units_of(model):
-            raise LowtideError(SHARDED_SWAP)
-        if self.swap_to is not None:
-            open_store(self.swap_to, next((p.device.type for p in model.parameters()), "cpu"))
+        if self.offload_to is not None and units_of(model):
+            raise LowtideError(SHARDED_OFFLOAD)
+        if self.offload_to is not None:
+            open_store(self.offload_to, next((p.device.type for p in model.parameters()), "cpu"))
         ddp.check(model)
 
     def capture(
@@ -131,17 +131,14 @@ class _Training:
                 step_in_backward=self.step_in_backward,
                 holds_outputs=self.holds_outputs,
                 simulated=simulated,
-                swap=self.swap_to is not None,
+                offload=self.offload_to is not None,
                 gpu=gpu,
             )
 
     def with_link(self, step: Step, *, cache: bool = True) -> Step:
         """The step with what is known of the way to the store, if there is one."""
-        return (
-            step
-            if self.swap_to is None
-            else replace(step, transfer_speed=measure_link(self.swap_to, step, cache))
-        )
+        target = self.offload_to
+        return step if target is None else replace(step, transfer_speed=measure_link(target, step, cache))
 
 
 def profile(
@@ -157,6 +154,7 @@ def profile(
     mode: str = "ops",
     step_in_backward: bool = False,
     holds_outputs: bool = True,
+    offload: str = "",
     swap: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
@@ -179,8 +177,9 @@ def profile(
     `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final, which is then
     freed; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or accumulation.
     `holds_outputs=False`: the loop lets go of what the model returns, but for the loss, before backward.
-    `swap`: activations may also wait outside of memory: `"disk:FOLDER"` for a folder on a local disk, whose
-    speed is then measured; or `"host"`, the host's memory, where the model is on an accelerator.
+    `offload`: activations may also wait outside of device memory: `"disk:FOLDER"` for a folder on a local
+    disk, whose speed is then measured; or `"host"`, the host's memory, where the model is on an accelerator.
+    `swap` is the earlier name of `offload`.
 
     Of a DistributedDataParallel the model inside is profiled, and its buckets are counted; so they are,
     without options, for any model of a process that is one of several (of `process_group`, by default of
@@ -200,11 +199,11 @@ def profile(
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
-        swap=swap,
+        offload=offload_text(offload, swap),
     )
-    if gpu is not None and training.swap_to is not None:
+    if gpu is not None and training.offload_to is not None:
         raise LowtideError(
-            f"a store is measured where the step runs, and the {gpu.name} is not there: leave swap or "
+            f"a store is measured where the step runs, and the {gpu.name} is not there: leave offload or "
             "device out"
         )
     limit_bytes = parse_size(memory_limit)
@@ -214,8 +213,8 @@ def profile(
         raise LowtideError(
             "mode 'run' runs whole graphs in one process: profile a sharded model with mode 'ops'"
         )
-    if ranks is not None and training.swap_to is not None:
-        raise LowtideError(SHARDED_SWAP)
+    if ranks is not None and training.offload_to is not None:
+        raise LowtideError(SHARDED_OFFLOAD)
     if gpu is not None and mode == "run":
         raise LowtideError(f"nothing can be run on the {gpu.name}, which is not there: leave mode 'run' out")
     if gpu is not None and any(tensor.device.type != "cpu" for tensor in user_tensors(model, batch)):
@@ -263,6 +262,7 @@ def checkpoint(
     planner: str = "auto",
     step_in_backward: bool = False,
     holds_outputs: bool = True,
+    offload: str = "",
     swap: str = "",
     executor: str = "eager",
     process_group: ProcessGroup | None = None,
@@ -270,8 +270,8 @@ def checkpoint(
     """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
 
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
-    `accumulate`, `reserve`, `step_in_backward`, `holds_outputs` and `swap` are those of `profile`, `executor`
-    is that of `Profile.plan`.
+    `accumulate`, `reserve`, `step_in_backward`, `holds_outputs` and `offload` are those of `profile`,
+    `executor` is that of `Profile.plan`.
 
     `model` may be a DistributedDataParallel, or become one later, or be sharded by `fully_shard`. Where
     several processes train it (those of `process_group`, by default of the wrapper's or the shards', or all),
@@ -285,7 +285,7 @@ def checkpoint(
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
-        swap=swap,
+        offload=offload_text(offload, swap),
     )
     executor_named(executor)  # there, or refused before the model is captured
     ranks = ranks_of(model, process_group)

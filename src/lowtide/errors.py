@@ -10,7 +10,7 @@ LowtideError
 ├── NotEnoughMemory     a step needs more memory than the machine has free
 ├── PlanMismatch        a plan made for another model, shape or torch version
 ├── RankError           another process of the group failed, or did not come
-├── StoreError          where swapped values go is full, broken or not there
+├── StoreError          where offloaded values go is full, broken or not there
 ├── TargetError         the command line's TARGET cannot be loaded
 ├── Unsupported         asked at run time for what an exact result cannot be given for
 ├── UnsupportedTorch    torch is too old; an ImportError, too

@@ -112,13 +112,13 @@ class Profile:
             f"this plan ({ESTIMATED}): the upper end counts the gaps between blocks"
         )
 
-    def tradeoff(self, points: int = 50, *, swap: bool = True) -> list[Plan]:
+    def tradeoff(self, points: int = 50, *, offload: bool = True, swap: bool = True) -> list[Plan]:
         """Plans from the plain peak down to the floor, evenly spaced in bytes.
 
-        `swap=False`: those that use no store, where the profile has one.
+        `offload=False`: plans that use no store, where the profile has one; `swap` is its earlier name.
         """
         desk = self._desk
-        if isinstance(desk, OffloadPlanner) and not swap:
+        if isinstance(desk, OffloadPlanner) and not (offload and swap):
             desk = desk.without
         return [self._as_plan(solution) for solution in desk.tradeoff(points=points)]
 
@@ -176,7 +176,7 @@ class Profile:
         elif sum(graph.in_model for graph in self.step.graphs) > 1:
             reason = "is for models of one graph, and this one breaks into several"
         elif self.step.transfer_speed is not None:
-            reason = "cannot swap: leave `swap` out"
+            reason = "cannot offload: leave `offload` out"
         elif any(node.op == UPDATE for node in self.step.nodes):
             reason = "cannot step in backward: leave `step_in_backward` out"
         elif self.traced is None and self.loop is not None:

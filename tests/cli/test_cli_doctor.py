@@ -7,7 +7,7 @@ import pytest
 
 from lowtide.cli.terminal import Exit
 from lowtide.experiments import checkup, environment_checks
-from lowtide.experiments.checkup import CaptureCheckup, PlanCheckup, SwapCheckup
+from lowtide.experiments.checkup import CaptureCheckup, OffloadCheckup, PlanCheckup
 from lowtide.experiments.environment_checks import Note
 from lowtide.facts import TransferSpeed
 
@@ -23,7 +23,7 @@ PLANNED = PlanCheckup(
     noise=0.01,
     fresh_process=True,
 )
-SWAPPED = SwapCheckup(
+SWAPPED = OffloadCheckup(
     link=TransferSpeed(
         store="disk", write_bytes_per_second=2e9, read_bytes_per_second=1 << 30, latency_seconds=0.001
     ),
@@ -50,7 +50,7 @@ def finds(monkeypatch):
 
     def let(*, capture=CAPTURED, plan=PLANNED, swap=SWAPPED, **checks):
         captured = capture if isinstance(capture, Exception) else (capture, None, None)
-        for name, found in (("check_capture", captured), ("check_plan", plan), ("check_swap", swap)):
+        for name, found in (("check_capture", captured), ("check_plan", plan), ("check_offload", swap)):
             monkeypatch.setattr(checkup, name, answer(found))
         checks = {"torch": "2.13.0", **checks}
         monkeypatch.setattr(environment_checks, "WITH_TORCH", {})

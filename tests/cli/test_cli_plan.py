@@ -157,9 +157,9 @@ def test_a_plan_tells_what_leaves_for_a_store(run_lowtide, step, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("tiny-gpt2", "-b", "2", "--swap", "ram"), "cannot swap to 'ram'"),
-        (("{profile}", "--swap", "disk:/tmp"), "--swap is for a TARGET"),
-        (("tiny-gpt2", "-b", "2", "--swap", "disk:/nowhere/at/all"), "'/nowhere/at/all' to swap to"),
+        (("tiny-gpt2", "-b", "2", "--swap", "ram"), "cannot offload to 'ram'"),
+        (("{profile}", "--swap", "disk:/tmp"), "--offload is for a TARGET"),
+        (("tiny-gpt2", "-b", "2", "--swap", "disk:/nowhere/at/all"), "'/nowhere/at/all' to offload to"),
     ],
 )
 def test_a_store_that_cannot_be_is_refused(run_lowtide, profile, arguments, told):

@@ -31,7 +31,7 @@ def trained(rank: int, folder: str) -> tuple[list[str], int, int]:
             batch,
             optimizer=torch.optim.SGD(other.parameters(), 0.1),
             loss=_loss,
-            swap=f"disk:{folder}",
+            offload=f"disk:{folder}",
         )
         swapped(found, delay=1, ahead=2).save(f"{folder}/plan.json")
     dist.barrier()

@@ -252,9 +252,9 @@ def test_outputs_that_a_trainer_lets_go_need_no_room(
 
 
 def test_activations_may_wait_on_a_disk(tmp_path: Path) -> None:
-    with pytest.raises(lowtide.LowtideError, match="cannot swap to 'ram'"):
-        Lowtide("80%", swap="ram")
-    model, callback = bert(), Lowtide("90%", swap=f"disk:{tmp_path}")
+    with pytest.raises(lowtide.LowtideError, match="cannot offload to 'ram'"):
+        Lowtide("80%", offload="ram")
+    model, callback = bert(), Lowtide("90%", offload=f"disk:{tmp_path}")
     state, arguments = TrainerState(), TrainingArguments(str(tmp_path / "out"), report_to="none")
     optimizer = torch.optim.SGD(model.parameters())
     callback.on_train_begin(arguments, state, TrainerControl(), model=model, optimizer=optimizer)

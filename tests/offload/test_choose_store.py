@@ -1,9 +1,9 @@
-"""What the user says about swapping is understood, or refused in one line."""
+"""What the user says about offloading is understood, or refused in one line."""
 
 import pytest
 
 from lowtide.errors import LowtideError, StoreError
-from lowtide.facts.plan import OffloadTarget, parse_offload
+from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
 from lowtide.offload import choose_store, open_store, warn_of_memory
 from lowtide.offload.disk_store import DiskStore
 
@@ -17,16 +17,16 @@ def test_a_folder_and_the_host_are_understood(tmp_path):
 
 @pytest.mark.parametrize("text", ["disk", "disk:", "/scratch", "host:x", "ram", "", True])
 def test_anything_else_is_refused(text):
-    with pytest.raises(LowtideError, match=r"cannot swap to .*'disk:FOLDER'"):
+    with pytest.raises(LowtideError, match=r"cannot offload to .*'disk:FOLDER'"):
         parse_offload(text)
 
 
 @pytest.mark.parametrize(
-    ("swap", "device", "instead"), [("host", "cpu", "'disk:FOLDER'"), ("disk:/tmp", "cuda:0", "'host'")]
+    ("target", "device", "instead"), [("host", "cpu", "'disk:FOLDER'"), ("disk:/tmp", "cuda:0", "'host'")]
 )
-def test_a_store_for_another_device_is_refused(swap, device, instead):
-    with pytest.raises(StoreError, match=f"this one is on {device}: write swap={instead}"):
-        open_store(parse_offload(swap), device)
+def test_a_store_for_another_device_is_refused(target, device, instead):
+    with pytest.raises(StoreError, match=f"this one is on {device}: write offload={instead}"):
+        open_store(parse_offload(target), device)
 
 
 def test_a_folder_in_memory_is_told(tmp_path, monkeypatch, caplog):
@@ -44,3 +44,9 @@ def test_a_relative_folder_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert parse_offload("disk:scratch") == OffloadTarget("disk", f"{tmp_path}/scratch")
     assert parse_offload("disk:~/scratch") == OffloadTarget("disk", "/home/me/scratch")
+
+
+def test_the_earlier_name_of_the_option_is_understood():
+    assert offload_text("", "host") == offload_text("host", "") == offload_text("host", "host") == "host"
+    with pytest.raises(LowtideError, match="offload='host' and swap='disk:/tmp' differ"):
+        offload_text("host", "disk:/tmp")

@@ -177,7 +177,7 @@ def test_placing_keeps_to_the_budget_and_to_the_values(data):
 
 def test_graphs_that_run_several_times_are_refused():
     step = with_swap(chain(length=3), link(1e9))
-    with pytest.raises(LowtideError, match="leave 'swap' out"):
+    with pytest.raises(LowtideError, match="leave 'offload' out"):
         planner_for(replace(step, graphs=(GRAPH, GRAPH)))
 
 

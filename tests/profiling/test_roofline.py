@@ -254,8 +254,10 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         profile(model, x, "a100")
     with pytest.raises(lowtide.LowtideError, match="leave mode 'run' out"):
         profile(model, x, mode="run")
-    with pytest.raises(lowtide.LowtideError, match="and the t4-16g is not there: leave swap or device out"):
-        profile(model, x, "t4-16g", swap="host")
+    with pytest.raises(
+        lowtide.LowtideError, match="and the t4-16g is not there: leave offload or device out"
+    ):
+        profile(model, x, "t4-16g", offload="host")
     with pytest.raises(lowtide.LowtideError, match="and the t4-16g is not there: leave `device` out"):
         profile(model, x, "t4-16g").plan("100%", executor="inductor")
     with pytest.raises(

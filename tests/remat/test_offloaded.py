@@ -90,7 +90,7 @@ TARGETS = {
 
 
 def profile(target: Target, folder: object) -> lowtide.Profile:
-    return lowtide.profile(target.model, target.batch, optimizer=target.optimizer, swap=f"disk:{folder}")
+    return lowtide.profile(target.model, target.batch, optimizer=target.optimizer, offload=f"disk:{folder}")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_curves_with_and_without_the_store_are_in_one_picture(case):
         step_seconds=step.seconds,
     )
     assert "The blue curve may use the store" in page
-    assert [p.peak_bytes for p in profile.tradeoff(points=4, swap=False)] == [
+    assert [p.peak_bytes for p in profile.tradeoff(points=4, offload=False)] == [
         s.peak_bytes for s in profile._desk.without.tradeoff(points=4)
     ]
 

@@ -35,7 +35,7 @@ def plain():
 def plan(plain, tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
     found = lowtide.profile(
-        plain.model, plain.batch, optimizer=plain.optimizer, loss=mean_square, swap=f"disk:{folder}"
+        plain.model, plain.batch, optimizer=plain.optimizer, loss=mean_square, offload=f"disk:{folder}"
     )
     return swapped(found, delay=1, ahead=2)
 
@@ -139,7 +139,7 @@ def test_other_levers_and_a_store_together(plain, tmp_path, options):
         other.batch,
         optimizer=other.optimizer,
         loss=mean_square,
-        swap=f"disk:{tmp_path}",
+        offload=f"disk:{tmp_path}",
         **options,
     )
     plan = swapped(found, delay=1, ahead=2)
@@ -179,14 +179,14 @@ def test_other_batch_sizes_get_plans_of_their_own(plain, plan, planned):
 
 def test_a_larger_batch_swaps_though_the_planned_one_did_not(plain, plan):
     target = twin(replace(plain, batch=plain.batch[:8]))
-    swap = plan.solution.offload.transfer_speed.store
+    store = plan.solution.offload.transfer_speed.store
     lowtide.checkpoint(
         target.model,
         target.batch,
         budget=plan.budget_bytes,
         optimizer=target.optimizer,
         loss=mean_square,
-        swap=swap,
+        offload=store,
     )
     larger = replace(target, batch=plain.batch)
     assert differences(train(twin(plain)), train(larger)) == []

@@ -75,14 +75,14 @@ def capture(
     step_in_backward: bool = False,
     holds_outputs: bool = True,
     simulated: SimulatedSharding | None = None,
-    swap: bool = False,
+    offload: bool = False,
     gpu: Gpu | None = None,
 ) -> Captured:
     """Capture a step without running it. Needs the memory of the model, not of the step.
 
     `step_in_backward`: the optimizer updates each parameter where its gradient is final. Without
     `holds_outputs`, the loop lets go of all but the loss before the backward pass. With `simulated`, as
-    one of many processes would run it. With `swap`, there is a store that values can wait in. With
+    one of many processes would run it. With `offload`, there is a store that values can wait in. With
     `gpu`, with the attention that torch has there: a step to look at, not to run.
     """
     if not model.training:
@@ -97,7 +97,7 @@ def capture(
         if step_in_backward:
             updates = updates_of(optimizer)
             refuse_several_graphs(traced)
-        analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=swap)
+        analysis = analyse(traced, accumulate=accumulate, updates=updates, offload=offload)
         if reserve_bytes:
             analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
         captured = captured_step(
@@ -107,7 +107,7 @@ def capture(
             batch=(args, kwargs),
             optimizer=optimizer,
             simulated=simulated,
-            swap=swap,
+            offload=offload,
             on_gpu=gpu is not None,
         )
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
@@ -163,7 +163,7 @@ def captured_step(
     batch: Any = (),
     optimizer: torch.optim.Optimizer | None = None,
     simulated: SimulatedSharding | None = None,
-    swap: bool = False,
+    offload: bool = False,
     on_gpu: bool = False,
 ) -> Captured:
     """Facts and ops of analysed graphs, with all else that the step holds.
@@ -201,7 +201,7 @@ def captured_step(
         notes=notes,
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
-        rules=tuple((method.name, method.words) for method in rules_for(swap=swap)),
+        rules=tuple((method.name, method.words) for method in rules_for(offload=offload)),
         optimizer_chunks=pieces,
         gradient_strides=tuple(sorted(traced.orders.items())),
     )

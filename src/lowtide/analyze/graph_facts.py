@@ -48,13 +48,13 @@ OUTPUT = "output"
 
 
 def analyse(
-    trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int] | None = None, swap: bool = False
+    trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int] | None = None, offload: bool = False
 ) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read.
 
     With `accumulate`, gradients of earlier micro-batches are there when the step begins. `updates` are
     parameters (by identity) that are updated in the backward pass, each with the bytes that its update holds
-    inside. With `swap`, there is a store that values can wait in.
+    inside. With `offload`, there is a store that values can wait in.
     """
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
@@ -73,7 +73,7 @@ def analyse(
     repeated = _repeated(trace)
     for state, execution in zip(states, executions, strict=True):
         fixed = repeated.get(execution.segment.fingerprint, "")
-        _forward(analysis, state, execution, states, fixed=fixed, swap=swap)
+        _forward(analysis, state, execution, states, fixed=fixed, offload=offload)
     for state in reversed(states):
         _backward(analysis, state, executions, states, updates=updates or {})
         hold_within_formulas(analysis, state, only_eager=state.in_model)
@@ -106,14 +106,14 @@ def _forward(
     states: list[GraphState],
     *,
     fixed: str,
-    swap: bool,
+    offload: bool,
 ) -> None:
     for index, node in enumerate(state.primals):
         link = execution.links.get(index)
         _add_primal(analysis, state, index=index, node=node, link=link, states=states)
     ops = split(state.segment)[0]
     for node in ops:
-        fit, reason = ([], fixed) if fixed else fitting(node, swap=swap)
+        fit, reason = ([], fixed) if fixed else fitting(node, offload=offload)
         if reason:
             state.fixed[node] = reason
         kept = [(method, method.kept(node)) for method in fit]

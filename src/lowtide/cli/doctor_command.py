@@ -17,7 +17,7 @@ from lowtide.experiments import environment_checks
 from lowtide.report.style import added, percent, size
 
 if TYPE_CHECKING:
-    from lowtide.experiments.checkup import CaptureCheckup, PlanCheckup, SwapCheckup
+    from lowtide.experiments.checkup import CaptureCheckup, OffloadCheckup, PlanCheckup
 
 LIBRARIES = ("torch", "transformers", "numpy")
 SETTINGS = ("OMP_", "MKL_", "KMP_", "CUDA_", "PYTORCH_", "TORCH", "LOWTIDE_", "MALLOC_")
@@ -33,7 +33,7 @@ class Failed(str):
 
 
 def doctor(*, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
-    """Check capture, timing, peak, exactness and swap with a small model on this machine, in two minutes.
+    """Check capture, timing, peak, exactness and offload with a small model on this machine, in two minutes.
 
     Prints a block to paste into an issue. Looks at what lowtide stands on first; then uses the CPU, and a
     CUDA device where there is one. Exits with 4 when results differ, with 1 when a check fails, with 3 when a
@@ -116,9 +116,9 @@ def _device(terminal: Terminal, name: str) -> dict[str, Any]:
     terminal.show_lines(f"{name}: {capture.identity}", *_capture_lines(capture))
     plan = _try(terminal, f"checking {name}: a plan", checkup.check_plan, made, profile)
     terminal.show_lines(*_plan_lines(plan))
-    swap = _try(terminal, f"checking {name}: swap", checkup.check_swap, name, made)
-    terminal.show_lines(*_swap_lines(swap))
-    found = {"capture": capture, "plan": plan, "swap": swap}
+    offload = _try(terminal, f"checking {name}: offload", checkup.check_offload, name, made)
+    terminal.show_lines(*_offload_lines(offload))
+    found = {"capture": capture, "plan": plan, "swap": offload}
     terminal.show_lines(f"  {'all is well' if _is_fine(found) else 'NOT as promised'}")
     return found
 
@@ -146,20 +146,20 @@ def _plan_lines(found: "PlanCheckup | Failed") -> list[str]:
     ]
 
 
-def _swap_lines(found: "SwapCheckup | Failed") -> list[str]:
+def _offload_lines(found: "OffloadCheckup | Failed") -> list[str]:
     if isinstance(found, Failed):
-        return [f"  swap: {_said(found)}"]
+        return [f"  offload: {_said(found)}"]
     link = found.link
     return [
-        f"  swap to {link.store}: {size(int(link.write_bytes_per_second))}/s there, "
+        f"  offload to {link.store}: {size(int(link.write_bytes_per_second))}/s there, "
         f"{size(int(link.read_bytes_per_second))}/s back",
-        f"  peak with {found.num_offloaded} values swapped: predicted {size(found.predicted_peak_bytes)}, "
+        f"  peak with {found.num_offloaded} values offloaded: predicted {size(found.predicted_peak_bytes)}, "
         f"measured {size(found.measured_peak_bytes)}, budget {size(found.budget_bytes)}; "
         f"results: {_results(found)}",
     ]
 
 
-def _results(found: "PlanCheckup | SwapCheckup") -> str:
+def _results(found: "PlanCheckup | OffloadCheckup") -> str:
     return "exact" if found.exact else "DIFFERENT: " + "; ".join(found.differences[:3])
 
 

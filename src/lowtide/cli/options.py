@@ -95,7 +95,7 @@ def _read(text: str, read: Callable[[], object]) -> str:
     return text
 
 
-def _swap(text: str) -> str:
+def _offload(text: str) -> str:
     try:
         return str(parse_offload(text)) if text else ""
     except LowtideError as error:
@@ -221,13 +221,15 @@ StepInBackward = Annotated[
         "by norm, scale the loss or accumulate gradients.",
     ),
 ]
-Swap = Annotated[
+Offload = Annotated[
     str,
     typer.Option(
+        "--offload",
+        "--swap",
         metavar="STORE",
         help="Let activations wait outside of memory: disk:FOLDER, a folder on a local disk; or host, the "
         "host's memory, for a model on an accelerator.",
-        callback=_swap,
+        callback=_offload,
     ),
 ]
 Executor = Annotated[

@@ -15,6 +15,7 @@ from lowtide.cli.options import (
     Json,
     MemoryLimit,
     NoCache,
+    Offload,
     Optimizer,
     OutputFolder,
     Planner,
@@ -22,7 +23,6 @@ from lowtide.cli.options import (
     Seed,
     SequenceLength,
     StepInBackward,
-    Swap,
     TargetText,
     TimedRuns,
     Verbose,
@@ -46,7 +46,7 @@ def run(
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
-    swap: Swap = "",
+    offload: Offload = "",
     executor: Executor = ExecutorName.EAGER,
     timed_runs: TimedRuns = 5,
     folder: OutputFolder = Path("lowtide-out"),
@@ -100,7 +100,7 @@ def run(
             memory_limit=memory_limit,
             cache=not no_cache,
             step_in_backward=step_in_backward,
-            swap=swap,
+            offload=offload,
         )
         summary = profile_summary(profile, name=name)
         terminal.show(*profile_tables(summary))

@@ -21,7 +21,7 @@ def profile_target(
     cache: bool,
     mode: str = "ops",
     step_in_backward: bool = False,
-    swap: str = "",
+    offload: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
     device: str | None = None,
@@ -36,8 +36,8 @@ def profile_target(
         target = spec.load()
     if mode == "run" and device is not None:
         raise UsageError(f"--mode run runs the step here, not on the {device}: leave one of them out")
-    if mode == "run" and (step_in_backward or swap):
-        option = "--step-in-backward" if step_in_backward else "--swap"
+    if mode == "run" and (step_in_backward or offload):
+        option = "--step-in-backward" if step_in_backward else "--offload"
         raise UsageError(f"--mode run runs the step as eager does: leave {option} out, or --mode run")
     if mode == "run":
         from lowtide.experiments.measured import profile_by_running
@@ -54,7 +54,7 @@ def profile_target(
             memory_limit=memory_limit,
             cache=cache,
             step_in_backward=step_in_backward,
-            swap=swap,
+            offload=offload,
             ranks=ranks,
             shard=shard,
             device=device,
@@ -79,7 +79,7 @@ def open_source(
     memory_limit: str,
     cache: bool,
     step_in_backward: bool = False,
-    swap: str = "",
+    offload: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
     device: str | None = None,
@@ -99,7 +99,7 @@ def open_source(
             "--memory-limit": memory_limit != MEMORY_LIMIT,
             "--no-cache": not cache,
             "--step-in-backward": step_in_backward,
-            "--swap": bool(swap),
+            "--offload": bool(offload),
         }
         if any(given.values()):
             option = next(name for name, was_given in given.items() if was_given)
@@ -121,7 +121,7 @@ def open_source(
         memory_limit=memory_limit,
         cache=cache,
         step_in_backward=step_in_backward,
-        swap=swap,
+        offload=offload,
         ranks=ranks,
         shard=shard,
         device=device,

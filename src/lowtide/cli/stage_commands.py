@@ -25,6 +25,7 @@ from lowtide.cli.options import (
     MemoryLimit,
     Mode,
     NoCache,
+    Offload,
     Optimizer,
     OptionalBatchSize,
     Planner,
@@ -37,7 +38,6 @@ from lowtide.cli.options import (
     ShardKind,
     Source,
     StepInBackward,
-    Swap,
     TargetText,
     TimedRuns,
     Verbose,
@@ -58,7 +58,7 @@ def profile(
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
-    swap: Swap = "",
+    offload: Offload = "",
     device: Device = None,
     mode: Mode = ProfileMode.OPS,
     folder: Folder = None,
@@ -101,7 +101,7 @@ def profile(
             mode=mode,
             device=device,
             step_in_backward=step_in_backward,
-            swap=swap,
+            offload=offload,
         )
         summary = profile_summary(measured, name=on_device(f"{target}, batch {batch_size}", measured))
         if out is not None:
@@ -133,7 +133,7 @@ def plan(
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
     step_in_backward: StepInBackward = False,
-    swap: Swap = "",
+    offload: Offload = "",
     executor: Executor = ExecutorName.EAGER,
     folder: Folder = None,
     force: Force = False,
@@ -169,7 +169,7 @@ def plan(
             memory_limit=memory_limit,
             cache=not no_cache,
             step_in_backward=step_in_backward,
-            swap=swap,
+            offload=offload,
         )
         name = f"{spec.text}, batch {spec.batch_size}" if spec else source
         if ranks is not None:

@@ -16,13 +16,13 @@ from lowtide.cli.options import (
     Json,
     MemoryLimit,
     NoCache,
+    Offload,
     Optimizer,
     OptionalBatchSize,
     Quiet,
     Seed,
     SequenceLength,
     Source,
-    Swap,
     TimedRuns,
     Verbose,
 )
@@ -59,7 +59,7 @@ def tradeoff(
     seed: Seed = 0,
     memory_limit: MemoryLimit = MEMORY_LIMIT,
     no_cache: NoCache = False,
-    swap: Swap = "",
+    offload: Offload = "",
     device: Device = None,
     folder: Folder = None,
     force: Force = False,
@@ -90,7 +90,7 @@ def tradeoff(
             seed=seed,
             memory_limit=memory_limit,
             cache=not no_cache,
-            swap=swap,
+            offload=offload,
             device=device,
         )
         name = on_device(f"{spec.text}, batch {spec.batch_size}" if spec else source, profile)

@@ -59,7 +59,7 @@ class PlanCheckup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwapCheckup:
+class OffloadCheckup:
     """A step whose plan offloads as much as it can, whatever that costs here. `link`: as fast as measured."""
 
     link: TransferSpeed
@@ -108,17 +108,17 @@ def check_plan(made: Built, profile: Profile) -> PlanCheckup:
     )
 
 
-def check_swap(name: str, made: Built) -> SwapCheckup:
+def check_offload(name: str, made: Built) -> OffloadCheckup:
     """Plan as if transfers took no time, so that values do leave for the store, and verify that plan."""
     with temporary_folder() as folder:
-        swap = f"disk:{folder}" if name == "cpu" else "host"
-        found = api.profile(made.model, made.batch, optimizer=made.optimizer, swap=swap, cache=False)
+        offload = f"disk:{folder}" if name == "cpu" else "host"
+        found = api.profile(made.model, made.batch, optimizer=made.optimizer, offload=offload, cache=False)
         link = found.step.transfer_speed
         assert link is not None
         free = replace(link, write_bytes_per_second=FREE, read_bytes_per_second=FREE, latency_seconds=0.0)
         plan, result = _verified(made, Profile(replace(found.step, transfer_speed=free)))
-    return SwapCheckup(
-        link=replace(link, store=swap.partition(":")[0]),
+    return OffloadCheckup(
+        link=replace(link, store=offload.partition(":")[0]),
         num_offloaded=sum(decision.action is Action.OFFLOAD for decision in plan.decisions),
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,

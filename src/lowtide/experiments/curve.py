@@ -33,7 +33,7 @@ def curves_of(profile: Profile, *, points: int) -> tuple[list[Plan], list[Tradeo
     plans = distinct_plans(profile.tradeoff(points=points))
     if profile.step.transfer_speed is None:
         return plans, []
-    return plans, [point_of(plan) for plan in distinct_plans(profile.tradeoff(points=points, swap=False))]
+    return plans, [point_of(plan) for plan in distinct_plans(profile.tradeoff(points=points, offload=False))]
 
 
 def spread_over(count: int, total: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where swapped values go, as the user says it.
+"""Where offloaded values go, as the user says it.
 
 What a plan is: decisions, a schedule of runs, and what a step needs besides its own graphs.
 """
@@ -29,9 +29,18 @@ def parse_offload(text: str) -> OffloadTarget:
     if kind == "host" and not folder:
         return OffloadTarget(kind)
     raise LowtideError(
-        f"cannot swap to {text!r}: write 'disk:FOLDER' with a folder on a local disk, or 'host' where the "
+        f"cannot offload to {text!r}: write 'disk:FOLDER' with a folder on a local disk, or 'host' where the "
         "model is on an accelerator"
     )
+
+
+def offload_text(offload: str, swap: str) -> str:
+    """Where to offload to, as the user says it; `swap` is the option's name in earlier versions."""
+    if offload and swap and offload != swap:
+        raise LowtideError(
+            f"offload={offload!r} and swap={swap!r} differ: swap is the earlier name of offload, leave it out"
+        )
+    return offload or swap
 
 
 PLANNERS = ("auto", "mu-two", "none", "all", "every-block", "sqrt")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import LowtideError
-from lowtide.facts.plan import parse_offload
+from lowtide.facts.plan import offload_text, parse_offload
 from lowtide.facts.sizes import parse_budget
 from lowtide.plans import Plan
 from lowtide.runtime.compiled_plans import executor_named
@@ -62,9 +62,10 @@ def checked_budget(budget: str | int) -> str | int:
     return budget
 
 
-def checked_swap(swap: str) -> str:
-    """Where to swap to, if anywhere; refused at once where it cannot be read."""
-    return str(parse_offload(swap)) if swap else ""
+def checked_offload(offload: str, swap: str) -> str:
+    """Where to offload to, if anywhere; refused at once where it cannot be read."""
+    text = offload_text(offload, swap)
+    return str(parse_offload(text)) if text else ""
 
 
 def checked_executor(executor: str) -> str:

@@ -21,7 +21,7 @@ from lowtide.integrations.first_call import (
     await_first_call,
     checked_budget,
     checked_executor,
-    checked_swap,
+    checked_offload,
     no_longer_await,
     tell,
 )
@@ -49,8 +49,8 @@ class Lowtide(Callback):
 
     Whether what the network returned (logits, say) is held through the backward pass is seen at the first:
     where `training_step` lets go of it, on all processes, the second batch is planned anew, with less to
-    hold. `holds_outputs=True` or `False` says it beforehand. `swap="disk:FOLDER"`: activations may also wait
-    there. `executor="inductor"`: what is planned is compiled by Inductor.
+    hold. `holds_outputs=True` or `False` says it beforehand. `offload="disk:FOLDER"`: activations may also
+    wait there. `executor="inductor"`: what is planned is compiled by Inductor.
 
     Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
     """
@@ -61,13 +61,14 @@ class Lowtide(Callback):
         *,
         planner: str = "auto",
         holds_outputs: bool | None = None,
+        offload: str = "",
         swap: str = "",
         executor: str = "eager",
     ) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
-        self.swap = checked_swap(swap)
+        self.offload = checked_offload(offload, swap)
         self.executor = checked_executor(executor)
         self.plan: Plan | None = None
         self._planned: nn.Module | None = None
@@ -125,7 +126,7 @@ class Lowtide(Callback):
             "optimizer": trainer.optimizers,
             "accumulate": trainer.accumulate_grad_batches > 1,
             "reserve": _state_bytes(pl_module) - _state_bytes(module),
-            "swap": self.swap,
+            "offload": self.offload,
             "executor": self.executor,
         }
         first = self.holds_outputs is None and not self._lets_go

@@ -20,7 +20,7 @@ from lowtide.integrations.first_call import (
     await_first_call,
     checked_budget,
     checked_executor,
-    checked_swap,
+    checked_offload,
     no_longer_await,
     tell,
 )
@@ -41,8 +41,8 @@ class Lowtide(TrainerCallback):
 
     `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` holds what the model
     returns (logits, say) through the backward pass. Trainer itself does not; one that does is warned.
-    `swap="disk:FOLDER"`: activations may also wait there. `executor="inductor"`: what is planned is compiled
-    by Inductor.
+    `offload="disk:FOLDER"`: activations may also wait there. `executor="inductor"`: what is planned is
+    compiled by Inductor.
     """
 
     def __init__(
@@ -51,13 +51,14 @@ class Lowtide(TrainerCallback):
         *,
         planner: str = "auto",
         holds_outputs: bool = False,
+        offload: str = "",
         swap: str = "",
         executor: str = "eager",
     ) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
-        self.swap = checked_swap(swap)
+        self.offload = checked_offload(offload, swap)
         self.executor = checked_executor(executor)
         self.plan: Plan | None = None
 
@@ -85,7 +86,7 @@ class Lowtide(TrainerCallback):
                 optimizer=optimizer,
                 accumulate=args.gradient_accumulation_steps > 1,
                 holds_outputs=self.holds_outputs,
-                swap=self.swap,
+                offload=self.offload,
                 executor=self.executor,
             )
             self.plan = plan_of_model(module)

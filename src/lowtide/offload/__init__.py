@@ -1,4 +1,4 @@
-"""Where swapped values go: stores behind one small interface.
+"""Where offloaded values go: stores behind one small interface.
 
 - `store`: what a store is, and what it gives for a value
 - `disk`: a file without a name in a folder of the user's choice; for training on CPU

@@ -16,26 +16,26 @@ MOUNTS = Path("/proc/self/mounts")
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
-def open_store(swap: OffloadTarget, device: str) -> Store:
+def open_store(target: OffloadTarget, device: str) -> Store:
     """A store for the values of a model on `device`; `StoreError` where it cannot be."""
     on_cpu = device.partition(":")[0] == "cpu"
-    if swap.kind == "disk" and on_cpu:
-        return DiskStore(swap.folder)
-    if swap.kind == "host" and not on_cpu:
+    if target.kind == "disk" and on_cpu:
+        return DiskStore(target.folder)
+    if target.kind == "host" and not on_cpu:
         return HostStore()
     raise StoreError(
-        f"swap='{swap}' is for a model on {'an accelerator' if on_cpu else 'the CPU'}, and this one is on "
-        f"{device}: write swap={'disk:FOLDER' if on_cpu else 'host'!r}"
+        f"offload='{target}' is for a model on {'an accelerator' if on_cpu else 'the CPU'}, and this one is "
+        f"on {device}: write offload={'disk:FOLDER' if on_cpu else 'host'!r}"
     )
 
 
-def warn_of_memory(swap: OffloadTarget) -> None:
+def warn_of_memory(target: OffloadTarget) -> None:
     """Say so where a folder is no disk at all."""
-    if swap.kind == "disk" and (kind := _file_system(swap.folder)) in IN_MEMORY:
+    if target.kind == "disk" and (kind := _file_system(target.folder)) in IN_MEMORY:
         logger.warning(
-            "the folder '%s' is in memory (%s), so that what is swapped there takes as much memory as "
+            "the folder '%s' is in memory (%s), so that offloaded values take as much memory as "
             "before: choose a folder on a disk",
-            swap.folder,
+            target.folder,
             kind,
         )
 

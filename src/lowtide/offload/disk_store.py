@@ -141,9 +141,9 @@ class _File:
             os.posix_fallocate(self.file.fileno(), self.nbytes, more_bytes)
         except OSError as error:
             raise StoreError(
-                f"swapping to '{self.text}' needs {size_and_bytes(more_bytes)} there, and "
+                f"offloading to '{self.text}' needs {size_and_bytes(more_bytes)} there, and "
                 f"{size_and_bytes(free_bytes)} are free ({error.strerror}): make room, or choose another "
-                "folder with swap='disk:FOLDER'"
+                "folder with offload='disk:FOLDER'"
             ) from error
         self.nbytes = nbytes
 
@@ -176,7 +176,7 @@ class _File:
     def failed(self, what: str, error: OSError) -> StoreError:
         return StoreError(
             f"the store '{self.text}' could not {what} ({error.strerror or error}), so that this step is "
-            "lost: look after the disk, or choose another folder with swap='disk:FOLDER'. The next step "
+            "lost: look after the disk, or choose another folder with offload='disk:FOLDER'. The next step "
             "begins anew"
         )
 
@@ -268,11 +268,11 @@ class _DiskArrival(Prefetch):
 
 def _opened(folder: str) -> IO[Any]:
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "posix_fadvise"):
-        raise StoreError("swapping to a disk needs Linux: leave swap out")
+        raise StoreError("offloading to a disk needs Linux: leave offload out")
     try:
         return tempfile.TemporaryFile(dir=folder, buffering=0)
     except OSError as error:
         raise StoreError(
-            f"cannot open a file in the folder '{folder}' to swap to ({error.strerror}): make the folder, or "
-            "choose another with swap='disk:FOLDER'"
+            f"cannot open a file in the folder '{folder}' to offload to ({error.strerror}): make the folder, "
+            "or choose another with offload='disk:FOLDER'"
         ) from error

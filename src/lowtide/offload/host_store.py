@@ -31,7 +31,7 @@ class HostStore(Store):
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if nbytes > free_bytes:
             raise StoreError(
-                f"swapping to 'host' needs {size_and_bytes(nbytes)} of the host's memory, and "
+                f"offloading to 'host' needs {size_and_bytes(nbytes)} of the host's memory, and "
                 f"{size_and_bytes(free_bytes)} are free: take a larger budget, or a smaller batch"
             )
 

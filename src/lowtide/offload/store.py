@@ -124,8 +124,9 @@ def fetch(handle: Tensor) -> Prefetch:
     parcel = _PARCELS.get(int(handle))
     if parcel is None:
         raise StoreError(
-            "a swapped value is gone, since something copied the tensor that stands for it, as saved-tensor "
-            "hooks do (torch.autograd.graph.save_on_cpu): leave such hooks out, or plan without swap"
+            "an offloaded value is gone, since something copied the tensor that stands for it, as "
+            "saved-tensor hooks do (torch.autograd.graph.save_on_cpu): leave such hooks out, or "
+            "plan without offload"
         )
     return parcel.fetch()
 

@@ -135,7 +135,7 @@ def planner_for(step: Step) -> Planner:
     tied = any(node.remats and node.segment in repeated for node in step.nodes)
     if tied and can_offload(step):
         raise LowtideError(
-            "values cannot be offloaded where graphs run several times, as with FSDP2: leave 'swap' out"
+            "values cannot be offloaded where graphs run several times, as with FSDP2: leave 'offload' out"
         )
     step = without_dearer(step)
     if tied:

@@ -27,14 +27,14 @@ MATRIX = 256
 PRODUCTS = 40
 
 
-def measure_link(swap: OffloadTarget, step: Step, use_cache: bool) -> TransferSpeed:
+def measure_link(target: OffloadTarget, step: Step, use_cache: bool) -> TransferSpeed:
     """The link of a step's device to a store; remembered on disk, unless `use_cache` is False."""
-    warn_of_memory(swap)
+    warn_of_memory(target)
     device = device_for(torch.device(step.device))
-    store = open_store(swap, step.device)
+    store = open_store(target, step.device)
     cache = CostCache(device) if use_cache else None
     sizes = (PAGE_BYTES, SAMPLE_BYTES)
-    names = [f"store {swap}: {way} {nbytes} bytes" for nbytes in sizes for way in ("write", "read")]
+    names = [f"store {target}: {way} {nbytes} bytes" for nbytes in sizes for way in ("write", "read")]
     costs = [cache.get(name, memory_limit_bytes=0) if cache is not None else None for name in names]
     known = [cost.seconds for cost in costs if cost is not None]
     if len(known) < len(names):
@@ -44,7 +44,7 @@ def measure_link(swap: OffloadTarget, step: Step, use_cache: bool) -> TransferSp
                 cache.put(name, OpCost(seconds, 0, estimated=False), memory_limit_bytes=0)
             cache.save()
     page_write, page_read, write, read = known
-    slows = f"store {swap}: seconds of compute lost in one of transfers"
+    slows = f"store {target}: seconds of compute lost in one of transfers"
     cost = cache.get(slows, memory_limit_bytes=0) if cache is not None else None
     if cost is None:
         cost = OpCost(_lost_share(store, device), 0, estimated=False)
@@ -52,7 +52,7 @@ def measure_link(swap: OffloadTarget, step: Step, use_cache: bool) -> TransferSp
             cache.put(slows, cost, memory_limit_bytes=0)
             cache.save()
     return TransferSpeed(
-        store=str(swap),
+        store=str(target),
         write_bytes_per_second=_bandwidth(write, page_write),
         read_bytes_per_second=_bandwidth(read, page_read),
         latency_seconds=max(page_write, page_read),

@@ -43,14 +43,14 @@ REMAT_RULES: tuple[RematRule, ...] = (
 OFFLOAD = OffloadedValue()
 
 
-def rules_for(*, swap: bool) -> tuple[RematRule, ...]:
-    """Those that may be used, with and without a store to swap to."""
-    return (*REMAT_RULES, OFFLOAD) if swap else REMAT_RULES
+def rules_for(*, offload: bool) -> tuple[RematRule, ...]:
+    """Those that may be used, with and without a store to offload to."""
+    return (*REMAT_RULES, OFFLOAD) if offload else REMAT_RULES
 
 
-def fitting(node: fx.Node, *, swap: bool = False) -> tuple[list[RematRule], str]:
+def fitting(node: fx.Node, *, offload: bool = False) -> tuple[list[RematRule], str]:
     """The methods that fit a forward node, and, where none does, why."""
-    reasons = {method: method.why_not(node) for method in rules_for(swap=swap)}
+    reasons = {method: method.why_not(node) for method in rules_for(offload=offload)}
     fit = [method for method, reason in reasons.items() if reason == ""]
     return fit, "" if fit else next((reason for reason in reasons.values() if reason), "no method fits it")
 
@@ -62,4 +62,4 @@ def standing_in(node: fx.Node) -> list[RematRule]:
 
 def rule_named(name: str) -> RematRule:
     """The method that files call `name`."""
-    return next(method for method in rules_for(swap=True) if method.name == name)
+    return next(method for method in rules_for(offload=True) if method.name == name)

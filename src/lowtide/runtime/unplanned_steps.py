@@ -62,8 +62,8 @@ def step_of(
     )
     with hooks.real_tensors():  # torch may be tracing
         accumulate = bool(reserve.earlier_gradient_bytes)
-        analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=link is not None)
-        captured = captured_step(analysis, traced, model, optimizer=optimizer, swap=link is not None)
+        analysis = analyse(traced, accumulate=accumulate, updates=updates, offload=link is not None)
+        captured = captured_step(analysis, traced, model, optimizer=optimizer, offload=link is not None)
     step = replace(_with_costs(captured, known), transfer_speed=link)
     besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
     return _with_reserve(
@@ -101,9 +101,11 @@ def step_of_call(
         for execution in traced.executions[: traced.num_in_model]:
             execution.apart = frozenset(sums_of(execution.segment))
     optimizer = optimizer_of(model, loop)
-    accumulate, swap = bool(reserve.earlier_gradient_bytes), link is not None
-    analysis = analyse(traced, accumulate=accumulate, updates=updates, swap=swap)
-    captured = captured_step(analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, swap=swap)
+    accumulate, offload = bool(reserve.earlier_gradient_bytes), link is not None
+    analysis = analyse(traced, accumulate=accumulate, updates=updates, offload=offload)
+    captured = captured_step(
+        analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, offload=offload
+    )
     step = replace(_with_costs(captured, known), transfer_speed=link)
     besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):
