@@ -2,6 +2,10 @@
 
     model = lowtide.checkpoint(model, batch, budget="8GiB", optimizer=optimizer)
 
+Public are the names of this module (`lowtide.__all__`), those of `lowtide.integrations.transformers` and
+`lowtide.integrations.lightning`, the command `lowtide` and the files that it writes. Every other module is
+private: it may change in any version.
+
 Names are loaded when first used, so that `import lowtide` does not import torch.
 """
 
@@ -9,38 +13,53 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import (
+    BadSize,
     BudgetTooSmall,
     CannotMoveToFreshProcess,
     CaptureError,
     FreshProcessError,
     LowtideError,
     PlanMismatch,
+    RankError,
+    StoreError,
     TargetError,
     Unsupported,
     UnsupportedTorch,
 )
 
 if TYPE_CHECKING:
-    from lowtide.api import checkpoint, profile, verify
-    from lowtide.experiments.fit import Fit, fit
+    from lowtide.api import checkpoint, measure_step, profile, verify
+    from lowtide.experiments.fit import Check, Fit, FitRow, fit
+    from lowtide.facts import Activation, Decision, Node
     from lowtide.plans import Plan, load_plan
     from lowtide.profiles import Profile, load_profile
     from lowtide.runtime.runner import remove
+    from lowtide.verification.measure_step import Measured, Timing
     from lowtide.verification.verify_plan import Verification
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "Activation",
+    "BadSize",
     "BudgetTooSmall",
     "CannotMoveToFreshProcess",
     "CaptureError",
+    "Check",
+    "Decision",
     "Fit",
+    "FitRow",
     "FreshProcessError",
     "LowtideError",
+    "Measured",
+    "Node",
     "Plan",
     "PlanMismatch",
     "Profile",
+    "RankError",
+    "StoreError",
     "TargetError",
+    "Timing",
     "Unsupported",
     "UnsupportedTorch",
     "Verification",
@@ -49,27 +68,31 @@ __all__ = [
     "fit",
     "load_plan",
     "load_profile",
+    "measure_step",
     "profile",
     "remove",
     "verify",
 ]
 
 _HOMES = {
-    "Fit": "experiments.fit",
-    "Plan": "plans",
-    "Profile": "profiles",
-    "Verification": "verification.verify_plan",
-    "checkpoint": "api",
-    "fit": "experiments.fit",
-    "load_plan": "plans",
-    "load_profile": "profiles",
-    "profile": "api",
-    "remove": "runtime.runner",
-    "verify": "api",
+    "api": ("checkpoint", "measure_step", "profile", "verify"),
+    "experiments.fit": ("Check", "Fit", "FitRow", "fit"),
+    "facts": ("Activation", "Decision", "Node"),
+    "plans": ("Plan", "load_plan"),
+    "profiles": ("Profile", "load_profile"),
+    "runtime.runner": ("remove",),
+    "verification.measure_step": ("Measured", "Timing"),
+    "verification.verify_plan": ("Verification",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'lowtide' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"lowtide.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"lowtide.{module}"), name)
+    raise AttributeError(f"module 'lowtide' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """Every public name, loaded or not, for completion."""
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,9 @@
 """The library's front door: profile, plan, apply, verify."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,18 +12,19 @@ from torch.distributed import ProcessGroup
 
 from lowtide import display
 from lowtide.analyze.captured_step import Captured, capture
-from lowtide.errors import LowtideError
+from lowtide.errors import CannotMoveToFreshProcess, LowtideError
 from lowtide.facts import Step
 from lowtide.facts.gpus import GPUS, Gpu
 from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
+from lowtide.facts.serial import solution_to_dict
 from lowtide.facts.sizes import parse_size
 from lowtide.offload import open_store
 from lowtide.optim.joined_optimizers import as_one
 from lowtide.parallel.agreement import plan_together
 from lowtide.parallel.ranks import Ranks, counting_buckets, ranks_of
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding
-from lowtide.plans import Plan, load_plan
-from lowtide.profiles import Profile, load_profile
+from lowtide.plans import Plan
+from lowtide.profiles import Profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.roofline import estimated_costs
 from lowtide.profiling.transfer_speed import measure_link
@@ -34,22 +36,13 @@ from lowtide.torch_compat import ddp
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.model_call import Loop, Loss, Optimizers
 from lowtide.trace.segments import user_tensors
+from lowtide.verification.comparison import planned
+from lowtide.verification.measure_step import Measured, measure_here
+from lowtide.verification.measure_step import measure_step as measure_target
 from lowtide.verification.train_step import autocast_here, device_of
-from lowtide.verification.verify_plan import Verification
+from lowtide.verification.verify_plan import Verification, measure_plan
 from lowtide.verification.verify_plan import verify as verify_target
 from lowtide.zoo.targets import Target
-
-__all__ = [
-    "Plan",
-    "Profile",
-    "Verification",
-    "checkpoint",
-    "load_plan",
-    "load_profile",
-    "profile",
-    "remove",
-    "verify",
-]
 
 MODES = ("ops", "run")
 SHARDED_OFFLOAD = "offload is not planned for models that are sharded over processes: leave offload out"
@@ -338,6 +331,42 @@ def verify(
     DistributedDataParallel the model inside is verified, in one process and without buckets. Called inside of
     a block of autocast, every forward pass that is compared runs in such a block.
     """
+    with _copyable(model, batch, optimizer, loss) as target:
+        return verify_target(target, plan, timed_runs=timed_runs)
+
+
+def measure_step(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Optimizers | None = None,
+    loss: Loss | None = None,
+    plan: Plan | None = None,
+    timed_runs: int = 0,
+) -> Measured:
+    """The true peak of one training step, and its time, without or with a `plan`.
+
+    Works on copies in fresh processes, as `verify` does, and compares nothing. Where the model cannot be sent
+    to another process, a copy in this one is measured, by torch's own count of bytes alone and without a
+    clock: `resident_peak_bytes` and `timing` are None then.
+    """
+    with _copyable(model, batch, optimizer, loss) as target:
+        try:
+            if plan is None:
+                return measure_target(target, timed_runs=timed_runs)
+            return measure_plan(target, plan, timed_runs=timed_runs)
+        except CannotMoveToFreshProcess:
+            return measure_here(
+                target,
+                prepare=None if plan is None else partial(planned, solution=solution_to_dict(plan.solution)),
+            )
+
+
+@contextmanager
+def _copyable(
+    model: nn.Module, batch: Any, optimizer: Optimizers | None, loss: Loss | None
+) -> Iterator[Target]:
+    """A training step without its plan, as fresh processes get it; the model gets its plan back afterwards."""
     model = ddp.unwrapped(model)
     if units_of(model):
         raise LowtideError(
@@ -349,7 +378,7 @@ def verify(
     remove(model)
     try:
         with torch.autocast(device.type, enabled=False):
-            return verify_target(target, plan, timed_runs=timed_runs)
+            yield target
     finally:
         if applied is not None:
             attach(model, applied)

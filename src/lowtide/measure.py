@@ -1,7 +1,7 @@
-"""The true peak and the time of one training step, measured.
+"""The true peak and the time of one training step, measured: earlier home of `lowtide.measure_step`.
 
-`measure_step` does it in fresh processes, the one place where both can be measured well: memory by
-two independent methods (`peak`), time apart from memory (`clock`), since the first disturbs the second.
+Here `measure_step` takes a `Target`, and raises where its model cannot be sent to a fresh process; there,
+`measure_here` measures a copy in this one.
 """
 
 from lowtide.verification.measure_step import Measured, Timing, measure_here, measure_step

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.optim.joined_optimizers import each_of

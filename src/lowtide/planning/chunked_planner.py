@@ -14,7 +14,7 @@ from functools import cached_property
 from math import fsum
 
 from lowtide.facts import Action, GraphRun, Node, Region, Remat, Run, Solution, Step
-from lowtide.planning.planner import StepSchedules, Planner
+from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.search.descent import carried
 from lowtide.planning.simulate import Timeline, extra_seconds, is_again, remat_of, simulate, stood_in_for

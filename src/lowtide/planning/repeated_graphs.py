@@ -23,7 +23,7 @@ from lowtide.facts import GraphRun, Kind, Node, Region, Solution, Step, Storage
 from lowtide.facts.plan import PLANNERS
 from lowtide.planning.chunked_planner import ChunkedPlanner, has_other_ways, without_dearer
 from lowtide.planning.offload.offload_planner import OffloadPlanner, can_offload
-from lowtide.planning.planner import StepSchedules, Planner
+from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import Timeline, simulate
 

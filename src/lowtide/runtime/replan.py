@@ -13,7 +13,7 @@ from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Graph, GraphRun, Step
 from lowtide.optim.split_check import inside_bytes
 from lowtide.optim.step_in_backward import Updates
-from lowtide.planning.planner import StepSchedules, Planner
+from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate

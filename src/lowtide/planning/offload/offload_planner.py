@@ -22,7 +22,7 @@ from lowtide.planning.mu_two import policy_with_swap
 from lowtide.planning.offload.offload_sets import Swaps
 from lowtide.planning.offload.transfer_model import swapped_bytes
 from lowtide.planning.offload.transfer_schedule import placed
-from lowtide.planning.planner import StepSchedules, Planner
+from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules, without_needless_runs
 from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.descent import carried, plan_of_runs
