@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from lowtide.analyze.captured_step import captured_step, with_costs
-from lowtide.analyze.graph_facts import analyse
+from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.facts import Step
 from lowtide.facts.sizes import parse_size
 from lowtide.ops.calls import Call, signature
@@ -120,7 +120,9 @@ def desks(size: Size, *, batch: int, length: int, ranks: list[int]) -> dict[int,
     costs: dict[str, tuple[float, int, bool]] = {}
     for number, paper in papers.items():
         own = replace(traced, sharding=paper.sharding)
-        captured = captured_step(analyse(own), own, model, batch=args, optimizer=optimizer, simulated=paper)
+        captured = captured_step(
+            analyze_graphs(own), own, model, batch=args, optimizer=optimizer, simulated=paper
+        )
         known = {run: _cost(call, costs) for run, call in captured.calls.items()}
         desk = RepeatedGraphsPlanner(with_costs(captured.step, known))
         if found:

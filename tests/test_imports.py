@@ -15,7 +15,7 @@ PRIVATE = PACKAGE / "torch_compat"
 STILL_PRIVATE = {
     *(f"ops/{name}.py" for name in ("absent_gpu", "calls", "direct", "fake_results", "in_place", "schema")),
     *(f"optim/{name}.py" for name in ("joined_optimizers", "split_step", "step_in_backward")),
-    *("ops/value_ops.py", "parallel/fsdp_units.py", "trace/compile_settings.py", "trace/model_call.py"),
+    *("ops/traced_ops.py", "parallel/fsdp_units.py", "trace/compile_settings.py", "trace/model_call.py"),
 }
 AS_GOOD_AS_PUBLIC = "torch.utils._pytree"
 """The way into nested outputs that torch itself tells users to take; it has no public name."""

@@ -243,8 +243,8 @@ def test_every_rank_has_its_graph_node(captured: Captured) -> None:
             and node.op not in ("placeholder", "output")
             and not node.on_demand
         ):
-            assert target_name(captured.places[node.rank].node.target) == node.op
-            assert captured.places[node.rank].node.graph is captured.segments[node.segment].joint.graph
+            assert target_name(captured.graph_nodes[node.rank].node.target) == node.op
+            assert captured.graph_nodes[node.rank].node.graph is captured.segments[node.segment].joint.graph
 
 
 def test_no_name_has_an_address_in_it(step: Step) -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.analyze.backward_facts import backward_order
 from lowtide.analyze.captured_step import capture
-from lowtide.analyze.reorder_backward import backward_order
 from lowtide.facts import Region
 from lowtide.planning.schedules import scheduled_ranks
 from lowtide.planning.simulate import eager_runs, plain_runs, simulate, walked

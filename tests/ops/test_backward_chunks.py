@@ -8,9 +8,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from lowtide.ops.backward_chunks import backward_program, stood_in_for
-from lowtide.ops.dropout import apply_mask
-from lowtide.ops.pointwise_chunks import LARGE_SLICE, SLICE, in_slices
+from lowtide.ops.pointwise_chunks import CHUNK, LARGE_CHUNK, backward_program, in_chunks, replaced_ops
+from lowtide.ops.random_ops import apply_mask
 
 aten = torch.ops.aten
 Formula = Callable[[Tensor], Tensor]
@@ -59,13 +58,13 @@ def test_the_same_bits(name: str, dtype: torch.dtype, threads: int) -> None:
     assert found is not None
     program, sources = found
     place = next(i for i, source in enumerate(sources) if source.name.startswith("grad"))
-    for count in (threads * threads * SLICE + 12345, 3 * threads * SLICE - 1, 999):
+    for count in (threads * threads * CHUNK + 12345, 3 * threads * CHUNK - 1, 999):
         x, grad = torch.randn(2, count).mul_(3).to(dtype)
         values = fx.Interpreter(traced, garbage_collect_values=False)
         _, expected = values.run(x, grad)
         inputs = [values.env[source] for source in sources]
-        assert torch.equal(in_slices(program, inputs, dtype, LARGE_SLICE), expected), count
-        over = in_slices(program, inputs, dtype, over=place)
+        assert torch.equal(in_chunks(program, inputs, dtype, LARGE_CHUNK), expected), count
+        over = in_chunks(program, inputs, dtype, over=place)
         assert over is inputs[place]
         assert torch.equal(over, expected), count
 
@@ -77,7 +76,7 @@ def test_a_formula_needs_its_input_and_one_gradient_alone() -> None:
         found = backward_program(end)
         assert found is not None
         assert {source.name.split("_")[0] for source in found[1]} == {"x", "grad"}, name
-        assert {node.name for node in stood_in_for(end)} < {node.name for node in traced.graph.nodes}
+        assert {node.name for node in replaced_ops(end)} < {node.name for node in traced.graph.nodes}
 
 
 def _graph(*ops: tuple[object, ...]) -> fx.Node:
@@ -120,6 +119,6 @@ def test_inputs_that_lie_otherwise_run_whole() -> None:
     assert found is not None
     value, mask = torch.randn(6, 4).t(), torch.rand(4, 6) > 0.5
     by_name = {"value": value, "mask": mask}
-    got = in_slices(found[0], [by_name[source.name] for source in found[1]], torch.float32)
+    got = in_chunks(found[0], [by_name[source.name] for source in found[1]], torch.float32)
     dropped = apply_mask(value, mask, 0.1)
     assert torch.equal(got, dropped * value + dropped)

@@ -6,7 +6,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.ops.direct import DIRECT, direct_function
-from lowtide.ops.dropout import _scale
+from lowtide.ops.random_ops import _scale
 
 aten = torch.ops.aten
 MATRIX = torch.linspace(-1, 2, 12).reshape(3, 4)

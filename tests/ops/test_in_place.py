@@ -5,10 +5,15 @@ import torch
 from torch.nn import functional as F
 
 from lowtide.ops import loss_chunks
-from lowtide.ops.dropout import apply_mask
 from lowtide.ops.in_place import WITH_OUT, overwriting
-from lowtide.ops.logits_in_place import log_probabilities
-from lowtide.ops.loss_chunks import LOSS_GRADIENTS, loss_gradient, rows_at_a_time, soft_loss_gradient
+from lowtide.ops.loss_chunks import (
+    LOSS_GRADIENTS,
+    log_probabilities,
+    loss_gradient,
+    rows_per_chunk,
+    soft_loss_gradient,
+)
+from lowtide.ops.random_ops import apply_mask
 
 aten = torch.ops.aten
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -88,8 +93,8 @@ def test_the_gradient_of_a_loss_in_slices_has_eagers_bits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...], reduction: str
 ) -> None:
     threads = torch.get_num_threads()
-    for num_threads, slice_bytes in [(1, 1 << 20), (1, 3000), (2, 3000), (3, 50_000)]:
-        monkeypatch.setattr(loss_chunks, "SLICE_BYTES", slice_bytes)
+    for num_threads, chunk_bytes in [(1, 1 << 20), (1, 3000), (2, 3000), (3, 50_000)]:
+        monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
         torch.set_num_threads(num_threads)
         try:
             compare(shape, dtype, reduction)
@@ -130,8 +135,8 @@ def test_the_gradient_of_a_loss_of_probabilities_in_slices_has_eagers_bits(
     targets, grad = torch.rand(shape).to(dtype), torch.tensor(-0.37, dtype=dtype).expand(shape)
     weight = torch.rand(shape[1]).to(dtype).view(1, -1, *[1] * (len(shape) - 2))
     threads = torch.get_num_threads()
-    for num_threads, slice_bytes in [(1, 3000), (2, 50_000)]:
-        monkeypatch.setattr(loss_chunks, "SLICE_BYTES", slice_bytes)
+    for num_threads, chunk_bytes in [(1, 3000), (2, 50_000)]:
+        monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
         torch.set_num_threads(num_threads)
         try:
             expected = aten._log_softmax_backward_data(grad * weight * targets, scores, 1, dtype)
@@ -152,8 +157,8 @@ def test_log_probabilities_over_their_logits_have_eagers_bits(
     x, weight, bias = (torch.randn(size).to(dtype) for size in ((rows, 16), (16, classes), (classes,)))
     arguments = [bias, x, 3 * weight]
     threads = torch.get_num_threads()
-    for num_threads, slice_bytes in [(1, 1 << 20), (1, 3000), (2, 3000), (3, 50_000)]:
-        monkeypatch.setattr(loss_chunks, "SLICE_BYTES", slice_bytes)
+    for num_threads, chunk_bytes in [(1, 1 << 20), (1, 3000), (2, 3000), (3, 50_000)]:
+        monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
         torch.set_num_threads(num_threads)
         try:
             expected = aten.addmm(*arguments).log_softmax(1)
@@ -165,8 +170,8 @@ def test_log_probabilities_over_their_logits_have_eagers_bits(
 
 def test_a_slice_is_small() -> None:
     scores = torch.empty(4096, 30_000, device="meta")
-    assert rows_at_a_time(scores) * 30_000 * 4 <= loss_chunks.SLICE_BYTES
-    assert rows_at_a_time(torch.empty(2, 1 << 20, device="meta")) == 1
+    assert rows_per_chunk(scores) * 30_000 * 4 <= loss_chunks.CHUNK_BYTES
+    assert rows_per_chunk(torch.empty(2, 1 << 20, device="meta")) == 1
 
 
 def test_a_backward_pass_that_comes_again_finds_the_log_probabilities() -> None:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lowtide.ops.packing import PIECE, WORD, layout_of, pack_bits, pack_sign, unpack_bits, unpack_sign
+from lowtide.ops.packing import CHUNK_WORDS, WORD, layout_of, pack_bits, pack_sign, unpack_bits, unpack_sign
 
 aten = torch.ops.aten
-SIZES = [1, 7, 8, 9, 63, 1000, WORD * PIECE - 1, WORD * PIECE, WORD * PIECE * 2 + 13]
+SIZES = [1, 7, 8, 9, 63, 1000, WORD * CHUNK_WORDS - 1, WORD * CHUNK_WORDS, WORD * CHUNK_WORDS * 2 + 13]
 
 
 @pytest.mark.parametrize("size", SIZES)

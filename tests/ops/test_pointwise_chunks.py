@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from lowtide.ops.pointwise_chunks import GRAIN, LEAST_SLICES, SLICE, in_slices, program_of, slices
+from lowtide.ops.pointwise_chunks import CHUNK, FEWEST_CHUNKS, GRAIN, chunks, forward_program, in_chunks
 
 Chain = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,28 +43,28 @@ def graph_of(chain: Chain, *inputs: Tensor) -> torch.fx.GraphModule:
 def test_the_same_bits(name: str, dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(0)
     for count in (
-        4 * threads * SLICE,
-        threads * threads * SLICE + 12345,
-        3 * threads * threads * SLICE - 1,
+        4 * threads * CHUNK,
+        threads * threads * CHUNK + 12345,
+        3 * threads * threads * CHUNK - 1,
         999,
     ):
         x, y = (torch.randn(count, dtype=torch.float64).mul(3).to(dtype) for _ in range(2))
         traced = graph_of(CHAINS[name], x, y)
         last = traced.graph.output_node().args[0]
-        found = program_of(last)
+        found = forward_program(last)
         assert found is not None and len(found[0]) >= 2
         program, sources = found
         values = torch.fx.Interpreter(traced, garbage_collect_values=False)
         expected = values.run(x, y)
-        got = in_slices(program, [values.env[source] for source in sources], last.meta["val"].dtype)
+        got = in_chunks(program, [values.env[source] for source in sources], last.meta["val"].dtype)
         assert torch.equal(got, expected), count
 
 
 def test_slices_cover_all_and_are_small() -> None:
     for threads in (1, 2, 3, 16):
-        for count in (1, 1000, threads * GRAIN, 3 * threads * SLICE + 7, 5 * threads * threads * SLICE - 1):
-            found = list(slices(count, threads))
+        for count in (1, 1000, threads * GRAIN, 3 * threads * CHUNK + 7, 5 * threads * threads * CHUNK - 1):
+            found = list(chunks(count, threads))
             assert [first for first, _ in found] == [0, *(end for _, end in found[:-1])]
             assert found[-1][1] == count
-            if count >= LEAST_SLICES * threads * SLICE:
-                assert max(end - first for first, end in found) < 2 * threads * SLICE
+            if count >= FEWEST_CHUNKS * threads * CHUNK:
+                assert max(end - first for first, end in found) < 2 * threads * CHUNK

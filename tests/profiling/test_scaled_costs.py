@@ -7,7 +7,7 @@ import torch
 from fake_calls import fake
 
 from lowtide.ops.calls import Call, OpCost, signature
-from lowtide.ops.dropout import apply_mask
+from lowtide.ops.random_ops import apply_mask
 from lowtide.profiling import work as work_module
 from lowtide.profiling.scaled_costs import Known
 from lowtide.profiling.work import Work, work_making, work_of

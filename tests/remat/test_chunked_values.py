@@ -9,7 +9,7 @@ from torch import nn
 from training import differences, measured_peak, train, twin
 
 import lowtide
-from lowtide.ops.pointwise_chunks import in_slices
+from lowtide.ops.pointwise_chunks import in_chunks
 from lowtide.planning.planner import Planner
 from lowtide.runtime.runner import runner_of
 from lowtide.zoo.targets import Target
@@ -60,7 +60,7 @@ def test_a_chain_comes_back_in_slices(dtype: torch.dtype, threads: int) -> None:
     assert differences(train(plain), train(planned)) == []
     assert abs(measured_peak(planned) / plan.peak_bytes - 1) < 0.01
     (graphs,) = [graphs for _, _, graphs in runner_of(planned.model).backend.graphs]
-    assert in_slices in [node.target for node in graphs.backward.graph.nodes]
+    assert in_chunks in [node.target for node in graphs.backward.graph.nodes]
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_a_backward_chain_lowers_the_floor(dtype: torch.dtype, threads: int) -> 
     assert differences(train(plain), train(planned)) == []
     assert abs(measured_peak(planned) / plan.peak_bytes - 1) < 0.01
     (graphs,) = [graphs for _, _, graphs in runner_of(planned.model).backend.graphs]
-    sliced = [node for node in graphs.backward.graph.nodes if node.target is in_slices]
+    sliced = [node for node in graphs.backward.graph.nodes if node.target is in_chunks]
     assert [node.kwargs for node in sliced if node.kwargs.get("over") is not None]

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lowtide.ops.dropout import MASKED_PIECE, apply_mask, eager_dropout
-from lowtide.ops.random_ops import random_state, replay, replay_dropout
+from lowtide.ops.random_ops import MASK_CHUNK, apply_mask, eager_dropout, random_state, replay, replay_dropout
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [(MASKED_PIECE * 2 + 77,), (40, 50)])
+@pytest.mark.parametrize("shape", [(MASK_CHUNK * 2 + 77,), (40, 50)])
 def test_dropout_equals_eager_to_the_last_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     for percent in (*range(1, 100, 7), 15, 42, 100):
         probability = percent / 100

@@ -13,8 +13,7 @@ import lowtide
 from lowtide.analyze.analysis import module_path, source_line
 from lowtide.analyze.captured_step import Captured, capture, with_costs
 from lowtide.facts import Region, Run, Solution
-from lowtide.ops.dropout import apply_mask, dropout_output, eager_dropout
-from lowtide.ops.random_ops import replay_dropout
+from lowtide.ops.random_ops import apply_mask, dropout_output, eager_dropout, replay_dropout
 from lowtide.planning.planner import Planner
 from lowtide.planning.schedules import ENDS
 from lowtide.runtime.rewrite import Rewritten, plain_schedule, rewrite
@@ -63,7 +62,7 @@ def expected_runs(case: Case, solution: Solution, segment: int) -> list[tuple[fx
             continue
         if record.region is Region.FORWARD and run.is_first:
             continue
-        node = case.captured.places[run.rank].node
+        node = case.captured.graph_nodes[run.rank].node
         if run.rule == "again" and node.target is operator.getitem and node.args[0] not in made:
             continue  # unpacks a tuple of the forward pass: nothing to run
         made.add(node)

@@ -1,7 +1,5 @@
-"""What is known of a step while its graphs are analysed: nodes, storages, and where they come from.
-
-Where in the user's model and source a graph node comes from.
-"""
+"""The facts of a step while they are collected: of the whole step (`Analysis`), and of one graph
+(`GraphAnalysis`); and where in the user's model and source a graph node comes from."""
 
 import re
 from dataclasses import dataclass, field
@@ -17,8 +15,8 @@ from lowtide.trace.split import tangent_outputs
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands in the captured graphs, and what it calls where that is not the node's own op."""
+class GraphNode:
+    """The graph node behind a rank: its execution, and the call that replaces its own op, if any."""
 
     execution: int
     node: fx.Node
@@ -27,17 +25,18 @@ class Place:
 
 @dataclass(slots=True)
 class Analysis:
-    """Nodes and storages of forward and backward so far, and the graph node behind every rank.
+    """The nodes and storages of a step so far, and the graph node behind each rank.
 
-    `inputs` and `gradients` have the storages of the user's tensors and of their gradients, by identity.
-    `kept` has the ranks that make what methods keep from the forward pass, `updated` the parameters, by
-    identity, that are updated in the backward pass. `outside_calls` are the ops of code between the graphs,
-    by the rank of the node that stands for it, each with what it holds besides when it ends.
+    Tensors of the user are known by their `id`: `inputs` and `gradients` map it to a storage, `updated` has
+    the parameters that are updated in the backward pass. `kept` has the ranks that only a remat rule needs.
+    `missing` and `apart` have, for each graph, the outputs without gradient and the inputs whose gradient
+    leaves the graph as terms. `uncaptured_calls` are the ops of uncaptured code, by the rank of its node,
+    each with the bytes that stay live when the op ends.
     """
 
     nodes: list[Node] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
-    places: dict[int, Place] = field(default_factory=dict)
+    graph_nodes: dict[int, GraphNode] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     gradients: dict[int, int] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
@@ -45,7 +44,7 @@ class Analysis:
     missing: list[frozenset[int]] = field(default_factory=list)
     apart: list[frozenset[int]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    outside_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
+    uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
 
     def add_storage(self, **fields: Any) -> int:
         self.storages.append(Storage(id=len(self.storages), **fields))
@@ -56,11 +55,13 @@ class Analysis:
         return len(self.nodes) - 1
 
 
-class GraphState:
-    """What is known of one execution of a graph while it is analysed: ranks of nodes, storages of values.
+class GraphAnalysis:
+    """One execution of a graph: the rank and the storages of each of its nodes.
 
-    `methods` are those that fit a node, each with the ranks that make what it keeps. A graph that is not
-    `in_model` is the loss's, which runs eagerly.
+    `storage_of` maps the storage of a fake tensor to a storage of the step. `changed` are storages that the
+    step writes in place. `rules` are the remat rules that fit a node, each with the ranks that make what the
+    rule keeps; `fixed` is the reason where none fits. A graph that is not `in_model` is the loss's, which
+    runs eagerly.
     """
 
     def __init__(self, index: int, segment: Segment, *, in_model: bool) -> None:
@@ -72,7 +73,7 @@ class GraphState:
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
         self.storage_of: dict[int, int] = {}
         self.changed: set[int] = set()
-        self.methods: dict[fx.Node, list[tuple[RematRule, dict[Kept, int]]]] = {}
+        self.rules: dict[fx.Node, list[tuple[RematRule, dict[Kept, int]]]] = {}
         self.fixed: dict[fx.Node, str] = {}
         results = results_of(segment.joint)
         self.outputs = results[: segment.num_forward_outputs]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lowtide.analyze.analysis import Analysis, Place
+from lowtide.analyze.analysis import Analysis, GraphNode
 from lowtide.analyze.gradient_sums import shares_gradients, summed_otherwise
-from lowtide.analyze.graph_facts import analyse
+from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.analyze.optimizer_facts import add_optimizer, pieces_of_step
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Graph, Kind, Run, Step
@@ -50,17 +50,16 @@ Values = Mapping[fx.Node, Any]
 class Captured:
     """A step whose times are still zero, the op behind every rank, and the graphs themselves.
 
-    `calls` has the op of every first run, and of those runs by a method that are another op than that.
-    `traced` is the model as torch compiled it, for its first planned step. `outside_calls` are those of the
-    analysis: what these ops hold inside counts as well.
+    `calls` has the op of every first run, and of rematerializations that run a different op. `traced` is the
+    model as torch compiled it, for its first planned step. `uncaptured_calls`: see `Analysis`.
     """
 
     step: Step
     calls: dict[Run, Call]
-    places: dict[int, Place]
+    graph_nodes: dict[int, GraphNode]
     segments: list[Segment]
     traced: TracedModel | None = None
-    outside_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
+    uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
 
 
 @one_at_a_time
@@ -92,12 +91,12 @@ def capture(
     with rarely_collected():
         traced = trace(model, args, kwargs, loss=loss, simulated=simulated, gpu=gpu)
         if not holds_outputs:
-            traced = only_loss_held(traced)
+            traced = only_loss_live(traced)
         updates: dict[int, int] = {}
         if step_in_backward:
             updates = updates_of(optimizer)
             refuse_several_graphs(traced)
-        analysis = analyse(traced, accumulate=accumulate, updates=updates, offload=offload)
+        analysis = analyze_graphs(traced, accumulate=accumulate, updates=updates, offload=offload)
         if reserve_bytes:
             analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
         captured = captured_step(
@@ -150,7 +149,7 @@ def capture(
     return captured
 
 
-def only_loss_held(traced: Trace) -> Trace:
+def only_loss_live(traced: Trace) -> Trace:
     """The same for a loop that holds nothing of the model's output but the loss."""
     return replace(traced, returned=traced.returned & traced.given)
 
@@ -201,17 +200,17 @@ def captured_step(
         notes=notes,
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
-        rules=tuple((method.name, method.words) for method in rules_for(offload=offload)),
+        rules=tuple((rule.name, rule.words) for rule in rules_for(offload=offload)),
         optimizer_chunks=pieces,
         gradient_strides=tuple(sorted(traced.orders.items())),
     )
     return Captured(
         step=step,
         calls=calls,
-        places=analysis.places,
+        graph_nodes=analysis.graph_nodes,
         segments=analysis.segments,
         traced=traced.traced,
-        outside_calls=analysis.outside_calls,
+        uncaptured_calls=analysis.uncaptured_calls,
     )
 
 
@@ -296,10 +295,10 @@ def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
 
 def with_values(captured: Captured, values: Values) -> Captured:
     """The same step, its ops called with other fake values of some nodes."""
-    places = captured.places
+    places = captured.graph_nodes
     own = {Run(rank): _own_call(place, values) for rank, place in places.items() if _calls_op(place)}
     others = {
-        run: _method_call(places[run.rank].node, run.rule, values)
+        run: _remat_call(places[run.rank].node, run.rule, values)
         for run in captured.calls
         if not run.is_first
     }
@@ -308,37 +307,37 @@ def with_values(captured: Captured, values: Values) -> Captured:
 
 def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
     calls = {}
-    for rank, place in analysis.places.items():
+    for rank, place in analysis.graph_nodes.items():
         if not _calls_op(place):
             continue
         calls[Run(rank)] = _own_call(place, values)
         for remat in analysis.nodes[rank].remats:
             offloads = remat.action is Action.OFFLOAD
             if not offloads and not rule_named(remat.rule).costs_as_first:
-                calls[Run(rank, remat.rule)] = _method_call(place.node, remat.rule, values)
+                calls[Run(rank, remat.rule)] = _remat_call(place.node, remat.rule, values)
     for rank, kept in analysis.kept.items():
         if kept.timed:
             calls[Run(rank)] = _filled(kept.call, values)
     return calls
 
 
-def _calls_op(place: Place) -> bool:
+def _calls_op(place: GraphNode) -> bool:
     """Whether something is computed there that takes time: numbers take next to none."""
     return place.node.op == "call_function" and not is_number(place.node.meta.get("val"))
 
 
-def _own_call(place: Place, values: Values) -> Call:
+def _own_call(place: GraphNode, values: Values) -> Call:
     return call_of(place.node, values) if place.call is None else _filled(place.call, values)
 
 
-def _method_call(node: fx.Node, method: str, values: Values) -> Call:
-    chosen = rule_named(method)
+def _remat_call(node: fx.Node, rule: str, values: Values) -> Call:
+    chosen = rule_named(rule)
     return _filled(chosen.call(node, chosen.kept(node)), values)
 
 
 def _filled(call: Call, values: Values) -> Call:
     """A call with fake values for the nodes among its arguments, those given or else the captured ones,
-    and for what methods keep."""
+    and for what remat rules keep."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):

@@ -7,24 +7,24 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lowtide.analyze.analysis import Analysis, GraphState
+from lowtide.analyze.analysis import Analysis, GraphAnalysis
 from lowtide.facts import UPDATE, Kind, Region
 from lowtide.ops.calls import storage_key
 from lowtide.trace.segments import Execution, Trace
 from lowtide.trace.split import split, stands_for
 
-OUTSIDE = "held by code outside of the graphs"
+UNCAPTURED = "held by code outside of the graphs"
 EARLIER = "gradients of earlier micro-batches"
 
 
 def add_tangent(
     analysis: Analysis,
-    state: GraphState,
+    state: GraphAnalysis,
     *,
     node: fx.Node,
     output: int,
     executions: list[Execution],
-    states: list[GraphState],
+    states: list[GraphAnalysis],
 ) -> None:
     """The gradient of an output arrives: from the next graph as it is, or summed, or made by autograd."""
     givers = [
@@ -79,7 +79,7 @@ def _is_apart(grad: fx.Node) -> bool:
 
 
 def add_update(
-    analysis: Analysis, state: GraphState, *, index: int, grad: fx.Node, inside_bytes: Mapping[int, int]
+    analysis: Analysis, state: GraphAnalysis, *, index: int, grad: fx.Node, inside_bytes: Mapping[int, int]
 ) -> None:
     """The optimizer's step for one parameter, after which its gradient is gone; eager holds it to the end."""
     origin = state.segment.origins[index]
@@ -102,7 +102,7 @@ def add_update(
     )
 
 
-def add_gradients(analysis: Analysis, state: GraphState) -> None:
+def add_gradients(analysis: Analysis, state: GraphAnalysis) -> None:
     """Pin what becomes a parameter's `.grad`; autograd copies a gradient whose layout is not dense."""
     end = len(analysis.nodes) - 1
     extra: list[int] = []
@@ -171,7 +171,7 @@ def keep_earlier_gradients(analysis: Analysis) -> None:
         analysis.nodes[-1] = replace(last, eager_reads=(*last.eager_reads, first.rank))
 
 
-def hold_within_formulas(analysis: Analysis, state: GraphState, *, only_eager: bool) -> None:
+def keep_live_in_formulas(analysis: Analysis, state: GraphAnalysis, *, only_eager: bool) -> None:
     """Where autograd runs its formulas eagerly, what one makes on its way lives to its end: in the loss
     always, in the model's own graphs where they run without a plan (`only_eager`)."""
     for number, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
@@ -189,14 +189,14 @@ def hold_within_formulas(analysis: Analysis, state: GraphState, *, only_eager: b
             analysis.nodes[last.rank] = replace(last, reads=reads)
 
 
-def add_outside(analysis: Analysis, states: list[GraphState], trace: Trace) -> None:
+def add_uncaptured_bytes(analysis: Analysis, states: list[GraphAnalysis], trace: Trace) -> None:
     """What autograd keeps of code between graphs: from the end of the graph before it until that graph's own
     backward pass begins; throughout, where there is no such graph."""
     graphs = [state for state in states if state.segment.differentiable]
     for before, nbytes in sorted(trace.outside_bytes.items()):
         state = graphs[before - 1] if before else None
         arrived = [state.rank[node] for node in state.tangents if node in state.rank] if state else []
-        made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=OUTSIDE, static=not arrived)
+        made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=UNCAPTURED, static=not arrived)
         if state is None or not arrived:
             continue
         end = next(
@@ -209,7 +209,7 @@ def add_outside(analysis: Analysis, states: list[GraphState], trace: Trace) -> N
         analysis.nodes[tangent.rank] = replace(tangent, reads=(*tangent.reads, end))
 
 
-def pin_returned(analysis: Analysis, states: list[GraphState], trace: Trace) -> None:
+def pin_returned(analysis: Analysis, states: list[GraphAnalysis], trace: Trace) -> None:
     """The caller holds what the model returned, and the loss, to the end of the step."""
     for execution, output in sorted(trace.returned):
         value = states[execution].outputs[output]

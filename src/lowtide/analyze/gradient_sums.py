@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from lowtide.facts import Kind
-from lowtide.ops.autocast import is_cast, is_sum_in_type_of_cast, type_of_cast
-from lowtide.ops.gradient_terms import terms
+from lowtide.ops.gradient_terms import is_cast, is_sum_in_type_of_cast, terms, type_of_cast
 from lowtide.ops.recurrent_cells import CELLS_BACKWARD
 from lowtide.trace.segments import Execution, Segment, Trace, copy_of, output_storages, results_of
 from lowtide.trace.split import tangent_outputs, without_tangents
@@ -39,7 +38,7 @@ def sums_of(segment: Segment) -> dict[int, int]:
     return {place: number for place, number in found.items() if number > 1 and known}
 
 
-def with_sums_apart(trace: Trace, executions: Sequence[Execution]) -> list[Execution]:
+def with_terms_apart(trace: Trace, executions: Sequence[Execution]) -> list[Execution]:
     """The executions of a trace, in each graph of the model the sums apart that another use may come before.
 
     A graph that runs several times is the same each time.

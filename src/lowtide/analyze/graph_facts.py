@@ -1,6 +1,6 @@
 """From captured graphs to the facts of one step: ranks, regions, storages, remats.
 
-The graphs stay the single source of node identity: `Analysis.places` maps every rank back to its
+The graphs stay the single source of node identity: `Analysis.graph_nodes` maps every rank back to its
 graph node, and nothing is ever matched by name.
 """
 
@@ -13,32 +13,29 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lowtide.analyze.analysis import Analysis, GraphState, Place, module_path, source_line
-from lowtide.analyze.chunked_backward import add_other_ways
+from lowtide.analyze.analysis import Analysis, GraphAnalysis, GraphNode, module_path, source_line
+from lowtide.analyze.backward_facts import add_chunked_remats, backward_order, overwrites
 from lowtide.analyze.gradient_facts import (
     add_earlier_gradients,
     add_gradients,
-    add_outside,
     add_tangent,
+    add_uncaptured_bytes,
     add_up_gradients,
     add_update,
-    hold_within_formulas,
+    keep_live_in_formulas,
     pin_returned,
 )
-from lowtide.analyze.gradient_sums import with_sums_apart
-from lowtide.analyze.overwrites import overwrites
-from lowtide.analyze.reorder_backward import backward_order
-from lowtide.analyze.uncaptured_facts import add_code_outside
-from lowtide.analyze.update_places import update_places, updated
+from lowtide.analyze.gradient_sums import with_terms_apart
+from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
+from lowtide.analyze.uncaptured_facts import add_uncaptured_code
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Kind, Region, Remat
 from lowtide.ops.calls import Call, storage_key, target_name
-from lowtide.ops.dropout import extra_eager_bytes
-from lowtide.ops.logits_in_place import extra_score_bytes
-from lowtide.ops.loss_chunks import extra_loss_bytes
+from lowtide.ops.loss_chunks import extra_logits_bytes, extra_loss_bytes
+from lowtide.ops.random_ops import extra_eager_bytes
 from lowtide.ops.recurrent import extra_inside_bytes, extra_result_bytes
 from lowtide.ops.schema import writes_inputs
-from lowtide.remat import Kept, RematRule, fitting
+from lowtide.remat import Kept, RematRule, fitting_rules
 from lowtide.torch_compat import hooks
 from lowtide.trace.failures import refuse_empty_buffers
 from lowtide.trace.segments import Execution, Trace, mutated_inputs
@@ -47,7 +44,7 @@ from lowtide.trace.split import specialise, split, stands_for
 OUTPUT = "output"
 
 
-def analyse(
+def analyze_graphs(
     trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int] | None = None, offload: bool = False
 ) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read.
@@ -59,14 +56,14 @@ def analyse(
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
-    executions = with_sums_apart(trace, executions)
+    executions = with_terms_apart(trace, executions)
     analysis = Analysis(
         missing=missing,
         apart=[execution.apart or frozenset() for execution in executions],
         segments=[execution.segment for execution in executions],
     )
     states = [
-        GraphState(index, execution.segment, in_model=index < trace.num_in_model)
+        GraphAnalysis(index, execution.segment, in_model=index < trace.num_in_model)
         for index, execution in enumerate(executions)
     ]
     earlier = add_earlier_gradients(analysis) if accumulate else None
@@ -76,10 +73,10 @@ def analyse(
         _forward(analysis, state, execution, states, fixed=fixed, offload=offload)
     for state in reversed(states):
         _backward(analysis, state, executions, states, updates=updates or {})
-        hold_within_formulas(analysis, state, only_eager=state.in_model)
-    add_outside(analysis, states, trace)
+        keep_live_in_formulas(analysis, state, only_eager=state.in_model)
+    add_uncaptured_bytes(analysis, states, trace)
     if trace.outside is not None:
-        add_code_outside(analysis, states, trace.outside)
+        add_uncaptured_code(analysis, states, trace.outside)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
     if earlier is not None:
@@ -101,9 +98,9 @@ def _repeated(trace: Trace) -> dict[str, str]:
 
 def _forward(
     analysis: Analysis,
-    state: GraphState,
+    state: GraphAnalysis,
     execution: Execution,
-    states: list[GraphState],
+    states: list[GraphAnalysis],
     *,
     fixed: str,
     offload: bool,
@@ -113,14 +110,14 @@ def _forward(
         _add_primal(analysis, state, index=index, node=node, link=link, states=states)
     ops = split(state.segment)[0]
     for node in ops:
-        fit, reason = ([], fixed) if fixed else fitting(node, offload=offload)
+        fit, reason = ([], fixed) if fixed else fitting_rules(node, offload=offload)
         if reason:
             state.fixed[node] = reason
-        kept = [(method, method.kept(node)) for method in fit]
+        kept = [(rule, rule.kept(node)) for rule in fit]
         ranks = {k: _add_kept(analysis, state, node, k) for _, mine in kept for k in mine if k.before}
         _add_op(analysis, state, node, Region.FORWARD)
         ranks |= {k: _add_kept(analysis, state, node, k) for _, mine in kept for k in mine if not k.before}
-        state.methods[node] = [(method, {k: ranks[k] for k in mine}) for method, mine in kept]
+        state.rules[node] = [(rule, {k: ranks[k] for k in mine}) for rule, mine in kept]
     _find_changed(state, ops)
     for node in ops:
         _add_remats(analysis, state, node)
@@ -131,9 +128,9 @@ def _forward(
 
 def _backward(
     analysis: Analysis,
-    state: GraphState,
+    state: GraphAnalysis,
     executions: list[Execution],
-    states: list[GraphState],
+    states: list[GraphAnalysis],
     *,
     updates: Mapping[int, int],
 ) -> None:
@@ -148,7 +145,7 @@ def _backward(
     ops = backward_order(state.segment) if state.in_model and not updates else captured
     eager_place = {node: 1 + i for i, node in enumerate(captured)} if ops != captured else {}
     written_over = overwrites(state.segment, ops) if state.in_model else {}
-    grads = updated(state.segment, updates)
+    grads = updatable_inputs(state.segment, updates)
     places = update_places(state.segment, [(node, node.all_input_nodes) for node in ops], grads)
     for place, node in enumerate(ops):
         _add_op(analysis, state, node, Region.BACKWARD, eager_place=eager_place.get(node, 0))
@@ -157,7 +154,7 @@ def _backward(
         for index in places.get(place, ()):
             add_update(analysis, state, index=index, grad=grads[index], inside_bytes=updates)
     if state.in_model:
-        add_other_ways(analysis, state, ops, written_over)
+        add_chunked_remats(analysis, state, ops, written_over)
     held = [grad for index, grad in enumerate(state.grads) if index not in grads]
     _add_output(analysis, state, held, Region.BACKWARD)
     add_gradients(analysis, state)
@@ -165,12 +162,12 @@ def _backward(
 
 def _add_primal(
     analysis: Analysis,
-    state: GraphState,
+    state: GraphAnalysis,
     *,
     index: int,
     node: fx.Node,
     link: tuple[int, int] | None,
-    states: list[GraphState],
+    states: list[GraphAnalysis],
 ) -> None:
     origin = state.segment.origins[index] if index < len(state.segment.origins) else None
     kind = origin.kind if origin else Kind.INPUT
@@ -216,7 +213,7 @@ def _add_primal(
 
 
 def _add_op(
-    analysis: Analysis, state: GraphState, node: fx.Node, region: Region, *, eager_place: int = 0
+    analysis: Analysis, state: GraphAnalysis, node: fx.Node, region: Region, *, eager_place: int = 0
 ) -> None:
     name = state.name(node)
     if hooks.has_inner_graphs(node):
@@ -248,7 +245,7 @@ def _add_op(
     for same in stands_for(node):
         state.storage_of[storage_key(same)] = holds[0]
     state.holds[node] = tuple(holds)
-    in_slices = extra_loss_bytes(node) + extra_score_bytes(node)
+    in_chunks = extra_loss_bytes(node) + extra_logits_bytes(node)
     state.rank[node] = rank = analysis.add_node(
         name=name,
         op=target_name(node.target),
@@ -260,11 +257,11 @@ def _add_op(
         reads=tuple(state.rank[source] for source in node.all_input_nodes),
         holds=tuple(holds),
         makes=tuple(makes),
-        workspace_bytes=0 if state.in_model else in_slices,
-        extra_eager_bytes=extra_inside_bytes(node) + (in_slices if state.in_model else 0),
+        workspace_bytes=0 if state.in_model else in_chunks,
+        extra_eager_bytes=extra_inside_bytes(node) + (in_chunks if state.in_model else 0),
         eager_place=eager_place,
     )
-    analysis.places[rank] = Place(state.index, node)
+    analysis.graph_nodes[rank] = GraphNode(state.index, node)
 
 
 def _write_over(analysis: Analysis, rank: int, call: Call) -> None:
@@ -274,11 +271,11 @@ def _write_over(analysis: Analysis, rank: int, call: Call) -> None:
     analysis.nodes[rank] = replace(
         node, workspace_bytes=-saved_bytes, extra_eager_bytes=node.extra_eager_bytes + saved_bytes
     )
-    analysis.places[rank] = replace(analysis.places[rank], call=call)
+    analysis.graph_nodes[rank] = replace(analysis.graph_nodes[rank], call=call)
 
 
-def _add_kept(analysis: Analysis, state: GraphState, node: fx.Node, kept: Kept) -> int:
-    """What a method keeps from the forward pass: made only where a plan brings the value back so."""
+def _add_kept(analysis: Analysis, state: GraphAnalysis, node: fx.Node, kept: Kept) -> int:
+    """What a remat rule keeps from the forward pass: made only where a plan uses the rule."""
     name = f"{state.name(node)}_{kept.name}"
     nbytes = kept.value.untyped_storage().nbytes()
     made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=name)
@@ -293,7 +290,7 @@ def _add_kept(analysis: Analysis, state: GraphState, node: fx.Node, kept: Kept) 
         reads=tuple(state.rank[source] for source in _nodes_in((kept.call.args, kept.call.kwargs))),
         holds=(made,),
         makes=(made,),
-        fixed="kept for a method that brings a value back",
+        fixed="kept to rematerialize a value",
         on_demand=True,
         movable=kept.begin is not None,
     )
@@ -301,7 +298,7 @@ def _add_kept(analysis: Analysis, state: GraphState, node: fx.Node, kept: Kept) 
     return rank
 
 
-def _find_changed(state: GraphState, ops: list[fx.Node]) -> None:
+def _find_changed(state: GraphAnalysis, ops: list[fx.Node]) -> None:
     """Storages whose contents are not the same after the forward pass: a recompute must not read them."""
     for index in mutated_inputs(state.segment.joint).values():
         state.changed.update(state.holds[state.primals[index]])
@@ -311,27 +308,27 @@ def _find_changed(state: GraphState, ops: list[fx.Node]) -> None:
                 state.changed.update(state.holds[source])
 
 
-def _add_remats(analysis: Analysis, state: GraphState, node: fx.Node) -> None:
+def _add_remats(analysis: Analysis, state: GraphAnalysis, node: fx.Node) -> None:
     rank = state.rank[node]
-    remats = [_remat(analysis, state, node, method, kept) for method, kept in state.methods[node]]
+    remats = [_remat(analysis, state, node, rule, kept) for rule, kept in state.rules[node]]
     unchanged = [remat for remat in remats if state.changed.isdisjoint(_relied_on(analysis, remat))]
     fixed = state.fixed.get(node, "") if unchanged or not remats else "reads what the step changes in place"
     analysis.nodes[rank] = replace(analysis.nodes[rank], remats=tuple(unchanged), fixed=fixed)
 
 
 def _remat(
-    analysis: Analysis, state: GraphState, node: fx.Node, method: RematRule, kept: dict[Kept, int]
+    analysis: Analysis, state: GraphAnalysis, node: fx.Node, rule: RematRule, kept: dict[Kept, int]
 ) -> Remat:
     first = analysis.nodes[state.rank[node]]
-    call = method.call(node, tuple(kept))
-    makes, holds = method.blocks(node, makes=first.makes, holds=first.holds)
+    call = rule.call(node, tuple(kept))
+    makes, holds = rule.blocks(node, makes=first.makes, holds=first.holds)
     return Remat(
-        rule=method.name,
-        action=method.action,
+        rule=rule.name,
+        action=rule.action,
         reads=(*(state.rank[source] for source in _nodes_in((call.args, call.kwargs))), *kept.values()),
         holds=holds,
         makes=makes,
-        workspace_bytes=method.workspace_bytes(node),
+        workspace_bytes=rule.workspace_bytes(node),
     )
 
 
@@ -349,7 +346,9 @@ def _nodes_in(arguments: Any) -> list[fx.Node]:
     return list(found)
 
 
-def _add_output(analysis: Analysis, state: GraphState, values: list[fx.Node | None], region: Region) -> None:
+def _add_output(
+    analysis: Analysis, state: GraphAnalysis, values: list[fx.Node | None], region: Region
+) -> None:
     """The end of a graph: what it returns lives at least until here."""
     analysis.add_node(
         name=f"{OUTPUT}_{region.value}" + (f"_{state.index}" if state.index else ""),

@@ -4,8 +4,8 @@ such code was seen to hold."""
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lowtide.analyze.analysis import Analysis, GraphState
-from lowtide.analyze.gradient_facts import EARLIER, OUTSIDE
+from lowtide.analyze.analysis import Analysis, GraphAnalysis
+from lowtide.analyze.gradient_facts import EARLIER, UNCAPTURED
 from lowtide.facts import Kind, Node, Region
 from lowtide.trace.uncaptured import UncapturedCode, UncapturedPoint
 
@@ -13,7 +13,7 @@ NO_GRAPH = -1
 """The segment of nodes that belong to no graph."""
 
 
-def add_code_outside(analysis: Analysis, states: list[GraphState], outside: UncapturedCode) -> None:
+def add_uncaptured_code(analysis: Analysis, states: list[GraphAnalysis], outside: UncapturedCode) -> None:
     """Put what was seen between the graphs, and count all ranks anew."""
     moments = {*outside.inside_bytes, *outside.alive, *outside.calls}
     moments |= {moment for moment, _ in outside.gradients.values()}
@@ -40,7 +40,7 @@ def add_code_outside(analysis: Analysis, states: list[GraphState], outside: Unca
     for place, node in enumerate(analysis.nodes):
         if node.segment != NO_GRAPH:
             analysis.nodes[place] = renumbered(node, rank)
-    analysis.places = {rank[key]: place for key, place in analysis.places.items()}
+    analysis.graph_nodes = {rank[key]: place for key, place in analysis.graph_nodes.items()}
     analysis.kept = {rank[key]: kept for key, kept in analysis.kept.items()}
 
 
@@ -67,18 +67,18 @@ def _add(
 ) -> None:
     for parameter, (first, nbytes) in outside.gradients.items():
         if first == moment and parameter not in analysis.gradients:
-            storage = analysis.add_storage(nbytes=nbytes, kind=Kind.GRADIENT, name=OUTSIDE, pinned=True)
+            storage = analysis.add_storage(nbytes=nbytes, kind=Kind.GRADIENT, name=UNCAPTURED, pinned=True)
             analysis.gradients[parameter] = storage
             _add_node(analysis, moment, makes=(storage,))
     for stay, nbytes in outside.stays.items():
         if stay.first == moment:
             pinned = stay.last is None
-            storage = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=OUTSIDE, pinned=pinned)
+            storage = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=UNCAPTURED, pinned=pinned)
             made.setdefault(stay.last, []).append(_add_node(analysis, moment, makes=(storage,)))
     reads = tuple(dict.fromkeys([*made.get(moment, ()), *alive]))
     node = _add_node(analysis, moment, reads=reads, inside_bytes=outside.inside_bytes.get(moment, 0))
     if moment in outside.calls:
-        analysis.outside_calls[node] = outside.calls[moment]
+        analysis.uncaptured_calls[node] = outside.calls[moment]
 
 
 def _add_node(

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.calls import Call
-from lowtide.ops.dropout import apply_mask
 from lowtide.ops.loss_chunks import loss_gradient, soft_loss_gradient
 from lowtide.ops.packing import layout_of
+from lowtide.ops.random_ops import apply_mask
 from lowtide.torch_compat.hooks import OpOverload
 
 aten = torch.ops.aten

@@ -7,6 +7,11 @@ The gradient of a cross entropy with probabilities for targets, row by row.
 
 There the gradient of the log-probabilities is a product: of the gradient of the loss, the targets and, where
 there are any, the weights of the classes. Each of its rows needs that row of the factors alone.
+
+Log-probabilities written over the logits that they are made of, a few rows at a time.
+
+Where nothing but the log-softmax reads the product that the logits are, as in a model that returns its loss
+alone, eager holds both at once; each row of one needs that row of the other alone.
 """
 
 from typing import Any
@@ -14,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.ops.calls import iter_tensors
 from lowtide.ops.schema import is_backward, is_view_op
 from lowtide.torch_compat.hooks import FakeTensor, graph_is_kept
 
 aten = torch.ops.aten
 
-SLICE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """What a slice of rows takes at most, unless a single row takes more."""
-LARGE_SLICE_BYTES = 8 << 20
-LEAST_SLICES = 16
+LARGE_CHUNK_BYTES = 8 << 20
+FEWEST_CHUNKS = 16
 
 LOSSES = {aten.nll_loss_backward.default: 2, aten.nll_loss2d_backward.default: 4}
 """Backward ops of losses, and the dimensions of what they read; the first of them are the rows."""
@@ -41,13 +47,13 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
     plus: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    slice_bytes: int | None = None,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """What `nll_loss_backward` and then `_log_softmax_backward_data` give for the log-probabilities `scores`.
 
     `plus` is added in between, as the gradient of label smoothing is. `out` may be `scores` itself. It is
     left alone where autograd keeps what it has saved for another backward pass. A slice takes at most
-    `slice_bytes`; 0 is for all rows at once.
+    `chunk_bytes`; 0 is for all rows at once.
     """
     if isinstance(scores, FakeTensor):
         return torch.empty_like(scores) if out is None else out
@@ -56,7 +62,7 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
     backward = aten.nll_loss_backward if scores.dim() == 2 else aten.nll_loss2d_backward
     images = scores.unsqueeze(2) if scores.dim() == 3 else scores  # torch sees sequences as images of one row
     per_row = grad.dim() > 0
-    step = rows_at_a_time(scores, slice_bytes)
+    step = rows_per_chunk(scores, chunk_bytes)
     for first in range(0, len(scores), step):
         rows = slice(first, first + step)
         some = backward(
@@ -75,15 +81,15 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
     return out
 
 
-def rows_at_a_time(scores: Tensor, slice_bytes: int | None = None) -> int:
-    """How many rows make a slice; all of them where `slice_bytes` is 0."""
-    if slice_bytes == 0:
+def rows_per_chunk(scores: Tensor, chunk_bytes: int | None = None) -> int:
+    """How many rows make a slice; all of them where `chunk_bytes` is 0."""
+    if chunk_bytes == 0:
         return len(scores)
-    most = (slice_bytes or SLICE_BYTES) // max(1, scores[0].nbytes)
-    return max(1, min(most, len(scores) // LEAST_SLICES))
+    most = (chunk_bytes or CHUNK_BYTES) // max(1, scores[0].nbytes)
+    return max(1, min(most, len(scores) // FEWEST_CHUNKS))
 
 
-def use_loss_rows(graph: fx.Graph) -> None:
+def use_loss_chunks(graph: fx.Graph) -> None:
     """Let the gradient of a cross entropy be made in slices of rows; preserves every bit."""
     for target, dims in LOSSES.items():
         for loss in graph.find_nodes(op="call_function", target=target):
@@ -150,15 +156,15 @@ def soft_loss_gradient(
     dtype: torch.dtype,
     *,
     out: Tensor | None = None,
-    slice_bytes: int | None = None,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """What `_log_softmax_backward_data` gives for the product of `grad` and the `factors`, one after the
-    other; `scores` are the log-probabilities. `out` and `slice_bytes` as for `loss_gradient`."""
+    other; `scores` are the log-probabilities. `out` and `chunk_bytes` as for `loss_gradient`."""
     if isinstance(scores, FakeTensor):
         return torch.empty_like(scores) if out is None else out
     if out is None or graph_is_kept():
         out = torch.empty_like(scores)
-    step = rows_at_a_time(scores, slice_bytes)
+    step = rows_per_chunk(scores, chunk_bytes)
     for first in range(0, len(scores), step):
         rows = slice(first, first + step)
         some = grad[rows]
@@ -179,10 +185,10 @@ def extra_loss_bytes(node: fx.Node) -> int:
     if node.target not in LOSS_GRADIENTS:
         return 0
     value = node.meta["val"]
-    return int(value.nbytes - rows_at_a_time(value) * value[0].nbytes)
+    return int(value.nbytes - rows_per_chunk(value) * value[0].nbytes)
 
 
-def use_soft_loss_rows(graph: fx.Graph) -> None:
+def use_soft_loss_chunks(graph: fx.Graph) -> None:
     """Let such a gradient be made in slices of rows; preserves every bit."""
     softmax_backward = aten._log_softmax_backward_data.default
     for softmax in graph.find_nodes(op="call_function", target=softmax_backward):
@@ -234,3 +240,78 @@ def _is_product(node: Any, like: Tensor) -> bool:
 def _goes_on(node: Any, like: Tensor) -> bool:
     """Whether the gradient of the loss comes along here."""
     return isinstance(node, fx.Node) and is_backward(node) and node.meta["val"].shape == like.shape
+
+
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+
+
+def log_probabilities(product: Any, arguments: list[Any], shape: list[int]) -> Tensor:
+    """The log-softmax over the last of two dimensions of a product, in the memory of the product."""
+    scores: Tensor = product(*arguments).view(shape)
+    if isinstance(scores, FakeTensor):
+        return scores
+    step = rows_per_chunk(scores)
+    for first in range(0, len(scores), step):
+        rows = scores[first : first + step]
+        rows.copy_(aten._log_softmax(rows, 1, False))
+    return scores
+
+
+def extra_logits_bytes(node: fx.Node) -> int:
+    """What eager holds of the logits beside the log-probabilities, beyond one slice."""
+    if node.target is not log_probabilities:
+        return 0
+    value = node.meta["val"]
+    return int(value.nbytes - rows_per_chunk(value) * value[0].nbytes)
+
+
+def use_logits_in_place(graph: fx.Graph) -> None:
+    """Let log-probabilities take the place of their logits; preserves every bit."""
+    for softmax in graph.find_nodes(op="call_function", target=aten._log_softmax.default):
+        logits = _logits_of(softmax)
+        if logits is None:
+            continue
+        between = softmax.args[0]
+        shape = [int(size) for size in softmax.meta["val"].shape]
+        softmax.target = log_probabilities
+        softmax.args = (logits.target, list(logits.args), shape)
+        _erase(graph, between)
+
+
+def _logits_of(softmax: fx.Node) -> fx.Node | None:
+    """The product that a log-softmax of its rows reads, where nothing else reads it."""
+    value = softmax.meta["val"]
+    source, dim, changes_type = softmax.args
+    if is_backward(softmax) or value.dim() != 2 or dim not in (1, -1) or changes_type or not value.numel():
+        return None
+    while isinstance(source, fx.Node) and _is_view(source) and len(source.users) == 1:
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or source.target not in PRODUCTS or len(source.users) != 1:
+        return None
+    fits = value.is_contiguous() and not source.kwargs and source.meta["val"].is_contiguous()
+    fits = fits and source.meta["val"].numel() == value.numel()
+    return source if fits and _is_small_between(source, softmax) else None
+
+
+def _is_small_between(product: fx.Node, softmax: fx.Node) -> bool:
+    """Whether little is made between the two: eager holds the logits beside it, and they come later here."""
+    nbytes = softmax.meta["val"].nbytes
+    node = product.next
+    while node is not softmax:
+        made = [] if _is_view(node) else iter_tensors(node.meta.get("val"))
+        if any(tensor.nbytes * FEWEST_CHUNKS > nbytes for tensor in made):
+            return False
+        node = node.next
+    return True
+
+
+def _is_view(node: fx.Node) -> bool:
+    return is_view_op(node.target) or node.target is aten._unsafe_view.default
+
+
+def _erase(graph: fx.Graph, node: Any) -> None:
+    """A node that nobody reads any more, and whatever only it read, up to the product."""
+    while isinstance(node, fx.Node) and not node.users and (_is_view(node) or node.target in PRODUCTS):
+        source = node.args[0] if _is_view(node) else None
+        graph.erase_node(node)
+        node = source

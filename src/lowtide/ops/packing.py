@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 WORD = 8
 """Truth values that become one byte."""
-PIECE = 1 << 15
+CHUNK_WORDS = 1 << 15
 """Bytes of the packed tensor that are worked on at a time."""
 
 # Times eight bytes that are 0 or 1, read as one number, it puts them side by side into the highest byte.
@@ -39,7 +39,7 @@ def pack_bits(mask: Tensor, layout: Layout) -> Tensor:
     packed = torch.empty(-(-flat.numel() // WORD), dtype=torch.uint8, device=mask.device)
     whole = flat.numel() // WORD
     words = flat[: whole * WORD].view(torch.int64)
-    for some, out in _pieces(words, packed[:whole]):
+    for some, out in _in_chunks(words, packed[:whole]):
         out.copy_(some.mul(_GATHER).bitwise_right_shift_(56))
     if whole < len(packed):
         last = torch.zeros(WORD, dtype=torch.uint8, device=mask.device)
@@ -57,7 +57,7 @@ def unpack_bits(packed: Tensor, layout: Layout) -> Tensor:
     flat = mask.permute(_memory_order(layout)).view(-1).view(torch.uint8)
     whole = flat.numel() // WORD
     words = flat[: whole * WORD].view(torch.int64)
-    for some, out in _pieces(packed[:whole], words):
+    for some, out in _in_chunks(packed[:whole], words):
         torch.index_select(table, 0, some.to(torch.int32), out=out)
     if whole < len(packed):
         last = table[packed[whole:].long()].view(torch.uint8)
@@ -98,7 +98,7 @@ def layout_of(value: Tensor) -> Layout | None:
     return tuple(map(int, value.shape)), tuple(map(int, value.stride()))
 
 
-def name_signs(graph: fx.Graph) -> None:
+def separate_signs(graph: fx.Graph) -> None:
     """Let ops that ask only for a sign read it from a value that nothing else reads; preserves results."""
     for target in SIGN_READERS:
         for node in graph.find_nodes(op="call_function", target=target):
@@ -121,8 +121,8 @@ def _memory_order(layout: Layout) -> list[int]:
     return sorted(range(len(sizes)), key=lambda dim: (sizes[dim] > 1, -strides[dim], dim))
 
 
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(torch.split(tensor, PIECE) for tensor in tensors), strict=True)
+def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(torch.split(tensor, CHUNK_WORDS) for tensor in tensors), strict=True)
 
 
 @functools.cache

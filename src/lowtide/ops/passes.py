@@ -24,13 +24,12 @@
 
 from torch import fx
 
-from lowtide.ops.dropout import use_eager_dropout
-from lowtide.ops.fake_results import use_real_types
-from lowtide.ops.logits_in_place import use_score_rows
-from lowtide.ops.loss_chunks import use_loss_rows, use_soft_loss_rows
-from lowtide.ops.packing import name_signs
+from lowtide.ops.loss_chunks import use_logits_in_place, use_loss_chunks, use_soft_loss_chunks
+from lowtide.ops.packing import separate_signs
+from lowtide.ops.random_ops import use_eager_dropout
 from lowtide.ops.recurrent import use_recurrent_layers
 from lowtide.ops.recurrent_cells import add_in_eagers_order
+from lowtide.ops.traced_ops import use_real_dtypes
 
 
 def as_eager_computes(graph: fx.Graph) -> None:
@@ -39,8 +38,8 @@ def as_eager_computes(graph: fx.Graph) -> None:
     use_recurrent_layers(graph)
     add_in_eagers_order(graph)
     use_eager_dropout(graph)
-    use_real_types(graph)
-    name_signs(graph)
-    use_loss_rows(graph)
-    use_soft_loss_rows(graph)
-    use_score_rows(graph)
+    use_real_dtypes(graph)
+    separate_signs(graph)
+    use_loss_chunks(graph)
+    use_soft_loss_chunks(graph)
+    use_logits_in_place(graph)

@@ -1,15 +1,148 @@
-"""Random ops, and the state of the generators that they draw from."""
+"""Dropout as eager PyTorch computes it on CPU, forward, backward and again.
 
+Random ops, and the state of the generators that they draw from.
+"""
+
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.types import Number
 
-from lowtide.ops.dropout import eager_dropout
-from lowtide.torch_compat.hooks import OpOverload
+from lowtide.torch_compat.hooks import FakeTensor, OpOverload, real_tensors
 
 aten = torch.ops.aten
+
+MASK_CHUNK = 1 << 17
+"""Elements that `apply_mask` works on at a time."""
+
+
+def eager_dropout(value: torch.Tensor, probability: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(result, mask) of a dropout, bit for bit as eager PyTorch computes it on CPU.
+
+    `aten.native_dropout`, which capture records instead, rounds its scale otherwise: for one in seven
+    probabilities its results differ from eager's in the last bit.
+    """
+    assert train, "a dropout that drops nothing is not captured as one"
+    if probability == 1:
+        mask = torch.zeros_like(value, dtype=torch.bool)
+    else:
+        mask = torch.empty_like(value, dtype=torch.bool).bernoulli_(1 - probability)
+    return apply_mask(value, mask, probability), mask
+
+
+def apply_mask(
+    value: torch.Tensor, mask: torch.Tensor, probability: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A dropout's result, or its gradient, from the kept mask: eager's arithmetic, without eager's mask.
+
+    Works in pieces, since torch makes a float copy of whatever bool tensor it multiplies with. `out` may be
+    `value` itself.
+    """
+    scale = _scale(value.dtype, probability)
+    whole = isinstance(value, FakeTensor) or value.numel() <= MASK_CHUNK
+    if whole or not (value.is_contiguous() and mask.is_contiguous()):
+        return torch.mul(value, mask, out=out).mul_(scale)
+    result = torch.empty_like(value) if out is None else out
+    flat = (value.view(-1), mask.view(-1), result.view(-1))
+    for one, kept, some in zip(*(torch.split(tensor, MASK_CHUNK) for tensor in flat), strict=True):
+        torch.mul(one, kept, out=some)
+        some.mul_(scale)
+    return result
+
+
+@torch.library.custom_op(
+    "lowtide::dropout_by_number", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def dropout_by_number(value: Tensor, probability: Number) -> tuple[Tensor, Tensor]:
+    """What `eager_dropout` gives, which takes its place in graphs: traced where the probability is an input
+    of the graph, and torch's own ops would ask for its value."""
+    return eager_dropout(value, float(probability), True)
+
+
+@dropout_by_number.register_fake
+def _fake_dropout(value: Tensor, probability: Number) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(value), torch.empty_like(value, dtype=torch.bool)
+
+
+@torch.library.custom_op("lowtide::dropout_by_number_backward", mutates_args=())
+def dropout_by_number_backward(grad: Tensor, mask: Tensor, probability: Number) -> Tensor:
+    return apply_mask(grad, mask, float(probability))
+
+
+@dropout_by_number_backward.register_fake
+def _fake_dropout_backward(grad: Tensor, mask: Tensor, probability: Number) -> Tensor:
+    return torch.empty_like(grad)
+
+
+@functools.lru_cache(maxsize=256)
+def _scale(dtype: torch.dtype, probability: float) -> float:
+    """What eager multiplies with, in its rounding: exactly a number of that type."""
+    if probability == 1:
+        return 0.0
+    with real_tensors():
+        return float(torch.ones((), dtype=dtype).div_(1 - probability))
+
+
+def dropout_output(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(input, mask) when `node` is the result of an eager dropout."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    dropout = node.args[0]
+    if not isinstance(dropout, fx.Node) or dropout.target is not eager_dropout:
+        return None
+    source = dropout.args[0]
+    assert isinstance(source, fx.Node)
+    for user in dropout.users:
+        if user.target is operator.getitem and user.args[1] == 1:
+            return source, user
+    return None
+
+
+def use_eager_dropout(graph: fx.Graph) -> None:
+    """Let dropouts on CPU take eager's rounding, forward and backward; preserves all else.
+
+    A mask is taken before its result, since the result can be made again from the mask.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        if node.args[2] is not False and node.meta["val"][0].device.type == "cpu":
+            node.target = eager_dropout
+            node.args = (*node.args[:2], True)
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
+        dropout = _dropout_of(node.args[1])
+        if dropout is not None:
+            node.target = apply_mask
+            node.args = (*node.args[:2], dropout.args[1])
+    for node in graph.find_nodes(op="call_function", target=torch.ops.lowtide.dropout_by_number.default):
+        node.target = eager_dropout
+        node.args = (*node.args, True)
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.lowtide.dropout_by_number_backward.default
+    ):
+        node.target = apply_mask
+    for node in graph.nodes:
+        pair = dropout_output(node)
+        if pair is not None:
+            node.prepend(pair[1])
+
+
+def extra_eager_bytes(node: fx.Node, made: torch.Tensor) -> int:
+    """Eager dropout on CPU keeps a mask of its input's type, the captured op one of bytes."""
+    if node.target is not eager_dropout or made.dtype is not torch.bool:
+        return 0
+    return made.numel() * (int(node.meta["val"][0].element_size()) - 1)
+
+
+def _dropout_of(mask: object) -> fx.Node | None:
+    """The eager dropout that drew this mask."""
+    while isinstance(mask, fx.Node) and mask.target is aten.detach.default:
+        mask = mask.args[0]
+    source = mask.args[0] if isinstance(mask, fx.Node) and mask.args else None
+    return source if isinstance(source, fx.Node) and source.target is eager_dropout else None
+
 
 HIGH = 1 - 2**-24
 

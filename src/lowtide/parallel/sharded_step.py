@@ -56,7 +56,7 @@ def _insert(analysis: Analysis, moves: Exchange, gradients: Mapping[str, int]) -
     for place, node in enumerate(analysis.nodes):
         if node.segment != NO_GRAPH:
             analysis.nodes[place] = renumbered(node, rank)
-    analysis.places = {rank[key]: place for key, place in analysis.places.items()}
+    analysis.graph_nodes = {rank[key]: place for key, place in analysis.graph_nodes.items()}
     analysis.kept = {rank[key]: kept for key, kept in analysis.kept.items()}
 
 

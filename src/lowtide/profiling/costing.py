@@ -42,7 +42,7 @@ def measure_costs(
     """
     device = device_for(_where(captured))
     cache = CostCache(device) if use_cache else None
-    nodes = [place.node for _, place in sorted(captured.places.items())]
+    nodes = [place.node for _, place in sorted(captured.graph_nodes.items())]
     with real_tensors():
         values = real_values(
             nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
@@ -164,12 +164,12 @@ def _fill(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpC
 
 def _with_outside(step: Step, captured: Captured) -> Step:
     """Add what ops of code between the graphs hold inside."""
-    calls = {signature(call): call for found in captured.outside_calls.values() for call, _ in found}
+    calls = {signature(call): call for found in captured.uncaptured_calls.values() for call, _ in found}
     if not calls:
         return step
     inside = measure_insides({name: (call, 0) for name, call in calls.items()})
     nodes = list(step.nodes)
-    for rank, found in captured.outside_calls.items():
+    for rank, found in captured.uncaptured_calls.items():
         most = max(held + inside.get(signature(call), 0) for call, held in found)
         nodes[rank] = replace(nodes[rank], workspace_bytes=max(nodes[rank].workspace_bytes, most))
     return replace(step, nodes=tuple(nodes))

@@ -18,9 +18,8 @@ from lowtide.facts import Kind, Node, Region, Step, Storage
 from lowtide.facts.gpus import Gpu
 from lowtide.ops.absent_gpu import HALF_TYPES, backward_bytes
 from lowtide.ops.calls import Call, signature, target_name
-from lowtide.ops.dropout import eager_dropout
-from lowtide.ops.logits_in_place import log_probabilities
-from lowtide.ops.loss_chunks import LOSS_GRADIENTS, rows_at_a_time
+from lowtide.ops.loss_chunks import LOSS_GRADIENTS, log_probabilities, rows_per_chunk
+from lowtide.ops.random_ops import eager_dropout
 from lowtide.ops.schema import argument_names, writes_inputs
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.work import fake_result, visible_work_of
@@ -91,7 +90,7 @@ def _workspace_bytes(call: Call, gpu: Gpu) -> int:
         return _copied_matrices_bytes(call)
     if call.target in _IN_ROWS:
         result = fake_result(call)
-        return int(rows_at_a_time(result, call.kwargs.get("slice_bytes")) * result[0].nbytes)
+        return int(rows_per_chunk(result, call.kwargs.get("chunk_bytes")) * result[0].nbytes)
     if name == _SORTED_INDICES:
         return _TEMPORARY_INDICES * call.tensors[1].nbytes
     if len(call.tensors) > 2 and call.tensors[1].dim() == 4:
@@ -143,7 +142,7 @@ def _copying_in_eager(step: Step, captured: Captured) -> Step:
             and node.makes
             and len(node.reads) == 1
         ):
-            giver = captured.places.get(node.reads[0])
+            giver = captured.graph_nodes.get(node.reads[0])
             value = None if giver is None else giver.node.meta.get("val")
             if isinstance(value, torch.Tensor) and 0 in value.stride():
                 copied[node.makes[0]] = step.storages[node.makes[0]].nbytes

@@ -181,7 +181,7 @@ def run_costs(
     by_identity = {id(tensor): tensor for tensor in tensors}
     runs = [_run(segment, by_identity) for segment in captured.segments]
     nodes = list(step.nodes)
-    for rank, place in captured.places.items():
+    for rank, place in captured.graph_nodes.items():
         seen = runs[place.execution].get(place.node.name)
         if seen is not None:
             remats = [

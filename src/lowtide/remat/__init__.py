@@ -1,39 +1,39 @@
-"""The methods of bringing a value back: one file each, and the registry.
+"""The rules by which a value can be rematerialized: one file each, and the registry.
 
-- `method`: what a method answers
-- `run_again`: the same op on the same inputs
+- `rule`: what a rule answers
+- `recompute`: the same op on the same inputs
 - `replay`: a random op from its earlier generator state
 - `batch_norm`: batch norm without counting its statistics twice
 - `dropout_mask`: a dropout's result from its kept mask
-- `slices`: the end of a chain of pointwise ops, a slice at a time; how large slices are
-- `swap`: read back from a store; only where the user names one
-- `packed`: masks and signs as bits, indices in fewer bytes
+- `chunked_values`: the end of a chain of pointwise ops, a chunk at a time; how large chunks are
+- `packed_values`: masks and signs as bits, indices in fewer bytes
+- `offloaded`: read back from a store; only where the user names one
 
-To add one, write its file and put it into `REMAT_RULES`: nothing else names a method.
+To add a rule, write its file and put it into `REMAT_RULES`: no other file names a rule.
 """
 
 from torch import fx
 
-from lowtide.remat.batch_norm import BatchNormAgain
-from lowtide.remat.chunked_values import LargeRows, LargeSlices, Slices, WholeRows
+from lowtide.remat.batch_norm import RecomputeBatchNorm
+from lowtide.remat.chunked_values import Chunks, LargeChunks, LargeLossChunks, WholeLoss
 from lowtide.remat.dropout_mask import DropoutFromMask
 from lowtide.remat.offloaded import OffloadedValue
 from lowtide.remat.packed_values import Bits, Narrow, Sign
-from lowtide.remat.recompute import RunAgain
+from lowtide.remat.recompute import Recompute
 from lowtide.remat.replay import Replay
 from lowtide.remat.rule import Kept, RematRule
 
-__all__ = ["REMAT_RULES", "Kept", "RematRule", "fitting", "method_named", "methods_for", "standing_in"]
+__all__ = ["REMAT_RULES", "Kept", "RematRule", "chain_rules", "fitting_rules", "rule_named", "rules_for"]
 
 REMAT_RULES: tuple[RematRule, ...] = (
-    BatchNormAgain(),
+    RecomputeBatchNorm(),
     DropoutFromMask(),
     Replay(),
-    RunAgain(),
-    Slices(),
-    LargeSlices(),
-    LargeRows(),
-    WholeRows(),
+    Recompute(),
+    Chunks(),
+    LargeChunks(),
+    LargeLossChunks(),
+    WholeLoss(),
     Bits(),
     Sign(),
     Narrow(),
@@ -44,22 +44,22 @@ OFFLOAD = OffloadedValue()
 
 
 def rules_for(*, offload: bool) -> tuple[RematRule, ...]:
-    """Those that may be used, with and without a store to offload to."""
+    """The rules that a step may use; with `offload`, it has a store."""
     return (*REMAT_RULES, OFFLOAD) if offload else REMAT_RULES
 
 
-def fitting(node: fx.Node, *, offload: bool = False) -> tuple[list[RematRule], str]:
-    """The methods that fit a forward node, and, where none does, why."""
-    reasons = {method: method.why_not(node) for method in rules_for(offload=offload)}
-    fit = [method for method, reason in reasons.items() if reason == ""]
-    return fit, "" if fit else next((reason for reason in reasons.values() if reason), "no method fits it")
+def fitting_rules(node: fx.Node, *, offload: bool = False) -> tuple[list[RematRule], str]:
+    """The rules that fit a forward node; where none does, the reason."""
+    reasons = {rule: rule.why_not(node) for rule in rules_for(offload=offload)}
+    fit = [rule for rule, reason in reasons.items() if reason == ""]
+    return fit, "" if fit else next((reason for reason in reasons.values() if reason), "no rule fits it")
 
 
-def standing_in(node: fx.Node) -> list[RematRule]:
-    """The methods that can run a backward op in another way."""
-    return [method for method in REMAT_RULES if method.stands_in(node)]
+def chain_rules(node: fx.Node) -> list[RematRule]:
+    """The rules that run a backward op together with the chain of ops before it."""
+    return [rule for rule in REMAT_RULES if rule.replaces_chain(node)]
 
 
 def rule_named(name: str) -> RematRule:
-    """The method that files call `name`."""
-    return next(method for method in rules_for(offload=True) if method.name == name)
+    """The rule that files call `name`."""
+    return next(rule for rule in rules_for(offload=True) if rule.name == name)

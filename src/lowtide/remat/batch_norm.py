@@ -27,7 +27,7 @@ def is_statistic(getitem: fx.Node) -> bool:
     return isinstance(source, fx.Node) and counts_statistics(source) and index in (3, 4)
 
 
-class BatchNormAgain(RematRule):
+class RecomputeBatchNorm(RematRule):
     name = "no_stats"
     words = "run again without counting statistics"
 

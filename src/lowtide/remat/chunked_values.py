@@ -10,74 +10,80 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from lowtide.ops.backward_chunks import backward_program
 from lowtide.ops.calls import Call
-from lowtide.ops.loss_chunks import LARGE_SLICE_BYTES, LOSS_GRADIENTS, rows_at_a_time
-from lowtide.ops.pointwise_chunks import LARGE_SLICE, LEAST_SLICES, SLICE, in_slices, program_of
+from lowtide.ops.loss_chunks import LARGE_CHUNK_BYTES, LOSS_GRADIENTS, rows_per_chunk
+from lowtide.ops.pointwise_chunks import (
+    CHUNK,
+    FEWEST_CHUNKS,
+    LARGE_CHUNK,
+    backward_program,
+    forward_program,
+    in_chunks,
+)
 from lowtide.ops.schema import is_backward, read_in_backward
 from lowtide.remat.rule import Kept, RematRule
 
 
-class Slices(RematRule):
+class Chunks(RematRule):
     name = "slices"
-    words = f"run again in slices of {SLICE >> 10} Ki elements a thread, with the pointwise ops before it"
+    words = f"run again in slices of {CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
     as_eager_only = True
-    size: ClassVar[int] = SLICE
+    size: ClassVar[int] = CHUNK
 
     def why_not(self, node: fx.Node) -> str | None:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not read_in_backward(node):
             return None
-        return "" if self._is_large(value) and program_of(node) is not None else None
+        return "" if self._is_large(value) and forward_program(node) is not None else None
 
-    def stands_in(self, node: fx.Node) -> bool:
+    def replaces_chain(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
         return isinstance(value, torch.Tensor) and self._is_large(value) and bool(backward_program(node))
 
     def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
-        found = backward_program(node) if is_backward(node) else program_of(node)
+        found = backward_program(node) if is_backward(node) else forward_program(node)
         assert found is not None
         program, inputs = found
-        return Call(in_slices, (program, inputs, node.meta["val"].dtype, self.size))
+        return Call(in_chunks, (program, inputs, node.meta["val"].dtype, self.size))
 
     def _is_large(self, value: torch.Tensor) -> bool:
-        return value.numel() >= LEAST_SLICES * self.size * torch.get_num_threads()
+        return value.numel() >= FEWEST_CHUNKS * self.size * torch.get_num_threads()
 
 
-class LargeSlices(Slices):
+class LargeChunks(Chunks):
     name = "large_slices"
     words = (
-        f"run again in slices of {LARGE_SLICE >> 10} Ki elements a thread, with the pointwise ops before it"
+        f"run again in slices of {LARGE_CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
     )
-    size = LARGE_SLICE
+    size = LARGE_CHUNK
 
 
-class LargeRows(RematRule):
+class LargeLossChunks(RematRule):
     """The gradient of a cross entropy in larger slices than it runs in by itself."""
 
     name = "large_rows"
-    words = f"in slices of rows of {LARGE_SLICE_BYTES >> 20} MiB"
+    words = f"in slices of rows of {LARGE_CHUNK_BYTES >> 20} MiB"
     as_eager_only = True
-    slice_bytes: ClassVar[int] = LARGE_SLICE_BYTES
+    chunk_bytes: ClassVar[int] = LARGE_CHUNK_BYTES
 
     def why_not(self, node: fx.Node) -> str | None:
         return None
 
-    def stands_in(self, node: fx.Node) -> bool:
+    def replaces_chain(self, node: fx.Node) -> bool:
         if node.target not in LOSS_GRADIENTS:
             return False
         value = node.meta["val"]
-        is_large = value.nbytes >= LEAST_SLICES * LARGE_SLICE_BYTES
-        return bool(is_large and rows_at_a_time(value, self.slice_bytes) > rows_at_a_time(value))
+        is_large = value.nbytes >= FEWEST_CHUNKS * LARGE_CHUNK_BYTES
+        return bool(is_large and rows_per_chunk(value, self.chunk_bytes) > rows_per_chunk(value))
 
     def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
         assert callable(node.target)
-        return Call(node.target, node.args, {**node.kwargs, "slice_bytes": self.slice_bytes})
+        return Call(node.target, node.args, {**node.kwargs, "chunk_bytes": self.chunk_bytes})
 
 
-class WholeRows(LargeRows):
+class WholeLoss(LargeLossChunks):
     """At once, as eager does."""
 
     name = "whole_rows"
     words = "at once, not in slices"
-    slice_bytes = 0
+    chunk_bytes = 0

@@ -3,7 +3,7 @@
 from torch import fx
 
 from lowtide.ops.calls import Call
-from lowtide.ops.dropout import apply_mask, dropout_output
+from lowtide.ops.random_ops import apply_mask, dropout_output
 from lowtide.remat.rule import Blocks, Kept, RematRule
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import fx
 
 from lowtide.ops.calls import Call
-from lowtide.ops.dropout import dropout_output
-from lowtide.ops.logits_in_place import log_probabilities
-from lowtide.ops.random_ops import is_random
+from lowtide.ops.loss_chunks import log_probabilities
+from lowtide.ops.random_ops import dropout_output, is_random
 from lowtide.ops.recurrent import RUNS_ONCE, recurrent_layer
 from lowtide.ops.recurrent_cells import CELLS
 from lowtide.ops.schema import talks_to_others, writes_inputs
@@ -21,7 +20,7 @@ REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
 """Ops of these are known to give the same result twice."""
 
 
-class RunAgain(RematRule):
+class Recompute(RematRule):
     name = "again"
     words = "run again"
     costs_as_first = True

@@ -4,9 +4,9 @@ import torch
 from torch import fx
 
 from lowtide.ops.calls import Call
-from lowtide.ops.dropout import eager_dropout
 from lowtide.ops.random_ops import (
     device_name,
+    eager_dropout,
     is_random,
     random_state,
     random_state_bytes,

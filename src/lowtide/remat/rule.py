@@ -66,7 +66,7 @@ class RematRule(ABC):
         """What runs in the backward pass. Its arguments are nodes of the graph, whose values it reads,
         the `kept` tensors, and constants."""
 
-    def stands_in(self, node: fx.Node) -> bool:
+    def replaces_chain(self, node: fx.Node) -> bool:
         """Whether `call` can run a backward op in another way, in the place of those that lead to it alone,
         too. Such a method keeps nothing."""
         return False

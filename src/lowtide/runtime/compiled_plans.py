@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from lowtide.analyze.backward_facts import overwrites
 from lowtide.analyze.gradient_sums import specialised
-from lowtide.analyze.overwrites import overwrites
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Graph, Node, Region, Run, Solution, Step
 from lowtide.facts.plan import EXECUTORS

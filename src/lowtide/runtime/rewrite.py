@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.analyze.overwrites import overwrites
-from lowtide.analyze.update_places import update_places, updated
+from lowtide.analyze.backward_facts import overwrites
+from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
 from lowtide.facts import GraphRun
 from lowtide.ops.calls import Call, is_number, map_leaves, storage_key
 from lowtide.optim.step_in_backward import Updates, update_parameter
@@ -279,7 +279,7 @@ def _backward_graph(
     for value in (*saved.as_given, *tangents):
         latest[value] = graph.placeholder(saved.kept[value] if isinstance(value, Kept) else value.name)
         latest[value].meta = {"val": value.value} if isinstance(value, Kept) else dict(value.meta)
-    updated_grads = {} if updates is None else updated(segment, updates.place)
+    updated_grads = {} if updates is None else updatable_inputs(segment, updates.place)
     places = update_places(segment, [(step.node, _reads(step)) for step in steps], updated_grads)
     results: dict[int, fx.Node] = {}
     coming: dict[fx.Node, Any] = {}

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.analyze.captured_step import Captured, captured_step, only_loss_held
+from lowtide.analyze.captured_step import Captured, captured_step, only_loss_live
 from lowtide.analyze.gradient_sums import sums_of
-from lowtide.analyze.graph_facts import analyse
+from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage, TransferSpeed
 from lowtide.planning.schedules import batch_bytes, with_buckets
 from lowtide.profiling.costing import Known, estimate_costs, measure_costs
@@ -62,7 +62,7 @@ def step_of(
     )
     with hooks.real_tensors():  # torch may be tracing
         accumulate = bool(reserve.earlier_gradient_bytes)
-        analysis = analyse(traced, accumulate=accumulate, updates=updates, offload=link is not None)
+        analysis = analyze_graphs(traced, accumulate=accumulate, updates=updates, offload=link is not None)
         captured = captured_step(analysis, traced, model, optimizer=optimizer, offload=link is not None)
     step = replace(_with_costs(captured, known), transfer_speed=link)
     besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
@@ -96,13 +96,13 @@ def step_of_call(
     """
     traced = trace(model, args, kwargs, loss=loop.loss, any_loss=True, orders=orders)
     if not loop.holds_outputs:
-        traced = only_loss_held(traced)
+        traced = only_loss_live(traced)
     if is_called_again:
         for execution in traced.executions[: traced.num_in_model]:
             execution.apart = frozenset(sums_of(execution.segment))
     optimizer = optimizer_of(model, loop)
     accumulate, offload = bool(reserve.earlier_gradient_bytes), link is not None
-    analysis = analyse(traced, accumulate=accumulate, updates=updates, offload=offload)
+    analysis = analyze_graphs(traced, accumulate=accumulate, updates=updates, offload=offload)
     captured = captured_step(
         analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, offload=offload
     )

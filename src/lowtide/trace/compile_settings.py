@@ -13,9 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 from torch._dynamo.convert_frame import compile_lock
 
 from lowtide.garbage import rarely_collected
-from lowtide.ops import recurrent_tracing, value_ops
-from lowtide.ops.fake_results import grouped_products_of_any_type
+from lowtide.ops import recurrent, traced_ops
 from lowtide.ops.recurrent import eager_runs_whole, traced_layers
+from lowtide.ops.traced_ops import grouped_products_of_any_type
 from lowtide.torch_compat import dynamo, hooks
 from lowtide.torch_compat.changing_numbers import changing_numbers
 from lowtide.torch_compat.eager_paths import eager_answers
@@ -55,11 +55,11 @@ def tracing() -> Iterator[None]:
         hooks.unlogged(),
         rarely_collected(),
         layers,
-        hooks.traced_by(recurrent_tracing.recurrent_rules()),
+        hooks.traced_by(recurrent.recurrent_rules()),
         hooks.traced_by(
-            {**value_ops.value_rules(), **value_ops.number_rules()}, keys=hooks.DIFFERENTIATED_KEYS
+            {**traced_ops.value_rules(), **traced_ops.number_rules()}, keys=hooks.DIFFERENTIATED_KEYS
         ),
-        value_ops.dropouts_by_number(),
+        traced_ops.dropouts_by_number(),
         grouped_products_of_any_type(),
         eager_answers(),
         batch_values(),

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from lowtide.facts import Kind
 from lowtide.facts.sharding import Passage, Sharding
-from lowtide.ops.autocast import cast_weights_once
 from lowtide.ops.calls import storage_key, target_name
+from lowtide.ops.gradient_terms import cast_weights_once
 from lowtide.ops.passes import as_eager_computes
 from lowtide.torch_compat import hooks
 from lowtide.torch_compat.dynamo import Compiled

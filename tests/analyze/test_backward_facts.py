@@ -11,11 +11,9 @@ from torch.nn import functional as F
 from training import differences, measured_peak, train, twin
 
 import lowtide
+from lowtide.analyze.backward_facts import backward_order, overwrites
 from lowtide.analyze.captured_step import capture
-from lowtide.analyze.overwrites import overwrites
-from lowtide.analyze.reorder_backward import backward_order
-from lowtide.ops.logits_in_place import log_probabilities
-from lowtide.ops.loss_chunks import LOSS_GRADIENTS
+from lowtide.ops.loss_chunks import LOSS_GRADIENTS, log_probabilities
 from lowtide.zoo.targets import Target
 
 ROWS, CLASSES, WIDTH = 256, 1000, 16
