@@ -28,7 +28,7 @@ from lowtide.ops.calls import Call, signature
 from lowtide.parallel.simulated_sharding import simulate_sharding
 from lowtide.planning.repeated_graphs import RepeatedGraphsPlanner
 from lowtide.profiling.work import visible_work_of
-from lowtide.torch_compat.hooks import FakeTensorMode
+from lowtide.torch_compat.dispatch import FakeTensorMode
 from lowtide.trace.trace_model import trace
 from lowtide.units import format_size
 

@@ -14,7 +14,7 @@ from lowtide.experiments.machine_memory import NotEnoughMemory, check_memory, ne
 from lowtide.experiments.trial import ROUNDING, Mistake, judge, run_trial
 from lowtide.report.results import Results, with_why
 from lowtide.torch_compat.inductor import has_compiler
-from lowtide.trace.model_call import route_of
+from lowtide.torch_compat.modules import route_of
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from lowtide.integrations.first_call import await_first_call, no_longer_await
-from lowtide.trace.model_call import Arguments, route_of
+from lowtide.torch_compat.modules import route_of
+from lowtide.trace.model_call import Arguments
 
 
 def test_lowtide_itself_imports_no_trainer() -> None:

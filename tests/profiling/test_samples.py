@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lowtide.ops.calls import Call, storage_key
+from lowtide.ops.calls import Call
 from lowtide.profiling.samples import make_sample
+from lowtide.torch_compat.dispatch import storage_key
 
 aten = torch.ops.aten
 empty = torch.empty

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.torch_compat.aot_patches import in_another_order
+from lowtide.torch_compat.aot_autograd import in_another_order
 
 pytestmark = pytest.mark.slow
 

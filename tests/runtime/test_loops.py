@@ -14,7 +14,7 @@ from training import measured_peak
 
 import lowtide
 from lowtide.runtime.runner import runner_of
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import dispatch
 from lowtide.verification.peak import peak_above_start
 from lowtide.verification.train_step import static_bytes, train_step
 from lowtide.zoo.targets import Target
@@ -91,7 +91,7 @@ def test_a_loss_that_was_not_given_is_planned_for(
         (words,) = told(caplog)
         assert "the loop held" in words and "Pass `loss=`" in words
     assert measured_peak(Target("planned", planned, batch, None, loss)) <= budget
-    assert not hooks.active_modes()
+    assert not dispatch.active_modes()
 
 
 def test_the_room_for_a_loss_is_given_back_where_it_is_not_needed(
@@ -140,7 +140,7 @@ def test_a_gradient_for_an_output_that_the_plan_leaves_out(
 
 
 def test_a_watch_leaves_other_modes_alone(batch: dict[str, torch.Tensor]) -> None:
-    class Counting(hooks.TorchDispatchMode):
+    class Counting(dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
@@ -148,13 +148,13 @@ def test_a_watch_leaves_other_modes_alone(batch: dict[str, torch.Tensor]) -> Non
     planned = lowtide.checkpoint(Classifier(), batch, budget="1GB")
     output = planned(**batch)
     with Counting():
-        assert len(hooks.active_modes()) == 2
+        assert len(dispatch.active_modes()) == 2
     with torch.inference_mode():
         planned(**batch)
-    assert len(hooks.active_modes()) == 1, "torch would put its key back, without the mode behind it"
+    assert len(dispatch.active_modes()) == 1, "torch would put its key back, without the mode behind it"
     with torch.no_grad():
         planned(**batch)
-    assert hooks.active_modes() == []
+    assert dispatch.active_modes() == []
     output.sum().backward()
 
 
@@ -264,7 +264,7 @@ def test_a_watch_that_began_under_autocast_ends_without_it(batch: dict[str, torc
     planned = lowtide.checkpoint(Classifier(), batch, budget="1GB")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         planned(**batch)
-    assert len(hooks.active_modes()) == 1
+    assert len(dispatch.active_modes()) == 1
     with torch.no_grad():
         planned(**batch)
-    assert hooks.active_modes() == []
+    assert dispatch.active_modes() == []

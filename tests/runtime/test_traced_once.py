@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.runner import runner_of
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import aot_autograd
 
 pytestmark = pytest.mark.slow
 
@@ -50,13 +50,13 @@ def only_first(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What torch was asked to compile."""
     seen: list[str] = []
-    plain = hooks.compile_graph
+    plain = aot_autograd.compile_graph
 
     def compile_graph(graph, inputs, **options):  # type: ignore[no-untyped-def]
         seen.append(type(graph).__name__)
         return plain(graph, inputs, **options)
 
-    monkeypatch.setattr(hooks, "compile_graph", compile_graph)
+    monkeypatch.setattr(aot_autograd, "compile_graph", compile_graph)
     yield seen
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.runtime.runner import install
-from lowtide.torch_compat.first_calls import FUNCTIONS, make_first_calls
+from lowtide.torch_compat.dispatch import FUNCTIONS, make_first_calls
 from lowtide.verification.fresh_process import run_fresh
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import aot_autograd
 
 WIDTH = 8
 
@@ -44,7 +44,7 @@ class Outer(nn.Module):
 
 def test_no_graph_is_made_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[BaseException] = []
-    plain = hooks.compile_graph
+    plain = aot_autograd.compile_graph
 
     def watch(*args: Any, **options: Any) -> Any:
         try:
@@ -53,7 +53,7 @@ def test_no_graph_is_made_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
             failed.append(error)
             raise
 
-    monkeypatch.setattr(hooks, "compile_graph", watch)
+    monkeypatch.setattr(aot_autograd, "compile_graph", watch)
     torch.manual_seed(0)
     planned, ids = Outer(), torch.arange(12).reshape(3, 4) % 5
     eager = copy.deepcopy(planned)

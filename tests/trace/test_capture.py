@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.analyze.captured_step import Captured, capture
 from lowtide.facts import Kind, Region, Step
-from lowtide.torch_compat.hooks import FakeTensorMode
+from lowtide.torch_compat.dispatch import FakeTensorMode
 
 
 class Output(dict[str, Any]):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.torch_compat import dynamo, hooks
-from lowtide.torch_compat.aot_patches import unprinted
+from lowtide.torch_compat import dispatch, dynamo
+from lowtide.torch_compat.aot_autograd import unprinted
 from lowtide.trace import compile_settings
 
 
@@ -17,7 +17,7 @@ from lowtide.trace import compile_settings
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was patched, in order."""
     found: list[str] = []
-    places = {"settings": dynamo, "recurrent_layers_traced_by": dynamo, "unlogged": hooks, "quiet": hooks}
+    places = {"settings": dynamo, "recurrent_layers_traced_by": dispatch, "unlogged": dynamo, "quiet": dynamo}
     for name, module in places.items():
         plain = getattr(module, name)
 
@@ -53,7 +53,7 @@ def test_the_users_settings_come_back() -> None:
 def test_only_this_threads_log_lines_are_muted(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("torch._dynamo.convert_frame")
     with caplog.at_level(logging.WARNING, "torch"):
-        with hooks.unlogged():
+        with dynamo.unlogged():
             logger.warning("from the thread that traces")
             other = threading.Thread(target=logger.warning, args=("from another thread",))
             other.start()

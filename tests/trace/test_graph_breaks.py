@@ -9,7 +9,7 @@ from trouble import WIDTH as TROUBLE_WIDTH
 
 from lowtide.analyze.captured_step import capture
 from lowtide.facts import Region
-from lowtide.torch_compat.hooks import FakeTensor
+from lowtide.torch_compat.dispatch import FakeTensor
 from lowtide.verification.peak import peak_above_start
 
 

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from lowtide.garbage import NEW_OBJECTS, rarely_collected
 from lowtide.ops.direct import direct_function
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import aot_autograd, dynamo
 from lowtide.trace.segments import Segment
 from lowtide.trace.split import without_tangents
 
@@ -43,8 +43,8 @@ def test_a_user_without_collections_keeps_it_so() -> None:
 
 def test_the_structured_trace_can_find_out_that_nobody_reads_it() -> None:
     logging.getLogger("torch._dynamo")
-    trace = logging.getLogger(hooks.STRUCTURED_TRACE)
-    with hooks.unlogged():
+    trace = logging.getLogger(dynamo.STRUCTURED_TRACE)
+    with dynamo.unlogged():
         assert not trace.filters
         assert logging.getLogger("torch._dynamo").filters
 
@@ -53,7 +53,7 @@ def test_no_code_is_written_for_a_graph_that_nobody_runs(monkeypatch) -> None:
     written = []
     write = fx.Graph.python_code
     monkeypatch.setattr(fx.Graph, "python_code", lambda *a, **k: written.append(1) or write(*a, **k))
-    module = hooks.graph_module(nn.Module(), _sum_graph())
+    module = aot_autograd.graph_module(nn.Module(), _sum_graph())
     assert not written
     run = direct_function(module)
     assert len(written) == 1
@@ -64,6 +64,6 @@ def test_no_code_is_written_for_a_graph_that_nobody_runs(monkeypatch) -> None:
 
 
 def test_a_graph_whose_gradients_are_all_asked_for_is_not_copied() -> None:
-    module = hooks.graph_module(nn.Module(), _sum_graph())
+    module = aot_autograd.graph_module(nn.Module(), _sum_graph())
     segment = Segment(module, 1, [], differentiable=True, fingerprint="")
     assert without_tangents(segment, frozenset()) is segment

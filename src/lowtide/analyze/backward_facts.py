@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.analyze.analysis import Analysis, GraphAnalysis
 from lowtide.facts import Remat
-from lowtide.ops.calls import Call, storage_key
+from lowtide.ops.calls import Call
 from lowtide.ops.in_place import ROUND_ONCE, WITH_OUT, overwriting
 from lowtide.ops.loss_chunks import LOSS_GRADIENTS
 from lowtide.ops.packing import layout_of
@@ -28,6 +28,7 @@ from lowtide.ops.pointwise_chunks import in_chunks, replaced_ops
 from lowtide.ops.random_ops import is_random
 from lowtide.ops.schema import talks_to_others, writes_inputs
 from lowtide.remat import chain_rules
+from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Segment, results_of
 from lowtide.trace.split import split, stands_for, tangent_outputs
 

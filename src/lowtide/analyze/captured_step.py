@@ -16,15 +16,16 @@ from lowtide.errors import CaptureError
 from lowtide.facts import Action, Graph, Kind, Run, Step
 from lowtide.facts.gpus import Gpu
 from lowtide.garbage import rarely_collected
-from lowtide.ops.calls import Call, call_of, is_number, map_leaves, storage_key, value_of
-from lowtide.optim.joined_optimizers import stepping_as_real
+from lowtide.ops.calls import Call, call_of, value_of
 from lowtide.optim.optimizer_trace import trace_optimizer
 from lowtide.optim.split_check import updates_of
 from lowtide.parallel.sharded_step import shard
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulated_optimizer
 from lowtide.remat import Kept, rule_named, rules_for
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import aot_autograd
+from lowtide.torch_compat.dispatch import is_number, map_leaves, storage_key
 from lowtide.torch_compat.fsdp2 import local
+from lowtide.torch_compat.modules import stepping_as_real
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.failures import refuse_several_graphs, refuse_what_cannot_be_traced
 from lowtide.trace.gradient_strides import LAID_OUT_OTHERWISE, laid_out_otherwise
@@ -258,9 +259,8 @@ def _device(model: nn.Module) -> str:
 
 def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
     notes = []
-    if any(
-        hooks.has_own_checkpoint(node) for segment in analysis.segments for node in segment.joint.graph.nodes
-    ):
+    nodes = (node for segment in analysis.segments for node in segment.joint.graph.nodes)
+    if any(map(aot_autograd.has_own_checkpoint, nodes)):
         notes.append(
             "the model calls torch.utils.checkpoint: its activations are planned like all others, and the "
             "peak without a plan is that of a model without these calls"

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from lowtide.analyze.analysis import Analysis, GraphAnalysis
 from lowtide.facts import UPDATE, Kind, Region
-from lowtide.ops.calls import storage_key
+from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Execution, Trace
 from lowtide.trace.split import split, stands_for
 

@@ -30,13 +30,14 @@ from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
 from lowtide.analyze.uncaptured_facts import add_uncaptured_code
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Kind, Region, Remat
-from lowtide.ops.calls import Call, storage_key, target_name
+from lowtide.ops.calls import Call, target_name
 from lowtide.ops.loss_chunks import extra_logits_bytes, extra_loss_bytes
 from lowtide.ops.random_ops import extra_eager_bytes
 from lowtide.ops.recurrent import extra_inside_bytes, extra_result_bytes
 from lowtide.ops.schema import writes_inputs
 from lowtide.remat import Kept, RematRule, fitting_rules
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import aot_autograd
+from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.failures import refuse_empty_buffers
 from lowtide.trace.segments import Execution, Trace, mutated_inputs
 from lowtide.trace.split import specialise, split, stands_for
@@ -216,7 +217,7 @@ def _add_op(
     analysis: Analysis, state: GraphAnalysis, node: fx.Node, region: Region, *, eager_place: int = 0
 ) -> None:
     name = state.name(node)
-    if hooks.has_inner_graphs(node):
+    if aot_autograd.has_inner_graphs(node):
         raise CaptureError(
             f"'{name}' has graphs of its own inside (torch.cond, torch.while_loop), which cannot be planned: "
             "write it with torch.where, or put @torch._dynamo.disable on the function that calls it"

@@ -12,12 +12,13 @@ from torch import Tensor, fx
 from lowtide.analyze.analysis import Analysis
 from lowtide.analyze.gradient_facts import keep_earlier_gradients
 from lowtide.facts import Kind, Region, Run
-from lowtide.ops.calls import Call, storage_key, target_name
+from lowtide.ops.calls import Call, target_name
 from lowtide.ops.packing import layout_of
 from lowtide.ops.schema import short_name
 from lowtide.optim.optimizer_trace import OptimizerTrace
 from lowtide.optim.split_check import pieces_bytes, split_of
 from lowtide.optim.split_step import PIECE_SIZES
+from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Segment, results_of
 
 SMALL_STEP_BYTES = 16 << 20

@@ -1,22 +1,24 @@
 """Ways to run a model's step, lowtide's and others', that can be switched on and off in one process."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
+from lowtide.ops.direct import direct_function
 from lowtide.plans import Plan
 from lowtide.runtime.compiled_plans import executor_named
 from lowtide.runtime.runner import attach, install, remove, runner_of
-from lowtide.torch_compat import dynamo, hooks
+from lowtide.torch_compat import aot_autograd as aot
+from lowtide.torch_compat import dynamo
+from lowtide.torch_compat.modules import call_model, set_route
 from lowtide.trace.compile_settings import compiled
-from lowtide.trace.model_call import call_model, set_route
 from lowtide.verification.comparison import PlainPlans, planned
 from lowtide.zoo.targets import Target
 
@@ -58,7 +60,7 @@ def switch_for(method: Contender, target: Target) -> Switch:
         case "blocks":
             return _around_blocks(repeated_blocks(model))
         case "partitioner":
-            return _route(model, _compiled(model, hooks.partitioned_by_torch, method.memory_budget))
+            return _route(model, _compiled(model, partitioned_by_torch, method.memory_budget))
         case "inductor":
             eager_random = method.memory_budget is None  # so that results can be eager's
             return _route(model, _compiled(model, _by_inductor(eager_random), method.memory_budget))
@@ -74,7 +76,7 @@ def reference_for(method: Contender, target: Target) -> Switch | None:
     """
     model = target.model
     if method.kind == "partitioner":
-        return _route(model, _compiled(model, hooks.partitioned_by_torch, None))
+        return _route(model, _compiled(model, partitioned_by_torch, None))
     if method.kind == "inductor" and method.memory_budget is not None:
         return _route(model, _compiled(model, _by_inductor(eager_random=False), None))
     if method.kind == "plan":
@@ -118,6 +120,35 @@ def _around_blocks(blocks: list[nn.Module]) -> Switch:
     return Switch(on, off)
 
 
+def partitioned_by_torch(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, memory_budget: float | None
+) -> Callable[..., Any]:
+    """A torch.compile backend that leaves recomputing to torch's own partitioner, for comparison.
+
+    `memory_budget` is `torch._functorch.config.activation_memory_budget`; None recomputes nothing. Ops run
+    eagerly, and values are freed after their last use as in lowtide's own graphs.
+    """
+
+    def compiler(module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
+        return aot.takes_list(direct_function(module))
+
+    partition = (
+        aot.default_partition
+        if memory_budget is None
+        else partial(aot.min_cut_rematerialization_partition, compiler="inductor")
+    )
+    compile_with = aot.aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        decompositions=aot.inductor_decompositions(),
+        partition_fn=partition,
+    )
+    budget = 1.0 if memory_budget is None else memory_budget
+    with aot.functorch_config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
+        compiled_graph: Callable[..., Any] = compile_with(graph, inputs)
+    return compiled_graph
+
+
 def _by_inductor(eager_random: bool) -> Callable[..., Any]:
     from lowtide.torch_compat.inductor import compiled_by_torch
 
@@ -132,7 +163,7 @@ def _compiled(
 
     def route(*args: Any, backend: object = backend, **kwargs: Any) -> Any:
         """`backend` is there since it has to outlive what it compiles."""
-        with hooks.quiet():
+        with dynamo.quiet():
             return call(model, args, kwargs)
 
     return route

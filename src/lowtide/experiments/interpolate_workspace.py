@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lowtide.experiments.interpolate_step import weights
 from lowtide.facts import Action, Run, Step
-from lowtide.ops.calls import Call, map_leaves, signature, storage_key
+from lowtide.ops.calls import Call, signature
 from lowtide.profiling.scaled_costs import Known
-from lowtide.torch_compat.hooks import FakeTensorMode
+from lowtide.torch_compat.dispatch import FakeTensorMode, map_leaves, storage_key
 
 Texts = tuple[str, ...]
 """The signatures of one run's call at the captured sizes."""

@@ -23,7 +23,7 @@ import torch
 
 from lowtide.experiments.contenders import Contender, Switch, reference_for, switch_for
 from lowtide.report.results import Results
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import dynamo
 from lowtide.verification.comparison import Start, record, train
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.verification.measure_step import WARM_UP_STEPS, Timing, time_steps
@@ -182,7 +182,7 @@ def run_trial(
     target = source.load() if isinstance(source, TargetSpec) else source
     try:
         return _run(target, method, timed_runs, steps)
-    except hooks.BackendCompilerFailed as error:
+    except dynamo.BackendCompilerFailed as error:
         # its own text starts with lines that say nothing of what went wrong
         raise error.inner_exception from error
 

@@ -18,7 +18,8 @@ from lowtide.facts.sizes import parse_budget
 from lowtide.plans import Plan
 from lowtide.runtime.compiled_plans import executor_named
 from lowtide.runtime.runner import remove
-from lowtide.trace.model_call import Arguments, call_model, is_compiled, route_of, set_route
+from lowtide.torch_compat.modules import call_model, is_compiled, route_of, set_route
+from lowtide.trace.model_call import Arguments
 from lowtide.units import format_size
 
 logger = logging.getLogger("lowtide")

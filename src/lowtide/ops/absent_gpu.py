@@ -21,6 +21,8 @@ from torch import Tensor, fx
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from lowtide.torch_compat.dynamo import ENTER_AUTOCAST
+
 aten = torch.ops.aten
 _PLAIN = functional.scaled_dot_product_attention
 _HEADS = functional.multi_head_attention_forward
@@ -175,7 +177,7 @@ _IN_FLOAT32 = (
 def use_gpu_autocast(graph: fx.GraphModule) -> None:
     """Let a graph of Dynamo cast as on a GPU wherever autocast is on; preserves all else."""
     for node in graph.graph.nodes:
-        if node.target is torch.amp.autocast_mode._enter_autocast:
+        if node.target is ENTER_AUTOCAST:
             node.args = _entered(*node.args)
         elif node.op in ("call_function", "call_method"):
             otherwise = _OTHERWISE.get(_name(node.target))

@@ -5,11 +5,13 @@ Shortcomings: sizes must be plain ints; a call with symbolic sizes has a signatu
 
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import SymBool, SymFloat, SymInt, Tensor, fx
+from torch import Tensor, fx
+
+from lowtide.torch_compat.dispatch import is_number, iter_tensors, storage_key
 
 Target = Callable[..., Any]
 
@@ -66,34 +68,6 @@ def value_of(node: fx.Node) -> Any:
     return value.node.hint if is_number(value) else value
 
 
-def is_number(value: Any) -> bool:
-    """Whether a captured value is a number that an input of the graph decides."""
-    return isinstance(value, SymInt | SymFloat | SymBool)
-
-
-def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside nested lists, tuples and dicts, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from iter_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from iter_tensors(item)
-
-
-def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with every leaf of its nested lists, tuples and dicts changed."""
-    if isinstance(value, list):
-        return [map_leaves(change, item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(map_leaves(change, item) for item in value)
-    if isinstance(value, dict):
-        return {key: map_leaves(change, item) for key, item in value.items()}
-    return change(value)
-
-
 def target_name(target: Any) -> str:
     """An op's name, the same in every process: `aten.mm.default`, or a function's with its library's.
 
@@ -102,11 +76,6 @@ def target_name(target: Any) -> str:
     if isinstance(target, types.FunctionType | types.BuiltinFunctionType):
         return f"{str(target.__module__).split('.')[0].lstrip('_')}.{target.__qualname__}"
     return _ADDRESS.sub("", str(target))
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Equal for two living tensors exactly when they share a storage; fake tensors included."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def span_elements(tensor: Tensor) -> int:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx import graph_module
-from torch.fx.graph import _BoxedCodeGen
 
-from lowtide.torch_compat.hooks import OpOverload
+from lowtide.torch_compat.aot_autograd import boxed_code, function_from
+from lowtide.torch_compat.dispatch import OpOverload, bare_op
 
 aten = torch.ops.aten
 
@@ -71,8 +70,7 @@ def direct_parts(module: fx.GraphModule) -> Callable[[list[Any]], Iterator[None]
 
 def _written(module: fx.GraphModule, change: Callable[[str], str] = str) -> Callable[..., Any]:
     """The code of a graph, each line of it changed, as a function of its module and of a list of inputs."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    code = module.graph.python_code(root_module="self")
+    code = boxed_code(module.graph)
     names: dict[str, Any] = dict(code.globals)
 
     def call_by_name(match: re.Match[str]) -> str:
@@ -81,11 +79,10 @@ def _written(module: fx.GraphModule, change: Callable[[str], str] = str) -> Call
         return f"{name}("
 
     source = "\n".join(change(line) for line in _OP.sub(call_by_name, code.src).split("\n"))
-    written: Callable[..., Any] = graph_module._forward_from_src(source, names)
-    return written
+    return function_from(source, names)
 
 
 def _direct(op: Any) -> Any:
     if not isinstance(op, OpOverload):
         return op
-    return DIRECT.get(op, op._op)
+    return DIRECT.get(op, bare_op(op))

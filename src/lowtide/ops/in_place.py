@@ -10,7 +10,7 @@ from lowtide.ops.calls import Call
 from lowtide.ops.loss_chunks import loss_gradient, soft_loss_gradient
 from lowtide.ops.packing import layout_of
 from lowtide.ops.random_ops import apply_mask
-from lowtide.torch_compat.hooks import OpOverload
+from lowtide.torch_compat.dispatch import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ def write_over(op: OpOverload, place: int, *args: Any, **kwargs: Any) -> Tensor:
         out = torch.empty_like(out, memory_format=torch.contiguous_format)
     elif layout_of(out) is None:
         out = out.clone()
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     if arguments[0].is_write:
         op(out, *args[1:], **kwargs)
     else:  # the place for the result comes last in a schema

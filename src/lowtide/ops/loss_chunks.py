@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.ops.calls import iter_tensors
 from lowtide.ops.schema import is_backward, is_view_op
-from lowtide.torch_compat.hooks import FakeTensor, graph_is_kept
+from lowtide.torch_compat.autograd_engine import graph_is_kept
+from lowtide.torch_compat.dispatch import FakeTensor, iter_tensors
 
 aten = torch.ops.aten
 

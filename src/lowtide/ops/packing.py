@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lowtide.ops.calls import span_elements
-from lowtide.torch_compat.hooks import FakeTensor, real_tensors
+from lowtide.torch_compat.dispatch import FakeTensor, real_tensors
 
 aten = torch.ops.aten
 

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.ops.calls import is_number
 from lowtide.ops.random_ops import apply_mask
 from lowtide.ops.schema import is_backward, is_view_op, readers
-from lowtide.torch_compat.hooks import FakeTensor
+from lowtide.torch_compat.dispatch import FakeTensor, is_number
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.types import Number
 
-from lowtide.torch_compat.hooks import FakeTensor, OpOverload, real_tensors
+from lowtide.torch_compat.dispatch import FakeTensor, OpOverload, real_tensors
 
 aten = torch.ops.aten
 

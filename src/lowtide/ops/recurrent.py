@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.ops.calls import Call, call_of, signature, storage_key
+from lowtide.ops.calls import Call, call_of, signature
 from lowtide.ops.recurrent_cells import (
     CELLS,
     CELLS_BACKWARD,
@@ -28,7 +28,8 @@ from lowtide.ops.recurrent_cells import (
     recurrent_cells,
     run_layer,
 )
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import dispatch
+from lowtide.torch_compat.dispatch import storage_key
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ def eager_runs_whole(value: torch.Tensor, hidden: Any, params: Any) -> bool:
     """
     tensors = [value, *hidden, *(weight for layer in params for weight in layer)]
     return (
-        hooks.onednn_is_enabled()
+        dispatch.onednn_is_enabled()
         and value.numel() > 0
         and all(tensor.device.type == "cpu" for tensor in tensors)
         and all(tensor.dtype in (torch.float32, torch.bfloat16) for tensor in tensors)
@@ -106,7 +107,7 @@ def real_result_bytes(call: Call, sample: Callable[[Call], tuple[Any, Any]]) -> 
     """Bytes of each result of an op whose fake results cannot be trusted; None for all other ops."""
     if call.target is not recurrent_layer:
         return None
-    with hooks.real_tensors():
+    with dispatch.real_tensors():
         args, kwargs = sample(call)
         return [result.untyped_storage().nbytes() for result in recurrent_layer(*args, **kwargs)]
 
@@ -196,7 +197,7 @@ def _kept_bytes(call: Call, shape: Sequence[int]) -> int:
         blocks[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with hooks.real_tensors(), torch.enable_grad(), casting(autocast, once=True):
+    with dispatch.real_tensors(), torch.enable_grad(), casting(autocast, once=True):
         inputs = [torch.zeros(shape, dtype=value.dtype)]
         inputs += [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in (*hidden, *weights)]
         for tensor in inputs:
@@ -285,7 +286,9 @@ def cell_of(torchs: Callable[..., Any]) -> Callable[..., Any]:
     return trace
 
 
-def recurrent_rules() -> dict[hooks.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+def recurrent_rules() -> dict[
+    dispatch.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]
+]:
     """For each of eager's ops, from torch's way to trace it to ours."""
     padded = {ops[0]: partial(cells_of, kind) for kind, ops in KINDS.items()}
     packed = {ops[1]: partial(packed_cells_of, kind) for kind, ops in KINDS.items()}

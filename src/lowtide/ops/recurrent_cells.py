@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.ops.calls import storage_key
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import dispatch
+from lowtide.torch_compat.dispatch import storage_key
 
 Tensors = list[torch.Tensor]
 
@@ -74,7 +74,7 @@ def recurrent_cells_backward(  # noqa: PLR0917 - an op has no keywords
     one by one; it may be empty.
     """
     states = len(hidden)
-    with hooks.recording():
+    with dispatch.recording():
         inputs = [
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip([value, *hidden, *weights], wanted, strict=True)
@@ -170,7 +170,7 @@ def _result_types(
     """The types of a layer's results, from a real one of one cell of width 1."""
     gates = {"gru": 3, GRU_CELL: 3, "lstm": 4}.get(kind, 1)
     per_direction = 4 if has_biases else 2
-    with hooks.real_tensors(), casting(autocast, once=False):
+    with dispatch.real_tensors(), casting(autocast, once=False):
         tiny = [
             torch.zeros((gates, 1) if weight.dim() == 2 else (gates,), dtype=weight.dtype)
             for weight in weights[:per_direction]

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.ops.calls import Call
-from lowtide.torch_compat.hooks import OpOverload
+from lowtide.torch_compat.dispatch import OpOverload, can_decompose, packet_name, packet_of, schema_of
 
 READS_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 """Ops that give a number or a truth value of Python."""
@@ -24,7 +24,7 @@ COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
 
 def writes_inputs(target: Any) -> bool:
     """Whether an op writes to one of its arguments."""
-    return isinstance(target, OpOverload) and bool(target._schema.is_mutable)
+    return isinstance(target, OpOverload) and bool(schema_of(target).is_mutable)
 
 
 def talks_to_others(target: Any) -> bool:
@@ -34,26 +34,26 @@ def talks_to_others(target: Any) -> bool:
 
 def schema_name(target: Any) -> str:
     """`aten::embedding`; empty for what has no schema."""
-    return str(target._schema.name) if isinstance(target, OpOverload) else ""
+    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""
 
 
 def short_name(target: Any) -> str:
     """`embedding` for an op of any overload."""
-    return str(getattr(target, "_opname", target))
+    return packet_name(target)
 
 
 def may_have_flops(target: Any) -> bool:
     """Whether torch counts flops for an op, or for one that it is made of."""
     if not isinstance(target, OpOverload):
         return False
-    return target._overloadpacket in flop_registry or target._can_decompose()
+    return packet_of(target) in flop_registry or can_decompose(target)
 
 
 def bound_arguments(call: Call) -> tuple[list[str], dict[str, Any]]:
     """Names of a call's positional arguments, and all arguments by name, defaults included."""
     if not isinstance(call.target, OpOverload):
         return [str(index) for index in range(len(call.args))], {}
-    arguments = call.target._schema.arguments
+    arguments = schema_of(call.target).arguments
     names = [argument.name for argument in arguments][: len(call.args)]
     bound = {argument.name: argument.default_value for argument in arguments}
     return names, bound | dict(zip(names, call.args, strict=True)) | call.kwargs
@@ -68,14 +68,14 @@ def is_view_op(target: Any) -> bool:
     """Whether an op's result is another look at one tensor."""
     if not isinstance(target, OpOverload):
         return False
-    schema = target._schema
+    schema = schema_of(target)
     writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments)
     return not writes and bool(schema.returns) and all(ret.alias_info is not None for ret in schema.returns)
 
 
 def argument_names(target: Any) -> list[str]:
     """What the arguments of an op are called, in order."""
-    return [argument.name for argument in target._schema.arguments]
+    return [argument.name for argument in schema_of(target).arguments]
 
 
 def readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

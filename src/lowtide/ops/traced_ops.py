@@ -12,23 +12,19 @@ that rounds otherwise. Here the backward op runs eager's own op again under auto
 Shortcomings: not for `masked_fill_`, which works in place.
 
 Norms of a narrow input with wide weights, as autocast makes them on CPU.
-
-Products of groups of rows, each with a matrix of its own: how experts are called in one op.
 """
 
 import contextlib
 import operator
-import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch import _meta_registrations as registrations
 
-from lowtide.ops.calls import is_number, storage_key
 from lowtide.ops.random_ops import dropout_by_number, dropout_by_number_backward
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import dispatch
+from lowtide.torch_compat.dispatch import is_number, storage_key
 
 aten = torch.ops.aten
 
@@ -36,7 +32,7 @@ aten = torch.ops.aten
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, probability: Any) -> Tensor:
-        with hooks.below_autograd():
+        with dispatch.below_autograd():
             result, mask = dropout_by_number(value, probability)
         ctx.save_for_backward(mask)
         ctx.probability = probability
@@ -52,7 +48,7 @@ class _Power(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, exponent: Any) -> Tensor:
         ctx.save_for_backward(value)
         ctx.exponent = exponent
-        with hooks.below_autograd():
+        with dispatch.below_autograd():
             return aten.pow.Tensor_Scalar(value, exponent)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -67,7 +63,7 @@ class _Lerp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, start: Tensor, end: Tensor, weight: Any) -> Tensor:
         ctx.weight = weight
-        with hooks.below_autograd():
+        with dispatch.below_autograd():
             return aten.lerp.Scalar(start, end, weight)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -81,12 +77,12 @@ def _traced_by_number(function: type[torch.autograd.Function], op: Any) -> Calla
         every = (*args, *named.values())
         if is_number(every[-1]) and every[0].is_floating_point():
             return function.apply(*every)  # type: ignore[no-untyped-call]
-        return op._op_dk(torch._C.DispatchKey.Autograd, *args, **named)
+        return dispatch.with_autograd(op)(*args, **named)
 
     return lambda _torchs: trace
 
 
-def number_rules() -> dict[hooks.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+def number_rules() -> dict[dispatch.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """For each of eager's ops, from torch's way to trace it to ours."""
     ops = {aten.pow.Tensor_Scalar: _Power, aten.lerp.Scalar: _Lerp}
     return {op: _traced_by_number(function, op) for op, function in ops.items()}
@@ -103,7 +99,7 @@ def dropouts_by_number() -> Iterator[None]:
             return _Dropout.apply(value, probability)  # type: ignore[no-untyped-call, no-any-return]
         return plain(value, probability, train)
 
-    with unittest.mock.patch.object(torch._VF, "dropout", dropout, create=True):
+    with dispatch.dropout_called_by(dropout):
         yield
 
 
@@ -125,7 +121,7 @@ def gradients_by_value(  # noqa: PLR0917 - an op has no keywords
 ) -> list[torch.Tensor]:
     """Those gradients of the `tensors` of one of `OPS` that are `wanted`; `numbers` and `dtype` are the rest
     of its arguments."""
-    with hooks.recording():
+    with dispatch.recording():
         inputs = [t.detach().requires_grad_(needed) for t, needed in zip(tensors, wanted, strict=True)]
         result = _run(name, inputs, numbers, dtype)
         leaves = [leaf for leaf, needed in zip(inputs, wanted, strict=True) if needed]
@@ -152,7 +148,7 @@ class _ByValue(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
         ctx.name, ctx.rest = name, (numbers, dtype)
-        with hooks.below_autograd():
+        with dispatch.below_autograd():
             return _run(name, tensors, numbers, dtype)
 
     @staticmethod
@@ -180,7 +176,7 @@ def _traced_by_value(name: str) -> Callable[..., Any]:
     return lambda _torchs: trace
 
 
-def value_rules() -> dict[hooks.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+def value_rules() -> dict[dispatch.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """For each of eager's ops, from torch's way to trace it to ours."""
     return {op: _traced_by_value(name) for name, op in OPS.items()}
 
@@ -223,20 +219,3 @@ def _set_value(node: fx.Node, value: torch.Tensor) -> None:
     for user in node.users:
         if user.target is aten.detach.default:
             _set_value(user, value)
-
-
-TORCHS = registrations._meta_grouped_mm_common
-
-
-@contextlib.contextmanager
-def grouped_products_of_any_type() -> Iterator[None]:
-    """Let torch trace grouped products of all types that eager computes, and not of bfloat16 alone."""
-    with unittest.mock.patch.object(registrations, "_meta_grouped_mm_common", _result):
-        yield
-
-
-def _result(mat_a: torch.Tensor, mat_b: torch.Tensor, **options: Any) -> Any:
-    if options["scale_a"] is not None or mat_a.dtype is torch.bfloat16:
-        return TORCHS(mat_a, mat_b, **options)
-    make: Any = registrations._create_grouped_mm_output_tensor
-    return make(mat_a, mat_b, options["offs"], options["out_dtype"])

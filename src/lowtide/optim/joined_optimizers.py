@@ -3,16 +3,12 @@
 Several optimizers as one, wherever one is expected, and the way in which they step where nobody chose.
 """
 
-import unittest.mock
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lowtide.errors import LowtideError
-from lowtide.torch_compat.hooks import FakeTensor
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -106,17 +102,3 @@ def as_one(optimizer: Any) -> Optimizer | None:
     raise LowtideError(
         f"the optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or a list of them"
     )
-
-
-@contextmanager
-def stepping_as_real(*, on_gpu: bool) -> Iterator[None]:
-    """Let optimizers over fake tensors choose between a loop and `foreach` as over real ones; with `on_gpu`,
-    as over those of a GPU wherever they are. torch looks at the type and the device of parameters."""
-    torch_optimizers: Any = import_module(Optimizer.__module__)
-    devices = [*torch_optimizers._get_foreach_kernels_supported_devices(), *(["cpu"] if on_gpu else [])]
-    with unittest.mock.patch.multiple(
-        torch_optimizers,
-        _foreach_supported_types=[*torch_optimizers._foreach_supported_types, FakeTensor],
-        _get_foreach_kernels_supported_devices=lambda: devices,
-    ):
-        yield

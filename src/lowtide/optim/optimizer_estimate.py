@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 
-from lowtide.ops.calls import iter_tensors, storage_key
 from lowtide.optim.shadow_optimizer import held_tensors
-from lowtide.torch_compat.hooks import FakeTensor, StorageWeakRef, TorchDispatchMode
+from lowtide.torch_compat.dispatch import (
+    FakeTensor,
+    StorageWeakRef,
+    TorchDispatchMode,
+    iter_tensors,
+    storage_key,
+)
 
 Optimizer = torch.optim.Optimizer
 

@@ -14,7 +14,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import CaptureError
-from lowtide.ops.calls import storage_key
 from lowtide.ops.schema import READS_VALUES
 from lowtide.optim.joined_optimizers import each_of
 from lowtide.optim.optimizer_estimate import OptimizerEstimate, estimate
@@ -26,12 +25,13 @@ from lowtide.optim.shadow_optimizer import (
     shadow_of,
     state_tensors,
 )
-from lowtide.torch_compat.hooks import (
+from lowtide.torch_compat.dispatch import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     StorageWeakRef,
     TorchDispatchMode,
+    storage_key,
 )
 
 Optimizer = torch.optim.Optimizer

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.torch_compat.dispatch import FakeTensorMode
 from lowtide.torch_compat.fsdp2 import local
-from lowtide.torch_compat.hooks import FakeTensorMode, forget_step_hooks
+from lowtide.torch_compat.modules import forget_step_hooks
 
 Optimizer = torch.optim.Optimizer
 CONTAINERS = (list, tuple, dict, defaultdict, OrderedDict, set, deque)

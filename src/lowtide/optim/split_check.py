@@ -14,7 +14,7 @@ from lowtide.optim.optimizer_estimate import give_gradients, real_device, seeded
 from lowtide.optim.optimizer_trace import OptimizerTrace, peak_bytes, recorded_bytes
 from lowtide.optim.shadow_optimizer import ShadowOptimizer, fake_like, shadow_of
 from lowtide.optim.split_step import Piece, pieces_of, step_for, step_in_slices, take_step
-from lowtide.torch_compat.hooks import FakeTensorMode
+from lowtide.torch_compat.dispatch import FakeTensorMode
 
 Optimizer = torch.optim.Optimizer
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide.ops.calls import storage_key
 from lowtide.optim.joined_optimizers import Arguments, closure_done, has_arguments
+from lowtide.torch_compat.dispatch import storage_key
+from lowtide.torch_compat.modules import hooks_before_step
 
 Optimizer = torch.optim.Optimizer
 
@@ -167,8 +168,7 @@ class Pieces:
 
     def _is_last(self, optimizer: Optimizer) -> bool:
         """Whether no hook comes after ours that may still change gradients."""
-        *_, last = optimizer._optimizer_step_pre_hooks.values()
-        return bool(last == self._before)
+        return bool(hooks_before_step(optimizer)[-1] == self._before)
 
     def _warn(self) -> None:
         if not self._told:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lowtide.errors import Unsupported
 from lowtide.optim.joined_optimizers import Arguments, closure_done, has_arguments
 from lowtide.optim.split_step import take_step
-from lowtide.torch_compat.hooks import graph_is_kept
+from lowtide.torch_compat.autograd_engine import gradient_hooks, graph_is_kept
+from lowtide.torch_compat.dispatch import tensor_without_memory, torch_function_off
 
 logger = logging.getLogger("lowtide")
 
@@ -41,7 +42,7 @@ class UsedGradient(Tensor):
     def of(parameter: Tensor, like: Tensor | None = None) -> "UsedGradient":
         """One for a parameter; of the type and on the device of `like`, if that is given."""
         like = parameter if like is None else like
-        made: UsedGradient = Tensor._make_wrapper_subclass(
+        made: UsedGradient = tensor_without_memory(
             UsedGradient,
             parameter.shape,
             strides=parameter.stride(),
@@ -57,7 +58,7 @@ class UsedGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         if name in HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_function_off():
                 return func(*args, **(kwargs or {}))
         if name in ZEROING:
             for gradient in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
@@ -258,8 +259,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _has_hooks(parameter: Tensor) -> bool:
     """Whether somebody else waits for a parameter's gradient."""
-    own, after = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    hooks = [*(own or {}).values(), *(after or {}).values()]
+    hooks = gradient_hooks(parameter)
     return any(not str(getattr(hook, "__module__", "")).startswith("lowtide.") for hook in hooks)
 
 

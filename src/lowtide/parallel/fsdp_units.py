@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lowtide.torch_compat import dynamo, fsdp2
+from lowtide.torch_compat.modules import ROUTE, call_model, own_call
 from lowtide.trace.compile_settings import compiled
-from lowtide.trace.model_call import call_model
 
 Watch = Callable[[int, bool, Any], None]
 """Told of every unit's call by its number, before (True) with its arguments and after it (False) with its
@@ -71,7 +71,7 @@ class CompiledUnits:
     def _routed(self, unit: nn.Module, number: int | None) -> Iterator[None]:
         """Let a unit's call run without torch.compile, but its forward through graphs."""
         attributes = vars(unit)
-        names = ("forward", "_compiled_call_impl")
+        names = ("forward", ROUTE)
         before = {name: attributes[name] for name in names if name in attributes}
         forward = self._compiled_forward(unit)
 
@@ -84,7 +84,7 @@ class CompiledUnits:
             return result
 
         attributes["forward"] = call
-        attributes["_compiled_call_impl"] = torch.compiler.disable(unit._call_impl)  # type: ignore[no-untyped-call]
+        attributes[ROUTE] = torch.compiler.disable(own_call(unit))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

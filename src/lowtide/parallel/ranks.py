@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowtide.errors import LowtideError, RankError
 from lowtide.facts import Step
 from lowtide.planning.schedules import with_buckets
-from lowtide.torch_compat import ddp, fsdp2, hooks
+from lowtide.torch_compat import ddp, dispatch, fsdp2
 from lowtide.units import format_size
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def counting_buckets(step: Step, model: nn.Module, ranks: Ranks | None) -> Step:
     buckets, why = ddp.Buckets(), ""
     if isinstance(model, DistributedDataParallel):
         buckets = ddp.buckets_of(model)
-    elif ranks is not None and not any(hooks.is_wrapper(parameter) for parameter in model.parameters()):
+    elif ranks is not None and not any(dispatch.is_wrapper(parameter) for parameter in model.parameters()):
         buckets = ddp.future_buckets(model)
         why = (
             f": this is one of {ranks.size} processes. Plan the wrapped model to have its options counted, "

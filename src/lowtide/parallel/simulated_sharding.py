@@ -11,7 +11,7 @@ from lowtide.errors import LowtideError
 from lowtide.facts.sharding import Part, Sharding, Unit
 from lowtide.optim.shadow_optimizer import shadow_of
 from lowtide.torch_compat import fsdp2
-from lowtide.torch_compat.hooks import FakeTensorMode
+from lowtide.torch_compat.dispatch import FakeTensorMode
 
 SHARDS = ("fsdp2",)
 

@@ -17,7 +17,7 @@ from lowtide.profiling.real_strides import real_values
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.scaled_costs import Known
 from lowtide.profiling.time_limit import hurry_now
-from lowtide.torch_compat.hooks import real_tensors
+from lowtide.torch_compat.dispatch import real_tensors
 from lowtide.trace.compile_settings import one_at_a_time
 
 __all__ = ["MEMORY_LIMIT_BYTES", "Known", "estimate_costs", "measure_costs", "measure_insides"]

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.ops.calls import Call, span_elements, storage_key
+from lowtide.ops.calls import Call, span_elements
 from lowtide.ops.recurrent import valid_batch_sizes, with_forward_results
 from lowtide.ops.schema import bound_arguments, schema_name
+from lowtide.torch_compat.dispatch import storage_key
 
 
 @dataclass(frozen=True, slots=True)

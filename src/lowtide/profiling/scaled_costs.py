@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lowtide.facts import Run
-from lowtide.ops.calls import Call, OpCost, map_leaves, signature
+from lowtide.ops.calls import Call, OpCost, signature
 from lowtide.profiling.op_costs import cost_by_bytes
 from lowtide.profiling.work import Work, work_making
+from lowtide.torch_compat.dispatch import map_leaves
 
 Made = tuple[int, ...]
 """Bytes of each block that a call makes."""

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.ops.calls import Call, map_leaves, storage_key
+from lowtide.ops.calls import Call
 from lowtide.profiling.work import Work, fake_tensor, work_of
+from lowtide.torch_compat.dispatch import map_leaves, storage_key
 
 _MOST_REDUCTIONS = 3
 

@@ -17,10 +17,10 @@ from torch import fx
 
 from lowtide.analyze.captured_step import Captured
 from lowtide.facts import Run, Step
-from lowtide.ops.calls import iter_tensors, storage_key
 from lowtide.planning.simulate import eager_runs, walked
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, Known, measure_costs
 from lowtide.profiling.devices import OpTiming, device_for, rest_after, typical_seconds
+from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.segments import Segment
 from lowtide.trace.split import tangent_outputs

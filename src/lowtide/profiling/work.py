@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.ops.calls import Call, iter_tensors, signature, storage_key, storages_bytes
+from lowtide.ops.calls import Call, signature, storages_bytes
 from lowtide.ops.schema import may_have_flops
-from lowtide.ops.traced_ops import grouped_products_of_any_type
 from lowtide.profiling.samples import make_sample
-from lowtide.torch_compat.hooks import FakeTensorMode, unlogged
+from lowtide.torch_compat.dispatch import (
+    FakeTensorMode,
+    grouped_products_of_any_type,
+    iter_tensors,
+    storage_key,
+)
+from lowtide.torch_compat.dynamo import unlogged
 
 
 class _NoModules:

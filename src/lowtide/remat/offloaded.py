@@ -7,9 +7,10 @@ from torch import Tensor, fx
 
 from lowtide.facts import Action
 from lowtide.offload import arrived, begin_to_leave, fetch, leave
-from lowtide.ops.calls import Call, iter_tensors, storage_key
+from lowtide.ops.calls import Call
 from lowtide.ops.schema import read_in_backward
 from lowtide.remat.rule import Blocks, Kept, RematRule
+from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 
 SMALLEST_BYTES = 64 << 10
 """Smaller values are not worth a transfer of their own."""

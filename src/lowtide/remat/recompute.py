@@ -14,7 +14,7 @@ from lowtide.ops.recurrent_cells import CELLS
 from lowtide.ops.schema import talks_to_others, writes_inputs
 from lowtide.remat import batch_norm
 from lowtide.remat.rule import Kept, RematRule
-from lowtide.torch_compat.hooks import OpOverload
+from lowtide.torch_compat.dispatch import OpOverload
 
 REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
 """Ops of these are known to give the same result twice."""

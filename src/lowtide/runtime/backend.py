@@ -18,8 +18,8 @@ from lowtide.runtime.executor import EAGER_OPS, Executor, ExecutorInParts, Funct
 from lowtide.runtime.gradient_handover import GradientGates, gated, gates_of
 from lowtide.runtime.loop_observer import KeptGraphs, LiveLoss, LiveOutputs, LoopWatch
 from lowtide.runtime.rewrite import Rewritten, forward_only, rewrite
-from lowtide.torch_compat import ddp, hooks
-from lowtide.torch_compat.aot_patches import Orders
+from lowtide.torch_compat import aot_autograd, ddp, dynamo
+from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.trace.graph_key import key_of
 from lowtide.trace.segments import Origin, Segment, TracedGraph, has_gradients, new_segment
 
@@ -122,9 +122,9 @@ class Backend:
         key = key_of(graph)
         if key is not None and key in self._compiled:
             return self._compiled[key]
-        self.progress.is_whole = hooks.reaches_the_end(graph)
+        self.progress.is_whole = dynamo.reaches_the_end(graph)
         origins = self.origins(graph)
-        casts_once = hooks.casts_weights_once(graph)
+        casts_once = dynamo.casts_weights_once(graph)
         planned: _PlannedGraph | None = None
 
         def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
@@ -133,25 +133,25 @@ class Backend:
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             planned = self._planned(segment)
             self._list(planned)
-            return planned.rewritten.forward, hooks.backward_stub(joint, planned.gradients)
+            return planned.rewritten.forward, aot_autograd.backward_stub(joint, planned.gradients)
 
         # torch keeps these functions longer than the model lives: they must not know `self`
         executor, progress = self.executor, self.progress
 
         def forward(_module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             assert planned is not None
-            return hooks.takes_list(planned.forward(args))
+            return aot_autograd.takes_list(planned.forward(args))
 
         def backward(_module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
             assert planned is not None
-            return hooks.takes_list(planned.backward())
+            return aot_autograd.takes_list(planned.backward())
 
         def inference(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             alone = forward_only(new_segment(module, origins, num_forward_outputs=None))
-            return hooks.takes_list(_forward(executor(alone, args, is_backward=False), progress))
+            return aot_autograd.takes_list(_forward(executor(alone, args, is_backward=False), progress))
 
-        with hooks.quiet():
-            compiled = hooks.compile_graph(
+        with dynamo.quiet():
+            compiled = aot_autograd.compile_graph(
                 graph,
                 inputs,
                 partition=partition,
@@ -162,7 +162,7 @@ class Backend:
             )
         if planned is not None:
             compiled = planned.called_by_dynamo(compiled)
-        if key is not None and not hooks.is_guarded_by_aot():
+        if key is not None and not aot_autograd.is_guarded_by_aot():
             self._remember(key, compiled)
         return compiled
 

@@ -11,7 +11,7 @@ from lowtide.errors import Unsupported
 from lowtide.runtime.executor import Executor, ExecutorInParts, Parts
 from lowtide.runtime.gradient_handover import GradientGates, waiting_chain, with_handovers
 from lowtide.runtime.rewrite import Rewritten, plain_schedule, rewrite
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.autograd_engine import silence_hooks
 from lowtide.trace.segments import Segment
 from lowtide.trace.split import drop_zeros
@@ -133,7 +133,7 @@ class Backward:
         source = self.rewritten.backward
         graph = fx.Graph()
         graph.output(graph.graph_copy(source.graph, {}))
-        module = hooks.graph_module(source, graph)
+        module = aot_autograd.graph_module(source, graph)
         inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
         by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
         drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})

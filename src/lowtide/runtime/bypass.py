@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.runtime.backend import Progress
-from lowtide.trace.model_call import route_of
+from lowtide.torch_compat.modules import route_of
 
 logger = logging.getLogger("lowtide")
 

@@ -22,7 +22,7 @@ from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime.backend import Backend, GraphPlan
 from lowtide.runtime.compiled_plans import InductorOps, executor_named, solve_compiled
 from lowtide.runtime.unplanned_steps import step_of
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import dynamo
 from lowtide.trace.segments import Origin, Segment
 
 OPTIONS = {
@@ -85,7 +85,7 @@ def _is_symbolic(value: Any) -> bool:
 def _origins(graph: fx.GraphModule) -> list[Origin]:
     names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
     origins = []
-    for name, example in zip(names, hooks.graph_inputs(graph), strict=True):
+    for name, example in zip(names, dynamo.graph_inputs(graph), strict=True):
         if example is not None and example.grad_fn is not None:
             raise Unsupported(
                 "this model breaks into several graphs, and a backend plans each alone, so no budget can be "

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lowtide.ops.direct import hand_over
-from lowtide.torch_compat import autograd_engine, hooks
+from lowtide.torch_compat import aot_autograd, autograd_engine
 from lowtide.trace.segments import Segment, mutated_inputs, results_of
 from lowtide.trace.split import split
 
@@ -160,7 +160,7 @@ def waiting_chain(gates: GradientGates) -> Chain | None:
     ]
     own = [node for node in nodes if node.chain.gates is gates]
     # an input can have come through the gates of an earlier call
-    return max(own, key=hooks.order_of).chain if own else None
+    return max(own, key=autograd_engine.creation_order).chain if own else None
 
 
 def with_handovers(backward: fx.GraphModule, groups: Groups) -> fx.GraphModule:
@@ -184,4 +184,4 @@ def with_handovers(backward: fx.GraphModule, groups: Groups) -> fx.GraphModule:
             last = graph.call_function(hand_over, (box, *gradients))
         position[last] = position[latest]
     graph.output([])
-    return hooks.graph_module(backward, graph)
+    return aot_autograd.graph_module(backward, graph)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.ops.calls import iter_tensors, storage_key
-from lowtide.torch_compat import autograd_engine, hooks
-from lowtide.torch_compat.aot_patches import in_another_order, order_of
+from lowtide.torch_compat import autograd_engine, dispatch
+from lowtide.torch_compat.aot_autograd import in_another_order, order_of
+from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 from lowtide.trace.gradient_strides import LAID_OUT_OTHERWISE
 from lowtide.trace.model_call import tensors_in
 from lowtide.units import format_size
@@ -135,7 +135,7 @@ class LiveLoss(NamedTuple):
     batch_bytes: int = 0
 
 
-class LoopWatch(hooks.TorchDispatchMode):
+class LoopWatch(dispatch.TorchDispatchMode):
     """Counts the bytes that ops make while it is on. Changes no result; never on beside another such mode.
 
     autograd, inference mode and others give back the modes that were there when they began: a watch is
@@ -144,7 +144,7 @@ class LoopWatch(hooks.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._live: dict[int, tuple[int, hooks.StorageWeakRef]] = {}
+        self._live: dict[int, tuple[int, dispatch.StorageWeakRef]] = {}
         self._peak_bytes = 0
         self._is_on = False
         self.surroundings = ""
@@ -157,9 +157,9 @@ class LoopWatch(hooks.TorchDispatchMode):
     def begin(self) -> bool:
         """Watch from now on; False where another mode is on, which would be mixed up with this one."""
         leave()
-        if hooks.active_modes():
+        if dispatch.active_modes():
             return False
-        self.surroundings = hooks.dispatch_state()
+        self.surroundings = dispatch.dispatch_state()
         self.__enter__()  # type: ignore[no-untyped-call]
         self._is_on = True
         return True
@@ -180,7 +180,7 @@ class LoopWatch(hooks.TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        reference = hooks.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        reference = dispatch.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._live[storage_key(tensor)] = (storage.nbytes(), reference)
         self._peak_bytes = max(self._peak_bytes, self._live_bytes())
 
@@ -191,10 +191,10 @@ class LoopWatch(hooks.TorchDispatchMode):
 
 def leave() -> None:
     """Take a watch of an earlier step away."""
-    modes = hooks.active_modes()
-    if modes and isinstance(modes[-1], LoopWatch) and modes[-1].surroundings == hooks.dispatch_state():
+    modes = dispatch.active_modes()
+    if modes and isinstance(modes[-1], LoopWatch) and modes[-1].surroundings == dispatch.dispatch_state():
         modes[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not isinstance(tensor, hooks.FakeTensor)
+    return tensor.layout is torch.strided and not isinstance(tensor, dispatch.FakeTensor)

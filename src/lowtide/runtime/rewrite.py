@@ -18,10 +18,11 @@ from torch import fx
 from lowtide.analyze.backward_facts import overwrites
 from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
 from lowtide.facts import GraphRun
-from lowtide.ops.calls import Call, is_number, map_leaves, storage_key
+from lowtide.ops.calls import Call
 from lowtide.optim.step_in_backward import Updates, update_parameter
 from lowtide.remat import Kept, rule_named
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import aot_autograd
+from lowtide.torch_compat.dispatch import is_number, map_leaves, storage_key
 from lowtide.trace.segments import Segment, results_of
 from lowtide.trace.split import split, tangent_outputs
 
@@ -361,4 +362,4 @@ def _possible(target: Any) -> Any:
 
 def _module(segment: Segment, graph: fx.Graph) -> fx.GraphModule:
     graph.lint()
-    return hooks.graph_module(segment.joint, graph)
+    return aot_autograd.graph_module(segment.joint, graph)

@@ -27,12 +27,13 @@ from lowtide.runtime.bypass import mark, unmark
 from lowtide.runtime.executor import EAGER_OPS, Executor
 from lowtide.runtime.loop_observer import LayoutWatch, LiveLoss, LoopWatch, leave
 from lowtide.runtime.notices import Notices, PendingCall, ran_without_plan
-from lowtide.torch_compat import ddp, dynamo, hooks
-from lowtide.torch_compat.first_calls import make_first_calls
+from lowtide.torch_compat import ddp, dynamo
+from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.torch_compat.modules import call_model, route_of, set_route
 from lowtide.trace import failures
 from lowtide.trace.identity import layouts
-from lowtide.trace.model_call import call_model, entrance, route_of, set_route, tensors_in
+from lowtide.trace.model_call import entrance, tensors_in
 from lowtide.trace.segments import Origin, Segment, TracedModel, describe_inputs, name_tensors
 
 logger = logging.getLogger("lowtide")
@@ -161,7 +162,7 @@ class Runner:
             output = self._call_planned(args, kwargs)
             if not self.backend.progress.graphs_in_call:
                 raise ran_without_plan(next(iter(dynamo.graph_breaks() - breaks), "it gives no reason"))
-        except hooks.TorchDynamoException as error:
+        except dynamo.TorchDynamoException as error:
             self.compiled.look_again()
             self._raise_as_eager(error)
         except BaseException:
@@ -300,7 +301,7 @@ class Runner:
             replace(origin, kind=Kind.OTHER)
             if value is not None and value.grad_fn is not None and id(value) not in batch
             else origin
-            for origin, value in zip(origins, hooks.graph_inputs(graph), strict=True)
+            for origin, value in zip(origins, dynamo.graph_inputs(graph), strict=True)
         ]
 
 

@@ -15,8 +15,8 @@ from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage, TransferSpeed
 from lowtide.planning.schedules import batch_bytes, with_buckets
 from lowtide.profiling.costing import Known, estimate_costs, measure_costs
-from lowtide.torch_compat import hooks
-from lowtide.torch_compat.aot_patches import Orders
+from lowtide.torch_compat import dispatch
+from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.model_call import Loop
 from lowtide.trace.segments import Execution, Segment, Trace, mutated_inputs
@@ -60,7 +60,7 @@ def step_of(
         given=frozenset((0, output) for output in tangents - missing),
         num_in_model=1,
     )
-    with hooks.real_tensors():  # torch may be tracing
+    with dispatch.real_tensors():  # torch may be tracing
         accumulate = bool(reserve.earlier_gradient_bytes)
         analysis = analyze_graphs(traced, accumulate=accumulate, updates=updates, offload=link is not None)
         captured = captured_step(analysis, traced, model, optimizer=optimizer, offload=link is not None)

@@ -1,11 +1,6 @@
-"""What autograd's engine is doing right now.
+"""Autograd's engine: the backward pass that runs now, its nodes, autocast, and hooks of parameters."""
 
-Hooks of parameters stay silent where no gradient came.
-
-A graph is one node of autograd with an edge to each of its parameters, also to those that the loss does not
-reach this time. Eager has no such edge and calls none of their hooks; here autograd calls them with None.
-"""
-
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
@@ -21,8 +16,36 @@ def nodes_after_this() -> list[Any]:
 
 
 def graph_is_kept() -> bool:
-    """Asked from inside of a backward pass: whether another one may follow (`retain_graph`, say)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    """Whether the backward pass that runs now leaves its saved values for another one (`retain_graph`)."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def creation_order(node: Any) -> int:
+    """A number that is larger for those of autograd's nodes that were made later."""
+    return int(node._sequence_nr())
+
+
+def is_compiled(node: Any) -> bool:
+    """Whether a node of autograd is the backward pass of a compiled graph."""
+    return "CompiledFunction" in type(node).__name__
+
+
+def is_leaf_node(node: Any) -> bool:
+    """Whether a node of autograd adds to the `.grad` of a tensor, its `variable`."""
+    return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
+SAVED = "_saved_"
+"""How autograd's own nodes name what they save; a `torch.autograd.Function` has `saved_tensors`."""
+
+
+def saved_values(node: Any) -> Iterator[Any]:
+    """The values that a node of autograd saves for its backward; none that were freed or changed in place."""
+    for name in dir(node):
+        if name.startswith(SAVED) or name == "saved_tensors":
+            with contextlib.suppress(RuntimeError):
+                yield getattr(node, name)
 
 
 def autocast_is_on() -> bool:
@@ -76,35 +99,43 @@ def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None
 Hook = Callable[[Any], Any]
 
 
-class _WithGradient:
-    """A hook of a gradient."""
+class _Silent:
+    """A hook of a parameter that is called only where there is a gradient."""
 
-    def __init__(self, hook: Hook) -> None:
-        self.hook = hook
+    def __init__(self, hook: Hook, *, has_gradient: Callable[[Any], bool]) -> None:
+        self.hook, self.has_gradient = hook, has_gradient
 
-    def __call__(self, gradient: Tensor | None) -> Any:
-        return None if gradient is None else self.hook(gradient)
-
-
-class _AfterGradient:
-    """A hook of a parameter whose gradient was added."""
-
-    def __init__(self, hook: Hook) -> None:
-        self.hook = hook
-
-    def __call__(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.hook(parameter)
+    def __call__(self, given: Any) -> Any:
+        return self.hook(given) if self.has_gradient(given) else None
 
 
 def silence_hooks() -> None:
     """Called inside of a backward pass that gives some parameters no gradient: their hooks are not called.
 
+    A graph is one node of autograd with an edge to each of its parameters, also to those that the loss
+    does not reach. Eager has no such edge and calls no hook; autograd would call the hooks with None here.
     One that is called after a gradient was added still is where the parameter has one of an earlier pass.
     """
     for parameter in _parameters(nodes_after_this(), set()):
-        _wrap(parameter._backward_hooks, _WithGradient)
-        _wrap(getattr(parameter, "_post_accumulate_grad_hooks", None), _AfterGradient)
+        of_gradient, after_gradient = _hooks(parameter)
+        _silence(of_gradient, has_gradient=lambda gradient: gradient is not None)
+        _silence(after_gradient, has_gradient=lambda parameter: parameter.grad is not None)
+
+
+def _silence(hooks: MutableMapping[int, Hook], *, has_gradient: Callable[[Any], bool]) -> None:
+    for key, hook in hooks.items():
+        if not isinstance(hook, _Silent):
+            hooks[key] = _Silent(hook, has_gradient=has_gradient)
+
+
+def gradient_hooks(parameter: Tensor) -> list[Hook]:
+    """All hooks that wait for a parameter's gradient."""
+    return [hook for hooks in _hooks(parameter) for hook in hooks.values()]
+
+
+def _hooks(parameter: Tensor) -> tuple[MutableMapping[int, Hook], MutableMapping[int, Hook]]:
+    """Hooks of the gradient, and hooks after it was added."""
+    return parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 def _parameters(nodes: list[Any], seen: set[Any]) -> Iterator[Any]:
@@ -117,9 +148,3 @@ def _parameters(nodes: list[Any], seen: set[Any]) -> Iterator[Any]:
             yield node.variable
         elif hasattr(node, "chain"):
             yield from _parameters([after for after, _ in node.next_functions], seen)
-
-
-def _wrap(hooks: MutableMapping[int, Hook] | None, kind: type[_WithGradient] | type[_AfterGradient]) -> None:
-    for key, hook in (hooks or {}).items():
-        if not isinstance(hook, kind):
-            hooks[key] = kind(hook)  # type: ignore[index]

@@ -27,7 +27,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from lowtide.ops.calls import is_number, iter_tensors
+from lowtide.torch_compat.dispatch import is_number, iter_tensors
 
 _first: weakref.WeakKeyDictionary[CodeType, dict[str, int | float]] = weakref.WeakKeyDictionary()
 """The first value of every number that a function was traced with, by where it is found."""

@@ -1,16 +1,21 @@
 """Dynamo's private names: compile a function with settings of our own, and what torch gave up on.
 
-Like `hooks`, one of the few files to read when torch changes.
+- `Compiled`: a function that Dynamo traces, under settings that hold only meanwhile
+- `graph_inputs`, `reaches_the_end`, `casts_weights_once`: what a Dynamo graph says about itself
+- `quiet`, `unlogged`: torch's log lines stay off the user's screen
 """
 
 import contextlib
 import gc
+import logging
 import re
 import sys
+import threading
 import time
 import traceback
 import types
 import unittest.mock
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +33,10 @@ from torch._C._dynamo.eval_frame import (
     reset_code,
     set_code_exec_strategy,
 )
-from torch._decomp import decompositions
 from torch._dynamo import convert_frame, trace_rules, utils
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizeContext
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import ConstantVariable
@@ -40,9 +45,15 @@ from torch._dynamo.variables.builder import VariableBuilder
 from lowtide.errors import LowtideError
 from lowtide.torch_compat.changing_numbers import compiled_with_numbers
 
+__all__ = ["BackendCompilerFailed", "InternalTorchDynamoError", "TorchDynamoException", "compile_lock"]
+
 # Every batch shape is a graph of its own. Of each function this many are kept, the last ones that were used.
 GRAPHS_PER_FUNCTION = 256
 
+
+STRUCTURED_TRACE = "torch.__trace"
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+"""The function that a Dynamo graph calls where a block of autocast begins."""
 
 TRACED_TOO = ("ao/quantization",)
 """Folders of torch that Dynamo would not look into, though it can: fake quantizers and their observers."""
@@ -286,27 +297,6 @@ def _seen_codes() -> list[types.CodeType]:
     return [code for code in seen if code is not None]
 
 
-@contextlib.contextmanager
-def recurrent_layers_traced_by(
-    layers: Callable[..., Any], *, runs_whole: Callable[..., bool]
-) -> Iterator[None]:
-    """Let torch trace the layers of an RNN through `layers` instead of its own decomposition, and a layer of
-    an LSTM as one op where `runs_whole(input, hidden, params)`."""
-
-    def choose(value: Any, hidden: Any, params: Any) -> Callable[..., Any]:
-        whole = runs_whole(value, hidden, params)
-        chosen: Callable[..., Any] = (
-            decompositions.mkldnn_one_layer_lstm if whole else decompositions.one_layer_lstm
-        )
-        return chosen
-
-    with (
-        unittest.mock.patch.object(decompositions, "_rnn_helper", layers),
-        unittest.mock.patch.object(decompositions, "select_one_layer_lstm_function", choose),
-    ):
-        yield
-
-
 def graph_breaks() -> Counter[str]:
     """How often torch.compile gave up on something in this process, by reason, each in one line."""
     found: Counter[str] = Counter()
@@ -346,3 +336,62 @@ def user_errors() -> Iterator[None]:
         if isinstance(inner, LowtideError | StartOver):
             raise inner from None
         raise
+
+
+def casts_weights_once(graph: fx.GraphModule) -> bool:
+    """Whether eager PyTorch would cast a weight once for all of a Dynamo graph: autocast remembers its casts
+    until the outermost block ends. Asked while the graph is compiled, in the caller's own setting."""
+    if not torch.is_autocast_cache_enabled():
+        return False
+    blocks = graph.graph.find_nodes(op="call_function", target=ENTER_AUTOCAST)
+    return torch._C._is_any_autocast_enabled() or len(blocks) == 1
+
+
+def reaches_the_end(graph: fx.GraphModule) -> bool:
+    """Whether a Dynamo graph goes to the end of the function that is traced, and not to a graph break."""
+    return not graph.compile_subgraph_reason.graph_break  # type: ignore[union-attr]
+
+
+def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor | None]:
+    """The user's own tensor behind each input of a Dynamo graph; None where it is not a tensor."""
+    examples = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        example = None if argument is None else argument.example
+        examples.append(example if isinstance(example, torch.Tensor) else None)
+    return examples
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch's own warnings and log lines about tracing off the user's screen."""
+    with unlogged(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep torch's log lines off the screen, but not warnings, which may be the user's own.
+
+    Only those of this thread: another one may be compiling something of the user's. What torch logs as
+    an error, it also raises. Its structured trace goes to a file, if anywhere, and must not be kept from
+    finding out: as long as it does not know that nobody wants a record, it makes all of them.
+    """
+    thread = threading.get_ident()
+
+    def is_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    loggers = [
+        logger
+        for name, logger in list(logging.Logger.manager.loggerDict.items())
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch" and name != STRUCTURED_TRACE
+    ]
+    for logger in loggers:
+        logger.addFilter(is_others)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_others)

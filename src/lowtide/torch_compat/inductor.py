@@ -36,16 +36,18 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowtide.errors import LowtideError
-from lowtide.ops.calls import iter_tensors, map_leaves, storage_key
-from lowtide.torch_compat.hooks import (
+from lowtide.torch_compat.aot_autograd import graph_module
+from lowtide.torch_compat.dispatch import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     StorageWeakRef,
     TorchDispatchMode,
-    graph_module,
-    quiet,
+    iter_tensors,
+    map_leaves,
+    storage_key,
 )
+from lowtide.torch_compat.dynamo import quiet
 
 SETTINGS = {
     "fallback_random": True,

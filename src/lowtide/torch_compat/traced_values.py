@@ -23,8 +23,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowtide.ops.calls import storage_key
-from lowtide.torch_compat.hooks import real_tensors
+from lowtide.torch_compat.dispatch import real_tensors, storage_key
 
 MAX_VALUES = 16
 """Of one place in the code; where there are more, the value is one that changes with every batch."""

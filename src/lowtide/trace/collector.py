@@ -17,10 +17,11 @@ from lowtide.facts import Kind, Region
 from lowtide.facts.gpus import Gpu
 from lowtide.facts.sharding import Passage
 from lowtide.ops.absent_gpu import use_gpu_attention, use_gpu_autocast
-from lowtide.ops.calls import call_of, iter_tensors, storage_key, value_of
+from lowtide.ops.calls import call_of, value_of
 from lowtide.ops.random_ops import draw_high
-from lowtide.torch_compat import hooks
-from lowtide.torch_compat.aot_patches import Orders
+from lowtide.torch_compat import aot_autograd, dispatch, dynamo
+from lowtide.torch_compat.aot_autograd import Orders
+from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 from lowtide.trace.graph_key import key_of
 from lowtide.trace.model_call import tensors_in
 from lowtide.trace.segments import (
@@ -80,7 +81,7 @@ class Collector:
         """the last graph with a backward pass that reaches to the end of what is traced"""
         self._made: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
-        self._mode: hooks.FakeTensorMode | None = None
+        self._mode: dispatch.FakeTensorMode | None = None
         self._waiting: dict[int, list[int]] = {}
         """executions whose backward pass has not come yet, by segment"""
 
@@ -88,12 +89,12 @@ class Collector:
         identity = id if self.outside is None else storage_key
         named = name_tensors(self.model, self.batch)
         origins = describe_inputs(graph, named, stranger=Kind.OTHER, identity=identity)
-        self._keep(hooks.graph_inputs(graph))
+        self._keep(dynamo.graph_inputs(graph))
         if self.gpu is not None:
             use_gpu_attention(graph, has_flash=self.gpu.has_flash)
             use_gpu_autocast(graph)
-        casts_once = hooks.casts_weights_once(graph)
-        is_whole, key = hooks.reaches_the_end(graph), key_of(graph)
+        casts_once = dynamo.casts_weights_once(graph)
+        is_whole, key = dynamo.reaches_the_end(graph), key_of(graph)
         segment: Segment | None = None
         traced: TracedGraph | None = None
 
@@ -103,7 +104,7 @@ class Collector:
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             self.segments.append(segment)
             gradients = has_gradients(joint, outputs)
-            return _forward_alone(segment), hooks.backward_stub(joint, gradients)
+            return _forward_alone(segment), aot_autograd.backward_stub(joint, gradients)
 
         def forward(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
             nonlocal traced
@@ -120,18 +121,18 @@ class Collector:
             def run(values: list[Any]) -> Any:
                 return traced.forward(values)
 
-            return hooks.takes_list(run)
+            return aot_autograd.takes_list(run)
 
         def backward(_module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
             assert traced is not None
-            return hooks.takes_list(traced.backward())
+            return aot_autograd.takes_list(traced.backward())
 
         def inference(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
             alone = new_segment(module, origins, num_forward_outputs=None)
             self.segments.append(alone)
-            return hooks.takes_list(self._runner(module, alone))
+            return aot_autograd.takes_list(self._runner(module, alone))
 
-        compiled_graph = hooks.compile_graph(
+        compiled_graph = aot_autograd.compile_graph(
             graph,
             inputs,
             partition=partition,
@@ -143,7 +144,7 @@ class Collector:
         if traced is None:
             return compiled_graph
         traced.compiled = compiled_graph
-        traced.key = None if hooks.is_guarded_by_aot() else key
+        traced.key = None if aot_autograd.is_guarded_by_aot() else key
         return traced.run
 
     def _runner(self, module: fx.GraphModule, segment: Segment) -> Function:
@@ -202,7 +203,7 @@ class Collector:
             self._alive.append(values)
         else:  # nor another storage that of theirs
             storages = [tensor.untyped_storage() for tensor in iter_tensors(list(values))]
-            self._alive += [hooks.StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
+            self._alive += [dispatch.StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
 
     def _looking_away(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.outside is None else self.outside.inside_of_graph()
@@ -266,7 +267,7 @@ class Collector:
 
     def _fake(self, value: Any) -> Any:
         """A new fake tensor like this one: all of them of one mode, since eager's ops take no others."""
-        if not isinstance(value, hooks.FakeTensor):
+        if not isinstance(value, dispatch.FakeTensor):
             return value
         self._mode = self._mode or value.fake_mode
         with self._mode:
@@ -328,7 +329,7 @@ def _returned(node: fx.Node) -> Any:
     if node.target is torch.ops.aten.scalar_tensor.default:
         made = call_of(node)
         if not isinstance(made.args[0], torch.Tensor):
-            with hooks.real_tensors():
+            with dispatch.real_tensors():
                 return made.target(*made.args, **made.kwargs)
     return value_of(node)
 
@@ -346,7 +347,7 @@ def _forward_alone(segment: Segment) -> fx.GraphModule:
     outputs = results[: segment.num_forward_outputs]
     graph.output([new[value] if isinstance(value, fx.Node) else value for value in outputs])
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
-    return hooks.graph_module(segment.joint, graph)
+    return aot_autograd.graph_module(segment.joint, graph)
 
 
 def peak_bytes(graph: fx.Graph) -> int:

@@ -10,14 +10,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from torch._dynamo.convert_frame import compile_lock
-
 from lowtide.garbage import rarely_collected
 from lowtide.ops import recurrent, traced_ops
 from lowtide.ops.recurrent import eager_runs_whole, traced_layers
-from lowtide.ops.traced_ops import grouped_products_of_any_type
-from lowtide.torch_compat import dynamo, hooks
+from lowtide.torch_compat import dispatch, dynamo
 from lowtide.torch_compat.changing_numbers import changing_numbers
+from lowtide.torch_compat.dispatch import grouped_products_of_any_type
 from lowtide.torch_compat.eager_paths import eager_answers
 from lowtide.torch_compat.graph_breaks import (
     log_lines_after_graphs,
@@ -26,8 +24,6 @@ from lowtide.torch_compat.graph_breaks import (
 )
 from lowtide.torch_compat.traced_values import batch_values
 from lowtide.trace.uncaptured import unwatched
-
-__all__ = ["compile_lock", "one_at_a_time"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +34,7 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with compile_lock:
+        with dynamo.compile_lock:
             return function(*args, **kwargs)
 
     return alone
@@ -47,17 +43,17 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
-    layers = dynamo.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
+    layers = dispatch.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
     with (
-        compile_lock,
+        dynamo.compile_lock,
         unwatched(),
         dynamo.settings(),
-        hooks.unlogged(),
+        dynamo.unlogged(),
         rarely_collected(),
         layers,
-        hooks.traced_by(recurrent.recurrent_rules()),
-        hooks.traced_by(
-            {**traced_ops.value_rules(), **traced_ops.number_rules()}, keys=hooks.DIFFERENTIATED_KEYS
+        dispatch.traced_by(recurrent.recurrent_rules()),
+        dispatch.traced_by(
+            {**traced_ops.value_rules(), **traced_ops.number_rules()}, keys=dispatch.DIFFERENTIATED_KEYS
         ),
         traced_ops.dropouts_by_number(),
         grouped_products_of_any_type(),

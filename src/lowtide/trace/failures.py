@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowtide.errors import CaptureError, LowtideError
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import dispatch, dynamo
 from lowtide.trace.model_call import tensors_in
 from lowtide.trace.segments import Segment, Trace, mutated_inputs
 
@@ -65,7 +65,7 @@ def explained(what: str) -> Iterator[None]:
 
 def first_cause(error: BaseException) -> BaseException:
     """What torch's compiler wrapped."""
-    while isinstance(error, hooks.TorchDynamoException):
+    while isinstance(error, dynamo.TorchDynamoException):
         inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
         if inner is None:
             break
@@ -126,7 +126,7 @@ def refuse_what_cannot_be_traced(model: nn.Module, batch: Any) -> None:
             "torch.no_grad(), then make the optimizer and plan"
         )
     for tensor in tensors_in(batch):
-        if isinstance(tensor, ORDINARY) and type(tensor) not in ORDINARY and not hooks.is_wrapper(tensor):
+        if isinstance(tensor, ORDINARY) and type(tensor) not in ORDINARY and not dispatch.is_wrapper(tensor):
             raise CaptureError(
                 f"the batch has a {type(tensor).__name__}, a kind of tensor that torch.compile does not "
                 "trace: pass tensor.as_subclass(torch.Tensor), here and in training"

@@ -1,6 +1,6 @@
 """Gradients that reach a graph laid out otherwise than torch took for granted when it traced the graph."""
 
-from lowtide.torch_compat.aot_patches import in_another_order, order_of
+from lowtide.torch_compat.aot_autograd import in_another_order, order_of
 from lowtide.trace.segments import Trace, results_of
 from lowtide.trace.split import tangent_outputs
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.ops.calls import storage_key
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import dispatch
+from lowtide.torch_compat.dispatch import storage_key
 
 
 class _NoKey(Exception):
@@ -87,8 +87,8 @@ def _setting() -> tuple[Hashable, ...]:
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
-        hooks.dispatch_state(),
-        hooks.onednn_is_enabled(),
+        dispatch.dispatch_state(),
+        dispatch.onednn_is_enabled(),
         torch.is_autocast_cache_enabled(),
         *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
     )

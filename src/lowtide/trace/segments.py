@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 
 from lowtide.facts import Kind
 from lowtide.facts.sharding import Passage, Sharding
-from lowtide.ops.calls import storage_key, target_name
+from lowtide.ops.calls import target_name
 from lowtide.ops.gradient_terms import cast_weights_once
 from lowtide.ops.passes import as_eager_computes
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import aot_autograd, dynamo
+from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.dynamo import Compiled
 from lowtide.torch_compat.fsdp2 import gathered, local
 from lowtide.trace.model_call import tensors_in
@@ -173,8 +174,8 @@ def mutated_inputs(joint: fx.GraphModule) -> dict[int, int]:
     return {
         index: description.mutated_input.idx
         for index, description in enumerate(descriptions)
-        if isinstance(description, hooks.InputMutationAOTOutput)
-        and isinstance(description.mutated_input, hooks.PlainAOTInput)
+        if isinstance(description, aot_autograd.InputMutationAOTOutput)
+        and isinstance(description.mutated_input, aot_autograd.PlainAOTInput)
     }
 
 
@@ -195,7 +196,7 @@ def new_segment(
         named = zip(placeholders, origins, strict=False)
         cast_weights_once(new, [node for node, origin in named if origin.kind is Kind.PARAMETER])
     as_eager_computes(new)
-    graph = hooks.graph_module(joint, new)
+    graph = aot_autograd.graph_module(joint, new)
     weights = [origin.name for origin in origins if origin.kind in (Kind.PARAMETER, Kind.BUFFER)]
     return Segment(
         joint=graph,
@@ -208,7 +209,7 @@ def new_segment(
 
 def copy_of(segment: Segment) -> Segment:
     """The same segment with a graph of its own."""
-    return replace(segment, joint=hooks.graph_module(segment.joint, _copy(segment.joint.graph)))
+    return replace(segment, joint=aot_autograd.graph_module(segment.joint, _copy(segment.joint.graph)))
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -232,7 +233,7 @@ def describe_inputs(
     names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
     return [
         origins.get(id(example)) or Origin(stranger, name, 0 if example is None else identity(example))
-        for name, example in zip(names, hooks.graph_inputs(graph), strict=True)
+        for name, example in zip(names, dynamo.graph_inputs(graph), strict=True)
     ]
 
 

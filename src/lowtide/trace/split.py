@@ -18,7 +18,7 @@ from lowtide.ops.gradient_terms import terms
 from lowtide.ops.in_place import write_over
 from lowtide.ops.random_ops import is_random
 from lowtide.ops.schema import readers
-from lowtide.torch_compat import hooks
+from lowtide.torch_compat import aot_autograd
 from lowtide.trace.segments import Execution, Segment, Trace, copy_of, output_storages, results_of
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def tangent_outputs(joint: fx.GraphModule) -> dict[fx.Node, int]:
     return {
         node: position[node.meta["desc"].output]
         for node in joint.graph.find_nodes(op="placeholder")
-        if isinstance(node.meta.get("desc"), hooks.TangentAOTInput)
+        if isinstance(node.meta.get("desc"), aot_autograd.TangentAOTInput)
     }
 
 

@@ -19,8 +19,8 @@ from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts.gpus import Gpu
 from lowtide.parallel.fsdp_units import compiled_model
 from lowtide.parallel.simulated_sharding import SimulatedSharding
-from lowtide.torch_compat import dynamo, fsdp2, hooks
-from lowtide.torch_compat.aot_patches import Orders
+from lowtide.torch_compat import dispatch, dynamo, fsdp2
+from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.trace import failures
 from lowtide.trace.collector import Collector
 from lowtide.trace.compile_settings import compiled
@@ -75,7 +75,7 @@ def _traced(
     orders: Orders,
 ) -> Trace:
     is_divided = simulated is not None or bool(fsdp2.units_of(model))
-    is_watched = not is_divided and not hooks.active_modes()
+    is_watched = not is_divided and not dispatch.active_modes()
     collector = Collector(
         model,
         (args, kwargs),
@@ -130,7 +130,7 @@ def _trace(
     with (
         untouched(model),
         fsdp2.called_once(model, alone=not collector.real),
-        hooks.quiet(),
+        dynamo.quiet(),
         dynamo.forgotten() as kept,
         torch.enable_grad(),
         collector.outside or contextlib.nullcontext(),
@@ -270,7 +270,7 @@ def _values_if_needed(collector: Collector) -> Iterator[None]:
     """Code between two graphs that fails on fake values may well run on real ones."""
     try:
         yield
-    except (LowtideError, hooks.TorchDynamoException):
+    except (LowtideError, dynamo.TorchDynamoException):
         raise
     except Exception as error:
         if collector.real or not collector.executions:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.facts import Region
-from lowtide.ops.calls import Call, iter_tensors, map_leaves, signature, storage_key
-from lowtide.torch_compat import hooks
+from lowtide.ops.calls import Call, signature
+from lowtide.torch_compat import autograd_engine, dispatch
+from lowtide.torch_compat.dispatch import iter_tensors, map_leaves, storage_key
 
 SMALL_BYTES = 1024
 """A few numbers, which are counted around every graph."""
@@ -71,7 +72,7 @@ class _Life:
         self.last: UncapturedPoint | None = first
 
 
-class UncapturedWatch(hooks.TorchDispatchMode):
+class UncapturedWatch(dispatch.TorchDispatchMode):
     """Sees every op that runs while it is on, apart from those of graphs. Changes no result."""
 
     def __init__(self) -> None:
@@ -79,16 +80,16 @@ class UncapturedWatch(hooks.TorchDispatchMode):
         self.moment = UncapturedPoint(Region.FORWARD, 0)
         self._is_inside = False
         self._lives: dict[int, _Life] = {}
-        self._live: dict[int, hooks.StorageWeakRef] = {}
+        self._live: dict[int, dispatch.StorageWeakRef] = {}
         self._events: list[tuple[UncapturedPoint, int, bool]] = []
         self._calls: list[tuple[int, UncapturedPoint, Call]] = []
         """how many events there were when an op had ended, and the op"""
         self._known_calls: set[tuple[UncapturedPoint, str]] = set()
-        self._fake = hooks.FakeTensorMode()
-        self._outputs: dict[int, tuple[tuple[int, int], hooks.StorageWeakRef]] = {}
+        self._fake = dispatch.FakeTensorMode()
+        self._outputs: dict[int, tuple[tuple[int, int], dispatch.StorageWeakRef]] = {}
         self._alive: dict[UncapturedPoint, tuple[tuple[int, int], ...]] = {}
         self._counted: set[int] = set()
-        self._gone: list[hooks.StorageWeakRef] = []
+        self._gone: list[dispatch.StorageWeakRef] = []
         """as long as they are here, no other storage gets the place of theirs"""
 
     @classmethod
@@ -124,7 +125,7 @@ class UncapturedWatch(hooks.TorchDispatchMode):
         """The forward pass of a graph is over, which made these outputs."""
         self.move(UncapturedPoint(Region.FORWARD, execution + 1))
         for output, tensor in outputs.items():
-            reference = hooks.StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            reference = dispatch.StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._outputs.setdefault(storage_key(tensor), ((execution, output), reference))
 
     def move(self, moment: UncapturedPoint) -> None:
@@ -230,12 +231,12 @@ class UncapturedWatch(hooks.TorchDispatchMode):
         if key in self._lives or key in self._outputs:
             return
         storage = tensor.untyped_storage()
-        self._live[key] = hooks.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._live[key] = dispatch.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._lives[key] = _Life(storage.nbytes(), self.moment)
         self._events.append((self.moment, key, True))
 
 
-def _is_there(reference: hooks.StorageWeakRef) -> bool:
+def _is_there(reference: dispatch.StorageWeakRef) -> bool:
     return not reference.expired()  # type: ignore[no-untyped-call]
 
 
@@ -246,19 +247,15 @@ def _like(value: Any) -> Any:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not hooks.is_wrapper(tensor)
+    return tensor.layout is torch.strided and not dispatch.is_wrapper(tensor)
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Let torch work on a graph as if no watch were on."""
-    is_watched = any(isinstance(mode, UncapturedWatch) for mode in hooks.active_modes())
-    with hooks.without_modes() if is_watched else contextlib.nullcontext():
+    is_watched = any(isinstance(mode, UncapturedWatch) for mode in dispatch.active_modes())
+    with dispatch.without_modes() if is_watched else contextlib.nullcontext():
         yield
-
-
-SAVED = "_saved_"
-"""How autograd's own nodes name what they hold; those of a `torch.autograd.Function` have `saved_tensors`."""
 
 
 def held_outside(
@@ -270,14 +267,16 @@ def held_outside(
     All is under 0, as if it were there from the start, where some of these graphs cannot be seen from there.
     """
     nodes = _nodes(results)
-    graphs = sorted(hooks.order_of(node) for node in nodes if _is_compiled(node))
+    graphs = sorted(
+        autograd_engine.creation_order(node) for node in nodes if autograd_engine.is_compiled(node)
+    )
     held: dict[int, int] = {}
     seen: set[int] = set()
     for node in nodes:
-        if _is_compiled(node):
+        if autograd_engine.is_compiled(node):
             continue
-        before = bisect(graphs, hooks.order_of(node)) if len(graphs) == num_graphs else 0
-        for tensor in _saved(node):
+        before = bisect(graphs, autograd_engine.creation_order(node)) if len(graphs) == num_graphs else 0
+        for tensor in iter_tensors(list(autograd_engine.saved_values(node))):
             key = storage_key(tensor)
             if key not in known and key not in seen:
                 seen.add(key)
@@ -287,7 +286,7 @@ def held_outside(
 
 def leaves_behind(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors whose gradients a backward pass from `results` would keep."""
-    return [node.variable for node in _nodes(results) if type(node).__name__ == "AccumulateGrad"]
+    return [node.variable for node in _nodes(results) if autograd_engine.is_leaf_node(node)]
 
 
 def _nodes(results: Iterable[torch.Tensor]) -> list[Any]:
@@ -298,17 +297,4 @@ def _nodes(results: Iterable[torch.Tensor]) -> list[Any]:
         following = {node for node, _ in waiting.pop().next_functions if node is not None} - seen
         seen |= following
         waiting += following
-    return sorted(seen, key=hooks.order_of)
-
-
-def _is_compiled(node: Any) -> bool:
-    return "CompiledFunction" in type(node).__name__
-
-
-def _saved(node: Any) -> Iterator[torch.Tensor]:
-    names = [name for name in dir(node) if name.startswith(SAVED) or name == "saved_tensors"]
-    for name in names:
-        try:
-            yield from iter_tensors(getattr(node, name))
-        except RuntimeError:
-            continue  # already freed, or changed in place since
+    return sorted(seen, key=autograd_engine.creation_order)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowtide.torch_compat.first_calls import make_first_calls
+from lowtide.torch_compat.dispatch import make_first_calls
 
 
 def end_with_parent(folder: Path) -> None:

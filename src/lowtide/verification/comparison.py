@@ -30,7 +30,7 @@ from lowtide.runtime.loop_observer import LiveLoss
 from lowtide.runtime.rewrite import plain_schedule
 from lowtide.runtime.runner import attach, install, remove, runner_of
 from lowtide.torch_compat.ddp import Buckets
-from lowtide.torch_compat.first_calls import make_first_calls
+from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.trace.identity import identify
 from lowtide.trace.model_call import call, loss_of, split_batch
 from lowtide.trace.segments import Segment

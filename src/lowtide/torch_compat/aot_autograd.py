@@ -1,0 +1,248 @@
+"""AOTAutograd, which makes a joint graph of forward and backward, and torch.fx graphs as functions.
+
+`compile_graph` runs AOTAutograd with our settings. The patches around it:
+
+- `_SavedState`: a missing gradient stays undefined
+- `gradients_in`: backward passes are traced for gradients with the strides that will come
+- `traced_without_tokens`: checks of linear algebra are ops of the graph like others
+- `unprinted`: no graph is written out as text
+"""
+
+import contextlib
+import importlib
+import os
+import threading
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd import collect_metadata_analysis, runtime_wrappers
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._ops import HigherOrderOperator
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import _BoxedCodeGen
+from torch.fx.graph_module import _forward_from_src
+from torch.fx.node import has_side_effect
+
+from lowtide.torch_compat.dispatch import FakeTensorMode, whole_ops
+
+__all__ = [
+    "InputMutationAOTOutput",
+    "PlainAOTInput",
+    "TangentAOTInput",
+    "aot_autograd",
+    "default_partition",
+    "functorch_config",
+    "min_cut_rematerialization_partition",
+]
+
+Orders = Mapping[str, str]
+"""The order of an output's dimensions in memory, outermost first, and that of its gradient: "0231" and "0123"
+for an image in channels last whose gradient is not."""
+LINALG_CHECK = "aten::_linalg_check_errors"
+TEXT_IS_ASKED_FOR = "TORCH_TRACE"
+"""The environment variable that asks torch for the text of all graphs."""
+
+
+class _SavedState(runtime_wrappers._AutogradSavedState):
+    """Leave an output's missing gradient undefined instead of filling a zero tensor of its size."""
+
+    def save_from_forward(self, ctx: Any, fw_outs: Sequence[Any]) -> None:
+        # no graph of ours reuses a saved tensor's memory: `retain_graph=True` is safe
+        self.metadata.bw_donated_idxs = []
+        # what is saved is chosen after torch has counted it; from 2.15 on it asks which of it are inputs, and
+        # as in earlier versions no view among them is kept as it is
+        self.metadata.saved_tensor_is_graph_input = [False] * len(fw_outs)  # type: ignore[attr-defined]
+        super().save_from_forward(ctx, fw_outs)
+        ctx.set_materialize_grads(False)
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    forward: Callable[..., Callable[..., Any]],
+    backward: Callable[..., Callable[..., Any]],
+    inference: Callable[..., Callable[..., Any]],
+    orders: Orders,
+) -> Callable[..., Any]:
+    """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers, for gradients that
+    come in these `orders`.
+
+    torch caches the fake results of ops, but not that two of them are one tensor (the gradients of an RNN's
+    biases). The cache is cleared, so that earlier traces do not change this one. A random op whose result has
+    no reader stays, since it advances the generator (`fallback_random`).
+    """
+    FakeTensorMode.cache_clear()
+    compiler = aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition
+    )
+    with (
+        unittest.mock.patch.object(runtime_wrappers, "_AutogradSavedState", _SavedState),
+        functorch_config.patch(
+            donated_buffer=False,
+            enable_autograd_cache=False,
+            # eager runs `loss.backward()` outside of the autocast block, where nothing is cast
+            backward_pass_autocast="off",
+        ),
+        inductor_config.patch(fallback_random=True),
+        whole_ops(),
+        unprinted(),
+        traced_without_tokens(),
+        gradients_in(orders),
+    ):
+        compiled: Callable[..., Any] = compiler(graph, inputs)
+    return compiled
+
+
+def backward_stub(root: nn.Module, gradients: Sequence[bool]) -> fx.GraphModule:
+    """A backward graph without ops, which says only for which inputs there are gradients. torch would copy a
+    whole backward graph, and lowtide runs its own."""
+    graph = fx.Graph()
+    graph.output([0 if has_gradient else None for has_gradient in gradients])
+    return graph_module(root, graph)
+
+
+def inductor_decompositions() -> Any:
+    """Inductor's table of decompositions: torch's min-cut partitioner fails on batch norm without it."""
+    importlib.import_module("torch._inductor.lowering")  # some decompositions need it, and do not import it
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table
+
+
+def is_guarded_by_aot() -> bool:
+    """Asked while a graph is compiled: whether AOTAutograd made assumptions that torch has to check in every
+    call, about inputs that share memory."""
+    context = torch._guards.TracingContext.try_get()
+    return context is None or bool(context.guards_context.aotautograd_guards)
+
+
+@contextlib.contextmanager
+def traced_without_tokens() -> Iterator[None]:
+    """Trace checks of linear algebra as ops of the graph, which are never dropped.
+
+    torch keeps `_linalg_check_errors`, which returns nothing and raises for a singular matrix, in order by a
+    token: one input and one output more than the model has. Our graphs keep the order of their ops anyway.
+    """
+    has_side_effect(torch.ops.aten._linalg_check_errors.default)
+    holder = torch._library.simple_registry.singleton.find(LINALG_CHECK).effect
+    effect = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(effect)
+
+
+@contextlib.contextmanager
+def unprinted() -> Iterator[None]:
+    """Let this thread write no graph out as text, unless the user asked torch for a record of its graphs.
+
+    torch writes out every graph, read or not: a large one takes a second.
+    """
+    if TEXT_IS_ASKED_FOR in os.environ:
+        yield
+        return
+    thread, torchs = threading.get_ident(), fx.GraphModule.print_readable
+
+    def write(module: fx.GraphModule, *args: Any, **kwargs: Any) -> str:
+        text: str = "" if threading.get_ident() == thread else torchs(module, *args, **kwargs)
+        return text
+
+    with unittest.mock.patch.object(fx.GraphModule, "print_readable", write):
+        yield
+
+
+def order_of(tensor: torch.Tensor) -> str:
+    """The order of a tensor's dimensions in memory, outermost first."""
+    strides = tensor.stride()
+    return "".join(map(str, sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))))
+
+
+def in_another_order(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two tensors of one shape have their dimensions in different orders in memory. A gradient that
+    was expanded has the same number everywhere, in any order."""
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] and others[dim]]
+    return sorted(dims, key=lambda dim: -strides[dim]) != sorted(dims, key=lambda dim: -others[dim])
+
+
+@contextlib.contextmanager
+def gradients_in(orders: Orders) -> Iterator[None]:
+    """Trace backward passes for gradients in these orders.
+
+    AOTAutograd traces a backward pass before it sees gradients. It assumes that each has the strides of the
+    output that it belongs to, and copies a gradient with other strides. Eager PyTorch takes the gradient
+    as it is, and some kernels sum in another order then.
+    """
+    torchs = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
+
+    def coerced(output: torch.Tensor) -> tuple[Any, Any, bool]:
+        tangent, memory_format, is_updated = torchs(output)
+        order = orders.get(order_of(tangent)) if _is_strided(tangent) else None
+        if order is None:
+            return tangent, memory_format, is_updated
+        return _arranged(tangent, order), memory_format, True
+
+    if not orders:
+        yield
+        return
+    name = "coerce_tangent_and_suggest_memory_format"
+    with unittest.mock.patch.object(collect_metadata_analysis, name, coerced):
+        yield
+
+
+def _is_strided(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.dim() > 1
+
+
+def _arranged(tensor: torch.Tensor, order: str) -> torch.Tensor:
+    """A dense tensor of the same shape, in another order."""
+    dims = list(map(int, order))
+    back = [dims.index(dim) for dim in range(len(dims))]
+    return tensor.permute(dims).contiguous().permute(back)
+
+
+def has_inner_graphs(node: fx.Node) -> bool:
+    """Whether `node` calls graphs of its own, as torch.cond does."""
+    modules = (arg for arg in node.all_input_nodes if arg.op == "get_attr" and "val" not in arg.meta)
+    return isinstance(node.target, HigherOrderOperator) and next(modules, None) is not None
+
+
+def has_own_checkpoint(node: fx.Node) -> bool:
+    """Whether `node` comes from inside a call of torch.utils.checkpoint."""
+    return "recompute" in node.meta
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph as a module whose code is written when it is first run or read: most graphs never are."""
+    return _LazyGraphModule(root, graph)
+
+
+def boxed_code(graph: fx.Graph) -> Any:
+    """The Python code of a graph that takes its inputs as one list, which it empties."""
+    graph.set_codegen(_BoxedCodeGen())
+    return graph.python_code(root_module="self")
+
+
+def function_from(source: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """The function that a graph's code defines, with `names` as its globals."""
+    function: Callable[..., Any] = _forward_from_src(source, names)
+    return function
+
+
+def takes_list(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a compiled function as taking one list of inputs that it may empty."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function

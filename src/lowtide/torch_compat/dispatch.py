@@ -1,0 +1,288 @@
+"""Tensors and ops below autograd: storages, fake tensors, dispatch modes, kernels in Python, schemas.
+
+- tensors: `storage_key`, `iter_tensors`, `map_leaves`; `FakeTensor` and its mode
+- modes, which see every op of a thread: `active_modes`, `without_modes`, `real_tensors`
+- the dispatcher: `dispatch_state`; `recording` and `below_autograd` switch autograd inside of an op
+- tracing: `traced_by` and `whole_ops` say by which ops an op is traced
+- schemas: `schema_of`, `packet_of`, `can_decompose`
+"""
+
+import contextlib
+import functools
+import re
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch import _meta_registrations as registrations
+from torch._decomp import decompositions
+from torch._ops import OperatorBase, OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "OperatorBase",
+    "StorageWeakRef",
+    "TorchDispatchMode",
+]
+
+WHOLE_OPS = re.compile(r"_?upsample_.*|(hard|soft)shrink|multi_margin_loss|multilabel_margin_loss_forward")
+"""Ops that torch traces by decompositions of its own. These round differently from the ops of eager and
+need far more memory: a bilinear upsampling becomes some fifty ops."""
+TRACED_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+DIFFERENTIATED_KEYS = TRACED_KEYS[:1]
+"""For ops of which only the derivative is traced by a rule of ours."""
+
+Kernel = Callable[..., Any]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for two living tensors exactly when they share a storage; fake tensors included."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a traced value is a number that an input of the graph decides."""
+    return isinstance(value, SymInt | SymFloat | SymBool)
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside nested lists, tuples and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iter_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from iter_tensors(item)
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with every leaf of its nested lists, tuples and dicts changed."""
+    if isinstance(value, list):
+        return [map_leaves(change, item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(map_leaves(change, item) for item in value)
+    if isinstance(value, dict):
+        return {key: map_leaves(change, item) for key, item in value.items()}
+    return change(value)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that wraps other tensors and that torch.compile can take apart."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def active_modes() -> list[Any]:
+    """The modes that see every op of this thread, the innermost last."""
+    return list(_get_current_dispatch_mode_stack())
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Hide the ops inside from all modes."""
+    return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute with real tensors and eager's ops, also while torch.compile traces with fake ones."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record inside of an op of our own, where torch switches it off."""
+    switched_off = torch._C._dispatch_tls_local_exclude_set()
+    autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, switched_off - autograd), torch.enable_grad():
+        yield
+
+
+def below_autograd() -> Any:
+    """Call ops without autograd, inside of a derivative rule of our own."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def with_autograd(op: OpOverload[..., Any]) -> Kernel:
+    """An op as autograd's own kernel calls it, past kernels in Python."""
+    return functools.partial(op._op_dk, torch._C.DispatchKey.Autograd)
+
+
+def dispatch_state() -> str:
+    """How torch dispatches ops in this thread, apart from modes and from autocast, which have keys of their
+    own beside it."""
+    keys = torch._C.DispatchKey
+    beside = torch._C.DispatchKeySet(keys.Python) | torch._C.DispatchKeySet(keys.PythonTLSSnapshot)
+    for name in ("AutocastCPU", "AutocastCUDA"):
+        beside = beside | torch._C.DispatchKeySet(getattr(keys, name))
+    included = torch._C._dispatch_tls_local_include_set() - beside
+    return f"{included} {torch._C._dispatch_tls_local_exclude_set() - beside}"
+
+
+def onednn_is_enabled() -> bool:
+    return bool(torch._C._get_mkldnn_enabled())
+
+
+@functools.cache
+def _whole_ops() -> tuple[OpOverload[..., Any], ...]:
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if WHOLE_OPS.fullmatch(name)]
+    return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+def whole_ops() -> contextlib.AbstractContextManager[None]:
+    """Trace `WHOLE_OPS` as the ops they are."""
+    return _kernels_replaced(dict.fromkeys(_whole_ops()), TRACED_KEYS)
+
+
+def traced_by(
+    rules: Mapping[OpOverload[..., Any], Callable[[Kernel], Kernel]], *, keys: Sequence[Any] = TRACED_KEYS
+) -> contextlib.AbstractContextManager[None]:
+    """Trace ops that torch decomposes by rules of our own, each made from torch's kernel."""
+    return _kernels_replaced(rules, keys)
+
+
+@contextlib.contextmanager
+def _kernels_replaced(
+    rules: Mapping[OpOverload[..., Any], Callable[[Kernel], Kernel] | None], keys: Sequence[Any]
+) -> Iterator[None]:
+    """Replace torch's Python kernels of ops by kernels that `rules` make of them, or by none."""
+    torchs = {op: {key: op.py_kernels.pop(key, None) for key in keys} for op in rules}
+    for op, kernels in torchs.items():
+        rule = rules[op]
+        if rule is not None:
+            op.py_kernels.update({key: rule(kernel or op.decompose) for key, kernel in kernels.items()})
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernels in torchs.items():
+            for key, kernel in kernels.items():
+                op.py_kernels.pop(key, None)
+                if kernel is not None:
+                    op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def recurrent_layers_traced_by(
+    layers: Callable[..., Any], *, runs_whole: Callable[..., bool]
+) -> Iterator[None]:
+    """Let torch trace the layers of an RNN through `layers` instead of its own decomposition, and a layer of
+    an LSTM as one op where `runs_whole(input, hidden, params)`."""
+
+    def choose(value: Any, hidden: Any, params: Any) -> Callable[..., Any]:
+        whole = runs_whole(value, hidden, params)
+        chosen: Callable[..., Any] = (
+            decompositions.mkldnn_one_layer_lstm if whole else decompositions.one_layer_lstm
+        )
+        return chosen
+
+    with (
+        unittest.mock.patch.object(decompositions, "_rnn_helper", layers),
+        unittest.mock.patch.object(decompositions, "select_one_layer_lstm_function", choose),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def dropout_called_by(dropout: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `torch.nn.functional` call `dropout` in place of torch's own, which is not written in Python."""
+    with unittest.mock.patch.object(torch._VF, "dropout", dropout, create=True):
+        yield
+
+
+_torchs_grouped_product = registrations._meta_grouped_mm_common
+
+
+@contextlib.contextmanager
+def grouped_products_of_any_type() -> Iterator[None]:
+    """Let torch trace grouped products (experts in one op) of all types that eager computes, and not of
+    bfloat16 alone."""
+    with unittest.mock.patch.object(registrations, "_meta_grouped_mm_common", _grouped_product):
+        yield
+
+
+def _grouped_product(mat_a: Tensor, mat_b: Tensor, **options: Any) -> Any:
+    if options["scale_a"] is not None or mat_a.dtype is torch.bfloat16:
+        return _torchs_grouped_product(mat_a, mat_b, **options)
+    make: Any = registrations._create_grouped_mm_output_tensor
+    return make(mat_a, mat_b, options["offs"], options["out_dtype"])
+
+
+def schema_of(op: OpOverload[..., Any]) -> Any:
+    """An op's schema: its name, its `arguments` and `returns`, whether it `is_mutable`."""
+    return op._schema
+
+
+def packet_of(op: OpOverload[..., Any]) -> Any:
+    """All overloads of an op's name."""
+    return op._overloadpacket
+
+
+def packet_name(op: Any) -> str:
+    """`embedding` for an op of any overload; any other target's own text."""
+    return str(getattr(op, "_opname", op))
+
+
+def can_decompose(op: OpOverload[..., Any]) -> bool:
+    return bool(op._can_decompose())
+
+
+def bare_op(op: OpOverload[..., Any]) -> Kernel:
+    """An op's function in C, without the Python around it."""
+    kernel: Kernel = op._op
+    return kernel
+
+
+def torch_function_off() -> Any:
+    """Call functions on a tensor of a class of our own without the class's `__torch_function__`."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def tensor_without_memory(kind: type[Tensor], shape: Any, **options: Any) -> Any:
+    """A tensor of a class of our own with a layout and no storage."""
+    return Tensor._make_wrapper_subclass(kind, shape, **options)
+
+
+# fmt: off
+FUNCTIONS = (
+    "acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "lgamma", "log",
+    "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh", "trunc",
+)
+# fmt: on
+
+
+@functools.cache
+def make_first_calls() -> None:
+    """Let every mathematical function pick its kernel. Once per process; further calls do nothing.
+
+    With Intel's MKL the first call of such a function in a process picks its kernel. Where that call runs on
+    several threads, one of them may use a kernel of low precision for its share of the values, that one time
+    (pytorch/pytorch issue 188792; seen here with torch 2.13.0 as an Adam step that differed in the last bits
+    from the same step run again). One value is worked on by one thread.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one_value = torch.full((1,), 0.5, dtype=dtype)
+        for name in FUNCTIONS:
+            getattr(torch, name)(one_value)
