@@ -14,7 +14,14 @@ import torch
 from torch import fx
 
 from lowtide.facts import Kind
-from lowtide.ops.gradient_terms import is_cast, is_sum_in_type_of_cast, terms, type_of_cast
+from lowtide.ops.gradient_terms import (
+    adds_gradients,
+    dtype_of_cast,
+    is_cast,
+    is_cast_of_sum,
+    return_terms,
+    terms_of,
+)
 from lowtide.ops.recurrent_cells import CELLS_BACKWARD
 from lowtide.trace.segments import Execution, Segment, Trace, copy_of, output_storages, results_of
 from lowtide.trace.split import tangent_outputs, without_tangents
@@ -33,7 +40,7 @@ def sums_of(segment: Segment) -> dict[int, int]:
     if not segment.differentiable:
         return {}
     grads = results_of(segment.joint)[segment.num_forward_outputs :]
-    found = {place: len(_terms(grad)) for place, grad in enumerate(grads) if grad is not None}
+    found = {place: len(terms_of(grad)) for place, grad in enumerate(grads) if grad is not None}
     known = len(segment.origins) == len(grads)  # else torch gives the graph other inputs than we see
     return {place: number for place, number in found.items() if number > 1 and known}
 
@@ -89,21 +96,21 @@ def summed_otherwise(trace: Trace) -> str:
 def casts_of(segment: Segment) -> dict[int, torch.dtype]:
     """Weights whose gradient is that of one cast by autocast, by their place among a graph's inputs, with
     the type that each is cast to."""
-    found = {place: type_of_cast(weight, grad) for place, weight, grad in _weights(segment)}
+    found = {place: dtype_of_cast(weight, grad) for place, weight, grad in _weights(segment)}
     return {place: dtype for place, dtype in found.items() if dtype is not None}
 
 
 def sums_inside(segment: Segment, apart: Collection[int]) -> tuple[int, ...]:
     """Weights, by their places, whose gradients a graph adds up itself: another call would be added to the
     sum, where eager adds up term by term."""
-    return tuple(place for place, _, grad in _weights(segment) if _adds(grad) and place not in apart)
+    return tuple(place for place, _, grad in _weights(segment) if adds_gradients(grad) and place not in apart)
 
 
 def sums_in_casts(segment: Segment) -> str:
     """A weight with such a sum in the type that it was cast to, whose terms cannot leave apart, or with a
     term in that type beside others; empty for none."""
     for place, _weight, grad in _weights(segment):
-        if is_sum_in_type_of_cast(grad) or (_adds(grad) and any(map(is_cast, _terms(grad)))):
+        if is_cast_of_sum(grad) or (adds_gradients(grad) and any(map(is_cast, terms_of(grad)))):
             return segment.origins[place].name
     return ""
 
@@ -131,7 +138,7 @@ def shares_gradients(trace: Trace, missing: Sequence[Collection[int]]) -> bool:
         storages = output_storages(segment)
         for tangent, output in tangent_outputs(segment.joint).items():
             is_view = storages.count(storages[output]) > 1
-            if is_view and output not in without and any(map(_adds, tangent.users)):
+            if is_view and output not in without and any(map(adds_gradients, tangent.users)):
                 return True
     return False
 
@@ -143,51 +150,6 @@ def _with_terms(segment: Segment, places: Collection[int]) -> Segment:
     copy = copy_of(segment)
     return_terms(copy.joint, [segment.num_forward_outputs + place for place in sorted(places)])
     return copy
-
-
-def return_terms(module: fx.GraphModule, places: Sequence[int]) -> None:
-    """Let a graph return the gradients at these places among its results as terms."""
-    graph, output = module.graph, module.graph.output_node()
-    results = results_of(module)
-    plain = output.args[0]
-    assert isinstance(plain, (list, tuple))
-    returned: list[Any] = list(plain)
-    for place in places:
-        grad = results[place]
-        if grad is None:
-            continue
-        parts = _terms(grad)
-        with graph.inserting_after(grad if grad.op != "placeholder" else _last_input(graph)):
-            node = graph.call_function(terms, tuple(parts))
-        node.meta = {**grad.meta, "val": [part.meta["val"] for part in parts]}
-        node.meta.pop("is_gradient_acc", None)
-        returned[place] = node
-    output.args = (returned,)
-    for node in reversed(list(graph.nodes)):
-        if _adds(node) and not node.users:
-            graph.erase_node(node)
-    module.recompile()
-
-
-def _last_input(graph: fx.Graph) -> fx.Node:
-    last: fx.Node = graph.find_nodes(op="placeholder")[-1]
-    return last
-
-
-def _terms(grad: fx.Node) -> list[fx.Node]:
-    """What autograd adds up to a gradient, in the order in which it does."""
-    found: list[fx.Node] = []
-    node = grad
-    while _adds(node) and (node is grad or len(node.users) == 1):
-        earlier, last = node.args[-2:]  # before them, those of an op that writes over what it reads
-        assert isinstance(earlier, fx.Node) and isinstance(last, fx.Node)
-        found.append(last)
-        node = earlier
-    return [node, *reversed(found)]
-
-
-def _adds(node: fx.Node) -> bool:
-    return bool(node.meta.get("is_gradient_acc"))
 
 
 def _gradients(execution: Execution) -> dict[int, fx.Node]:

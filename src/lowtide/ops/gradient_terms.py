@@ -1,14 +1,12 @@
-"""A gradient that leaves a graph as the terms of a sum, which autograd then adds up itself.
+"""Sums of gradients in eager's order: gradients that leave a graph as terms, and autocast's casts of weights.
 
-Let autograd add up what a graph gives for one input as several gradients (see `capture.sums`).
+Autograd adds the gradients of a tensor one by one, from its last use to its first. Two kinds of graphs would
+add in another order:
 
-The input passes through a fan on its way into the graph: a node of autograd with as many edges to what made
-the input as its gradient has terms.
-
-Autocast as eager PyTorch runs it: a weight is cast once, its gradients are summed before they are cast.
-
-While torch traces, autocast does not remember its casts, so that a weight that is used several times is
-cast as often, and its gradients are summed in the weight's own precision.
+- a graph whose input another graph uses, too. It returns the `terms` of the input's gradient, and autograd
+  adds them up: `_GradientTerms` has one edge for each term.
+- a graph under autocast. Eager casts a weight once, adds the gradients of the cast, and casts the sum back.
+  While torch traces, autocast casts a weight at each use.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,26 +15,24 @@ from typing import Any
 import torch
 from torch import fx
 
+aten = torch.ops.aten
+
+CAST_BY_USER = {"to", "bfloat16", "half", "type", "type_as", "to_copy"}
+"""Functions by which a user casts a tensor; autocast caches no such cast."""
+
+CAST_ONCE = "lowtide_cast_once"
+"""In the metadata of a weight that autocast casts once for the whole graph."""
+
 
 def terms(*gradients: torch.Tensor) -> torch.Tensor:
-    """An op of backward graphs: one tensor that carries all `gradients` to where they are added up."""
+    """An op of backward graphs: one tensor that carries all `gradients` to where autograd adds them."""
     carrier: Any = gradients[0].detach()
     carrier.lowtide_terms = gradients
     return carrier  # type: ignore[no-any-return]
 
 
-def taken_apart(carrier: Any) -> tuple[torch.Tensor, ...]:
-    """The gradients that `terms` was given, or the one that no such op has seen. Only once: autograd would
-    copy what is known elsewhere."""
-    gradients: tuple[torch.Tensor, ...] | None = getattr(carrier, "lowtide_terms", None)
-    if gradients is None:
-        return (carrier,)
-    del carrier.lowtide_terms
-    return gradients
-
-
 class _GradientTerms(torch.autograd.Function):
-    """Gives an input on as it is."""
+    """The identity of an input, with an edge of autograd for each term of the input's gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, *_same: torch.Tensor) -> torch.Tensor:
@@ -45,17 +41,20 @@ class _GradientTerms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, carrier: Any) -> Any:
-        gradients = () if carrier is None else taken_apart(carrier)
+        gradients: tuple[torch.Tensor, ...] = () if carrier is None else (carrier,)
+        if hasattr(carrier, "lowtide_terms"):
+            gradients = carrier.lowtide_terms
+            del carrier.lowtide_terms  # autograd would copy a gradient that has another reference
         del carrier
         return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
 
 
-def with_gradient_terms(function: Callable[..., Any], fans: Mapping[int, int]) -> Callable[..., Any]:
-    """`function`, a compiled graph, called with some inputs behind fans; each with its number of terms."""
+def with_gradient_terms(function: Callable[..., Any], num_terms: Mapping[int, int]) -> Callable[..., Any]:
+    """`function`, a compiled graph, whose inputs in `num_terms` get a gradient of so many terms."""
 
     def call(*args: Any) -> Any:
         values = list(args)
-        for place, number in fans.items():
+        for place, number in num_terms.items():
             values[place] = _GradientTerms.apply(*[args[place]] * number)  # type: ignore[no-untyped-call]
         del args
         return function(*values)
@@ -63,16 +62,75 @@ def with_gradient_terms(function: Callable[..., Any], fans: Mapping[int, int]) -
     return call
 
 
-aten = torch.ops.aten
+def return_terms(module: fx.GraphModule, places: Collection[int]) -> None:
+    """A pass: return the gradients at these places among a graph's results as terms, in place.
 
-BY_HAND = {"to", "bfloat16", "half", "type", "type_as", "to_copy"}
-"""What a user calls to cast a tensor; such casts are never remembered."""
+        a -+                            a -+
+           add -+                       b -+- terms -> output
+        b -+    add -> output    ==>    c -+
+        c ------+
+
+    Preserves all other results.
+    """
+    graph, output = module.graph, module.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, (list, tuple))
+    returned: list[Any] = list(results)
+    for place in sorted(places):
+        grad = returned[place]
+        if not isinstance(grad, fx.Node):
+            continue
+        parts = terms_of(grad)
+        last_input = graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(last_input if grad.op == "placeholder" else grad):
+            node = graph.call_function(terms, tuple(parts))
+        node.meta = {**grad.meta, "val": [part.meta["val"] for part in parts]}
+        node.meta.pop("is_gradient_acc", None)
+        returned[place] = node
+    output.args = (returned,)
+    for node in reversed(list(graph.nodes)):
+        if adds_gradients(node) and not node.users:
+            graph.erase_node(node)
+    module.recompile()
 
 
-def cast_weights_once(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
-    """Let autocast's casts of each of the inputs `weights` of a joint graph be one; preserves all else."""
-    for weight in weights:
-        for casts in _by_type(weight):
+def adds_gradients(node: fx.Node) -> bool:
+    """Whether autograd made a node to add two gradients of one tensor."""
+    return bool(node.meta.get("is_gradient_acc"))
+
+
+def terms_of(grad: fx.Node) -> list[fx.Node]:
+    """The gradients that autograd adds up to `grad`, in its order; `grad` alone if it is no sum."""
+    return _sum_of(grad)[1]
+
+
+def _sum_of(grad: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The additions that lead to a gradient, and their terms, both in autograd's order."""
+    sums: list[fx.Node] = []
+    found: list[fx.Node] = []
+    node = grad
+    while adds_gradients(node) and (node is grad or len(node.users) == 1):
+        earlier, last = node.args[-2:]  # an op that writes over its input has further arguments before
+        assert isinstance(earlier, fx.Node) and isinstance(last, fx.Node)
+        sums.append(node)
+        found.append(last)
+        node = earlier
+    return sums[::-1], [node, *reversed(found)]
+
+
+def cast_weights_once(graph: fx.Graph) -> None:
+    """A pass: let autocast cast each weight that is marked `CAST_ONCE` once for each dtype, in place.
+
+        weight -+- cast -- mm                weight -- cast -+- mm
+                +- cast -- mm         ==>                    +- mm
+        cast(g1) + cast(g2) -> output        cast(g1 + g2) -> output
+
+    Preserves all else.
+    """
+    for weight in graph.find_nodes(op="placeholder"):
+        for casts in _casts_by_dtype(weight).values() if CAST_ONCE in weight.meta else ():
+            if len(casts) < 2:
+                continue
             numbers = {cast.meta.get("seq_nr") for cast in casts}
             for cast in casts[1:]:
                 cast.replace_all_uses_with(casts[0])
@@ -81,36 +139,30 @@ def cast_weights_once(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
                 _sum_before_cast(graph, result, numbers)
 
 
-def type_of_cast(weight: fx.Node, gradient: fx.Node) -> torch.dtype | None:
-    """The type that autocast casts the input `weight` of a joint graph to, where its `gradient` is that of
-    this one cast and of nothing else; None for all others."""
-    for dtype, casts in _casts_by_type(weight).items():
+def dtype_of_cast(weight: fx.Node, gradient: fx.Node) -> torch.dtype | None:
+    """The dtype that autocast casts a weight to, if the weight's `gradient` is that of this one cast."""
+    for dtype, casts in _casts_by_dtype(weight).items():
         if _is_cast_back(gradient, {cast.meta.get("seq_nr") for cast in casts}):
             return dtype
     return None
 
 
 def is_cast(value: fx.Node) -> bool:
-    """Whether a value was in another type before."""
+    """Whether an op casts to another dtype."""
     return value.target is aten._to_copy.default
 
 
-def is_sum_in_type_of_cast(gradient: fx.Node) -> bool:
-    """Whether a gradient that is cast back is that of several uses of the cast."""
+def is_cast_of_sum(gradient: fx.Node) -> bool:
+    """Whether a gradient is cast back after the gradients of several uses of the cast were added."""
     source = gradient.args[0] if is_cast(gradient) else None
-    return isinstance(source, fx.Node) and _is_sum(source)
+    return isinstance(source, fx.Node) and adds_gradients(source)
 
 
-def _by_type(weight: fx.Node) -> list[list[fx.Node]]:
-    """The casts of a weight that autocast made, where there are several to one type."""
-    return [casts for casts in _casts_by_type(weight).values() if len(casts) > 1]
-
-
-def _casts_by_type(weight: fx.Node) -> dict[torch.dtype, list[fx.Node]]:
+def _casts_by_dtype(weight: fx.Node) -> dict[torch.dtype, list[fx.Node]]:
     """The casts of a weight that autocast made."""
     found: dict[torch.dtype, list[fx.Node]] = {}
     for user in weight.users:
-        if user.target is aten._to_copy.default and set(user.kwargs) == {"dtype"} and not _is_by_hand(user):
+        if is_cast(user) and set(user.kwargs) == {"dtype"} and not _is_by_user(user):
             dtype = user.kwargs["dtype"]
             assert isinstance(dtype, torch.dtype)
             if dtype.itemsize < weight.meta["val"].dtype.itemsize:
@@ -118,18 +170,23 @@ def _casts_by_type(weight: fx.Node) -> dict[torch.dtype, list[fx.Node]]:
     return found
 
 
-def _is_by_hand(cast: fx.Node) -> bool:
+def _is_by_user(cast: fx.Node) -> bool:
     stack = cast.meta.get("source_fn_stack") or [("", "")]
     target = stack[-1][1]
-    return (target if isinstance(target, str) else getattr(target, "__name__", "")) in BY_HAND
+    return (target if isinstance(target, str) else getattr(target, "__name__", "")) in CAST_BY_USER
+
+
+def _is_cast_back(node: fx.Node, numbers: Collection[int | None]) -> bool:
+    """Whether a node is the gradient of one of autocast's casts, which have these sequence numbers."""
+    return is_cast(node) and bool(node.meta.get("autograd_backward")) and node.meta.get("seq_nr") in numbers
 
 
 def _sum_before_cast(graph: fx.Graph, result: fx.Node, numbers: Collection[int | None]) -> None:
-    """Where `result` is a sum of gradients, add up those that were cast from autocast's type before casting.
+    """In a sum of gradients, add those that were cast back from autocast's dtype before the cast.
 
-    torch adds them as they arrive; the cast one arrives with the last of them.
+    Autograd adds gradients as they arrive; the gradient of the cast arrives with its last term.
     """
-    sums, addends = _sums(result), _addends(result)
+    sums, addends = _sum_of(result)
     cast = [addend for addend in addends if _is_cast_back(addend, numbers)]
     if len(cast) < 2:
         return
@@ -139,12 +196,13 @@ def _sum_before_cast(graph: fx.Graph, result: fx.Node, numbers: Collection[int |
         with graph.inserting_before(sums[max(0, position - 1)]):
             new = addend
             if addend in cast:
-                source = addend.args[0]
+                (source,) = addend.args
                 assert isinstance(source, fx.Node)
                 lower = source if lower is None else _added(graph, lower, source, like=source)
                 if addend is not cast[-1]:
                     continue
-                new = _cast_like(graph, lower, addend)
+                new = graph.call_function(aten._to_copy.default, (lower,), addend.kwargs)
+                new.meta = dict(addend.meta)
             total = new if total is None else _added(graph, total, new, like=result)
     assert total is not None
     result.replace_all_uses_with(total)
@@ -153,44 +211,8 @@ def _sum_before_cast(graph: fx.Graph, result: fx.Node, numbers: Collection[int |
             graph.erase_node(node)
 
 
-def _cast_like(graph: fx.Graph, value: fx.Node, cast: fx.Node) -> fx.Node:
-    made = graph.call_function(aten._to_copy.default, (value,), cast.kwargs)
-    made.meta = dict(cast.meta)
-    return made
-
-
 def _added(graph: fx.Graph, one: fx.Node, other: fx.Node, *, like: fx.Node) -> fx.Node:
     sum_of = graph.call_function(aten.add.Tensor, (one, other))
     sum_of.meta = {**like.meta, "is_gradient_acc": True}
     sum_of.meta["val"] = aten.add.Tensor(one.meta["val"], other.meta["val"])
     return sum_of
-
-
-def _sums(result: fx.Node) -> list[fx.Node]:
-    """The additions that make a gradient of several, in the order that torch runs them."""
-    if not _is_sum(result):
-        return []
-    first = result.args[0]
-    assert isinstance(first, fx.Node)
-    return [*_sums(first), result]
-
-
-def _addends(result: fx.Node) -> list[fx.Node]:
-    """What a gradient is the sum of, in the order that torch adds it up; itself where it is no sum."""
-    if not _is_sum(result):
-        return [result]
-    first, second = result.args
-    assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
-    return [*_addends(first), second]
-
-
-def _is_sum(node: fx.Node) -> bool:
-    return node.target is aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))
-
-
-def _is_cast_back(node: fx.Node, numbers: Collection[int | None]) -> bool:
-    return (
-        node.target is aten._to_copy.default
-        and bool(node.meta.get("autograd_backward"))
-        and node.meta.get("seq_nr") in numbers
-    )

@@ -1,29 +1,22 @@
-"""Ops that need more than their name: one file each, with all that lowtide knows of them.
+"""The passes that make a captured joint graph compute what eager computes, in the order in which they run.
 
-- `autocast`: weights that eager casts once
-- `backward_chains`: pointwise ops of the backward pass, in slices with the forward ops that they need
-- `by_number`: ops that torch traces only for a known number, for any
-- `by_value`: ops that eager differentiates by looking at values
-- `chains`: pointwise ops, a slice of the elements at a time
-- `direct`: ops called without torch's ways around them
-- `dropout`: eager's own rounding, and the mask that it keeps
-- `grouped`: the products of experts, traced in all types
-- `in_place`: ops that can write over what they read
-- `loss_rows`: the gradient of a cross entropy in slices of rows
-- `soft_loss_rows`: the same where targets are probabilities
-- `packed`: truth values as bits, and names for values of which only the sign is asked
-- `norms`: the types of their statistics under autocast
-- `recurrent`: LSTM layers that are one op in eager, and their workspace
-- `recurrent_cells`, `recurrent_tracing`, `recurrent_bytes`: those that eager computes cell by cell
-- `random`: which ops draw random numbers, and the state they draw from
-- `score_rows`: log-probabilities in the memory of their logits
-- `readers`: who reads a value
-- `schema`: what an op's schema says: what it writes, what its results share
-- `terms`: gradients that leave a graph as terms of a sum
+A pass changes a graph in place; its docstring says what it preserves. These need nothing but the graph. Some
+passes need more, and run elsewhere:
+
+    Dynamo's graph      use_gpu_attention, use_gpu_autocast     planned for a GPU that is absent
+         |
+    joint graph         PASSES                                  once per capture
+         |
+    each plan's copy    drop_zeros, return_terms                which gradients arrive, which leave as terms
+         |
+    forward, run once   draw_high                               capture that needs real values
 """
+
+from collections.abc import Callable
 
 from torch import fx
 
+from lowtide.ops.gradient_terms import cast_weights_once
 from lowtide.ops.loss_chunks import use_logits_in_place, use_loss_chunks, use_soft_loss_chunks
 from lowtide.ops.packing import separate_signs
 from lowtide.ops.random_ops import use_eager_dropout
@@ -31,15 +24,20 @@ from lowtide.ops.recurrent import use_recurrent_layers
 from lowtide.ops.recurrent_cells import add_in_eagers_order
 from lowtide.ops.traced_ops import use_real_dtypes
 
+PASSES: tuple[tuple[Callable[[fx.Graph], None], str], ...] = (
+    (cast_weights_once, "eager's autocast caches its casts of weights, torch's tracer does not"),
+    (use_recurrent_layers, "the traced layer lacks the workspace that its backward reads"),
+    (add_in_eagers_order, "eager adds a cell's gradients one by one to the sum so far"),
+    (use_eager_dropout, "native_dropout rounds its scale otherwise than eager on a CPU"),
+    (use_real_dtypes, "fake norms give their statistics the input's dtype, kernels the weight's"),
+    (separate_signs, "a value of which backward reads only the sign can then be kept as bits"),
+    (use_loss_chunks, "the gradient of a cross entropy needs only some rows at a time"),
+    (use_soft_loss_chunks, "the same where targets are probabilities"),
+    (use_logits_in_place, "log-probabilities can take the memory of logits that nothing else reads"),
+)
+
 
 def as_eager_computes(graph: fx.Graph) -> None:
-    """Replace, in place, ops whose captured form differs from what eager computes, and put right what
-    fake tensors say wrongly; preserves all else."""
-    use_recurrent_layers(graph)
-    add_in_eagers_order(graph)
-    use_eager_dropout(graph)
-    use_real_dtypes(graph)
-    separate_signs(graph)
-    use_loss_chunks(graph)
-    use_soft_loss_chunks(graph)
-    use_logits_in_place(graph)
+    """Run all `PASSES` on a joint graph."""
+    for run, _why in PASSES:
+        run(graph)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from lowtide.analyze.gradient_sums import return_terms, specialised
+from lowtide.analyze.gradient_sums import specialised
 from lowtide.errors import Unsupported
+from lowtide.ops.gradient_terms import return_terms
 from lowtide.runtime.executor import Executor, ExecutorInParts, Parts
 from lowtide.runtime.gradient_handover import GradientGates, waiting_chain, with_handovers
 from lowtide.runtime.rewrite import Rewritten, plain_schedule, rewrite

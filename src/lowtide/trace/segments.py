@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from lowtide.facts import Kind
 from lowtide.facts.sharding import Passage, Sharding
 from lowtide.ops.calls import target_name
-from lowtide.ops.gradient_terms import cast_weights_once
+from lowtide.ops.gradient_terms import CAST_ONCE
 from lowtide.ops.passes import as_eager_computes
 from lowtide.torch_compat import aot_autograd, dynamo
 from lowtide.torch_compat.dispatch import storage_key
@@ -191,10 +191,9 @@ def new_segment(
     `casts_once`: autocast casts each weight once for the whole graph.
     """
     new = _copy(joint.graph)
-    if casts_once:
-        placeholders = new.find_nodes(op="placeholder")
-        named = zip(placeholders, origins, strict=False)
-        cast_weights_once(new, [node for node, origin in named if origin.kind is Kind.PARAMETER])
+    for node, origin in zip(new.find_nodes(op="placeholder"), origins, strict=False):
+        if casts_once and origin.kind is Kind.PARAMETER:
+            node.meta[CAST_ONCE] = True
     as_eager_computes(new)
     graph = aot_autograd.graph_module(joint, new)
     weights = [origin.name for origin in origins if origin.kind in (Kind.PARAMETER, Kind.BUFFER)]
