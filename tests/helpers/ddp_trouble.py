@@ -1,8 +1,11 @@
 """What the ranks of a group run that do not fit together, or that go."""
 
+import gc
 import os
 import signal
+import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import lowtide
-from lowtide.runtime.runner import runner_of
+from lowtide.runtime.runner import attach, runner_of
 from lowtide.torch_compat import ddp
+from lowtide.trace.model_call import route_of
 
 
 def in_group(rank: int, trouble: str) -> Any:
@@ -34,6 +38,46 @@ def in_group(rank: int, trouble: str) -> Any:
         batch = torch.randn(48, 16)
     lowtide.checkpoint(net, batch, budget=budget)
     return runner_of(net).plans.budget_bytes
+
+
+def applied_and_removed(rank: int) -> dict[str, Any]:
+    """What a planned model leaves in its process: before it is removed, after, and when it was collected."""
+    backward, sockets = torch.autograd.backward, _listening()
+    net, x = Blocks(width=16, depth=1), torch.randn(32, 16)
+    found: dict[str, Any] = {}
+    for how in ("removed", "collected"):
+        model = DDP(lowtide.checkpoint(net, x, budget="90%"))
+        model(x).backward()
+        found["while planned"] = (torch.autograd.backward is backward, _answers())
+        if how == "removed":
+            runner, other = runner_of(net), Blocks(width=16, depth=1)
+            lowtide.checkpoint(other, x, budget="90%")
+            lowtide.remove(net)
+            found["another is planned"] = (torch.autograd.backward is backward, _answers())
+            lowtide.remove(other)
+            attach(net, runner)
+            found["attached again"] = (torch.autograd.backward is backward, _answers())
+            lowtide.remove(net)
+            found["wrapper"] = route_of(model) is None
+            del runner, other
+        del model
+        net = Blocks(width=16, depth=1)
+        gc.collect()
+        found[how] = (torch.autograd.backward is backward, _answers())
+    found["listens"] = sorted(_listening() - sockets)
+    return found
+
+
+def _answers() -> bool:
+    return any(thread.name == "lowtide-rank" for thread in threading.enumerate())
+
+
+def _listening() -> set[str]:
+    """The listening TCP sockets of this process, by inode."""
+    text = "".join(Path(f"/proc/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+    inodes = {row[9] for row in map(str.split, text.splitlines()) if row[3] == "0A"}
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return {inode for inode in inodes if f"socket:[{inode}]" in links}
 
 
 def does_not_come(rank: int, seconds: float) -> str:

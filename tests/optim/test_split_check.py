@@ -87,7 +87,7 @@ def test_two_slices_hold_as_much_as_all_of_them():
 
 
 def test_looking_at_an_optimizer_leaves_every_generator_alone(monkeypatch):
-    """`torch.manual_seed` seeds all accelerators, whose generators `fork_rng(devices=[])` does not restore."""
+    """`torch.manual_seed` seeds accelerators, whose generators `fork_rng(devices=[])` does not restore."""
 
     def seed_all(*_):
         pytest.fail("seeds the generators of an accelerator")

@@ -33,6 +33,7 @@ def ended() -> dict[str, list[Rank]]:
     troubles = [("in_group", {"trouble": trouble}) for trouble in TROUBLES]
     groups = {
         "troubles": Group("ddp_trouble:several", {"calls": troubles}),
+        "removed": Group("ddp_trouble:applied_and_removed"),
         "does not come": Group("ddp_trouble:does_not_come", {"seconds": SECONDS}),
         **going(GOES),
         "no group": Group("ddp_trouble:alone"),
@@ -88,6 +89,22 @@ def test_an_error_of_one_rank_stops_the_others(said: dict[str, list[Any]]) -> No
 def test_a_rank_that_does_not_come_is_named(ended: dict[str, list[Rank]]) -> None:
     waiting, _ = ended["does not come"]
     assert waiting.value.startswith(f"rank 1 did not come to agree on a plan within {SECONDS} s")
+
+
+def test_a_planned_model_listens_nowhere_and_leaves_nothing_in_its_process(
+    ended: dict[str, list[Rank]],
+) -> None:
+    for rank in ended["removed"]:
+        assert not rank.error
+        assert rank.value == {
+            "while planned": (False, True),
+            "another is planned": (False, True),
+            "attached again": (False, True),
+            "wrapper": True,
+            "removed": (True, False),
+            "collected": (True, False),
+            "listens": [],
+        }
 
 
 @pytest.mark.parametrize("how", GOES)

@@ -130,7 +130,8 @@ def _split_of(optimizer: Optimizer) -> StepSplit:
 
 def _is_the_same_for_single_elements(optimizer: Optimizer) -> bool:
     """Whether the optimizer's ops round an element in a vector as they do at the end of a tensor, where none
-    is filled: a cut moves the ends. Kernels differ by dtype and device, so each kind of parameter is tried."""
+    is filled: a cut moves the ends. Kernels differ by dtype and
+    device, so each kind of parameter is tried."""
     build: Any = type(optimizer)
     results = []
     for way in ("whole", "rows"):

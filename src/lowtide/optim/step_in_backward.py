@@ -4,6 +4,7 @@ The user's loop stays as it is: `optimizer.step()` then finds nothing left to do
 needs gradients that are gone by then, raises at the moment it is tried.
 """
 
+import functools
 import itertools
 import logging
 import weakref
@@ -19,6 +20,7 @@ from lowtide.optim.joined_optimizers import Arguments, closure_done, has_argumen
 from lowtide.optim.split_step import take_step
 from lowtide.torch_compat.autograd_engine import gradient_hooks, graph_is_kept
 from lowtide.torch_compat.dispatch import tensor_without_memory, torch_function_off
+from lowtide.torch_compat.process_patch import ProcessPatch
 
 logger = logging.getLogger("lowtide")
 
@@ -120,6 +122,7 @@ class Updates:
         """by optimizer whose `step()` is still to come, what the backward pass found in its groups"""
         self._used: dict[int, list[tuple[Tensor, UsedGradient]]] = {}
         self._hooks: list[Any] = []
+        self._release_scalers: Callable[[], object] = lambda: None
 
     def open(self) -> None:
         """Let `optimizer.step()` of the user's loop find nothing left to do."""
@@ -128,7 +131,8 @@ class Updates:
         for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        _watch_scalers()
+        self._release_scalers()
+        self._release_scalers = _REFUSED_SCALERS.hold(self)
 
     def close(self) -> None:
         _OPEN.pop(self.number, None)
@@ -136,7 +140,7 @@ class Updates:
             hook.remove()
         self._hooks = []
         self._clear()
-        _watch_scalers()
+        self._release_scalers()
 
     def begin(self) -> None:
         """Before a backward pass: refuse one after which the parameters would not be eager's."""
@@ -280,17 +284,10 @@ def update_parameter(number: int, index: int, gradient: Tensor) -> None:
     _OPEN[number].update(index, gradient)
 
 
-def _watch_scalers() -> None:
-    """Refuse to scale the loss of a model with updates in backward, which would use scaled gradients."""
-    scaler: Any = torch.amp.GradScaler
-    current = scaler.scale
-    if not _OPEN and hasattr(current, "lowtide_original"):
-        scaler.scale = current.lowtide_original
-    elif _OPEN and not hasattr(current, "lowtide_original"):
-        scaler.scale = _refusing(current)
-
-
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to scale the loss of a model with updates in backward, which would use scaled gradients."""
+
+    @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
         if self.is_enabled() and _reaches(outputs):
             raise Unsupported(
@@ -299,8 +296,10 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         return original(self, outputs)
 
-    scale.lowtide_original = original  # type: ignore[attr-defined]
     return scale
+
+
+_REFUSED_SCALERS = ProcessPatch(torch.amp.GradScaler, "scale", _refusing)
 
 
 def _reaches(outputs: Any) -> bool:

@@ -1,16 +1,25 @@
-"""Name the rank that failed where the others only see that it does not answer.
+"""Name the rank that failed, where the others only see that it does not answer.
 
-While all goes well nothing is sent. Each rank holds a socket that listens, and says where in the store of its
-group: whoever cannot connect to it knows that its process is gone. One that fails in a step says why in the
-same store, before it raises. Both are read only after an exchange of the ranks has failed.
+Ranks talk through the store of their process group. While all goes well, a thread of each rank asks this
+store once a second whether a roll call is open; nothing else is sent. A rank that raises in a step writes
+why to the store first. A rank whose exchange with the others fails opens a roll call:
+
+    rank 0: all-reduce fails ── roll call 1 ─────────────── after PATIENCE_SECONDS: rank 1 is gone
+    rank 1: killed
+    rank 2: all-reduce waits    └─ its thread answers
+
+Shortcoming: a rank whose Python code does not run for PATIENCE_SECONDS counts as gone.
 """
 
+import atexit
 import json
-import os
-import socket
+import logging
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -21,24 +30,35 @@ from lowtide.runtime.runner import runner_of
 from lowtide.torch_compat import autograd_engine, ddp
 
 FAILURE = "lowtide/failure"
+ROLL_CALLS = "lowtide/roll_calls"
+"""How many roll calls there have been."""
 PATIENCE_SECONDS = 5.0
-"""How long a rank may take to go, after its connections went."""
+"""How long a rank may take to answer a roll call."""
+POLL_SECONDS = 1.0
+
+logger = logging.getLogger("lowtide")
 
 
-class Guard:
-    """One process of a group, which tells the others of its failures and reads theirs."""
+class RankGuard:
+    """One process of a group, which tells the others of its failures and reads theirs, until `close`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.store = ddp.store_of(group)
-        self.socket = socket.create_server(("", 0), backlog=self.size)
+        self.num_models = 0
         self._has_told = False
-        self.store.set(_place(self.rank), json.dumps([socket.gethostname(), self.socket.getsockname()[1]]))
+        self._answering = _Answering(self.store.clone(), self.rank)
+
+    def close(self) -> None:
+        """No planned model of this process is left: other ranks must not take its silence for its end."""
+        self._answering.stop()
+        if ddp.is_alive(self.group):
+            self._write(_guarded(self.rank), b"")
 
     @contextmanager
     def watching(self, when: str) -> Iterator[None]:
-        """Tell the other ranks of what is raised in here; raise a RankError where it is theirs."""
+        """Tell the other ranks of what is raised in here; raise a RankError where another rank failed."""
         try:
             yield
         except RankError:
@@ -70,62 +90,87 @@ class Guard:
 
     def _tell(self, rank: int, words: str) -> None:
         self._has_told = True
+        self._write(FAILURE, json.dumps([rank, words]))
+
+    def _write(self, key: str, value: Any) -> None:
         try:
-            self.store.set(FAILURE, json.dumps([rank, words]))
-        except RuntimeError:
-            return  # the store is gone: there is nobody to tell, and the error itself is on its way
+            self.store.set(key, value)
+        except RuntimeError as error:  # the store went with its process: no rank is left to read it
+            logger.debug("cannot write '%s' to the store of the process group: %s", key, error)
 
     def _find(self) -> tuple[int, str] | None:
-        """The rank that failed first, and how; None where all of them are there."""
+        """The rank that failed first, and how; None where all ranks answer."""
+        roll_call = self.store.add(ROLL_CALLS, 1)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            gone = next((rank for rank in range(self.size) if not self._is_there(rank)), None)
-            if self.store.check([FAILURE]):  # asked last: who fails tells first, and goes then
-                rank, words = json.loads(self.store.get(FAILURE))
-                return rank, words
-            if gone is not None:
+        missing = set(range(self.size)) - {self.rank}
+        while not self.store.check([FAILURE]):
+            missing -= {rank for rank in missing if self._is_excused(rank, roll_call)}
+            if time.monotonic() > deadline:
+                if not missing:
+                    return None
+                gone = min(missing)
                 return gone, (
                     f"rank {gone} is gone: its process ended in the middle of a step, killed or by an error "
                     "outside of the model. Look at its own output and at the memory of its machine"
                 )
-            if time.monotonic() > deadline:
-                return None
             time.sleep(0.1)
+        rank, words = json.loads(self.store.get(FAILURE))
+        return rank, words
 
-    def _is_there(self, rank: int) -> bool:
-        if rank == self.rank or not self.store.check([_place(rank)]):
+    def _is_excused(self, rank: int, roll_call: int) -> bool:
+        """Whether a rank answered, or has no planned model that could."""
+        if self.store.check([_answer(rank, roll_call)]):
             return True
-        host, port = json.loads(self.store.get(_place(rank)))
-        try:
-            address = "localhost" if host == socket.gethostname() else host
-            socket.create_connection((address, port), timeout=PATIENCE_SECONDS).close()
-        except OSError:
-            return False
-        return True
+        return not self.store.check([_guarded(rank)]) or not self.store.get(_guarded(rank))
 
 
-def _place(rank: int) -> str:
-    return f"lowtide/at/{rank}"
+class _Answering:
+    """A thread that answers roll calls, over a connection of its own: the main thread may wait on the other.
+
+    A forked process has no such thread, so a worker that outlives its rank does not answer for it.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._stopped = threading.Event()
+        self._answered = _num_roll_calls(store)
+        store.set(_guarded(rank), b"yes")
+        self._thread = threading.Thread(target=self._run, name="lowtide-rank", daemon=True)
+        self._thread.start()
+        # a daemon thread that is inside of torch when Python ends would abort the process
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        atexit.unregister(self.stop)
+        self._stopped.set()
+        if self._thread is not threading.current_thread():  # which may collect the last planned model
+            self._thread.join(PATIENCE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(POLL_SECONDS):
+            try:
+                roll_call = _num_roll_calls(self._store)
+                for number in range(self._answered + 1, roll_call + 1):
+                    self._store.set(_answer(self._rank, number), b"")
+                self._answered = roll_call
+            except RuntimeError:  # the store is gone, and with it whoever would ask
+                return
 
 
-_guards: dict[dist.ProcessGroup, Guard] = {}
-"""Those of this process, as long as it lives: the others connect to it whatever becomes of a model."""
+def _num_roll_calls(store: Any) -> int:
+    return int(store.get(ROLL_CALLS)) if store.check([ROLL_CALLS]) else 0
 
 
-def guard_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Let the planned `model` of one of several processes name the rank that fails."""
-    if not dist.is_available() or not dist.is_initialized():
-        return
-    group = group or group_for(model)
-    runner = runner_of(model)
-    if runner is None or dist.get_world_size(group) == 1:
-        return
-    if not _guards:
-        autograd_engine.around_backward(_watching_backward)
-        os.register_at_fork(after_in_child=_let_go)
-    if group not in _guards:
-        _guards[group] = Guard(group)
-    runner.guard = _guards[group].watching
+def _guarded(rank: int) -> str:
+    return f"lowtide/guarded/{rank}"
+
+
+def _answer(rank: int, roll_call: int) -> str:
+    return f"lowtide/roll_call/{roll_call}/{rank}"
+
+
+_guards: dict[dist.ProcessGroup, RankGuard] = {}
+"""By group, as long as this process has planned models that the group trains."""
 
 
 @contextmanager
@@ -136,8 +181,48 @@ def _watching_backward() -> Iterator[None]:
         yield
 
 
-def _let_go() -> None:
-    """A worker that outlives its rank must not answer for it."""
-    for guard in _guards.values():
-        guard.socket.close()
-    _guards.clear()
+_BACKWARD = autograd_engine.around_backward(_watching_backward)
+
+
+class ModelGuard:
+    """Names the rank that fails while one planned model is in use, from `open` to `close` or to its end."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._release: Callable[[], object] = lambda: None
+
+    def open(self) -> None:
+        self._release()
+        if not ddp.is_alive(self.group):
+            return
+        if self.group not in _guards:
+            _guards[self.group] = RankGuard(self.group)
+        _guards[self.group].num_models += 1
+        self._release = release = weakref.finalize(self, _release, self.group, _BACKWARD.hold(self))
+        release.atexit = False  # a rank that ends while others train is gone
+
+    def close(self) -> None:
+        self._release()
+
+    def watching(self, when: str) -> AbstractContextManager[None]:
+        guard = _guards.get(self.group)
+        return nullcontext() if guard is None else guard.watching(when)
+
+
+def guard_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Let the planned `model` of one of several processes name the rank that fails."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    group = group or group_for(model)
+    runner = runner_of(model)
+    if runner is not None and dist.get_world_size(group) > 1:
+        runner.guard = ModelGuard(group)
+        runner.guard.open()
+
+
+def _release(group: dist.ProcessGroup, release_backward: Callable[[], object]) -> None:
+    release_backward()
+    guard = _guards[group]
+    guard.num_models -= 1
+    if not guard.num_models:
+        _guards.pop(group).close()

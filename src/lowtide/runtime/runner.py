@@ -38,8 +38,17 @@ from lowtide.trace.segments import Origin, Segment, TracedModel, describe_inputs
 
 logger = logging.getLogger("lowtide")
 
-Guard = Callable[[str], AbstractContextManager[None]]
-"""What a forward or backward pass runs in, by its name, where other processes may fail."""
+
+class Guard(Protocol):
+    """What names the process that fails, where several train one model, from `open` to `close`."""
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def watching(self, when: str) -> AbstractContextManager[None]:
+        """What a `forward` or `backward` pass runs in."""
+        ...
 
 
 class Plans(Protocol):
@@ -116,7 +125,7 @@ class Runner:
             store=store,
             orders=plans.orders,
         )
-        self.guard: Guard = _unguarded
+        self.guard: Guard | None = None
         self.backend.progress.kept.spare_bytes = spare_bytes
         self.backend.progress.outputs.may_be_held = holds_outputs
         self._graphs_before = 0
@@ -124,7 +133,7 @@ class Runner:
         self._may_start_over = True
         self._pending = PendingCall(self.backend.progress)
         self._has_terms = updates is None and executor.in_place
-        self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
+        self.wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
         self._notices = Notices(spare_bytes)
         self._layouts = LayoutWatch(plans.orders)
         self._start = time.perf_counter()
@@ -140,7 +149,7 @@ class Runner:
             traced.compiled.compile_by(self.backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.guard("forward"):
+        with nullcontext() if self.guard is None else self.guard.watching("forward"):
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,7 +228,7 @@ class Runner:
     def _meet_wrapper(self) -> None:
         """Plan again where a DistributedDataParallel around the model has buckets that were not counted."""
         wrapper = ddp.active()
-        if wrapper is None or wrapper is self._wrapper():
+        if wrapper is None or wrapper is self.wrapper():
             return
         buckets = ddp.buckets_of(wrapper)
         if buckets.hold_gradients:
@@ -228,9 +237,9 @@ class Runner:
             self.compiled.forget()
             self.backend.forget()
             self.eager_batch = None
-        if route_of(wrapper) is None:
+        if self.guard is not None and route_of(wrapper) is None:
             set_route(wrapper, _Guarded(wrapper, self.guard))
-        self._wrapper = weakref.ref(wrapper)
+        self.wrapper = weakref.ref(wrapper)
 
     def _call_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -312,12 +321,8 @@ class _Guarded:
         self.wrapper, self.guard = wrapper, guard
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.guard("forward"):
+        with self.guard.watching("forward"):
             return call_model(self.wrapper, args, kwargs)
-
-
-def _unguarded(_when: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _nothing() -> None:
@@ -363,9 +368,9 @@ def install(
 
 def attach(model: nn.Module, runner: Runner) -> None:
     """Let `model` run by a runner that was made for it."""
-    for steps in (runner.updates, runner.pieces):
-        if steps is not None:
-            steps.open()
+    for part in (runner.updates, runner.pieces, runner.guard):
+        if part is not None:
+            part.open()
     set_route(model, runner)
     if runner.eager_batch is None:
         mark(model, runner.backend.progress, applied=runner)
@@ -375,13 +380,14 @@ def remove(model: nn.Module) -> nn.Module:
     """Give the plain model back: the same object, without its plan."""
     inner = ddp.unwrapped(model)
     runner = runner_of(inner)
-    if isinstance(route_of(model), _Guarded):
-        set_route(model, None)
     if runner is not None:
+        for wrapper in (model, runner.wrapper()):
+            if isinstance(wrapper, nn.Module) and isinstance(route_of(wrapper), _Guarded):
+                set_route(wrapper, None)
         set_route(inner, None)
-        for steps in (runner.updates, runner.pieces):
-            if steps is not None:
-                steps.close()
+        for part in (runner.updates, runner.pieces, runner.guard):
+            if part is not None:
+                part.close()
     unmark(inner)
     return model
 

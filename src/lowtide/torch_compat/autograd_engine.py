@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.torch_compat.process_patch import ProcessPatch
+
 
 def nodes_after_this() -> list[Any]:
     """Asked from inside of a backward pass: the nodes that get the gradients of the one that runs."""
@@ -81,19 +83,21 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run every backward pass of this process inside of a `context()`, from now on.
+def around_backward(context: Callable[[], AbstractContextManager[None]]) -> ProcessPatch:
+    """Run every backward pass of this process inside of a `context()`, as long as an object holds the patch.
 
     What autograd raises after its last node, as DistributedDataParallel's sums do, passes no other code.
     """
-    plain = torch.autograd.backward
 
-    @functools.wraps(plain)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        with context():
-            plain(*args, **kwargs)
+    def wrap(original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            with context():
+                original(*args, **kwargs)
 
-    torch.autograd.backward = torch.compiler.disable(backward)  # type: ignore[no-untyped-call]
+        return torch.compiler.disable(backward)  # type: ignore[no-untyped-call]
+
+    return ProcessPatch(torch.autograd, "backward", wrap)
 
 
 Hook = Callable[[Any], Any]
