@@ -135,14 +135,23 @@ ERRORS = {
 def messages() -> Iterator[tuple[str, str]]:
     """What the source raises and warns of, with where; gaps are filled in when it is said."""
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        constants = {
+            ast.unparse(target): node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+        }
+        for node in ast.walk(tree):
             call = node.exc if isinstance(node, ast.Raise) else node
             if not isinstance(call, ast.Call):
                 continue
             name = ast.unparse(call.func).rpartition(".")[2]
-            if (isinstance(node, ast.Raise) and name in ERRORS) or name == "warning":
+            if (isinstance(node, ast.Raise) and name in ERRORS) or name in ("warning", "say"):
                 for argument in call.args:
-                    yield f"{path.relative_to(SOURCE)}:{call.lineno}", words(argument)
+                    text = argument.left if isinstance(argument, ast.BinOp) else argument
+                    found = constants.get(ast.unparse(text), argument) if name == "say" else argument
+                    yield f"{path.relative_to(SOURCE)}:{call.lineno}", words(found)
 
 
 def words(node: ast.expr) -> str:

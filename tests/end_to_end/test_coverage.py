@@ -37,7 +37,7 @@ def test_exact_and_within_the_budget(name: str) -> None:
 def test_accumulated_gradients_are_exact_and_warned_of() -> None:
     row = examine(CASES["accumulation-not-told"])
     assert row.outcome in (GOOD, OVER), row  # whether the gradients set the peak is up to the machine
-    assert "gradients are there before the forward pass" in row.words
+    assert "gradients are live before the forward pass" in row.words
 
 
 def test_a_difference_would_be_seen() -> None:

@@ -37,7 +37,7 @@ def in_group(rank: int, trouble: str) -> Any:
     if rank == 1 and trouble == "another batch":
         batch = torch.randn(48, 16)
     lowtide.checkpoint(net, batch, budget=budget)
-    return runner_of(net).plans.budget_bytes
+    return runner_of(net).schedules.budget_bytes
 
 
 def applied_and_removed(rank: int) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def differences(rank: int, options: str, loop: str, folder: Path, *, blocks: int
         ],
         "recompute_seconds": plan.recompute_seconds,
         "graphs": runner.backend.num_graphs,
-        "backwards": runner.backend.progress.backwards,
+        "backwards": runner.observer.view().num_backwards,
     }
 
 

@@ -24,7 +24,7 @@ def agree(rank: int, trouble: str, folder: str) -> Any:
     tokens = case.tokens.float() if rank == 1 and trouble == "a bad batch" else case.tokens
     if trouble != "another file":
         lowtide.checkpoint(case.model, tokens, budget=budget, optimizer=case.optimizer, loss=case.loss)
-        return runner_of(case.model).plans.budget_bytes
+        return runner_of(case.model).schedules.budget_bytes
     path = f"{folder}/{rank}.json"
     found = lowtide.profile(case.model, case.tokens, optimizer=case.optimizer, loss=case.loss)
     found.plan(found.peak_bytes - rank).save(path)

@@ -103,10 +103,10 @@ def test_the_room_for_a_loss_is_given_back_where_it_is_not_needed(
     whole = lowtide.profile(planned, batch, loss=lambda output: F.cross_entropy(output, targets))
     plan = lowtide.profile(planned, batch).plan((whole.floor_bytes + whole.peak_bytes) // 2)
     plan.apply(planned)
-    first = runner_of(planned).plans.graphs
+    first = runner_of(planned).schedules.graphs
     train_both(model, planned, batch, torch.mean)
     own = {graph.fingerprint: graph for graph in plan.solution.graphs if graph.in_model}
-    assert first != own and runner_of(planned).plans.graphs == own
+    assert first != own and runner_of(planned).schedules.graphs == own
     assert told(caplog) == []
     assert measured_peak(Target("planned", planned, batch, None, torch.mean)) <= plan.budget_bytes
 
@@ -188,7 +188,7 @@ def test_a_graph_that_is_kept_is_told_once(
         loss.backward(retain_graph=True)
         loss.backward()
     (words,) = told(caplog)
-    assert "backward(retain_graph=True) holds" in words and "smaller by" in words
+    assert "backward(retain_graph=True) keeps" in words and "smaller by" in words
 
 
 # without the plan
@@ -259,12 +259,39 @@ def test_a_copy_to_evaluate_is_no_news(caplog: pytest.LogCaptureFixture) -> None
     assert told(caplog) == []
 
 
-def test_a_watch_that_began_under_autocast_ends_without_it(batch: dict[str, torch.Tensor]) -> None:
+def fails(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    output = model(**batch)
+    assert len(dispatch.active_modes()) == 1, "the loss is watched"
+    raise ValueError(output.shape)
+
+
+def test_no_watch_stays_behind(batch: dict[str, torch.Tensor]) -> None:
+    """Neither a loop that raises, nor one that breaks off, nor a backward pass leaves a mode behind."""
     batch.pop("targets")
-    planned = lowtide.checkpoint(Classifier(), batch, budget="1GB")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        planned(**batch)
-    assert len(dispatch.active_modes()) == 1
-    with torch.no_grad():
-        planned(**batch)
+
+    def new() -> nn.Module:
+        return lowtide.checkpoint(Classifier(), batch, budget="1GB")
+
+    plain = torch.autograd._engine_run_backward
+    with pytest.raises(ValueError, match=r"torch\.Size"):
+        fails(new(), batch)
     assert dispatch.active_modes() == []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        new()(**batch)
+    assert dispatch.active_modes() == [], "the output was dropped"
+    output = new()(**batch)
+    with pytest.raises(RuntimeError, match="scalar"):
+        output.backward()
+    assert len(dispatch.active_modes()) == 1, "no backward pass came"
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert len(dispatch.active_modes()) == 1, "that of another model came"
+    output.sum().backward()
+    assert dispatch.active_modes() == []
+    loss = new()(**batch).sum()
+    loss.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    del loss
+    assert dispatch.active_modes() == []
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert torch.autograd._engine_run_backward is plain

@@ -192,7 +192,7 @@ def test_remove_gives_the_plain_model_back() -> None:
     assert lowtide.remove(planned.model) is planned.model
     assert runner_of(planned.model) is None
     _same(plain, planned, lambda target: target.model(target.batch).sum().backward())
-    assert backend.progress.forwards == 0
+    assert backend.observer.view().num_forwards == 0
 
 
 def test_two_models_at_a_time(pair: tuple[Target, Target], other_pair: tuple[Target, Target]) -> None:

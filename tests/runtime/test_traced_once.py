@@ -114,7 +114,7 @@ def test_a_plan_can_be_taken_off_and_put_on_again(traced: list[str]) -> None:
     other = copy.deepcopy(plain)
     plan.apply(other)
     assert same(train(other, both), train(plain, both))
-    assert runner_of(other).backend.progress.forwards == 3
+    assert runner_of(other).observer.view().num_forwards == 3
 
 
 def test_another_setting_than_at_capture_is_traced_anew() -> None:

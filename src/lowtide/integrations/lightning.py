@@ -28,7 +28,7 @@ from lowtide.integrations.first_call import (
 from lowtide.parallel.ranks import ranks_of, together
 from lowtide.plans import Plan
 from lowtide.runtime.apply import plan_of_model
-from lowtide.runtime.loop_observer import SMALL_BYTES
+from lowtide.runtime.observer import SMALL_BYTES
 from lowtide.runtime.runner import remove, runner_of
 from lowtide.trace.model_call import Arguments
 
@@ -98,7 +98,7 @@ class Lowtide(Callback):
         if self._planned is None or self._lets_go:
             return
         runner = runner_of(self._planned)
-        is_gone = runner is not None and runner.backend.progress.outputs.nbytes <= SMALL_BYTES
+        is_gone = runner is not None and runner.observer.view().live_output_bytes <= SMALL_BYTES
         wins = self.plan is not None and _may_win(self.plan)
         self._lets_go = _on_all(self._planned, is_gone=is_gone, wins=wins)
         if not self._lets_go:

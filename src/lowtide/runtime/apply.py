@@ -82,4 +82,4 @@ def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.opti
 def plan_of_model(model: nn.Module) -> Plan | None:
     """The plan that was applied to a model; None for a plain one."""
     runner = runner_of(model)
-    return runner.plans.plan if runner is not None and isinstance(runner.plans, Replanner) else None
+    return runner.schedules.plan if runner is not None and isinstance(runner.schedules, Replanner) else None

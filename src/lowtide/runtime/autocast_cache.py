@@ -7,15 +7,12 @@ that gives it on as it is. The joint of a later call hangs on that of the call b
 the two gradients, and what arrives there is rounded as eager rounds it.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from lowtide.torch_compat import autograd_engine
-
-logger = logging.getLogger("lowtide")
 
 
 class _Link:
@@ -43,12 +40,15 @@ class _Joint(torch.autograd.Function):
 
 
 class SharedCasts:
-    """The weights that graphs have read since the current block of autocast began."""
+    """The weights that graphs have read since the current block of autocast began.
 
-    def __init__(self) -> None:
+    `weight_changed` is told where one changed meanwhile, which eager's cache would not see.
+    """
+
+    def __init__(self, weight_changed: Callable[[], None]) -> None:
+        self._weight_changed = weight_changed
         self._block: Any = None
         self._links: dict[int, tuple[_Link, torch.Tensor]] = {}
-        self._told = False
 
     def look(self, device: torch.device) -> None:
         """Forget the weights of a block that has ended."""
@@ -65,19 +65,11 @@ class SharedCasts:
             if before.version == link.version:
                 before.is_followed, source = True, read_before
             else:
-                self._tell_of_change()
+                self._weight_changed()
         passed: torch.Tensor = _Joint.apply(source, link, dtype)  # type: ignore[no-untyped-call]
         if self._block is not None:
             self._links[id(weight)] = link, passed
         return passed
-
-    def _tell_of_change(self) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(
-                "weights have changed since this block of autocast began: eager PyTorch would go on with "
-                "what it has cast before, a plan casts them as they are. Begin a new block in each step"
-            )
 
 
 def joined(

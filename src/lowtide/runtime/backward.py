@@ -1,6 +1,6 @@
 """A graph's backward pass, for whichever of its outputs got a gradient this time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ class FirstCalls:
 
 
 class Backward:
-    """`used` collects the outputs that got a gradient though the plan counts on none.
+    """`used` is told of outputs that got a gradient though the plan counts on none.
 
     Where inputs came through `gates`, it returns with the first gradients and lets those run the rest. Where
     the model was called again before, the gradients of the inputs `sums` leave as terms.
@@ -80,7 +80,7 @@ class Backward:
         executor: Executor,
         *,
         first_calls: FirstCalls,
-        used: set[int],
+        used: Callable[[frozenset[int]], None],
         gates: GradientGates | None = None,
         sums: Sequence[int] = (),
         skips_parameters: bool = False,
@@ -144,7 +144,7 @@ class Backward:
         """Run the forward pass again, as eager would have kept it, and then backward."""
         surprising = self.planned_missing - missing
         segment, start = self.first_calls.take(min(surprising))
-        self.used |= surprising
+        self.used(surprising)
         plain = specialised(segment, missing=missing, apart=self.apart)
         rewritten = rewrite(plain, plain_schedule(plain), in_place=self.executor.in_place)
         forward = self.executor(rewritten.forward, _fake_inputs(rewritten.forward), is_backward=False)

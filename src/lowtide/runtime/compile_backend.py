@@ -19,7 +19,7 @@ from lowtide.facts import Kind, Reserve
 from lowtide.facts.plan import EXECUTORS, PLANNERS
 from lowtide.facts.sizes import parse_budget, parse_size
 from lowtide.planning.repeated_graphs import planner_for
-from lowtide.runtime.backend import Backend, GraphPlan
+from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.compiled_plans import InductorOps, executor_named, solve_compiled
 from lowtide.runtime.unplanned_steps import step_of
 from lowtide.torch_compat import dynamo
@@ -60,7 +60,7 @@ def lowtide(
     planner = str(chosen.get("planner", "auto"))
     executor = executor_named(str(chosen.get("executor", "eager")))
 
-    def plan_graph(segment: Segment) -> GraphPlan:
+    def schedule_graph(segment: Segment, _is_whole: bool) -> GraphSchedule:
         step = step_of(
             segment, nn.Module(), like=None, reserve=Reserve(optimizer_state_bytes=reserve), known=None
         )
@@ -71,9 +71,9 @@ def lowtide(
         else:
             solution = desk.solve(budget_bytes=budget, planner=planner)
         (planned,) = solution.graphs
-        return GraphPlan(schedule=planned.schedule, missing=frozenset(planned.missing))
+        return GraphSchedule(schedule=planned.schedule, missing=frozenset(planned.missing))
 
-    return Backend(plan_graph, origins=_origins, executor=executor)(graph, inputs)
+    return Backend(schedule_graph, origins=_origins, executor=executor)(graph, inputs)
 
 
 def _is_symbolic(value: Any) -> bool:

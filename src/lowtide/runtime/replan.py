@@ -18,11 +18,12 @@ from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
-from lowtide.runtime.backend import GraphPlan, Progress
+from lowtide.runtime.backend import GraphSchedule
 from lowtide.runtime.compiled_plans import InductorOps, nearest_compiled, solve_compiled
 from lowtide.runtime.executor import EAGER_OPS, Executor
 from lowtide.runtime.expected_loss import Room
-from lowtide.runtime.loop_observer import LiveLoss
+from lowtide.runtime.loop_watch import LiveLoss
+from lowtide.runtime.runner import CallSoFar
 from lowtide.runtime.unplanned_steps import as_in, growth, optimizer_of, step_of, step_of_call
 from lowtide.torch_compat.ddp import Buckets
 from lowtide.torch_compat.dynamo import StartOver
@@ -89,21 +90,21 @@ class Replanner:
                 self.reserve, loss_bytes=max(self.reserve.loss_bytes, self._room.loss_bytes)
             )
 
-    def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
+    def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
         kind = structure(segment.joint)
         graph = self.graphs.get(segment.fingerprint)
         if graph is None:
             cause = self._dropped.get(segment.fingerprint) or why_unknown(segment, self.first)
             like = self._alike.get(kind)
-            if nothing_ran and progress.is_whole:
+            if so_far.nothing_ran and so_far.is_whole:
                 graph = self._as_one_graph(segment, like, cause)
-            if graph is None and nothing_ran:
+            if graph is None and so_far.nothing_ran:
                 raise StartOver(cause)
             if graph is None:
-                graph = self._beside_others(segment, like, progress, cause)
+                graph = self._beside_others(segment, like, so_far, cause)
             self.graphs[segment.fingerprint] = graph
         self._alike[kind] = graph
-        return GraphPlan(
+        return GraphSchedule(
             schedule=graph.schedule,
             missing=frozenset(graph.missing),
             apart=frozenset(graph.apart),
@@ -265,11 +266,11 @@ class Replanner:
         self._remember(plan.graphs)
         return plan.graphs[0]
 
-    def _beside_others(self, segment: Segment, like: Graph | None, progress: Progress, cause: str) -> Graph:
+    def _beside_others(self, segment: Segment, like: Graph | None, so_far: CallSoFar, cause: str) -> Graph:
         """A plan for one of several graphs of a step, beside what the others hold."""
-        position = progress.graphs_in_call
+        position = so_far.num_graphs
         planned = list(self.steps.values())[-1]
-        times = self._times(progress.batch_bytes)
+        times = self._times(so_far.batch_bytes)
         like = None if like is None else as_in(like, segment)
         beside = like or (planned[position] if position < len(planned) > 1 else None)
         step = step_of(
@@ -278,13 +279,13 @@ class Replanner:
             like=like,
             reserve=self.reserve,
             known=self.known_costs,
-            held_bytes=progress.saved_bytes + self._other_gradient_bytes(segment),
+            held_bytes=so_far.saved_bytes + self._other_gradient_bytes(segment),
             later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
             is_whole=False,
             link=self.link,
             is_called_again=self._several_calls,
         )
-        if beside is None and not progress.is_whole:
+        if beside is None and not so_far.is_whole:
             # nobody knows what follows: leave as much room as there is
             found = _lowest(planner_for(step), ())
         else:

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -22,11 +22,10 @@ from lowtide.offload import Store
 from lowtide.optim.split_step import Pieces
 from lowtide.optim.step_in_backward import Updates
 from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
-from lowtide.runtime.backend import Backend, GraphPlan, Progress
-from lowtide.runtime.bypass import mark, unmark
+from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.executor import EAGER_OPS, Executor
-from lowtide.runtime.loop_observer import LayoutWatch, LiveLoss, LoopWatch, leave
-from lowtide.runtime.notices import Notices, PendingCall, ran_without_plan
+from lowtide.runtime.loop_watch import LiveLoss, leave
+from lowtide.runtime.observer import EARLIER_GRADIENTS, LoopObserver, mark, ran_without_plan, unmark
 from lowtide.torch_compat import ddp, dynamo
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
@@ -51,15 +50,30 @@ class Guard(Protocol):
         ...
 
 
-class Plans(Protocol):
-    """Where a runner gets the plan of a graph from.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSoFar:
+    """What of a call has run when one of its graphs is compiled.
 
-    `orders`: in which gradients come that are not laid out like their outputs.
+    `nothing_ran`: the call can start over. `is_whole`: the graph reaches to the end of the traced function.
+    `saved_bytes` are live for the backward pass; `batch_bytes` are those of the call's arguments.
+    """
+
+    nothing_ran: bool
+    is_whole: bool
+    num_graphs: int
+    saved_bytes: int
+    batch_bytes: int
+
+
+class Schedules(Protocol):
+    """Where a runner gets the schedule of a graph from.
+
+    `orders`: in which gradients come whose strides differ from their outputs'.
     """
 
     orders: dict[str, str]
 
-    def plan_of(self, segment: Segment, progress: Progress, *, nothing_ran: bool) -> GraphPlan:
+    def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
         """How `segment` runs. StartOver where `plan_call` has to tell, which needs that nothing ran yet."""
         ...
 
@@ -69,20 +83,20 @@ class Plans(Protocol):
 
     @property
     def loss_is_unknown(self) -> bool:
-        """Whether nobody knows what the loop makes of the model's output."""
+        """Whether what the loop makes of the model's output is unknown."""
         ...
 
-    def learn(self, held: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
-        """Whether plans were dropped, because of what a loop made between forward and backward pass, or of
-        outputs that it used though no plan counts on that, by graph."""
+    def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
+        """Whether schedules were dropped, because of what a loop made between forward and backward pass, or
+        of outputs that the loss reads though the plan counts on no gradient for them, by graph."""
         ...
 
     def expect_calls(self) -> None:
-        """Drop plans, since several calls come before a backward pass, and no plan counts on that."""
+        """Drop schedules, since several calls come before a backward pass, and the plan counts on one."""
         ...
 
     def count_buckets(self, buckets: ddp.Buckets) -> bool:
-        """Whether plans were dropped, because gradients go through buckets that no plan counts on."""
+        """Whether schedules were dropped, because the plan does not count the buckets of gradients."""
         ...
 
 
@@ -90,15 +104,15 @@ class Runner:
     """What a planned model calls instead of its own forward.
 
     A call with a batch of the layout `eager_batch` is left to eager PyTorch. `spare_bytes` are those of the
-    budget that the plan leaves free; None where nobody gave a budget. `planned_batch` is the layout of the
-    batch that was planned, `traced` the model as it was traced for the plan, `store` where values that it
-    swaps go.
+    budget that the plan leaves free; None where no budget was given. `planned_batch` is the layout of the
+    batch that was planned, `traced` the model as it was traced for the plan, `store` where offloaded values
+    go.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plans: Plans,
+        schedules: Schedules,
         *,
         spare_bytes: int | None = None,
         executor: Executor = EAGER_OPS,
@@ -112,36 +126,31 @@ class Runner:
     ) -> None:
         self.model = model
         self.pieces = pieces
-        self.holds_outputs = holds_outputs
         self.updates = updates
-        self.plans = plans
-        self.spare_bytes = spare_bytes
+        self.schedules = schedules
         self.eager_batch = eager_batch
+        self.observer = LoopObserver(
+            spare_bytes=spare_bytes, may_keep_outputs=holds_outputs, orders=schedules.orders
+        )
         self.backend = Backend(
-            self._plan_of,
+            self._schedule_of,
             origins=self._origins,
             executor=executor,
             updates=updates,
             store=store,
-            orders=plans.orders,
+            observer=self.observer,
         )
         self.guard: Guard | None = None
-        self.backend.progress.kept.spare_bytes = spare_bytes
-        self.backend.progress.outputs.may_be_held = holds_outputs
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
-        self._pending = PendingCall(self.backend.progress)
         self._has_terms = updates is None and executor.in_place
         self.wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
-        self._notices = Notices(spare_bytes)
-        self._layouts = LayoutWatch(plans.orders)
         self._start = time.perf_counter()
         self._entrance = entrance(model)
         # looked at in every step, and finding them anew takes ten times as long
         self._parameters = tuple(model.parameters())
         self._planned_situation = self._situation()
-        self._device = self._parameters[0].device.type if self._parameters else "cpu"
         self._known = {(planned_batch, self._planned_situation)}
         self.compiled = compiled_model(model, self.backend)
         if traced is not None and traced.take(model) and self.backend.adopt(traced.graph):
@@ -161,15 +170,11 @@ class Runner:
             return call_model(self.model, args, kwargs)
         self._learn()
         self._plan_ahead(args, kwargs)
-        self._notices.tell_of_gradients(self._parameters)
-        if self._pending.is_there():
-            self.backend.progress.is_called_again = True
-            self._notices.tell_of_two_calls(self.backend.progress, is_mended=self._adds_up())
+        self.observer.call_begins(self._parameters, adds_terms=self._adds_terms())
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
-        self.backend.progress.begin_call()
         try:
             output = self._call_planned(args, kwargs)
-            if not self.backend.progress.graphs_in_call:
+            if not self.observer.graphs_in_call:
                 raise ran_without_plan(next(iter(dynamo.graph_breaks() - breaks), "it gives no reason"))
         except dynamo.TorchDynamoException as error:
             self.compiled.look_again()
@@ -179,50 +184,41 @@ class Runner:
             raise
         finally:
             self._batch, self._may_start_over = (), True
-        self._pending.note(output)
-        self.backend.progress.outputs.note(output)
+        self.observer.call_ends(output)
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before = self.backend.num_graphs
-            if self.plans.loss_is_unknown:
-                self._layouts.watch(output)
-            self._watch_loop()
+            if self.schedules.loss_is_unknown:
+                self.observer.watch_loss(output, batch_bytes=_nbytes((args, kwargs)))
             seconds = time.perf_counter() - self._start
-            self._notices.tell_of_many_graphs(self.backend.num_graphs, self.compiled.seconds / seconds)
+            self.observer.graphs_planned(self.backend.num_graphs, self.compiled.seconds / seconds)
         return output
-
-    def _watch_loop(self) -> None:
-        """See what the loop makes of the output of a graph that is new, before its backward pass."""
-        watch = LoopWatch()
-        if self.plans.loss_is_unknown and self._device == "cpu" and watch.begin():
-            self.backend.progress.watch = watch
 
     def _learn(self) -> None:
         """Plan again where the last step was another one than the plan counts on."""
-        progress = self.backend.progress
-        progress.watch = None  # where no backward pass came
-        held, progress.held = progress.held, None
-        used = {fingerprint: outputs for fingerprint, outputs in progress.used.items() if outputs}
-        has_new_orders = self._layouts.has_news()
-        has_new_calls = progress.is_called_again and not self._pending.is_there() and self._expect_calls()
-        if held is None and not used and not has_new_orders and not has_new_calls:
+        news = self.observer.news()
+        if news is None:
             return
-        if self.plans.learn(held, used) or has_new_orders or has_new_calls:
-            self.compiled.forget()
-            self.backend.forget()
-            progress.used.clear()
+        has_more_calls = news.has_more_calls and self._expect_calls()
+        is_learned = (news.loss is not None or bool(news.used)) and self.schedules.learn(news.loss, news.used)
+        if is_learned or news.has_new_strides or has_more_calls:
+            self._forget()
 
-    def _adds_up(self) -> bool:
-        """Whether gradients of several calls are added up one by one; those that DDP takes are whole."""
+    def _forget(self) -> None:
+        """Compile graphs anew, by schedules that are made anew."""
+        self.compiled.forget()
+        self.backend.forget()
+        self.observer.plans_dropped()
+
+    def _adds_terms(self) -> bool:
+        """Whether gradients of several calls are added up term by term; those that DDP takes are whole."""
         return self._has_terms and ddp.active() is None
 
     def _expect_calls(self) -> bool:
         """Let the gradients of weights that are used several times leave each call one by one."""
-        progress = self.backend.progress
-        progress.is_called_again = False
-        if not progress.summed or not self._adds_up():
+        if not self.observer.summed_weight or not self._adds_terms():
             return False
-        progress.summed = ""
-        self.plans.expect_calls()
+        self.observer.summed_weight = ""
+        self.schedules.expect_calls()
         return True
 
     def _meet_wrapper(self) -> None:
@@ -232,10 +228,9 @@ class Runner:
             return
         buckets = ddp.buckets_of(wrapper)
         if buckets.hold_gradients:
-            self._notices.leave_out("gradients")  # those that are there are in the buckets, which count
-        if self.plans.count_buckets(buckets):
-            self.compiled.forget()
-            self.backend.forget()
+            self.observer.never_say(EARLIER_GRADIENTS)  # those that are there are in the buckets, which count
+        if self.schedules.count_buckets(buckets):
+            self._forget()
             self.eager_batch = None
         if self.guard is not None and route_of(wrapper) is None:
             set_route(wrapper, _Guarded(wrapper, self.guard))
@@ -265,20 +260,25 @@ class Runner:
     def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Where the model's own code raises for this batch, its exception is the user's, not ours."""
         try:
-            self.plans.plan_call(args, kwargs, cause=cause)
+            self.schedules.plan_call(args, kwargs, cause=cause)
         except CaptureError:
             self._run_eagerly(args, kwargs)
             raise
 
-    def _plan_of(self, segment: Segment) -> GraphPlan:
+    def _schedule_of(self, segment: Segment, is_whole: bool) -> GraphSchedule:
         if not isinstance(self.compiled, CompiledUnits) and units_of(self.model):
             raise LowtideError(
                 "fully_shard was called on this model after its plan was applied: lowtide.remove(model), and "
                 "plan the sharded model"
             )
-        nothing_ran = self._may_start_over and self.compiled.is_tracing(*self._entrance)
-        self.backend.progress.batch_bytes = sum(tensor.nbytes for tensor in tensors_in(self._batch))
-        return self.plans.plan_of(segment, self.backend.progress, nothing_ran=nothing_ran)
+        so_far = CallSoFar(
+            nothing_ran=self._may_start_over and self.compiled.is_tracing(*self._entrance),
+            is_whole=is_whole,
+            num_graphs=self.observer.graphs_in_call,
+            saved_bytes=self.observer.saved_bytes,
+            batch_bytes=_nbytes(self._batch),
+        )
+        return self.schedules.schedule_of(segment, so_far)
 
     def _is_trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a backward pass through this call has anything to do."""
@@ -329,9 +329,13 @@ def _nothing() -> None:
     return None
 
 
+def _nbytes(batch: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(batch))
+
+
 def install(
     model: nn.Module,
-    plans: Plans,
+    schedules: Schedules,
     *,
     spare_bytes: int | None = None,
     executor: Executor = EAGER_OPS,
@@ -351,7 +355,7 @@ def install(
     remove(model)
     runner = Runner(
         model,
-        plans,
+        schedules,
         spare_bytes=spare_bytes,
         executor=executor,
         eager_batch=eager_batch,
@@ -373,7 +377,7 @@ def attach(model: nn.Module, runner: Runner) -> None:
             part.open()
     set_route(model, runner)
     if runner.eager_batch is None:
-        mark(model, runner.backend.progress, applied=runner)
+        mark(model, runner.observer, route=runner)
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -17,10 +17,14 @@ def nodes_after_this() -> list[Any]:
     return [node for node, _ in torch._C._current_autograd_node().next_functions]
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def graph_is_kept() -> bool:
     """Whether the backward pass that runs now leaves its saved values for another one (`retain_graph`)."""
-    in_backward = torch._C._current_graph_task_id() != -1
-    return in_backward and bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return in_backward() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def creation_order(node: Any) -> int:
@@ -98,6 +102,29 @@ def around_backward(context: Callable[[], AbstractContextManager[None]]) -> Proc
         return torch.compiler.disable(backward)  # type: ignore[no-untyped-call]
 
     return ProcessPatch(torch.autograd, "backward", wrap)
+
+
+_engine_run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+_after_backward: list[Callable[[], bool]] = []
+
+
+def after_backward(is_done: Callable[[], bool]) -> None:
+    """Call `is_done` whenever a backward pass of this process has returned or raised, until it says so.
+
+    Inside of a backward pass, final callbacks included, torch restores the caller's modes behind any code.
+    """
+    if is_done not in _after_backward:
+        _after_backward.append(is_done)
+    torch.autograd._engine_run_backward = _observed_run  # type: ignore[attr-defined]
+
+
+def _observed_run(*args: Any, **kwargs: Any) -> Any:
+    try:
+        return _engine_run(*args, **kwargs)
+    finally:
+        _after_backward[:] = [is_done for is_done in _after_backward if not is_done()]
+        if not _after_backward and torch.autograd._engine_run_backward is _observed_run:  # type: ignore[attr-defined]
+            torch.autograd._engine_run_backward = _engine_run  # type: ignore[attr-defined]
 
 
 Hook = Callable[[Any], Any]

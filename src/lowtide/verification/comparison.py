@@ -23,12 +23,12 @@ from lowtide.ops.random_ops import random_state, set_random_state
 from lowtide.optim.step_in_backward import UsedGradient
 from lowtide.plans import Plan, check_identity
 from lowtide.runtime.apply import apply_plan
-from lowtide.runtime.backend import GraphPlan, Progress
+from lowtide.runtime.backend import GraphSchedule
 from lowtide.runtime.compiled_plans import executor_named
 from lowtide.runtime.executor import EAGER_OPS, Executor
-from lowtide.runtime.loop_observer import LiveLoss
+from lowtide.runtime.loop_watch import LiveLoss
 from lowtide.runtime.rewrite import plain_schedule
-from lowtide.runtime.runner import attach, install, remove, runner_of
+from lowtide.runtime.runner import CallSoFar, attach, install, remove, runner_of
 from lowtide.torch_compat.ddp import Buckets
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.trace.identity import identify
@@ -105,7 +105,7 @@ def compare(
 @contextmanager
 def _without_recompute(target: Target, solution: dict[str, Any], executor: Executor) -> Iterator[None]:
     """The target runs its captured graphs as they are."""
-    install(target.model, PlainPlans(solution), executor=executor)
+    install(target.model, BaselineSchedules(solution), executor=executor)
     try:
         yield
     finally:
@@ -230,7 +230,7 @@ def _same_with_nan(wanted: torch.Tensor, seen: torch.Tensor) -> bool:
     return bool(((wanted == seen) | (wanted.isnan() & seen.isnan())).all())
 
 
-class PlainPlans:
+class BaselineSchedules:
     """Runs the captured graphs as they are, for the same gradients as a plan."""
 
     def __init__(self, solution: dict[str, Any]) -> None:
@@ -238,11 +238,11 @@ class PlainPlans:
         self.graphs = {graph.fingerprint: graph for graph in found.graphs}
         self.orders = dict(found.gradient_strides)
 
-    def plan_of(self, segment: Segment, _progress: Progress, *, nothing_ran: bool) -> GraphPlan:
+    def schedule_of(self, segment: Segment, _so_far: CallSoFar) -> GraphSchedule:
         graph = self.graphs.get(segment.fingerprint)
         missing, apart = (frozenset(graph.missing), frozenset(graph.apart)) if graph else (frozenset(),) * 2
         wanted = specialised(segment, missing=missing, apart=apart)
-        return GraphPlan(schedule=plain_schedule(wanted), missing=missing, apart=apart)
+        return GraphSchedule(schedule=plain_schedule(wanted), missing=missing, apart=apart)
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Nothing to plan."""
@@ -251,7 +251,7 @@ class PlainPlans:
     def loss_is_unknown(self) -> bool:
         return False
 
-    def learn(self, held: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
+    def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
         """Nothing to plan."""
         return False
 

@@ -1,0 +1,346 @@
+"""Observe the user's loop around one planned model, and say once where the loop departs from the plan.
+
+    call_begins ── graph_ran ── call_ends ── [watch_loss] ── backward_begins ── backward_ends ── call_begins
+                                                  │                  │
+                                  gradient_strides, LoopWatch    output_used
+
+Backend and runner tell the observer what happens. The runner asks for `news` before each call and has graphs
+planned again where they matter. `view` is what others may read. An observer refers to the model and to its
+output only weakly: torch keeps the functions of graphs, which know the observer, longer than the model lives.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import Unsupported
+from lowtide.optim.step_in_backward import gradient_bytes
+from lowtide.runtime.loop_watch import LiveLoss, LoopWatch, node_behind, weakly
+from lowtide.torch_compat import autograd_engine
+from lowtide.torch_compat.aot_autograd import in_another_order, order_of
+from lowtide.torch_compat.dispatch import storage_key
+from lowtide.torch_compat.modules import route_of
+from lowtide.trace.gradient_strides import LAID_OUT_OTHERWISE
+from lowtide.trace.model_call import tensors_in
+from lowtide.units import format_size
+
+logger = logging.getLogger("lowtide")
+
+SMALL_BYTES = 4096
+MANY_GRAPHS = 24
+LARGE_SHARE = 0.25
+MARKER = "_lowtide_plan"
+"""The attribute of a planned model that its `Marker` is in."""
+
+OUTPUTS_LIVE = (
+    "the loop keeps %s (%d bytes) of the model's outputs live through the backward pass, but the plan was "
+    "made with holds_outputs=False: the peak is higher by that much. Drop the outputs before backward(), as "
+    "in loss = model(...).loss, or plan with holds_outputs=True"
+)
+GRAPH_KEPT = (
+    "backward(retain_graph=True) keeps %s of saved activations live to its end, and the plan counts on "
+    "freeing them during backward: the peak is higher by up to that much. Add up the losses and call "
+    "backward() once, or plan for a budget that is smaller by %d bytes"
+)
+OTHER_STRIDES = (
+    f"{LAID_OUT_OTHERWISE}: the last bits of this step can differ, since torch copies the gradient into the "
+    "output's order first, and eager does not. The gradient is planned for from the next step on; pass "
+    "`loss=` to plan for it from the first step"
+)
+TWO_CALLS_LIVE = (
+    "the model is called again before the backward pass of its last call, which keeps %s live, and the plan "
+    "does not count these bytes: the peak is higher by that much. Run backward() after each call, or plan "
+    "for a budget that is smaller by %d bytes"
+)
+TWO_CALLS_SUMMED = (
+    "the model is called twice before a backward pass and uses '%s' several times in a call: each call sums "
+    "its own gradients, so that the last bits can differ from eager's. Run backward() after each call"
+)
+EARLIER_GRADIENTS = (
+    "%s of gradients are live before the forward pass, and the plan does not count them: the peak is higher "
+    "by that much. Set gradients to None first (zero_grad), or, to accumulate gradients, plan with "
+    "accumulate=True"
+)
+MANY_GRAPHS_PLANNED = (
+    "%d graphs were planned so far, which took %.0f%% of the time since the plan was applied: every new "
+    "shape, and every new value of a Python number that the forward reads, is a graph of its own. Pad "
+    "batches to a few lengths (pad_to_multiple_of=64, say), and pass numbers that change as tensors"
+)
+WEIGHTS_CHANGED = (
+    "weights have changed since this block of autocast began: eager PyTorch would go on with its casts of "
+    "the old weights, a plan casts the new ones. Begin a new block in each step"
+)
+BYPASSED = (
+    "the model got gradients, but %s, so that the budget is not kept: call model(...) itself, not "
+    "model.forward(...), and not from inside of torch.compile"
+)
+COPIED = "a copy of a planned model trains without a plan: apply one to it with plan.apply(copy)"
+SAVED = (
+    "a planned model was saved without its plan: save the plan with plan.save(path), and apply it after "
+    "loading"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopView:
+    """What of an observer others may read: how often graphs ran, and what of the last output is live."""
+
+    num_forwards: int
+    num_backwards: int
+    live_output_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoopNews:
+    """What the last step did that the plan does not count on.
+
+    `loss` is what the loop made between forward and backward pass. `used` are outputs that got a gradient
+    though the plan counts on none, by the fingerprint of their graph. `has_new_strides`: gradients came with
+    other strides than their outputs. `has_more_calls`: several calls came before a backward pass.
+    """
+
+    loss: LiveLoss | None
+    used: dict[str, set[int]]
+    has_new_strides: bool
+    has_more_calls: bool
+
+
+class LoopObserver:
+    """The state of one planned model's loop.
+
+    `spare_bytes` are those of the budget that the plan leaves free; None where no budget was given.
+    `may_keep_outputs`: the plan counts the model's outputs as live through the backward pass. `orders` gets
+    the strides of gradients that differ from their outputs'.
+    """
+
+    def __init__(
+        self,
+        *,
+        spare_bytes: int | None = None,
+        may_keep_outputs: bool = True,
+        orders: dict[str, str] | None = None,
+    ) -> None:
+        self.spare_bytes = spare_bytes
+        self.may_keep_outputs = may_keep_outputs
+        self.orders = {} if orders is None else orders
+        self.num_backwards = 0
+        self.graphs_in_call = 0
+        self.saved_bytes = 0
+        """of this call's graphs, for the backward pass"""
+        self.is_called_again = False
+        """several calls come before a backward pass, and the graphs are not planned for that"""
+        self.summed_weight = ""
+        """one whose gradient is a sum that a graph makes"""
+        self.summed_in_cast = ""
+        """one whose terms cannot leave the graph"""
+        self._num_forwards = 0
+        self._said: set[str] = set()
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self._backwards_at_call = -1
+        self._pending_node: Callable[[], Any] = weakly(None)
+        self._watch: LoopWatch | None = None
+        self._loss: LiveLoss | None = None
+        self._used: dict[str, set[int]] = {}
+        self._has_new_strides = False
+
+    def view(self) -> LoopView:
+        return LoopView(self._num_forwards, self.num_backwards, self._live_output_bytes())
+
+    def say(self, text: str, *values: Any) -> None:
+        """Warn, once for each text."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning(text, *values)
+
+    def never_say(self, text: str) -> None:
+        self._said.add(text)
+
+    # events, in the order of a step
+
+    def call_begins(self, parameters: Sequence[nn.Parameter], *, adds_terms: bool) -> None:
+        """`adds_terms`: gradients of several calls are added up term by term, as eager does."""
+        if self.spare_bytes is not None and EARLIER_GRADIENTS not in self._said:
+            nbytes = sum(map(gradient_bytes, parameters))
+            if self._exceeds(nbytes):
+                self.say(EARLIER_GRADIENTS, format_size(nbytes))
+        if self.has_pending_call:
+            self.is_called_again = True
+            if self._exceeds(self.saved_bytes):
+                self.say(TWO_CALLS_LIVE, format_size(self.saved_bytes), self.saved_bytes)
+            weight = self.summed_in_cast or ("" if adds_terms else self.summed_weight)
+            if weight:
+                self.say(TWO_CALLS_SUMMED, weight)
+        self.graphs_in_call = self.saved_bytes = 0
+
+    def graph_ran(self, saved_bytes: int) -> None:
+        """A graph's forward pass has ended."""
+        self._num_forwards += 1
+        self.graphs_in_call += 1
+        self.saved_bytes += saved_bytes
+
+    def call_ends(self, output: Any) -> None:
+        self._backwards_at_call = self.num_backwards
+        self._pending_node = weakly(node_behind(output))
+        if OUTPUTS_LIVE not in self._said:
+            self._outputs = [weakref.ref(tensor) for tensor in tensors_in(output) if tensor.dim()]
+
+    def graphs_planned(self, number: int, time_share: float) -> None:
+        """`time_share` of the time since the plan was applied went into planning `number` graphs."""
+        if number >= MANY_GRAPHS and time_share > LARGE_SHARE:
+            self.say(MANY_GRAPHS_PLANNED, number, time_share * 100)
+
+    def watch_loss(self, output: Any, *, batch_bytes: int) -> None:
+        """See what the loop makes of the output of a call, and which strides the gradients have."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None and tensor.dim() > 1:
+                self._watch_strides(tensor)
+        watch = LoopWatch(batch_bytes)
+        if all(tensor.device.type == "cpu" for tensor in tensors_in(output)) and watch.begin(output):
+            self._watch = watch
+
+    def backward_begins(self, gradients: Callable[[], Sequence[Any]]) -> None:
+        """A graph's backward pass begins, with the gradients of its outputs."""
+        self.num_backwards += 1
+        if self._exceeds(self.saved_bytes) and autograd_engine.graph_is_kept():
+            self.say(GRAPH_KEPT, format_size(self.saved_bytes), self.saved_bytes)
+        if self._watch is not None:
+            arrived_bytes = sum(value.nbytes for value in gradients() if value is not None)
+            self._loss, self._watch = self._watch.end(arrived_bytes=arrived_bytes), None
+
+    def output_used(self, fingerprint: str, outputs: frozenset[int]) -> None:
+        """Gradients came for outputs of a graph for which the plan counts on none."""
+        self._used.setdefault(fingerprint, set()).update(outputs)
+
+    def backward_ends(self) -> None:
+        nbytes = 0 if self.may_keep_outputs else self._live_output_bytes()
+        self._outputs = []
+        if nbytes > SMALL_BYTES:
+            self.say(OUTPUTS_LIVE, format_size(nbytes), nbytes)
+
+    # what the runner asks
+
+    @property
+    def has_pending_call(self) -> bool:
+        """Whether the backward pass of the last call has not come, and still can."""
+        return self._backwards_at_call == self.num_backwards and self._pending_node() is not None
+
+    def news(self) -> LoopNews | None:
+        """What came since the last time that this was asked; None where all was as planned."""
+        self._watch = None  # where no backward pass came
+        has_more_calls = self.is_called_again and not self.has_pending_call
+        if has_more_calls:
+            self.is_called_again = False
+        found = LoopNews(self._loss, self._used, self._has_new_strides, has_more_calls)
+        self._loss, self._has_new_strides = None, False
+        return found if found != LoopNews(None, {}, False, False) else None
+
+    def plans_dropped(self) -> None:
+        """Graphs are planned again, for what was seen."""
+        self._used = {}
+
+    def _exceeds(self, nbytes: int) -> bool:
+        """Whether bytes that the plan does not count go beyond those that it leaves free."""
+        return self.spare_bytes is not None and nbytes > max(0, self.spare_bytes)
+
+    def _live_output_bytes(self) -> int:
+        alive = [tensor for reference in self._outputs if (tensor := reference()) is not None]
+        return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in alive}.values())
+
+    def _watch_strides(self, output: torch.Tensor) -> None:
+        shape, strides, order = output.shape, output.stride(), order_of(output)
+
+        def look(gradient: torch.Tensor | None) -> None:
+            if gradient is None or order in self.orders:
+                return
+            if in_another_order(shape, strides, gradient.stride()):
+                self.orders[order], self._has_new_strides = order_of(gradient), True
+                self.say(OTHER_STRIDES)
+
+        output.register_hook(look)  # type: ignore[no-untyped-call]
+
+
+def ran_without_plan(why: str) -> Unsupported:
+    return Unsupported(
+        f"the model ran without its plan, since torch.compile gave up on its forward pass ({why}). Is its "
+        "code the same as when it was planned? Plan it as it trains, or lowtide.remove(model)"
+    )
+
+
+class Marker:
+    """Stands in a planned model's attributes: sees copies being made, and gradients that come past the plan.
+
+    Files get None in its place.
+    """
+
+    def __init__(self, model: nn.Module, observer: LoopObserver, *, route: Any) -> None:
+        self._observer = observer
+        self._model, self._route = weakref.ref(model), weakref.ref(route)
+        self._backwards = observer.num_backwards
+        self._parameter = next((p for p in model.parameters() if p.requires_grad), None)
+        self._handle = None
+        if self._parameter is not None:
+            hook = _weak_hook(weakref.WeakMethod(self._gradient_arrives))
+            self._handle = self._parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _gradient_arrives(self) -> None:
+        """A gradient that no planned backward pass came before was made without one."""
+        model, backwards = self._model(), self._observer.num_backwards
+        if model is not None and backwards == self._backwards:
+            is_compiled = route_of(model) is not self._route()
+            cause = "model.compile() took the place of its plan" if is_compiled else "its plan did not run"
+            self._observer.say(BYPASSED % cause)
+        self._backwards = backwards
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CopyMarker | None":
+        # attributes are copied in their order, the parameters first
+        copied = memo.get(id(self._parameter))
+        return None if copied is None else CopyMarker(self._observer, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._observer.say(SAVED)
+        return type(None), ()
+
+
+def _weak_hook(event: "weakref.WeakMethod[Callable[[], None]]") -> Callable[[Any], None]:
+    def hook(_parameter: Any) -> None:
+        if (told := event()) is not None:
+            told()
+
+    return hook
+
+
+class CopyMarker:
+    """Stands in the attributes of a planned model's copy, until that gets a plan of its own."""
+
+    def __init__(self, observer: LoopObserver, parameter: nn.Parameter) -> None:
+        self._handle = parameter.register_post_accumulate_grad_hook(lambda _: observer.say(COPIED))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def mark(model: nn.Module, observer: LoopObserver, *, route: Any) -> None:
+    """Watch a model that runs by a plan; `route` is what its calls go to."""
+    unmark(model)
+    vars(model)[MARKER] = Marker(model, observer, route=route)
+
+
+def unmark(model: nn.Module) -> None:
+    marker = vars(model).pop(MARKER, None)
+    if marker is not None:
+        marker.remove()
