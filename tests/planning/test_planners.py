@@ -15,9 +15,7 @@ from lowtide.facts import Action, Kind, Region
 from lowtide.facts.plan import PLANNERS
 from lowtide.planning import planner as planners
 from lowtide.planning.planner import Planner, floor, solve
-from lowtide.planning.search.lazy_plans import LazyRuns, lazy_plan
 from lowtide.planning.search.problem import Problem
-from lowtide.planning.search.table import make_table
 from lowtide.planning.simulate import plain_runs, simulate
 
 SHAPES = {
@@ -112,19 +110,6 @@ def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares
     assert desk.bounds.floor_bytes <= low
 
 
-@settings(max_examples=60, deadline=None)
-@given(steps(max_forward=10), st.randoms(use_true_random=False))
-def test_dropping_one_by_one_equals_dropping_at_once(step, random):
-    table = make_table(step)
-    storages = [s for s in table.uses if not step.storages[s].pinned]
-    random.shuffle(storages)
-    dropped = storages[: len(storages) // 2]
-    runs = LazyRuns(table)
-    for storage in dropped:
-        runs.drop(storage)
-    assert runs.plan() == lazy_plan(table, table.uses.keys() - set(dropped))
-
-
 def test_shapes_of_real_models(shaped):
     fixed = shaped.table.static_bytes
     for share in (0.9, 0.7, 0.5):
@@ -134,6 +119,25 @@ def test_shapes_of_real_models(shaped):
             if not isinstance(solution, BudgetTooSmall):
                 check(shaped.step, solution)
                 assert found["auto"].recompute_seconds <= solution.recompute_seconds
+
+
+def resized(step, factor):
+    """The same ops on a batch of another size."""
+    storages = (
+        s if s.static else dataclasses.replace(s, nbytes=int(factor * s.nbytes)) for s in step.storages
+    )
+    return dataclasses.replace(step, storages=tuple(storages))
+
+
+@pytest.mark.parametrize("factor", (0.5, 0.9, 1.1, 1.15))
+def test_a_schedule_is_repaired_for_another_batch_size(shaped, factor):
+    budget = shaped.floor_bytes + (shaped.plain.peak_bytes - shaped.floor_bytes) // 3
+    runs = shaped.solve(budget_bytes=budget).schedule.runs
+    other = Planner(resized(shaped.step, factor))
+    found = other.repaired(runs, budget_bytes=budget)
+    assert found is not None and found.peak_bytes <= budget
+    assert found.added_seconds <= 1.5 * other.solve(budget_bytes=budget).recompute_seconds
+    assert other.repaired(runs, budget_bytes=other.bounds.floor_bytes - 1) is None
 
 
 def test_the_curve_rises_from_the_plain_step_to_the_floor(shaped):

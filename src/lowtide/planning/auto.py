@@ -26,9 +26,8 @@ from lowtide.planning.bounds.curve import Bounds
 from lowtide.planning.native.library import Figures
 from lowtide.planning.representative import Point, Spread
 from lowtide.planning.search.archive import Archive, Entry
-from lowtide.planning.search.lazy_plans import lazy_plan
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.runs import RematSet
+from lowtide.planning.search.remat_sets import RematSet, retain_only
 from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.simulate import Timeline
 
@@ -293,7 +292,7 @@ class Auto:
         plans: dict[RematSet, None] = {}
         for moment in self._bounds.tightest(level, NUM_MOMENTS):
             for dropped in moment.dropped(level):
-                plans[lazy_plan(table, self._uses - dropped)] = None
+                plans[retain_only(table, self._uses - dropped)] = None
         return [*(self._steps.sequence(plan) for plan in plans), *self._full_orders(level)]
 
     def _full_orders(self, level: int) -> list[Ints]:
@@ -303,7 +302,7 @@ class Auto:
             cut = moment.fullest(level)
             if cut is not None:
                 kept = self._uses - moment.not_held(cut)
-                plan = lazy_plan(self._steps.table, kept, self._bounds.brought_back(cut.packed))
+                plan = retain_only(self._steps.table, kept, self._bounds.brought_back(cut.packed))
                 return [self._steps.sequence(plan)]
         return []
 

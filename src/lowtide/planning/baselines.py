@@ -5,14 +5,14 @@ from itertools import accumulate
 from math import isqrt
 
 from lowtide.facts import Node, Region
-from lowtide.planning.search.lazy_plans import lazy_plan
-from lowtide.planning.search.runs import RematSet, Runs
+from lowtide.planning.search.remat_sets import RematSet, retain_only, schedule_of
 from lowtide.planning.search.table import Table
+from lowtide.planning.simulate import simulate
 
 
 def retain_none(table: Table) -> RematSet:
     """Recompute everything that can be: only inputs and fixed values stay."""
-    return lazy_plan(table, ())
+    return retain_only(table, ())
 
 
 def every_block(table: Table) -> RematSet:
@@ -33,15 +33,10 @@ def every_block(table: Table) -> RematSet:
             for storage in table.step.nodes[read].holds
             if read < len(forward) and blocks[read] != blocks[node.rank]
         }
-        plans[lazy_plan(table, kept)] = None
+        plans[retain_only(table, kept)] = None
     if len(plans) == 1:
         return next(iter(plans))
-    runs = Runs(table)
-    peaks: dict[RematSet, int] = {}
-    for plan in plans:
-        runs.go_to(plan)
-        peaks[plan] = runs.peak_bytes()
-    return min(plans, key=peaks.__getitem__)
+    return min(plans, key=lambda plan: simulate(table.step, schedule_of(table, plan)).peak_bytes)
 
 
 def _numbers(node: Node) -> list[int]:
@@ -71,7 +66,7 @@ def cut_plan(table: Table, num_cuts: int) -> RematSet:
     total = sum(made)
     kept: set[int] = set()
     if num_cuts < 1 or not total:
-        return lazy_plan(table, kept)
+        return retain_only(table, kept)
     lives = _forward_lives(table)
     widths = _crossing_bytes(table, lives)
     shares = [seen / total * (num_cuts + 1) for seen in accumulate(made[:-1])]
@@ -80,7 +75,7 @@ def cut_plan(table: Table, num_cuts: int) -> RematSet:
         if near:
             at = min(near, key=lambda rank: (widths[rank], abs(shares[rank] - cut), rank))
             kept |= {storage for storage, first, last in lives if first <= at < last}
-    return lazy_plan(table, kept)
+    return retain_only(table, kept)
 
 
 def _forward_lives(table: Table) -> list[tuple[int, int, int]]:

@@ -16,7 +16,6 @@ from math import fsum
 from lowtide.facts import Action, GraphRun, Node, Region, Remat, Run, Solution, Step
 from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
-from lowtide.planning.search.descent import carried
 from lowtide.planning.simulate import Timeline, extra_seconds, is_again, remat_of, simulate, stood_in_for
 
 WORTH = 0.9
@@ -121,12 +120,11 @@ class ChunkedPlanner(Planner):
             runs = runs_of_schedules(self.step, schedules)
             choice = tuple(run for run in runs if not run.is_first and not is_again(self.step, run))
             way = next((way for way in self.ways if way.choice == choice), None) or self._way(choice)
-            plan = carried(way.desk.table, _one_by_one(self.step, runs), budget_bytes=budget_bytes)
+            timeline = way.desk.repaired(_one_by_one(self.step, runs), budget_bytes=budget_bytes)
         except (KeyError, ValueError):  # the ops are others
             return None
-        if plan is None:
+        if timeline is None:
             return None
-        timeline = way.desk.timeline(plan, budget_bytes=budget_bytes)
         sliced = _in_slices(self.step, timeline.runs, choice)
         return StepSchedules(timeline.peak_bytes, graph_schedules(self.step, sliced))
 

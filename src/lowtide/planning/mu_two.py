@@ -2,8 +2,8 @@
 
 Legend, paper to here: `recomp_srcs` sources, `recomp_time` recompute_seconds, `recomp_cnt` count,
 `total_recomp_time` total_seconds, `recompute_ratio` ratio. Algorithms: B `policy`, D `overhead`,
-E `update_chosen`, F `update_candidates`, G `Runs.peak_bytes` (the true simulator: temporaries of the
-recompute, lengthened lives, optimizer and aliases count). C and H, and B with its swap branch, are in
+E `update_chosen`, F `update_candidates`, G `DroppedStorages.peak_bytes` (the true simulator: temporaries of
+the recompute, lengthened lives, optimizer and aliases count). C and H, and B with its swap branch, are in
 `mu_two_swap.py`; here is what a step without a store needs.
 
 Where the paper is silent: ties go to the larger, then the earlier activation; totals of those
@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from lowtide.facts import Activation, TransferSpeed
 from lowtide.planning.activations import NANOSECOND, activations
 from lowtide.planning.offload.offload_sets import Swaps, with_fetches
-from lowtide.planning.search.lazy_plans import LazyRuns, lazy_plan
+from lowtide.planning.search.dropped_storages import DroppedStorages
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.runs import RematSet
+from lowtide.planning.search.remat_sets import RematSet, retain_only
 from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import Table
 
@@ -124,7 +124,7 @@ def policy(table: Table, found: Iterable[Activation]) -> list[Prefix]:
         for a in recomputable
     ]
     pool = Pool(candidates)
-    runs = LazyRuns(table)
+    runs = DroppedStorages(table)
     prefixes = [Prefix(-1, runs.peak_bytes(), 0.0)]
     while (t := pool.choose()) is not None:
         runs.drop(t.activation.storage)
@@ -188,7 +188,7 @@ class Pool:
 def plan_of(table: Table, prefixes: list[Prefix], last: int) -> RematSet:
     """The plan after the choices up to `prefixes[last]`."""
     dropped = {prefix.storage for prefix in prefixes[: last + 1]}
-    return lazy_plan(table, table.uses.keys() - dropped)
+    return retain_only(table, table.uses.keys() - dropped)
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ def policy_with_swap(steps: StepProblem, swaps: Swaps, link: TransferSpeed, *, b
 
 
 def _sequence(steps: StepProblem, swaps: Swaps, dropped: set[int], swapped: set[int]) -> Ints:
-    order = steps.sequence(lazy_plan(steps.table, steps.table.uses.keys() - dropped))
+    order = steps.sequence(retain_only(steps.table, steps.table.uses.keys() - dropped))
     values = [v for v in swaps.idle(order) if not swapped.isdisjoint(swaps.storages(v))]
     return with_fetches(order, values)
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.facts import UPDATE, Activation, Graph, GraphRun, Offload, Reserve, Schedule, Solution, Step
+from lowtide.facts import UPDATE, Activation, Graph, GraphRun, Offload, Reserve, Run, Schedule, Solution, Step
 from lowtide.facts.plan import PLANNERS
 from lowtide.garbage import collector_paused
 from lowtide.planning import baselines, mu_two
@@ -24,8 +24,7 @@ from lowtide.planning.schedules import (
     without_needless_runs,
 )
 from lowtide.planning.search.archive import Entry
-from lowtide.planning.search.descent import carried
-from lowtide.planning.search.runs import RematSet, schedule_of
+from lowtide.planning.search.remat_sets import RematSet, schedule_of
 from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import Table, make_table
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
@@ -155,13 +154,17 @@ class Planner:
         None where these graphs have no such ops, or where that takes a search of its own.
         """
         try:
-            plan = carried(self.table, runs_of_schedules(self.step, schedules), budget_bytes=budget_bytes)
+            timeline = self.repaired(runs_of_schedules(self.step, schedules), budget_bytes=budget_bytes)
         except (KeyError, ValueError):  # the ops are others
             return None
-        if plan is None:
+        if timeline is None:
             return None
-        timeline = self.timeline(plan)
         return StepSchedules(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
+
+    def repaired(self, runs: Sequence[Run], *, budget_bytes: int) -> Timeline | None:
+        """A schedule close to `runs` that fits; None where a short search finds none."""
+        order = self.problem.repaired(runs, budget_bytes=budget_bytes)
+        return None if order is None else self.problem.timeline(order)
 
     @collector_paused()
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:

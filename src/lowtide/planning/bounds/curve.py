@@ -14,8 +14,8 @@ from math import floor, inf
 
 from lowtide.planning.bounds.cuts import Cut, Moment, moment
 from lowtide.planning.bounds.needs import needs_of
-from lowtide.planning.search.runs import Runs
 from lowtide.planning.search.table import Table
+from lowtide.planning.simulate import plain_runs, simulate
 
 NUM_MOMENTS = 24
 NUM_CUTS = 12
@@ -155,12 +155,13 @@ class Bounds:
 
     @cached_property
     def _ranks(self) -> list[int]:
-        held = Runs(self.table).slot_bytes()
+        plain = simulate(self.table.step, plain_runs(self.table.step))
+        live = {run.rank: int(nbytes) for run, nbytes in zip(plain.runs, plain.bytes_held, strict=True)}
         first, last = self._needs.span
         ranks = [rank for rank in range(first, last + 1) if rank not in self.table.on_demand]
         parts = min(NUM_MOMENTS, len(ranks))
         return [
-            max(ranks[i * len(ranks) // parts : (i + 1) * len(ranks) // parts], key=lambda r: (held[r], -r))
+            max(ranks[i * len(ranks) // parts : (i + 1) * len(ranks) // parts], key=lambda r: (live[r], -r))
             for i in range(parts)
         ]
 

@@ -17,17 +17,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lowtide.facts import Action, GraphRun, Node, Remat, Run, Step
+from lowtide.facts import Action, Node, Remat, Run, Step
 from lowtide.planning.mu_two import policy_with_swap
 from lowtide.planning.offload.offload_sets import Swaps
 from lowtide.planning.offload.transfer_model import swapped_bytes
 from lowtide.planning.offload.transfer_schedule import placed
-from lowtide.planning.planner import Planner, StepSchedules
-from lowtide.planning.schedules import graph_schedules, runs_of_schedules, without_needless_runs
+from lowtide.planning.planner import Planner
+from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.archive import Archive
-from lowtide.planning.search.descent import carried, plan_of_runs
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.runs import RematSet, schedule_of
+from lowtide.planning.search.remat_sets import RematSet, schedule_of
 from lowtide.planning.simulate import Timeline, simulate
 
 NUM_LEVELS = 24
@@ -82,7 +81,7 @@ class OffloadPlanner(Planner):
     @cached_property
     def mixed(self) -> Archive[Offloading]:
         others = [self.without.problem.runs(entry.order) for entry in self.without.auto.archive.entries]
-        seeds = [self.problem.sequence(plan_of_runs(self.table, runs)) for runs in others]
+        seeds = [self.problem.sequence_of(runs) for runs in others]
         priced = [entry.order for entry in self._priced.auto.archive.entries]
         low, high = self.without.floor_bytes, self.plain.peak_bytes
         levels = {high - (high - low) * i // NUM_MU_TWO for i in range(1, NUM_MU_TWO + 1)}
@@ -118,16 +117,10 @@ class OffloadPlanner(Planner):
     def timeline(self, plan: RematSet, *, budget_bytes: int = 0) -> Timeline:
         return self._placed(schedule_of(self.table, plan), budget_bytes)
 
-    def adapt(self, schedules: Sequence[Sequence[GraphRun]], *, budget_bytes: int) -> StepSchedules | None:
-        """As any desk does, but transfers are placed anew: where they hide depends on the sizes."""
-        try:
-            plan = carried(self.table, runs_of_schedules(self.step, schedules), budget_bytes=budget_bytes)
-        except (KeyError, ValueError):  # the ops are others
-            return None
-        if plan is None:
-            return None
-        timeline = self.timeline(plan, budget_bytes=budget_bytes)
-        return StepSchedules(timeline.peak_bytes, graph_schedules(self.step, timeline.runs))
+    def repaired(self, runs: Sequence[Run], *, budget_bytes: int) -> Timeline | None:
+        """As any planner does, but transfers are placed anew: where they hide depends on the sizes."""
+        order = self.problem.repaired(runs, budget_bytes=budget_bytes)
+        return None if order is None else self._placed(self.problem.runs(order), budget_bytes)
 
     def by_another(self, planner: str, budget_bytes: int) -> Timeline | None:
         if planner != "mu-two":

@@ -1,8 +1,9 @@
-"""Plans as sets of runs, and the walk below a target.
+"""The search space of the planners: remats of a step, and sequences of runs that a search changes.
 
-- `table`: a step as plain tuples, for inner loops
-- `runs`: one plan under construction, its bytes kept up to date
-- `moves`, `descent`: evict a block, merge a copy back; walk below a target
-- `archive`: the best plans of all budgets
-- `lazy`: the plan that follows from a set of kept storages
+- `table`: a step as plain tuples, for inner loops; which storages its values refer to
+- `remat_sets`: a schedule as the set of its remats
+- `dropped_storages`: bytes while storages are dropped one by one
+- `problem`: ops that read and make storages, as flat arrays for the compiled search
+- `step_problem`: a step as such a problem, and sequences of its ops as schedules
+- `archive`: the Pareto front of peaks and seconds, for all budgets
 """

@@ -10,9 +10,14 @@ import numpy as np
 from lowtide.facts import Region, Run
 from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.problem import Classes, Ints, OpRow, Problem, View, flatten, single_classes
-from lowtide.planning.search.runs import Rerun, demanded
+from lowtide.planning.search.remat_sets import RematSet, Rerun, demanded, remats_in
 from lowtide.planning.search.table import StorageValues, Table
 from lowtide.planning.simulate import Timeline, simulate
+
+REPAIR_MOVES, REPAIR_MOVES_PER_OP = 3000, 120
+"""Moves of annealing to repair a schedule: these and one for each op of a step, fewer for a small step."""
+REPAIR_WARMTHS = (0.05, 0.5)
+"""How warm these searches start: one keeps most of the schedule, one may leave it."""
 
 
 class StepProblem:
@@ -186,7 +191,33 @@ class StepProblem:
         order += range(due, len(self.ranks))
         return np.array(order, dtype=np.int32)
 
-    def plan(self, sequence: Ints) -> frozenset[Rerun]:
+    def sequence_of(self, runs: Sequence[Run]) -> Ints:
+        """A schedule as a sequence of ops. KeyError where the step has no such remats."""
+        return self.sequence(remats_in(self.table, runs))
+
+    def repaired(self, runs: Sequence[Run], *, budget_bytes: int) -> Ints | None:
+        """A sequence within the budget, close to a schedule that was made for the same ops with other sizes.
+
+        The plain order where that fits, else the better of two short searches from that schedule. None where
+        neither fits.
+        """
+        plain = self.sequence(())
+        if not self.problem.evaluate(plain, budget_bytes).excess_bytes:
+            return plain
+        start, num_ops = self.sequence_of(runs), len(self.problem.seconds)
+        found = [
+            self.problem.anneal(
+                start,
+                budget_bytes=budget_bytes,
+                moves=min(REPAIR_MOVES_PER_OP * num_ops, REPAIR_MOVES + num_ops),
+                warmth=warmth,
+            )
+            for warmth in REPAIR_WARMTHS
+        ]
+        figures, order = min(found, key=lambda pair: (pair[0].excess_bytes, pair[0].seconds))
+        return None if figures.excess_bytes else order
+
+    def plan(self, sequence: Ints) -> RematSet:
         """What a sequence runs again, and before which rank's first run."""
         num_first = self.problem.num_first
         found: set[Rerun] = set()

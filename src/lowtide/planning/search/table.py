@@ -7,7 +7,7 @@ needs a block of its storages, made by a first run or by a remat, and, after a r
 way again. Bounds and annealing both think so: they choose blocks, and the views follow.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from lowtide.facts import Node, Region, Remat, Step
@@ -62,8 +62,6 @@ class Table:
     """the first slot that reads each rank and where it may run again; `size` when there is none"""
     readers_first: tuple[int, ...]
     """forward ranks that can be computed again, each after all remats that read it"""
-    choices: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """by storage, the remats that make it besides the preferred one of their rank"""
     on_demand: frozenset[int] = frozenset()
     """ranks that run only where a remat reads them"""
     parts: frozenset[int] = frozenset()
@@ -104,7 +102,6 @@ def make_table(step: Step) -> Table:
     again: list[tuple[int, ...]] = []
     recompute: list[int | None] = []
     parts: dict[int, int] = {}
-    choices: dict[int, tuple[int, ...]] = {}
     for node in nodes:
         mine = node.remats if node.region is Region.FORWARD else ()
         again.append(tuple(range(len(found), len(found) + len(mine))))
@@ -113,9 +110,6 @@ def make_table(step: Step) -> Table:
             whole = tuple_of(step, remat)
             if whole is not None:
                 parts[len(found)] = whole
-            if remat is not mine[0]:
-                for storage in remat.makes:
-                    choices[storage] = (*choices.get(storage, ()), len(found))
             found.append(_op(step, node.rank, remat))
     width = len(found) + 1
     order = _topological(step)
@@ -150,7 +144,6 @@ def make_table(step: Step) -> Table:
         ),
         first_need=tuple(need),
         readers_first=tuple(rank for rank in reversed(order) if recompute[rank] is not None),
-        choices=choices,
         on_demand=frozenset(node.rank for node in nodes if node.on_demand),
         parts=frozenset(parts),
         tuple_keys=frozenset(whole * width + width - 1 for whole in parts.values()),
