@@ -14,8 +14,8 @@ from lowtide.planning.search.remat_sets import RematSet, Rerun, demanded, remats
 from lowtide.planning.search.table import StorageValues, Table
 from lowtide.planning.simulate import Timeline, simulate
 
-REPAIR_MOVES, REPAIR_MOVES_PER_OP = 3000, 120
-"""Moves of annealing to repair a schedule: these and one for each op of a step, fewer for a small step."""
+REPAIR_MOVES, REPAIR_MOVES_PER_OP = 6000, 2
+"""Moves of annealing to repair a schedule: so many, and so many more for each op."""
 REPAIR_WARMTHS = (0.05, 0.5)
 """How warm these searches start: one keeps most of the schedule, one may leave it."""
 
@@ -209,7 +209,7 @@ class StepProblem:
             self.problem.anneal(
                 start,
                 budget_bytes=budget_bytes,
-                moves=min(REPAIR_MOVES_PER_OP * num_ops, REPAIR_MOVES + num_ops),
+                moves=REPAIR_MOVES + REPAIR_MOVES_PER_OP * num_ops,
                 warmth=warmth,
             )
             for warmth in REPAIR_WARMTHS
