@@ -1,4 +1,4 @@
-"""Values on a disk come back bit for bit, and nothing of them stays anywhere else."""
+"""Values on a disk come back bit for bit, nothing of them stays elsewhere, and slots never overlap."""
 
 import errno
 import gc
@@ -11,16 +11,39 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lowtide.errors import StoreError
-from lowtide.offload import arrived, begin_to_leave, fetch, leave, number_of
-from lowtide.offload.disk_store import DiskStore
-from lowtide.offload.store import bytes_of
+from lowtide.offload import finish_offload, finish_prefetch, start_offload, start_prefetch, store_number
+from lowtide.offload.disk_store import PAGE_BYTES, DiskStore, Slots, whole_pages
+from lowtide.offload.offload_store import bytes_of
 
 
 @pytest.fixture
 def store(tmp_path):
     return DiskStore(str(tmp_path))
+
+
+def offloaded(store, value):
+    handle = store.offload(value)
+    handle.free_value()
+    return handle
+
+
+@pytest.fixture
+def going(monkeypatch):
+    """An event that lets writes go on."""
+    going, plain = threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: (going.wait(30), plain(*args))[1])
+    return going
+
+
+def failing(number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 VALUES = {
@@ -43,41 +66,39 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_comes_back_as_it_was(store, name):
     value = VALUES[name]()
-    parcel = store.send(value)
-    parcel.let_go()
-    back = parcel.fetch().value()
+    handle = offloaded(store, value)
+    back = handle.prefetch().wait()
     assert (back.dtype, back.shape, back.stride()) == (value.dtype, value.shape, value.stride())
     assert torch.equal(bytes_of(back), bytes_of(value))
 
 
 def test_a_value_is_freed_when_it_is_let_go(store):
     value = torch.randn(100_000)
-    block, parcel = weakref.ref(value), store.send(value)
+    block, handle = weakref.ref(value), store.offload(value)
     del value
     assert block() is not None
-    parcel.let_go()
+    handle.free_value()
     assert block() is None
 
 
 def test_many_come_back_in_any_order_and_twice(store):
     values = [torch.randn(1000 * (i % 7 + 1)) for i in range(20)]
-    parcels = [store.send(value) for value in values]
-    for parcel in parcels:
-        parcel.let_go()
+    handles = [store.offload(value) for value in values]
+    for handle in handles:
+        handle.free_value()
     for _ in range(2):
-        arrivals = [parcel.fetch() for parcel in reversed(parcels)]
-        assert all(torch.equal(a.value(), v) for a, v in zip(arrivals, reversed(values), strict=True))
+        prefetches = [handle.prefetch() for handle in reversed(handles)]
+        assert all(torch.equal(a.wait(), v) for a, v in zip(prefetches, reversed(values), strict=True))
 
 
 def test_what_is_on_its_way_back_keeps_its_place(store):
     values = [torch.randn(5000) for _ in range(8)]
     for value in values:
-        parcel = store.send(value)
-        parcel.let_go()
-        arrival = parcel.fetch()
-        del parcel
-        store.send(torch.zeros(5000)).let_go()
-        assert torch.equal(arrival.value(), value)
+        handle = offloaded(store, value)
+        prefetch = handle.prefetch()
+        del handle
+        store.offload(torch.zeros(5000)).free_value()
+        assert torch.equal(prefetch.wait(), value)
 
 
 def test_places_are_used_again(store):
@@ -85,36 +106,34 @@ def test_places_are_used_again(store):
     reserved = store.file_bytes
     assert reserved >= 1 << 20
     for step in range(20):
-        parcels = [store.send(torch.randn(10_000 + 100 * (step % 5))) for _ in range(5)]
-        for parcel in parcels:
-            parcel.let_go()
+        handles = [store.offload(torch.randn(10_000 + 100 * (step % 5))) for _ in range(5)]
+        for handle in handles:
+            handle.free_value()
     assert store.file_bytes == reserved
 
 
 def test_more_than_was_reserved_makes_the_file_grow(store):
     store.reserve(4096)
     value = torch.randn(100_000)
-    parcel = store.send(value)
-    parcel.let_go()
-    assert torch.equal(parcel.fetch().value(), value)
+    handle = offloaded(store, value)
+    assert torch.equal(handle.prefetch().wait(), value)
     assert store.file_bytes >= value.nbytes
 
 
 def test_the_folder_shows_no_file(store, tmp_path):
-    parcel = store.send(torch.randn(10_000))
-    parcel.let_go()
+    handle = offloaded(store, torch.randn(10_000))
+    assert handle.start == 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_lives_as_long_as_what_is_in_it(tmp_path):
     store = DiskStore(str(tmp_path))
-    parcel = store.send(torch.randn(10_000))
-    parcel.let_go()
+    handle = offloaded(store, torch.randn(10_000))
     file = weakref.ref(store._file)
     number = store._file.file.fileno()
     del store
-    assert torch.equal(parcel.fetch().value(), parcel.fetch().value())
-    del parcel
+    assert torch.equal(handle.prefetch().wait(), handle.prefetch().wait())
+    del handle
     gc.collect()
     assert file() is None
     with pytest.raises(OSError):
@@ -129,45 +148,34 @@ def test_a_full_disk_is_found_before_anything_is_written(store, tmp_path):
 
 
 def test_a_disk_that_is_full_in_a_step_loses_that_step_alone(store, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as broken:
-        broken.setattr(os, "posix_fallocate", full)
+        broken.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
         with pytest.raises(StoreError, match="are free \\(No space left on device\\)"):
-            store.send(torch.randn(100_000))
+            store.offload(torch.randn(100_000))
     value = torch.randn(100_000)
-    parcel = store.send(value)
-    parcel.let_go()
-    assert torch.equal(parcel.fetch().value(), value)
+    handle = offloaded(store, value)
+    assert torch.equal(handle.prefetch().wait(), value)
 
 
 def test_a_failing_write_is_told_where_the_value_is_let_go(store, monkeypatch):
-    def broken(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", broken)
-        parcel = store.send(torch.randn(1000))
+        patch.setattr(os, "pwrite", failing(errno.EIO))
+        handle = store.offload(torch.randn(1000))
         with pytest.raises(StoreError, match=r"could not write 3.9 KiB .*\(Input/output error\)"):
-            parcel.let_go()
-    again = store.send(torch.ones(1000))
-    again.let_go()
-    assert torch.equal(again.fetch().value(), torch.ones(1000))
+            handle.free_value()
+    again = store.offload(torch.ones(1000))
+    again.free_value()
+    assert torch.equal(again.prefetch().wait(), torch.ones(1000))
 
 
 def test_a_failing_read_is_told_to_its_reader(store, monkeypatch):
-    def broken(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    parcel = store.send(torch.ones(1000))
-    parcel.let_go()
+    handle = offloaded(store, torch.ones(1000))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", broken)
-        arrival = parcel.fetch()
+        patch.setattr(os, "preadv", failing(errno.EIO))
+        prefetch = handle.prefetch()
         with pytest.raises(StoreError, match="could not read"):
-            arrival.value()
-    assert torch.equal(parcel.fetch().value(), torch.ones(1000))
+            prefetch.wait()
+    assert torch.equal(handle.prefetch().wait(), torch.ones(1000))
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
@@ -177,77 +185,62 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 def test_a_fork_has_a_file_of_its_own(store):
     value = torch.randn(5000)
-    parcel = store.send(value)
-    parcel.let_go()
+    handle = offloaded(store, value)
     child = os.fork()
     if child == 0:
-        own = store.send(torch.zeros(5000))
-        own.let_go()
-        good = torch.equal(own.fetch().value(), torch.zeros(5000))
+        own = store.offload(torch.zeros(5000))
+        own.free_value()
+        good = torch.equal(own.prefetch().wait(), torch.zeros(5000))
         try:
-            parcel.fetch()
+            handle.prefetch()
         except StoreError:
             os._exit(0 if good else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
-    assert torch.equal(parcel.fetch().value(), value)
+    assert torch.equal(handle.prefetch().wait(), value)
 
 
-def test_a_fork_that_drops_what_is_on_its_way_does_not_wait(store, monkeypatch):
-    going, plain = threading.Event(), os.pwrite
-
-    def slow(*args):
-        going.wait(30)
-        return plain(*args)
-
-    monkeypatch.setattr(os, "pwrite", slow)
-    parcel = store.send(torch.ones(5000))
+def test_a_fork_that_drops_what_is_on_its_way_does_not_wait(store, going):
+    handle = store.offload(torch.ones(5000))
 
     def work():
-        nonlocal parcel
-        parcel = None
+        nonlocal handle
+        handle = None
         return True
 
     child = child_of(work)
     assert os.waitpid(child, 0)[1] == 0
     going.set()
-    parcel.let_go()
-    assert torch.equal(parcel.fetch().value(), torch.ones(5000))
+    handle.free_value()
+    assert torch.equal(handle.prefetch().wait(), torch.ones(5000))
 
 
-def test_what_nobody_waits_for_holds_no_memory(store, monkeypatch):
-    going, plain = threading.Event(), os.pwrite
-
-    def slow(*args):
-        going.wait(30)
-        return plain(*args)
-
-    monkeypatch.setattr(os, "pwrite", slow)
+def test_what_nobody_waits_for_holds_no_memory(store, going):
     values = [torch.ones(5000) for _ in range(3)]
     blocks = [weakref.ref(value.untyped_storage()) for value in values]
-    parcels = [store.send(value) for value in values]
+    handles = [store.offload(value) for value in values]
     del values
     threading.Timer(0.05, going.set).start()
-    parcels.clear()
+    handles.clear()
     gc.collect()
     assert [block() for block in blocks] == [None] * 3
     assert store._file.slots.take(3 * 20_480) == 0
 
 
 def test_a_handle_stands_for_a_value_and_gives_its_place_back(store):
-    number = number_of(store)
-    assert number_of(store) == number
+    number = store_number(store)
+    assert store_number(store) == number
     value = torch.randn(1000)
-    handle = leave(begin_to_leave(number, value))
+    handle = finish_offload(start_offload(number, value))
     for _ in range(2):  # as in a second backward pass
-        assert torch.equal(arrived(fetch(handle)), value)
+        assert torch.equal(finish_prefetch(start_prefetch(handle)), value)
     same_memory = handle.detach()
     del handle
-    assert torch.equal(arrived(fetch(same_memory)), value)
+    assert torch.equal(finish_prefetch(start_prefetch(same_memory)), value)
     copied = same_memory.clone()
     del same_memory
     with pytest.raises(StoreError, match="something copied the tensor"):
-        fetch(copied)
+        start_prefetch(copied)
     assert store._file.slots.take(4000) == 0
 
 
@@ -270,11 +263,11 @@ def test_processes_share_a_folder(tmp_path):
         store, numbers = DiskStore(str(tmp_path)), torch.Generator().manual_seed(seed)
         for _ in range(10):
             values = [torch.rand(3000, generator=numbers) for _ in range(3)]
-            parcels = [store.send(value) for value in values]
-            for parcel in parcels:
-                parcel.let_go()
-            arrivals = [parcel.fetch() for parcel in parcels]
-            if not all(torch.equal(a.value(), v) for a, v in zip(arrivals, values, strict=True)):
+            handles = [store.offload(value) for value in values]
+            for handle in handles:
+                handle.free_value()
+            prefetches = [handle.prefetch() for handle in handles]
+            if not all(torch.equal(a.wait(), v) for a, v in zip(prefetches, values, strict=True)):
                 return False
         return True
 
@@ -282,12 +275,12 @@ def test_processes_share_a_folder(tmp_path):
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
 
 
-SENDS_AND_WAITS = """
+OFFLOADS_AND_WAITS = """
 import signal, sys
 import torch
 from lowtide.offload.disk_store import DiskStore
-parcel = DiskStore(sys.argv[1]).send(torch.ones(100_000))
-parcel.let_go()
+handle = DiskStore(sys.argv[1]).offload(torch.ones(100_000))
+handle.free_value()
 print("sent", flush=True)
 signal.pause()
 """
@@ -302,10 +295,41 @@ signal.pause()
     ],
 )
 def test_a_killed_process_leaves_no_file(tmp_path, number):
-    command = [sys.executable, "-c", SENDS_AND_WAITS, str(tmp_path)]
+    command = [sys.executable, "-c", OFFLOADS_AND_WAITS, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"sent\n"
         child.send_signal(number)
         assert child.wait(timeout=60) != 0
     assert list(tmp_path.iterdir()) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 5 * PAGE_BYTES), st.integers(0, 3)), max_size=40))
+def test_parts_never_overlap_and_the_end_covers_them(wanted):
+    slots, held = Slots(), []
+    for nbytes, drop in wanted:
+        start = slots.take(nbytes)
+        mine = (start, start + nbytes)
+        assert all(mine[1] <= low or high <= mine[0] for low, high in held)
+        held.append(mine)
+        assert slots.end >= max(high for _, high in held)
+        for _ in range(min(drop, len(held))):
+            low, high = held.pop(len(held) // 2)
+            slots.give_back(low, high - low)
+
+
+def test_gaps_are_joined_and_taken_again():
+    slots = Slots()
+    sizes = [PAGE_BYTES, 3 * PAGE_BYTES, 2 * PAGE_BYTES]
+    starts = [slots.take(nbytes) for nbytes in sizes]
+    for start, nbytes in zip(starts, sizes, strict=True):
+        slots.give_back(start, nbytes)
+    assert slots.take(sum(sizes)) == 0
+    assert slots.end == sum(sizes)
+
+
+def test_a_gap_at_the_end_grows():
+    slots = Slots()
+    slots.give_back(slots.take(100), 100)
+    assert slots.take(3 * PAGE_BYTES) == 0
+    assert slots.end == whole_pages(3 * PAGE_BYTES)

@@ -70,17 +70,17 @@ def log(monkeypatch):
 def test_a_value_leaves_and_comes_back_in_order(log):
     value = torch.randn(6, 4).t()[1:]
     before, stride = value.clone(), value.stride()
-    parcel = HostStore().send(value)
+    handle = HostStore().offload(value)
     assert log == [("pinned", "cpu"), ("out", "waits for all of", "current"), ("out", "copies")]
     log.clear()
-    parcel.let_go()
+    handle.free_value()
     assert log == [("current", "waits for", "copy on out")], "or its memory is written over while it is read"
     log.clear()
     value.zero_()
-    arrival = parcel.fetch()
+    prefetch = handle.prefetch()
     assert log == [("kept for", "back"), ("back", "waits for all of", "current"), ("back", "copies")]
     log.clear()
-    back = arrival.value()
+    back = prefetch.wait()
     assert log == [("current", "waits for", "copy on back")]
     assert torch.equal(back, before) and back.stride() == stride
 

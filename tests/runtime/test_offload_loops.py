@@ -216,8 +216,8 @@ def interrupted(*_):
         (os, "pwrite", broken, StoreError, "could not write .*Input/output error"),
         (os, "fdatasync", broken, StoreError, "could not write .*Input/output error"),
         (os, "preadv", broken, StoreError, "could not read .*Input/output error"),
-        (disk_store._DiskParcel, "let_go", interrupted, KeyboardInterrupt, None),
-        (disk_store._DiskArrival, "value", interrupted, KeyboardInterrupt, None),
+        (disk_store._DiskHandle, "free_value", interrupted, KeyboardInterrupt, None),
+        (disk_store._DiskPrefetch, "wait", interrupted, KeyboardInterrupt, None),
     ],
     ids=["write", "sync", "read", "interrupted forward", "interrupted backward"],
 )

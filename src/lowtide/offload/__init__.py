@@ -1,34 +1,32 @@
-"""Where offloaded values go: stores behind one small interface.
+"""Offload stores: where values wait outside of device memory between the forward and the backward pass.
 
-- `store`: what a store is, and what it gives for a value
-- `disk`: a file without a name in a folder of the user's choice; for training on CPU
-- `host`: pinned memory of the host; for training on an accelerator, not run so far
-- `slots`: which part of a store belongs to whom
-- `handles`: a stored value as a tiny tensor that graphs can pass on, and the ops on it
-- `choice`: from `disk:/scratch` to a store
+- `offload_store`: what a store is, how one is opened, and the ops of graphs that offload and prefetch
+- `disk_store`: an unnamed file in a folder that the user chooses; for training on CPU
+- `host_store`: pinned memory of the host; for training on an accelerator, never run so far
 """
 
-from lowtide.offload.choose_store import open_store, warn_of_memory
-from lowtide.offload.store import (
+from lowtide.offload.offload_store import (
     OffloadHandle,
+    OffloadStore,
     Prefetch,
-    Store,
-    arrived,
-    begin_to_leave,
-    fetch,
-    leave,
-    number_of,
+    finish_offload,
+    finish_prefetch,
+    open_store,
+    start_offload,
+    start_prefetch,
+    store_number,
+    warn_if_in_memory,
 )
 
 __all__ = [
     "OffloadHandle",
+    "OffloadStore",
     "Prefetch",
-    "Store",
-    "arrived",
-    "begin_to_leave",
-    "fetch",
-    "leave",
-    "number_of",
+    "finish_offload",
+    "finish_prefetch",
     "open_store",
-    "warn_of_memory",
+    "start_offload",
+    "start_prefetch",
+    "store_number",
+    "warn_if_in_memory",
 ]

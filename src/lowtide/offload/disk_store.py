@@ -1,10 +1,8 @@
-"""Which part of a store belongs to whom.
+"""An offload store in a file without a name, in a folder that the user chooses.
 
-A file without a name in a folder of the user's choice.
-
-The file is unlinked when it is opened, so that nothing stays of it, whatever happens to the process. Bytes
-are written through to the disk and dropped from the page cache: memory that a value leaves is free, and a
-transfer takes as long on a machine without a byte to spare as on one with plenty.
+The file is unlinked when it is opened, so that nothing is left of it, whatever happens to the process. Writes
+go through to the disk and leave the page cache: memory that a value frees is free, and a transfer takes as
+long on a machine without spare memory as on one with plenty.
 """
 
 import errno
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import StoreError
-from lowtide.offload.store import Layout, OffloadHandle, Prefetch, Store, bytes_of
+from lowtide.offload.offload_store import Layout, OffloadHandle, OffloadStore, Prefetch, bytes_of
 from lowtide.units import size_and_bytes
 
 PAGE_BYTES = 4096
@@ -33,22 +31,22 @@ def whole_pages(nbytes: int) -> int:
 
 
 class Slots:
-    """Parts of a line of bytes, each taken from the first gap that is large enough, else at the end.
+    """Ranges of a file, each taken from the first gap that is large enough, else at the end.
 
-    `give_back` may be called at any moment and by any thread, as when something is collected; all else by
-    one thread at a time.
+    Any thread may call `give_back` at any time, as garbage collection does; all else is for one thread at a
+    time.
     """
 
     def __init__(self) -> None:
         self.end = 0
-        """how far the parts reach that were ever taken"""
+        """the end of the last range that was ever taken"""
         self._gaps: list[tuple[int, int]] = []
         self._returned: deque[tuple[int, int]] = deque()
 
     def take(self, nbytes: int) -> int:
-        """The start of a part of so many bytes."""
+        """The start of a free range of so many bytes."""
         nbytes = whole_pages(nbytes)
-        self._collect()
+        self._merge_gaps()
         for index, (start, size) in enumerate(self._gaps):
             if size >= nbytes:
                 self._gaps[index : index + 1] = [(start + nbytes, size - nbytes)] if size > nbytes else []
@@ -62,7 +60,7 @@ class Slots:
     def give_back(self, start: int, nbytes: int) -> None:
         self._returned.append((start, whole_pages(nbytes)))
 
-    def _collect(self) -> None:
+    def _merge_gaps(self) -> None:
         while self._returned:
             insort(self._gaps, self._returned.popleft())
         merged: list[tuple[int, int]] = []
@@ -77,8 +75,8 @@ class Slots:
 THREADS = "lowtide-store"
 
 
-class DiskStore(Store):
-    """Values of this process in `folder`; another process, or a fork of this one, has a file of its own."""
+class DiskStore(OffloadStore):
+    """Values of this process in `folder`; another process, or a fork of this one, has its own file."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -93,11 +91,11 @@ class DiskStore(Store):
 
     @property
     def file_bytes(self) -> int:
-        """What its file takes on the disk."""
+        """What the file takes on the disk."""
         return os.fstat(self._file.file.fileno()).st_blocks * 512
 
-    def send(self, value: Tensor) -> OffloadHandle:
-        return _DiskParcel(self._own_file(), value)
+    def offload(self, value: Tensor) -> OffloadHandle:
+        return _DiskHandle(self._own_file(), value)
 
     def _own_file(self) -> "_File":
         with self._opening:
@@ -108,7 +106,7 @@ class DiskStore(Store):
 
 
 class _File:
-    """An open file, who has which part of it, and one thread for each direction."""
+    """An open file, its slots, and one thread for each direction."""
 
     def __init__(self, store: DiskStore) -> None:
         self.folder, self.text = store.folder, store.text
@@ -131,12 +129,12 @@ class _File:
             return start
 
     def grow_to(self, nbytes: int) -> None:
-        """Have so many bytes on the disk, before anybody counts on them."""
+        """Allocate so many bytes on the disk before a value needs them."""
         if nbytes <= self.nbytes:
             return
         more_bytes, free_bytes = nbytes - self.nbytes, shutil.disk_usage(self.folder).free
         try:
-            if more_bytes > free_bytes:  # or all that is left would be taken before it fails
+            if more_bytes > free_bytes:  # posix_fallocate would first take all that is free
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.file.fileno(), self.nbytes, more_bytes)
         except OSError as error:
@@ -148,7 +146,7 @@ class _File:
         self.nbytes = nbytes
 
     def write(self, box: list[memoryview], start: int) -> None:
-        """Runs in the writer's thread, which holds nothing of the value when this returns."""
+        """Runs in the writer's thread, which keeps nothing of the value live when this returns."""
         source = box.pop()
         try:
             done, number = 0, self.file.fileno()
@@ -181,8 +179,8 @@ class _File:
         )
 
 
-class _Copy:
-    """A copy that runs in a thread; only its box refers to the memory there."""
+class _Transfer:
+    """A transfer that runs in a thread; only its box refers to the memory there."""
 
     def __init__(
         self, thread: ThreadPoolExecutor, run: Callable[..., None], block: Tensor, start: int
@@ -195,46 +193,45 @@ class _Copy:
         self._future.result()
 
     def drop(self) -> None:
-        """Nobody needs it: see to it that it holds no memory any more."""
+        """The value is not needed any more: keep none of its memory live."""
         if self._future.cancel():
             self._box.clear()
         elif self._process == os.getpid() and not threading.current_thread().name.startswith(THREADS):
-            # a fork has no such thread, and one that collects garbage must not wait for itself
+            # a fork has no such thread, and a thread that collects garbage must not wait for itself
             self._future.exception()
 
 
-class _DiskParcel(OffloadHandle):
+class _DiskHandle(OffloadHandle):
     start = -1
-    """where it lies in the file, once it has a place there"""
-    _writing: _Copy | None = None
+    """offset in the file, once there is a slot"""
+    _writing: _Transfer | None = None
 
     def __init__(self, file: _File, value: Tensor) -> None:
         self.layout = Layout.of(value)
         self._file = file
         self.start = file.take(self.layout.nbytes)
         self._value: Tensor | None = value
-        self._writing = _Copy(file.writer, file.write, bytes_of(value), self.start)
+        self._writing = _Transfer(file.writer, file.write, bytes_of(value), self.start)
 
-    def let_go(self) -> None:
+    def free_value(self) -> None:
         assert self._writing is not None
         self.finish(self._writing, "write")
         self._value = None
 
-    def fetch(self) -> Prefetch:
+    def prefetch(self) -> Prefetch:
         if self._file.process != os.getpid():
             raise StoreError(
                 f"a value on '{self._file.text}' was written before this process was forked from another: "
                 "run the backward pass where the forward pass ran"
             )
-        return _DiskArrival(self)
+        return _DiskPrefetch(self)
 
-    def read(self, block: Tensor) -> _Copy:
-        return _Copy(self._file.reader, self._file.read, block, self.start)
+    def read(self, block: Tensor) -> _Transfer:
+        return _Transfer(self._file.reader, self._file.read, block, self.start)
 
-    def finish(self, copy: _Copy, what: str) -> None:
-        """Wait for a copy."""
+    def finish(self, transfer: _Transfer, what: str) -> None:
         try:
-            copy.wait()
+            transfer.wait()
         except OSError as error:
             raise self._file.failed(f"{what} {size_and_bytes(self.layout.nbytes)}", error) from error
 
@@ -245,24 +242,24 @@ class _DiskParcel(OffloadHandle):
             self._file.slots.give_back(self.start, self.layout.nbytes)
 
 
-class _DiskArrival(Prefetch):
-    _parcel: _DiskParcel | None = None
-    """what it comes from, until it is there"""
+class _DiskPrefetch(Prefetch):
+    _handle: _DiskHandle | None = None
+    """keeps the slot until the read has ended"""
 
-    def __init__(self, parcel: _DiskParcel) -> None:
-        self._block = torch.empty(parcel.layout.nbytes, dtype=torch.uint8, device="cpu")
-        self._reading = parcel.read(self._block)
-        self._parcel = parcel
+    def __init__(self, handle: _DiskHandle) -> None:
+        self._block = torch.empty(handle.layout.nbytes, dtype=torch.uint8, device="cpu")
+        self._reading = handle.read(self._block)
+        self._handle = handle
 
-    def value(self) -> Tensor:
-        parcel = self._parcel
-        assert parcel is not None
-        parcel.finish(self._reading, "read")
-        self._parcel = None
-        return parcel.layout.over(self._block)
+    def wait(self) -> Tensor:
+        handle = self._handle
+        assert handle is not None
+        handle.finish(self._reading, "read")
+        self._handle = None
+        return handle.layout.over(self._block)
 
     def __del__(self) -> None:
-        if self._parcel is not None:
+        if self._handle is not None:
             self._reading.drop()
 
 

@@ -1,7 +1,6 @@
-"""Pinned memory of the host, for values of an accelerator.
+"""An offload store in pinned memory of the host, for values of an accelerator.
 
-Not run so far, for want of an accelerator: written against torch's streams and events, each direction on a
-stream of its own.
+Shortcoming: never run so far, for want of an accelerator. Each direction has its own stream.
 """
 
 import os
@@ -10,19 +9,18 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import StoreError
-from lowtide.offload.store import Layout, OffloadHandle, Prefetch, Store, bytes_of
+from lowtide.offload.offload_store import Layout, OffloadHandle, OffloadStore, Prefetch, bytes_of
 from lowtide.units import size_and_bytes
 
 
-class HostStore(Store):
+class HostStore(OffloadStore):
     text = "host"
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 
     def streams(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
-        """The streams out of and back to a device, which is where the values are: it need not be the current
-        one."""
+        """The streams out of and back to the values' device, which need not be the current one."""
         if device not in self._streams:
             self._streams[device] = (torch.Stream(device=device), torch.Stream(device=device))
         return self._streams[device]
@@ -35,22 +33,22 @@ class HostStore(Store):
                 f"{size_and_bytes(free_bytes)} are free: take a larger budget, or a smaller batch"
             )
 
-    def send(self, value: Tensor) -> OffloadHandle:
-        return _HostParcel(self, value)
+    def offload(self, value: Tensor) -> OffloadHandle:
+        return _HostHandle(self, value)
 
     def copy(self, target: Tensor, source: Tensor, stream: torch.Stream) -> torch.Event:
-        """Copy beside the current stream, after all that it does so far; the event comes when it is done."""
+        """Copy beside the current stream, after all of its work so far; the event marks the copy's end."""
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
         with stream:
             target.copy_(source, non_blocking=True)
         return stream.record_event()
 
     def wait(self, event: torch.Event, device: torch.device) -> None:
-        """Let whatever a device's current stream does next come after an event."""
+        """Let all later work of a device's current stream come after an event."""
         torch.accelerator.current_stream(device).wait_event(event)
 
 
-class _HostParcel(OffloadHandle):
+class _HostHandle(OffloadHandle):
     def __init__(self, store: HostStore, value: Tensor) -> None:
         self.layout = Layout.of(value)
         self.store, self.device = store, value.device
@@ -58,23 +56,23 @@ class _HostParcel(OffloadHandle):
         self._value: Tensor | None = value
         self._written = store.copy(self.host, bytes_of(value), store.streams(value.device)[0])
 
-    def let_go(self) -> None:
+    def free_value(self) -> None:
         self.store.wait(self._written, self.device)
         self._value = None
 
-    def fetch(self) -> Prefetch:
-        return _HostArrival(self)
+    def prefetch(self) -> Prefetch:
+        return _HostPrefetch(self)
 
 
-class _HostArrival(Prefetch):
-    def __init__(self, parcel: _HostParcel) -> None:
-        self._parcel = parcel
-        _, back = parcel.store.streams(parcel.device)
-        self._block = torch.empty(parcel.layout.nbytes, dtype=torch.uint8, device=parcel.device)
-        # so that the allocator waits for the copy even where nobody asks for the value
+class _HostPrefetch(Prefetch):
+    def __init__(self, handle: _HostHandle) -> None:
+        self._handle = handle
+        _, back = handle.store.streams(handle.device)
+        self._block = torch.empty(handle.layout.nbytes, dtype=torch.uint8, device=handle.device)
+        # so that the allocator waits for the copy, even where the value is never asked for
         self._block.record_stream(back)
-        self._read = parcel.store.copy(self._block, parcel.host, back)
+        self._read = handle.store.copy(self._block, handle.host, back)
 
-    def value(self) -> Tensor:
-        self._parcel.store.wait(self._read, self._parcel.device)
-        return self._parcel.layout.over(self._block)
+    def wait(self) -> Tensor:
+        self._handle.store.wait(self._read, self._handle.device)
+        return self._handle.layout.over(self._block)

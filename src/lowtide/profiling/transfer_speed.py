@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide.facts import Step, TransferSpeed
 from lowtide.facts.plan import OffloadTarget
-from lowtide.offload import OffloadHandle, Store, open_store, warn_of_memory
+from lowtide.offload import OffloadHandle, OffloadStore, open_store, warn_if_in_memory
 from lowtide.ops.calls import OpCost
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.devices import Device, device_for
@@ -29,7 +29,7 @@ PRODUCTS = 40
 
 def measure_link(target: OffloadTarget, step: Step, use_cache: bool) -> TransferSpeed:
     """The link of a step's device to a store; remembered on disk, unless `use_cache` is False."""
-    warn_of_memory(target)
+    warn_if_in_memory(target)
     device = device_for(torch.device(step.device))
     store = open_store(target, step.device)
     cache = CostCache(device) if use_cache else None
@@ -65,7 +65,7 @@ def _bandwidth(seconds: float, latency_seconds: float) -> float:
     return SAMPLE_BYTES / max(seconds - latency_seconds, seconds / 2)
 
 
-def _transfer_seconds(store: Store, nbytes: int, device: Device) -> tuple[float, float]:
+def _transfer_seconds(store: OffloadStore, nbytes: int, device: Device) -> tuple[float, float]:
     """The median time of a write and of a read, after one of each that does not count."""
     numbers = torch.Generator().manual_seed(0)
     sample = torch.empty(nbytes, dtype=torch.uint8).random_(generator=numbers).to(device.torch_device)
@@ -73,18 +73,18 @@ def _transfer_seconds(store: Store, nbytes: int, device: Device) -> tuple[float,
     return median(write for write, _ in times), median(read for _, read in times)
 
 
-def _there_and_back(store: Store, sample: Tensor, device: Device) -> tuple[float, float]:
+def _there_and_back(store: OffloadStore, sample: Tensor, device: Device) -> tuple[float, float]:
     def write() -> OffloadHandle:
-        parcel = store.send(sample)
-        parcel.let_go()
-        return parcel
+        handle = store.offload(sample)
+        handle.free_value()
+        return handle
 
-    parcel, there = device.timed(write)
-    _, back = device.timed(lambda: parcel.fetch().value())
+    handle, there = device.timed(write)
+    _, back = device.timed(lambda: handle.prefetch().wait())
     return there.seconds, back.seconds
 
 
-def _lost_share(store: Store, device: Device) -> float:
+def _lost_share(store: OffloadStore, device: Device) -> float:
     """Of a second of transfers, how much of it the compute beside them loses; 0 to 1.
 
     On an accelerator the copies need nothing of what computes.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from lowtide.facts import Action
-from lowtide.offload import arrived, begin_to_leave, fetch, leave
+from lowtide.offload import finish_offload, finish_prefetch, start_offload, start_prefetch
 from lowtide.ops.calls import Call
 from lowtide.ops.schema import read_in_backward
 from lowtide.remat.rule import Blocks, Kept, RematRule
@@ -26,7 +26,7 @@ class OffloadedValue(RematRule):
     name = "swap"
     words = "written to a store and read back"
     action = Action.OFFLOAD
-    wait = staticmethod(arrived)
+    wait = staticmethod(finish_prefetch)
 
     def why_not(self, node: fx.Node) -> str | None:
         value = node.meta.get("val")
@@ -39,10 +39,10 @@ class OffloadedValue(RematRule):
     def kept(self, node: fx.Node) -> tuple[Kept, ...]:
         with node.meta["val"].fake_mode:
             handle = torch.empty(1, dtype=torch.int64, device="cpu")
-        return (Kept("leave", Call(leave, (node,)), handle, timed=False, begin=begin_to_leave),)
+        return (Kept("leave", Call(finish_offload, (node,)), handle, timed=False, begin=start_offload),)
 
     def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
-        return Call(fetch, kept)
+        return Call(start_prefetch, kept)
 
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
         # read into a block of its own, also where the first run only takes it out of a tuple

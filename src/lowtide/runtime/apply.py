@@ -5,7 +5,7 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.facts.plan import parse_offload
-from lowtide.offload import Store, open_store
+from lowtide.offload import OffloadStore, open_store
 from lowtide.optim.joined_optimizers import each_of
 from lowtide.optim.split_check import split_of
 from lowtide.optim.split_step import Pieces
@@ -59,7 +59,7 @@ def apply_plan(
     return model
 
 
-def _store_of(plan: Plan) -> Store | None:
+def _store_of(plan: Plan) -> OffloadStore | None:
     """Where the plan's values go, with room for all of them; `StoreError` where there is none."""
     offload = plan.solution.offload
     if offload is None:

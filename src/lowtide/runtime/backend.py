@@ -10,7 +10,7 @@ from torch import fx
 
 from lowtide.analyze.gradient_sums import casts_of, specialised, sums_in_casts, sums_inside, sums_of
 from lowtide.facts import GraphRun, Kind
-from lowtide.offload import Store, number_of
+from lowtide.offload import OffloadStore, store_number
 from lowtide.ops.gradient_terms import with_gradient_terms
 from lowtide.optim.step_in_backward import Updates, taking_updates
 from lowtide.runtime.autocast_cache import SharedCasts, joined
@@ -57,7 +57,7 @@ class Backend:
         origins: Callable[[fx.GraphModule], list[Origin]],
         executor: Executor = EAGER_OPS,
         updates: Updates | None = None,
-        store: Store | None = None,
+        store: OffloadStore | None = None,
         observer: LoopObserver | None = None,
     ) -> None:
         self.observer = observer or LoopObserver()
@@ -151,7 +151,7 @@ class Backend:
             self.observer,
             casts=self._casts,
             updates=self.updates,
-            store=0 if self.store is None else number_of(self.store),
+            store=0 if self.store is None else store_number(self.store),
         )
 
     def _list(self, planned: "_ScheduledGraph") -> None:

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
-from lowtide.offload import Store
+from lowtide.offload import OffloadStore
 from lowtide.optim.split_step import Pieces
 from lowtide.optim.step_in_backward import Updates
 from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
@@ -122,7 +122,7 @@ class Runner:
         pieces: Pieces | None = None,
         holds_outputs: bool = True,
         traced: TracedModel | None = None,
-        store: Store | None = None,
+        store: OffloadStore | None = None,
     ) -> None:
         self.model = model
         self.pieces = pieces
@@ -345,7 +345,7 @@ def install(
     pieces: Pieces | None = None,
     holds_outputs: bool = True,
     traced: TracedModel | None = None,
-    store: Store | None = None,
+    store: OffloadStore | None = None,
 ) -> Runner:
     """Route `model`'s calls through a plan, in place."""
     current = route_of(model)

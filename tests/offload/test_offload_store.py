@@ -4,7 +4,7 @@ import pytest
 
 from lowtide.errors import LowtideError, StoreError
 from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
-from lowtide.offload import choose_store, open_store, warn_of_memory
+from lowtide.offload import offload_store, open_store, warn_if_in_memory
 from lowtide.offload.disk_store import DiskStore
 
 
@@ -32,10 +32,10 @@ def test_a_store_for_another_device_is_refused(target, device, instead):
 def test_a_folder_in_memory_is_told(tmp_path, monkeypatch, caplog):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/shm tmpfs rw 0 0\n")
-    monkeypatch.setattr(choose_store, "MOUNTS", mounts)
-    warn_of_memory(OffloadTarget("disk", str(tmp_path)))
+    monkeypatch.setattr(offload_store, "MOUNTS", mounts)
+    warn_if_in_memory(OffloadTarget("disk", str(tmp_path)))
     assert not caplog.records
-    warn_of_memory(OffloadTarget("disk", f"{tmp_path}/shm/mine"))
+    warn_if_in_memory(OffloadTarget("disk", f"{tmp_path}/shm/mine"))
     assert "is in memory (tmpfs)" in caplog.text
 
 
