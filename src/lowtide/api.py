@@ -34,8 +34,8 @@ from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.runner import attach, remove, runner_of
 from lowtide.torch_compat import ddp
 from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.trace.identity import user_tensors
 from lowtide.trace.model_call import Loop, Loss, Optimizers
-from lowtide.trace.segments import user_tensors
 from lowtide.verification.comparison import planned
 from lowtide.verification.measure_step import Measured, measure_here
 from lowtide.verification.measure_step import measure_step as measure_target

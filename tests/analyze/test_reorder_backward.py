@@ -10,8 +10,6 @@ from lowtide.analyze.captured_step import capture
 from lowtide.facts import Region
 from lowtide.planning.schedules import scheduled_ranks
 from lowtide.planning.simulate import eager_runs, plain_runs, simulate, walked
-from lowtide.trace.segments import results_of
-from lowtide.trace.split import split
 
 
 class Layers(nn.Module):
@@ -48,8 +46,8 @@ def test_a_layers_input_is_freed_before_its_gradient_is_made() -> None:
 
 def test_gradients_leave_in_eagers_order() -> None:
     (segment, *_) = capture(Layers(shared=True), torch.randn(512, 64)).segments
-    captured, ordered = split(segment)[1], backward_order(segment)
-    grads = set(results_of(segment.joint)[segment.num_forward_outputs :])
+    captured, ordered = segment.backward_ops, backward_order(segment)
+    grads = set(segment.gradients)
     assert ordered != captured
     assert [node for node in ordered if node in grads] == [node for node in captured if node in grads]
     seen: set[torch.fx.Node] = set()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import lowtide
 from lowtide.runtime.runner import attach, runner_of
 from lowtide.torch_compat import ddp
-from lowtide.trace.model_call import route_of
+from lowtide.torch_compat.modules import route_of
 
 
 def in_group(rank: int, trouble: str) -> Any:

@@ -11,7 +11,7 @@ from lowtide.garbage import NEW_OBJECTS, rarely_collected
 from lowtide.ops.direct import direct_function
 from lowtide.torch_compat import aot_autograd, dynamo
 from lowtide.trace.segments import Segment
-from lowtide.trace.split import without_tangents
+from lowtide.trace.tangents import without_tangents
 
 
 def _sum_graph() -> fx.Graph:

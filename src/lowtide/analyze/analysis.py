@@ -10,8 +10,7 @@ from torch import fx
 from lowtide.facts import Node, Storage
 from lowtide.ops.calls import Call
 from lowtide.remat import Kept, RematRule
-from lowtide.trace.segments import Segment, results_of
-from lowtide.trace.split import tangent_outputs
+from lowtide.trace.segments import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +74,11 @@ class GraphAnalysis:
         self.changed: set[int] = set()
         self.rules: dict[fx.Node, list[tuple[RematRule, dict[Kept, int]]]] = {}
         self.fixed: dict[fx.Node, str] = {}
-        results = results_of(segment.joint)
+        results = segment.results
         self.outputs = results[: segment.num_forward_outputs]
         self.grads = results[segment.num_forward_outputs :]
         placeholders = self.graph.find_nodes(op="placeholder")
-        tangents = tangent_outputs(segment.joint)
+        tangents = segment.tangents
         self.tangents = tangents
         self.primals = [node for node in placeholders if node not in tangents]
 

@@ -29,25 +29,23 @@ from lowtide.ops.random_ops import is_random
 from lowtide.ops.schema import talks_to_others, writes_inputs
 from lowtide.remat import chain_rules
 from lowtide.torch_compat.dispatch import storage_key
-from lowtide.trace.segments import Segment, results_of
-from lowtide.trace.split import split, stands_for, tangent_outputs
+from lowtide.trace.segments import Segment
+from lowtide.trace.tangents import stands_for
 
 
-def backward_order(segment: Segment) -> list[fx.Node]:
+def backward_order(segment: Segment) -> Sequence[fx.Node]:
     """The backward ops of a segment in the order to run them: as captured, where another holds no less at its
     peak, and then on the whole."""
-    captured = split(segment)[1]
-    tangents = tangent_outputs(segment.joint)
-    primals = [node for node in segment.joint.graph.find_nodes(op="placeholder") if node not in tangents]
-    results = [node for node in results_of(segment.joint) if node is not None]
-    grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    captured = segment.backward_ops
+    results = [node for node in segment.results if node is not None]
+    grads = segment.gradients
     early = _reordered(captured, {node for node in grads if node is not None})
-    held = [_held(ops, primals, results) for ops in (captured, early)]
+    held = [_held(ops, segment.primals, results) for ops in (captured, early)]
     before, after = ((max(some, default=0), sum(some)) for some in held)
     return early if after < before else captured
 
 
-def _reordered(ops: list[fx.Node], grads: set[fx.Node]) -> list[fx.Node]:
+def _reordered(ops: Sequence[fx.Node], grads: set[fx.Node]) -> list[fx.Node]:
     """Ops that lead to one gradient alone, each right behind the last of the others that it waits for."""
     index = {node: i for i, node in enumerate(ops)}
     alone = _leading_to_one(ops, grads)
@@ -73,7 +71,7 @@ def _reordered(ops: list[fx.Node], grads: set[fx.Node]) -> list[fx.Node]:
     return sorted(ops, key=lambda node: (moment[node], index[node]))
 
 
-def _leading_to_one(ops: list[fx.Node], grads: set[fx.Node]) -> set[fx.Node]:
+def _leading_to_one(ops: Sequence[fx.Node], grads: set[fx.Node]) -> set[fx.Node]:
     """Ops of which at most one gradient is made, and which may change places with others."""
     leads: dict[fx.Node, set[fx.Node]] = {}
     for node in reversed(ops):
@@ -140,7 +138,7 @@ def overwrites(
     """
     if not segment.differentiable:
         return {}
-    forward = split(segment)[0]
+    forward = segment.forward_ops
     blocks = _Storages(segment, [*forward, *backward])
     for node in calls:
         blocks.run_with(node, replaced_ops(node))
@@ -184,7 +182,7 @@ class _Storages:
         graph = segment.joint.graph
         ordered = (*graph.find_nodes(op="placeholder"), *ops, *graph.nodes)
         self.position = {node: index for index, node in enumerate(dict.fromkeys(ordered))}
-        self.returned = {key for node in results_of(segment.joint) if node for key in _keys(node)}
+        self.returned = {key for node in segment.results if node for key in _keys(node)}
         self.holders: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
             for key in _keys(node):

@@ -28,11 +28,10 @@ from lowtide.torch_compat.fsdp2 import local
 from lowtide.torch_compat.modules import stepping_as_real
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.failures import refuse_several_graphs, refuse_what_cannot_be_traced
-from lowtide.trace.gradient_strides import LAID_OUT_OTHERWISE, laid_out_otherwise
-from lowtide.trace.identity import identify, identify_inputs
+from lowtide.trace.identity import identify, identify_inputs, name_tensors
 from lowtide.trace.model_call import split_batch, tensors_in
-from lowtide.trace.segments import Segment, Trace, TracedModel, mutated_inputs, name_tensors, structure
-from lowtide.trace.split import tangent_outputs
+from lowtide.trace.segments import Segment, Trace, TracedModel
+from lowtide.trace.tangents import LAID_OUT_OTHERWISE, laid_out_otherwise
 from lowtide.trace.trace_model import trace
 
 SCALARS_BYTES = 1024
@@ -225,9 +224,9 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
             apart=tuple(sorted(apart)),
             tangent_bytes=_tangent_bytes(segment, missing),
             inputs=identify_inputs(segment),
-            structure=structure(segment.joint),
+            structure=segment.structure,
             num_outputs=segment.num_forward_outputs,
-            num_mutated=len(mutated_inputs(segment.joint)),
+            num_mutated=len(segment.mutated_inputs),
         )
         for index, (segment, missing, apart) in enumerate(
             zip(analysis.segments, analysis.missing, analysis.apart, strict=True)
@@ -236,7 +235,7 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
 
 
 def _tangent_bytes(segment: Segment, missing: frozenset[int]) -> int:
-    tangents = tangent_outputs(segment.joint)
+    tangents = segment.tangents
     values = [node.meta["val"] for node, output in tangents.items() if output not in missing]
     return sum(value.numel() * value.element_size() for value in values)
 

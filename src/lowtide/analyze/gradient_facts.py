@@ -11,7 +11,7 @@ from lowtide.analyze.analysis import Analysis, GraphAnalysis
 from lowtide.facts import UPDATE, Kind, Region
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Execution, Trace
-from lowtide.trace.split import split, stands_for
+from lowtide.trace.tangents import stands_for
 
 UNCAPTURED = "held by code outside of the graphs"
 EARLIER = "gradients of earlier micro-batches"
@@ -174,7 +174,9 @@ def keep_earlier_gradients(analysis: Analysis) -> None:
 def keep_live_in_formulas(analysis: Analysis, state: GraphAnalysis, *, only_eager: bool) -> None:
     """Where autograd runs its formulas eagerly, what one makes on its way lives to its end: in the loss
     always, in the model's own graphs where they run without a plan (`only_eager`)."""
-    for number, group in itertools.groupby(split(state.segment)[1], key=lambda node: node.meta.get("seq_nr")):
+    for number, group in itertools.groupby(
+        state.segment.backward_ops, key=lambda node: node.meta.get("seq_nr")
+    ):
         ranks = [state.rank[node] for node in group if not node.meta.get("is_gradient_acc")]
         if len(ranks) < 2 or number is None:
             continue

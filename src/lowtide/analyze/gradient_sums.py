@@ -23,8 +23,8 @@ from lowtide.ops.gradient_terms import (
     terms_of,
 )
 from lowtide.ops.recurrent_cells import CELLS_BACKWARD
-from lowtide.trace.segments import Execution, Segment, Trace, copy_of, output_storages, results_of
-from lowtide.trace.split import tangent_outputs, without_tangents
+from lowtide.trace.segments import Execution, Segment, Trace, edited
+from lowtide.trace.tangents import without_tangents
 
 VALUE = "a value that goes from graph to graph"
 
@@ -39,7 +39,7 @@ def sums_of(segment: Segment) -> dict[int, int]:
     """Inputs of a graph whose gradient is a sum, with the number of its terms."""
     if not segment.differentiable:
         return {}
-    grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    grads = segment.gradients
     found = {place: len(terms_of(grad)) for place, grad in enumerate(grads) if grad is not None}
     known = len(segment.origins) == len(grads)  # else torch gives the graph other inputs than we see
     return {place: number for place, number in found.items() if number > 1 and known}
@@ -117,7 +117,7 @@ def sums_in_casts(segment: Segment) -> str:
 
 def _weights(segment: Segment) -> list[tuple[int, fx.Node, fx.Node]]:
     """The trained weights among a graph's inputs: place, input and gradient."""
-    grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    grads = segment.gradients
     if not segment.differentiable or len(grads) != len(segment.origins):
         return []
     inputs = segment.joint.graph.find_nodes(op="placeholder")
@@ -135,8 +135,8 @@ def shares_gradients(trace: Trace, missing: Sequence[Collection[int]]) -> bool:
         segment = execution.segment
         if not segment.differentiable:
             continue
-        storages = output_storages(segment)
-        for tangent, output in tangent_outputs(segment.joint).items():
+        storages = segment.output_storages
+        for tangent, output in segment.tangents.items():
             is_view = storages.count(storages[output]) > 1
             if is_view and output not in without and any(map(adds_gradients, tangent.users)):
                 return True
@@ -147,9 +147,8 @@ def _with_terms(segment: Segment, places: Collection[int]) -> Segment:
     """`segment` with the gradients of the inputs `places` as terms: a copy, where there are any."""
     if not places:
         return segment
-    copy = copy_of(segment)
-    return_terms(copy.joint, [segment.num_forward_outputs + place for place in sorted(places)])
-    return copy
+    results = [segment.num_forward_outputs + place for place in sorted(places)]
+    return edited(segment, lambda joint: return_terms(joint, results))
 
 
 def _gradients(execution: Execution) -> dict[int, fx.Node]:
@@ -157,7 +156,7 @@ def _gradients(execution: Execution) -> dict[int, fx.Node]:
     segment = execution.segment
     if not segment.differentiable:
         return {}
-    results = results_of(segment.joint)[segment.num_forward_outputs :]
+    results = segment.gradients
     return {
         place: grad
         for place, (grad, _) in enumerate(zip(results, segment.origins, strict=False))

@@ -5,7 +5,7 @@ graph node, and nothing is ever matched by name.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +39,8 @@ from lowtide.remat import Kept, RematRule, fitting_rules
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.failures import refuse_empty_buffers
-from lowtide.trace.segments import Execution, Trace, mutated_inputs
-from lowtide.trace.split import specialise, split, stands_for
+from lowtide.trace.segments import Execution, Trace
+from lowtide.trace.tangents import specialise, stands_for
 
 OUTPUT = "output"
 
@@ -109,7 +109,7 @@ def _forward(
     for index, node in enumerate(state.primals):
         link = execution.links.get(index)
         _add_primal(analysis, state, index=index, node=node, link=link, states=states)
-    ops = split(state.segment)[0]
+    ops = state.segment.forward_ops
     for node in ops:
         fit, reason = ([], fixed) if fixed else fitting_rules(node, offload=offload)
         if reason:
@@ -141,7 +141,7 @@ def _backward(
     for node, output in state.tangents.items():
         if output not in missing:
             add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
-    captured = split(state.segment)[1]
+    captured = state.segment.backward_ops
     # what the loss runs, and where updates stand, is eager's own
     ops = backward_order(state.segment) if state.in_model and not updates else captured
     eager_place = {node: 1 + i for i, node in enumerate(captured)} if ops != captured else {}
@@ -299,9 +299,9 @@ def _add_kept(analysis: Analysis, state: GraphAnalysis, node: fx.Node, kept: Kep
     return rank
 
 
-def _find_changed(state: GraphAnalysis, ops: list[fx.Node]) -> None:
+def _find_changed(state: GraphAnalysis, ops: Sequence[fx.Node]) -> None:
     """Storages whose contents are not the same after the forward pass: a recompute must not read them."""
-    for index in mutated_inputs(state.segment.joint).values():
+    for index in state.segment.mutated_inputs.values():
         state.changed.update(state.holds[state.primals[index]])
     for node in ops:
         if writes_inputs(node.target):

@@ -19,7 +19,7 @@ from lowtide.optim.optimizer_trace import OptimizerTrace
 from lowtide.optim.split_check import pieces_bytes, split_of
 from lowtide.optim.split_step import PIECE_SIZES
 from lowtide.torch_compat.dispatch import storage_key
-from lowtide.trace.segments import Segment, results_of
+from lowtide.trace.segments import Segment
 
 SMALL_STEP_BYTES = 16 << 20
 """An optimizer that holds less inside its step is left alone."""
@@ -128,8 +128,8 @@ def updatable_inputs(segment: Segment, parameters: Collection[int]) -> dict[int,
     their gradient is final, with that gradient: one that has a block of memory to itself."""
     if not parameters:
         return {}
-    grads = results_of(segment.joint)[segment.num_forward_outputs :]
-    results = [node for node in results_of(segment.joint) if node is not None]
+    grads = segment.gradients
+    results = [node for node in segment.results if node is not None]
     shared = Counter(storage_key(node.meta["val"]) for node in results if _is_tensor(node))
     found = {}
     for index, (grad, origin) in enumerate(zip(grads, segment.origins, strict=False)):

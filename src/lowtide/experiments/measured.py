@@ -15,7 +15,7 @@ from lowtide.profiles import Profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES
 from lowtide.profiling.whole_run import run_costs
 from lowtide.report.results import Measurement, StepMeasurement
-from lowtide.trace.segments import user_tensors
+from lowtide.trace.identity import user_tensors
 from lowtide.verification import verify_plan
 from lowtide.verification.measure_step import measure_step
 from lowtide.verification.verdict import measurement_of, step_measurement

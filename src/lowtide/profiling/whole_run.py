@@ -23,7 +23,6 @@ from lowtide.profiling.devices import OpTiming, device_for, rest_after, typical_
 from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.segments import Segment
-from lowtide.trace.split import tangent_outputs
 from lowtide.units import format_size
 
 
@@ -200,7 +199,7 @@ def run_costs(
 
 
 def _run(segment: Segment, tensors: Mapping[int, torch.Tensor]) -> dict[str, NodeRun]:
-    tangents = tangent_outputs(segment.joint)
+    tangents = segment.tangents
     placeholders = segment.joint.graph.find_nodes(op="placeholder")
     primals = [node for node in placeholders if node not in tangents]
     identities = [origin.tensor for origin in segment.origins]

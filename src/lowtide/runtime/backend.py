@@ -20,8 +20,8 @@ from lowtide.runtime.gradient_handover import GradientGates, gated, gates_of
 from lowtide.runtime.observer import WEIGHTS_CHANGED, LoopObserver
 from lowtide.runtime.rewrite import Rewritten, forward_only, rewrite
 from lowtide.torch_compat import aot_autograd, ddp, dynamo
-from lowtide.trace.graph_key import key_of
-from lowtide.trace.segments import Origin, Segment, TracedGraph, has_gradients, new_segment
+from lowtide.trace.identity import Origin, key_of
+from lowtide.trace.segments import GraphFunctions, Segment, TracedGraph, new_segment, results_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +129,20 @@ class Backend:
         self._compiled[key] = compiled
 
     def adopt(self, graph: TracedGraph) -> bool:
-        """Let a graph that is compiled already run by its plan, if that asks for the gradients that torch
-        knows of."""
+        """Bind a graph that torch compiled at capture to its plan; False where the plan asks for other
+        gradients than torch knows of, and the graph stays unbound.
+
+        torch calls the graph's `binding` (a `GraphBinding`), which is bound here and nowhere else.
+        """
         planned = self._scheduled(graph.segment, is_whole=False)
         rewritten = planned.rewritten
-        if planned.gradients != graph.gradients or rewritten.num_unchecked or rewritten.num_numbers:
+        gradients = graph.segment.has_gradients
+        if planned.gradients != gradients or rewritten.num_unchecked or rewritten.num_numbers:
             return False
-        graph.forward = planned.forward(graph.inputs)
-        graph.backward = planned.backward
-        graph.compiled = planned.called_by_dynamo(graph.compiled)
+        functions = GraphFunctions(planned.forward(graph.inputs), planned.backward)
+        graph.binding.bind(functions, around=planned.called_by_dynamo)
         if graph.key is not None:
-            self._remember(graph.key, graph.compiled)
+            self._remember(graph.key, graph.binding.run)
         self._list(planned)
         return True
 
@@ -200,7 +203,7 @@ class _ScheduledGraph:
         for place in sums_inside(segment, schedule.apart):
             observer.summed_weight = observer.summed_weight or segment.origins[place].name
         observer.summed_in_cast = observer.summed_in_cast or sums_in_casts(segment)
-        self.gradients = has_gradients(self.rewritten.backward, 0)
+        self.gradients = tuple(grad is not None for grad in results_of(self.rewritten.backward))
         self.gates: GradientGates | None = None
         if isinstance(executor, ExecutorInParts):
             self.gates = gates_of(segment, self.rewritten.backward, num_inputs=len(segment.origins))

@@ -15,7 +15,7 @@ from lowtide.runtime.rewrite import Rewritten, plain_schedule, rewrite
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.autograd_engine import silence_hooks
 from lowtide.trace.segments import Segment
-from lowtide.trace.split import drop_zeros
+from lowtide.trace.tangents import drop_zeros
 
 
 class _Start(NamedTuple):

@@ -23,7 +23,8 @@ from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.compiled_plans import InductorOps, executor_named, solve_compiled
 from lowtide.runtime.unplanned_steps import step_of
 from lowtide.torch_compat import dynamo
-from lowtide.trace.segments import Origin, Segment
+from lowtide.trace.identity import Origin
+from lowtide.trace.segments import Segment
 
 OPTIONS = {
     "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); else LOWTIDE_BUDGET",

@@ -24,7 +24,6 @@ from lowtide.remat import rule_named
 from lowtide.runtime.executor import EAGER_OPS, Executor, Function
 from lowtide.runtime.rewrite import rewrite
 from lowtide.trace.segments import Segment
-from lowtide.trace.split import split
 from lowtide.units import size_and_bytes
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ def _rises(
 
     wanted = specialised(segment, missing=frozenset(graph.missing), apart=frozenset(graph.apart))
     ranks = scheduled_ranks(step, number)
-    ops = list(itertools.chain(*split(wanted)))
+    ops = list(itertools.chain(wanted.forward_ops, wanted.backward_ops))
     for position, node in enumerate(ops):
         node.meta[POSITION] = position
     rewritten = rewrite(wanted, graph.schedule, in_place=False)

@@ -17,8 +17,7 @@ from torch import fx
 
 from lowtide.ops.direct import hand_over
 from lowtide.torch_compat import aot_autograd, autograd_engine
-from lowtide.trace.segments import Segment, mutated_inputs, results_of
-from lowtide.trace.split import split
+from lowtide.trace.segments import Segment, results_of
 
 Groups = tuple[tuple[int, ...], ...]
 """Inputs of a graph by when their gradients are there: those of one group at once."""
@@ -98,9 +97,9 @@ def _sum(gradient: torch.Tensor | None, given: torch.Tensor | None) -> torch.Ten
 
 def gates_of(segment: Segment, backward: fx.GraphModule, *, num_inputs: int) -> GradientGates | None:
     """How inputs of a graph get their gradients in its `backward`; None where all come at once."""
-    possible = results_of(segment.joint)[segment.num_forward_outputs :]
+    possible = segment.gradients
     grads = results_of(backward)
-    changed = set(mutated_inputs(segment.joint).values())
+    changed = set(segment.mutated_inputs.values())
     if len(grads) != num_inputs or any(possible[index] is not None for index in changed):
         return None
     groups = _in_eagers_order(segment, [index for index, grad in enumerate(grads) if grad is not None])
@@ -114,7 +113,7 @@ def _in_eagers_order(segment: Segment, inputs: list[int]) -> Groups:
     """Autograd goes back op by op, whatever is ready besides: an input has its gradient after the first op
     that reads it, and those of one op have theirs at once."""
     primals = segment.joint.graph.find_nodes(op="placeholder")
-    ops = split(segment)[0]
+    ops = segment.forward_ops
     first: dict[fx.Node, tuple[int, int]] = {}
     for position, node in enumerate(ops):
         if node.target is not torch.ops.aten.detach.default:

@@ -25,8 +25,8 @@ from lowtide.torch_compat import autograd_engine
 from lowtide.torch_compat.aot_autograd import in_another_order, order_of
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.modules import route_of
-from lowtide.trace.gradient_strides import LAID_OUT_OTHERWISE
 from lowtide.trace.model_call import tensors_in
+from lowtide.trace.tangents import LAID_OUT_OTHERWISE
 from lowtide.units import format_size
 
 logger = logging.getLogger("lowtide")

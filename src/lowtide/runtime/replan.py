@@ -30,7 +30,7 @@ from lowtide.torch_compat.dynamo import StartOver
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.identity import identify_model, why_unknown
 from lowtide.trace.model_call import Loop
-from lowtide.trace.segments import Segment, structure
+from lowtide.trace.segments import Segment
 from lowtide.units import format_size, size_and_bytes
 
 logger = logging.getLogger("lowtide")
@@ -91,7 +91,7 @@ class Replanner:
             )
 
     def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
-        kind = structure(segment.joint)
+        kind = segment.structure
         graph = self.graphs.get(segment.fingerprint)
         if graph is None:
             cause = self._dropped.get(segment.fingerprint) or why_unknown(segment, self.first)

@@ -23,8 +23,7 @@ from lowtide.optim.step_in_backward import Updates, update_parameter
 from lowtide.remat import Kept, rule_named
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.dispatch import is_number, map_leaves, storage_key
-from lowtide.trace.segments import Segment, results_of
-from lowtide.trace.split import split, tangent_outputs
+from lowtide.trace.segments import Segment
 
 aten = torch.ops.aten
 
@@ -97,7 +96,7 @@ Keepers = dict[fx.Node, list[Kept]]
 
 def plain_schedule(segment: Segment) -> tuple[GraphRun, ...]:
     """The schedule that brings nothing back."""
-    forward, backward = split(segment)
+    forward, backward = segment.forward_ops, segment.backward_ops
     return tuple(GraphRun(position) for position in range(len(forward), len(forward) + len(backward)))
 
 
@@ -115,8 +114,8 @@ def rewrite(
     `updates` takes the steps of the parameters whose gradients are then not returned. `store` is the number
     of the store that values leave for. `in_place`: ops may write over what they read last.
     """
-    forward_ops, backward_ops = split(segment)
-    tangents = tangent_outputs(segment.joint)
+    forward_ops, backward_ops = segment.forward_ops, segment.backward_ops
+    tangents = segment.tangents
     steps, keepers = _look_up(schedule, forward_ops, backward_ops)
     saved = _saved(segment, steps, keepers, tangents)
     return Rewritten(
@@ -133,7 +132,7 @@ def rewrite(
 
 
 def _look_up(
-    schedule: Sequence[GraphRun], forward_ops: list[fx.Node], backward_ops: list[fx.Node]
+    schedule: Sequence[GraphRun], forward_ops: Sequence[fx.Node], backward_ops: Sequence[fx.Node]
 ) -> tuple[list[_Step], Keepers]:
     ops = [*forward_ops, *backward_ops]
     keepers: dict[tuple[fx.Node, str], tuple[Kept, ...]] = {}
@@ -181,7 +180,7 @@ def _saved(segment: Segment, steps: list[_Step], keepers: Keepers, tangents: Con
         else:
             fx.node.map_arg((step.call.args, step.call.kwargs), read)
         made.add(step.node)
-    for grad in results_of(segment.joint)[segment.num_forward_outputs :]:
+    for grad in segment.gradients:
         if grad is not None:
             read(grad)
     position = {node: index for index, node in enumerate(segment.joint.graph.nodes)}
@@ -217,7 +216,7 @@ def _is_number(node: fx.Node) -> bool:
 
 def _forward_graph(
     segment: Segment,
-    ops: list[fx.Node],
+    ops: Sequence[fx.Node],
     keepers: Keepers,
     saved: _Saved,
     tangents: Container[fx.Node],
@@ -252,7 +251,7 @@ def _forward_graph(
         for left in leaving.pop(position, ()):
             keep(*left)
     assert not leaving, "a value leaves after an op that is not there"
-    results = results_of(segment.joint)[: segment.num_forward_outputs]
+    results = segment.outputs
     plain = segment.joint.graph.output_node().args[0]
     assert isinstance(plain, (list, tuple))
     outputs: list[Any] = [
@@ -273,7 +272,7 @@ def _backward_graph(
 ) -> fx.GraphModule:
     graph = fx.Graph()
     latest: dict[fx.Node | Kept, fx.Node] = {}
-    backward_ops = set(split(segment)[1])
+    backward_ops = set(segment.backward_ops)
     ran = [step.node for step in steps if step.node in backward_ops]
     calls = {step.node: step.call for step in steps if step.call and step.node in backward_ops}
     written_over = overwrites(segment, ran, calls) if in_place else {}
@@ -303,7 +302,7 @@ def _backward_graph(
             number = updates.place[segment.origins[index].tensor]
             arguments = (updates.number, number, latest[updated_grads[index]])
             results[index] = graph.call_function(update_parameter, arguments)
-    grads = results_of(segment.joint)[segment.num_forward_outputs :]
+    grads = segment.gradients
     wait_for(grads)
     graph.output(
         [None if grad is None else results.get(index) or latest[grad] for index, grad in enumerate(grads)]

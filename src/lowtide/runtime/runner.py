@@ -31,9 +31,9 @@ from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.torch_compat.modules import call_model, route_of, set_route
 from lowtide.trace import failures
-from lowtide.trace.identity import layouts
+from lowtide.trace.identity import Origin, describe_inputs, layouts, name_tensors
 from lowtide.trace.model_call import entrance, tensors_in
-from lowtide.trace.segments import Origin, Segment, TracedModel, describe_inputs, name_tensors
+from lowtide.trace.segments import Segment, TracedModel
 
 logger = logging.getLogger("lowtide")
 

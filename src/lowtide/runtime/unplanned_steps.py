@@ -19,8 +19,7 @@ from lowtide.torch_compat import dispatch
 from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.model_call import Loop
-from lowtide.trace.segments import Execution, Segment, Trace, mutated_inputs
-from lowtide.trace.split import tangent_outputs
+from lowtide.trace.segments import Execution, Segment, Trace
 from lowtide.trace.trace_model import trace
 
 
@@ -48,7 +47,7 @@ def step_of(
     other graphs, of which there are none where `is_whole`. `link` leads to the store that values may wait in.
     `is_called_again`: before the backward pass.
     """
-    tangents = frozenset(tangent_outputs(segment.joint).values())
+    tangents = frozenset(segment.tangents.values())
     returned = like.returned if like is not None else tuple(range(segment.num_forward_outputs))
     missing = frozenset(like.missing) if like is not None else frozenset()
     # without a like, a later graph may use whatever this one does
@@ -116,7 +115,7 @@ def step_of_call(
 def as_in(like: Graph, segment: Segment) -> Graph | None:
     """`like` with its outputs numbered as in `segment`, which may change other buffers; None where `segment`
     returns more or less."""
-    changed = len(mutated_inputs(segment.joint))
+    changed = len(segment.mutated_inputs)
     if like.num_outputs - like.num_mutated != segment.num_forward_outputs - changed:
         return None
     shift = changed - like.num_mutated

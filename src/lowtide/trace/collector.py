@@ -22,25 +22,25 @@ from lowtide.ops.random_ops import draw_high
 from lowtide.torch_compat import aot_autograd, dispatch, dynamo
 from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.torch_compat.dispatch import iter_tensors, storage_key
-from lowtide.trace.graph_key import key_of
+from lowtide.trace.identity import (
+    Origin,
+    describe_inputs,
+    key_of,
+    name_tensors,
+    origins_of_run,
+    own_origins,
+    user_tensors,
+)
 from lowtide.trace.model_call import tensors_in
 from lowtide.trace.segments import (
     Execution,
     Function,
-    Origin,
+    GraphBinding,
+    GraphFunctions,
     Segment,
     TracedGraph,
-    describe_inputs,
-    has_gradients,
-    mutated_inputs,
-    name_tensors,
     new_segment,
-    origins_of_run,
-    own_origins,
-    results_of,
-    user_tensors,
 )
-from lowtide.trace.split import split, tangent_outputs
 from lowtide.trace.uncaptured import UncapturedPoint, UncapturedWatch, leaves_behind
 
 
@@ -82,6 +82,7 @@ class Collector:
         self._made: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
         self._mode: dispatch.FakeTensorMode | None = None
+        self._bindings: list[GraphBinding] = []
         self._waiting: dict[int, list[int]] = {}
         """executions whose backward pass has not come yet, by segment"""
 
@@ -96,36 +97,31 @@ class Collector:
         casts_once = dynamo.casts_weights_once(graph)
         is_whole, key = dynamo.reaches_the_end(graph), key_of(graph)
         segment: Segment | None = None
-        traced: TracedGraph | None = None
+        fakes: Sequence[Any] = ()
+        binding: GraphBinding | None = None
 
         def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
             nonlocal segment
             outputs = kwargs["num_fwd_outputs"]
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             self.segments.append(segment)
-            gradients = has_gradients(joint, outputs)
-            return _forward_alone(segment), aot_autograd.backward_stub(joint, gradients)
+            return _forward_alone(segment), aot_autograd.backward_stub(joint, segment.has_gradients)
 
         def forward(module: fx.GraphModule, args: Any) -> Callable[..., Any]:
-            nonlocal traced
+            nonlocal binding, fakes
             assert segment is not None
-            traced = TracedGraph(
-                segment,
-                inputs=args,
-                forward=self._runner(module, segment),
-                backward=lambda: self._stand_in(segment),
-                gradients=has_gradients(segment.joint, segment.num_forward_outputs),
-            )
-            self.traced = traced if is_whole else None
+            fakes, traced = args, segment
+            bound = GraphBinding(GraphFunctions(self._runner(module, traced), lambda: self._stand_in(traced)))
+            binding = bound
 
             def run(values: list[Any]) -> Any:
-                return traced.forward(values)
+                return bound.forward(values)
 
             return aot_autograd.takes_list(run)
 
         def backward(_module: fx.GraphModule, _args: Any) -> Callable[..., Any]:
-            assert traced is not None
-            return aot_autograd.takes_list(traced.backward())
+            assert binding is not None
+            return aot_autograd.takes_list(binding.backward())
 
         def inference(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
             alone = new_segment(module, origins, num_forward_outputs=None)
@@ -141,17 +137,19 @@ class Collector:
             inference=inference,
             orders=self.orders,
         )
-        if traced is None:
+        if segment is None or binding is None:
             return compiled_graph
-        traced.compiled = compiled_graph
-        traced.key = None if aot_autograd.is_guarded_by_aot() else key
-        return traced.run
+        binding.compiled_to(compiled_graph)
+        self._bindings.append(binding)
+        key = None if aot_autograd.is_guarded_by_aot() else key
+        self.traced = TracedGraph(segment, fakes, key=key, binding=binding) if is_whole else None
+        return binding.run
 
     def _runner(self, module: fx.GraphModule, segment: Segment) -> Function:
         outputs = module.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
         values = [_returned(node) if isinstance(node, fx.Node) else node for node in outputs]
-        mutated = mutated_inputs(segment.joint)
+        mutated = segment.mutated_inputs
         self.forward_bytes = max(self.forward_bytes, peak_bytes(module.graph))
         if self.real:
             draw_high(module)
@@ -225,9 +223,8 @@ class Collector:
 
     def _stand_in(self, segment: Segment) -> Function:
         """The backward pass of a graph, for code between the graphs that takes its gradients."""
-        values = [node and node.meta.get("val") for node in results_of(segment.joint)]
-        values = values[segment.num_forward_outputs :]
-        outputs = list(tangent_outputs(segment.joint).values())
+        values = [node and node.meta.get("val") for node in segment.gradients]
+        outputs = list(segment.tangents.values())
 
         def run(args: list[Any]) -> list[Any]:
             if not self.in_backward or self.outside is None:
@@ -314,6 +311,8 @@ class Collector:
         """Let the results go: through autograd they hold what made them, where no garbage is collected."""
         self._made.clear()
         self._alive.clear()
+        for binding in self._bindings:
+            binding.end_capture()
 
     def known(self, model: nn.Module, batch: Any) -> set[int]:
         """Storages that are counted anyway: of the user's tensors, and of what the graphs returned."""
@@ -336,11 +335,9 @@ def _returned(node: fx.Node) -> Any:
 
 def _forward_alone(segment: Segment) -> fx.GraphModule:
     """The forward part of a joint graph, which saves nothing for a backward pass."""
-    tangents = tangent_outputs(segment.joint)
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    inputs = (node for node in segment.joint.graph.find_nodes(op="placeholder") if node not in tangents)
-    for node in (*inputs, *split(segment)[0]):
+    for node in (*segment.primals, *segment.forward_ops):
         new[node] = graph.node_copy(node, new.__getitem__)
     results = segment.joint.graph.output_node().args[0]
     assert isinstance(results, (list, tuple))

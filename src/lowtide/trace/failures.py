@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.torch_compat import dispatch, dynamo
 from lowtide.trace.model_call import tensors_in
-from lowtide.trace.segments import Segment, Trace, mutated_inputs
+from lowtide.trace.segments import Segment, Trace
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -146,7 +146,7 @@ def refuse_several_graphs(traced: Trace) -> None:
 def refuse_empty_buffers(segment: Segment) -> None:
     """Raise a `CaptureError` where the forward pass fills an empty buffer, as observers do the first time."""
     inputs = segment.joint.graph.find_nodes(op="placeholder")
-    for index in mutated_inputs(segment.joint).values():
+    for index in segment.mutated_inputs.values():
         if inputs[index].meta["val"].numel() == 0:
             name = segment.origins[index].name if index < len(segment.origins) else inputs[index].name
             raise CaptureError(

@@ -1,16 +1,233 @@
-"""What a step was captured from, in words that can be compared and shown."""
+"""Which graph, which tensor, which model: names and hashes by which the stages of lowtide know them again.
 
+- graphs: `key_of` for what Dynamo made, `fingerprint` and `structure` for a joint graph
+- tensors: an `Origin` says what the user calls an input of a graph
+- models and batches: `identify`, in words that can be compared and shown
+"""
+
+import dataclasses
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from lowtide.facts import Graph, Kind
-from lowtide.trace.segments import Segment, name_tensors
-from lowtide.trace.split import tangent_outputs
+from lowtide.ops.calls import target_name
+from lowtide.torch_compat import dispatch, dynamo
+from lowtide.torch_compat.dispatch import storage_key
+from lowtide.torch_compat.fsdp2 import gathered, local
+from lowtide.trace.model_call import tensors_in
+
+if TYPE_CHECKING:
+    from lowtide.trace.segments import Segment
+
+
+class _NoKey(Exception):
+    """A graph has something that cannot be compared."""
+
+
+def key_of(graph: fx.GraphModule) -> Hashable | None:
+    """A key of a Dynamo graph in the current setting; None where there is none."""
+    numbers: dict[fx.Node, int] = {}
+    storages: dict[int, int] = {}
+    try:
+        nodes = []
+        for node in graph.graph.nodes:
+            nodes.append(_node_key(node, numbers, storages))
+            numbers[node] = len(numbers)
+    except _NoKey:
+        return None
+    return (*nodes, *_setting())
+
+
+def _node_key(node: fx.Node, numbers: dict[fx.Node, int], storages: dict[int, int]) -> Hashable:
+    if node.op == "placeholder":
+        return _input_key(node, storages)
+    if node.op not in ("call_function", "call_method", "output"):
+        raise _NoKey  # a module or a constant inside of the graph
+    return node.op, node.target, _freeze(node.args, numbers), _freeze(node.kwargs, numbers)
+
+
+def _input_key(node: fx.Node, storages: dict[int, int]) -> Hashable:
+    value = node.meta.get("example_value")
+    grapharg = node.meta.get("grapharg")
+    example = None if grapharg is None else grapharg.example
+    if not isinstance(value, torch.Tensor) or not isinstance(example, torch.Tensor):
+        raise _NoKey
+    if grapharg is not None and grapharg.pass_arg_as_tensor:
+        raise _NoKey  # a number, of which torch may have found out more than the graph says
+    if type(example) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        raise _NoKey
+    return (
+        str(node.target),
+        type(example),
+        id(example) if isinstance(example, torch.nn.Parameter) else 0,
+        storages.setdefault(storage_key(example), len(storages)),
+        _freeze((*value.shape, *value.stride(), value.storage_offset()), {}),
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        example.is_leaf,
+    )
+
+
+def _freeze(value: Any, numbers: dict[fx.Node, int]) -> Hashable:
+    """An argument as something that can be compared; the type tells 1 from 1.0 and from True."""
+    if isinstance(value, fx.Node):
+        return "node", numbers[value]
+    if isinstance(value, tuple | list):
+        return type(value), *(_freeze(item, numbers) for item in value)
+    if isinstance(value, dict):
+        return dict, *((key, _freeze(item, numbers)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice, *(_freeze(item, numbers) for item in (value.start, value.stop, value.step))
+    if isinstance(value, float):
+        return float, value.hex()
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Tensor):
+        raise _NoKey
+    if dataclasses.is_dataclass(value) or value.__hash__ is None:
+        raise _NoKey
+    return type(value), value
+
+
+def _setting() -> tuple[Hashable, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        dispatch.dispatch_state(),
+        dispatch.onednn_is_enabled(),
+        torch.is_autocast_cache_enabled(),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+    )
+
+
+def structure(graph: fx.GraphModule) -> str:
+    """A short hash of a graph's ops and of which values each reads, whatever their shapes and numbers."""
+    index = {node: position for position, node in enumerate(graph.graph.nodes)}
+    digest = hashlib.sha256()
+    for node in graph.graph.nodes:
+        reads = " ".join(str(index[source]) for source in node.all_input_nodes)
+        part = node.args[1] if node.target is operator.getitem else ""
+        target = "" if node.op == "placeholder" else target_name(node.target)
+        digest.update(f"{node.op} {target} {part} {reads}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None, weights: Iterable[str]) -> str:
+    """A short hash of a graph's ops, their order, arguments and the shapes they make, and of the names of
+    the parameters and buffers that it reads: equal blocks of one model are told apart.
+    """
+    index = {node: position for position, node in enumerate(graph.graph.nodes)}
+
+    def plain(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return f"%{index[value]}"
+        if isinstance(value, (list, tuple)):
+            return "[" + ",".join(plain(item) for item in value) + "]"
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{plain(value[key])}" for key in sorted(value)) + "}"
+        return target_name(value) if callable(value) else repr(value)
+
+    def made(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}{value.device}"
+        if isinstance(value, (list, tuple)):
+            return ",".join(made(item) for item in value)
+        return ""
+
+    digest = hashlib.sha256(f"{torch.__version__}|{num_forward_outputs}|{' '.join(weights)}".encode())
+    for node in graph.graph.nodes:
+        inputs = f"{plain(node.args)} {plain(node.kwargs)}"
+        line = f"{node.op} {target_name(node.target)} {inputs} {made(node.meta.get('val'))}\n"
+        digest.update(line.encode())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a graph's input comes from: a kind, a name for the user, and which tensor it is.
+
+    `tensor` is the `id` of the user's own tensor, 0 for what is none. Names are for people: a batch may
+    use the name of a parameter.
+    """
+
+    kind: Kind
+    name: str
+    tensor: int = 0
+
+
+def describe_inputs(
+    graph: fx.GraphModule,
+    origins: Mapping[int, Origin],
+    *,
+    stranger: Kind,
+    identity: Callable[[torch.Tensor], int] = id,
+) -> list[Origin]:
+    """Where each input of a graph comes from; what `origins` does not know is of the kind `stranger`, and
+    known by its `identity`."""
+    names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+    return [
+        origins.get(id(example)) or Origin(stranger, name, 0 if example is None else identity(example))
+        for name, example in zip(names, dynamo.graph_inputs(graph), strict=True)
+    ]
+
+
+def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
+    """What the user calls each tensor that a step reads, by identity."""
+    origins: dict[int, Origin] = {}
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, torch.Tensor):
+            origins[id(leaf)] = Origin(Kind.INPUT, _path_name(path), id(leaf))
+    for name, buffer in model.named_buffers():
+        origins[id(buffer)] = Origin(Kind.BUFFER, name, id(buffer))
+    for name, parameter in model.named_parameters():
+        origins[id(parameter)] = Origin(Kind.PARAMETER, name, id(parameter))
+    return origins
+
+
+def own_origins(model: nn.Module, segment: "Segment", args: Sequence[Any]) -> list[Origin]:
+    """Where the inputs of this call of a graph come from: several modules can share one graph.
+
+    A parameter that was gathered for the call is the user's own, of which this process has a part.
+    """
+    known = {storage_key(b): Origin(Kind.BUFFER, name, id(b)) for name, b in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        known[storage_key(local(parameter))] = Origin(Kind.PARAMETER, name, id(parameter))
+    for name, (whole, own) in gathered(model).items():
+        known[storage_key(whole)] = Origin(Kind.PARAMETER, name, id(own))
+    origins = list(segment.origins)
+    for index, arg in enumerate(args[: len(origins)]):
+        if isinstance(arg, torch.Tensor) and storage_key(arg) in known:
+            origins[index] = known[storage_key(arg)]
+    return origins
+
+
+def origins_of_run(named: Mapping[int, Origin], segment: "Segment", args: Sequence[Any]) -> list[Origin]:
+    """Where the inputs of one run of a graph come from, by the storages that have names: layers with equal
+    code share a graph, and each has weights of its own."""
+    return [
+        named.get(storage_key(arg)) or Origin(Kind.OTHER, origin.name, storage_key(arg))
+        if isinstance(arg, torch.Tensor)
+        else origin
+        for arg, origin in zip(args, segment.origins, strict=False)
+    ]
+
+
+def user_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    """All tensors that a step starts from: parameters, buffers and those in the batch."""
+    return [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    """`input_ids` for a keyword argument, `input_0` for a positional one."""
+    keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[1:]]
+    name = ".".join(keys)
+    return f"input_{name}" if name[:1].isdigit() else name
 
 
 def identify(model: nn.Module, batch: Any) -> tuple[tuple[str, str], ...]:
@@ -31,13 +248,11 @@ def identify_model(model: nn.Module) -> tuple[tuple[str, str], ...]:
     )
 
 
-def identify_inputs(segment: Segment) -> tuple[str, ...]:
+def identify_inputs(segment: "Segment") -> tuple[str, ...]:
     """What a graph reads of the batch, each with its layout, in its order."""
-    tangents = tangent_outputs(segment.joint)
-    primals = [node for node in segment.joint.graph.find_nodes(op="placeholder") if node not in tangents]
     return tuple(
         _layout(origin.name, node.meta["val"])
-        for node, origin in zip(primals, segment.origins, strict=False)
+        for node, origin in zip(segment.primals, segment.origins, strict=False)
         if origin.kind is Kind.INPUT and isinstance(node.meta.get("val"), torch.Tensor)
     )
 
@@ -55,7 +270,7 @@ def _layout(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {str(tensor.dtype).removeprefix('torch.')}[{shape}]"
 
 
-def why_unknown(segment: Segment, planned: Sequence[Graph]) -> str:
+def why_unknown(segment: "Segment", planned: Sequence[Graph]) -> str:
     """Why a graph is none of the planned ones, as far as its inputs tell."""
     now = identify_inputs(segment)
     alike = [graph.inputs for graph in planned if len(graph.inputs) == len(now)]

@@ -1,95 +1,35 @@
-"""Tell graphs apart: the same model, shapes and torch give the same fingerprint.
+"""Captured graphs: a `Segment` is a joint graph, a `Trace` all graphs, a `GraphBinding` waits for a plan."""
 
-Captured graphs: joint graphs of forward and backward, where their inputs come from, how they follow
-each other.
-
-A model that was traced once, at capture, and waits for the plan that it will run by.
-"""
-
-import hashlib
-import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from lowtide.facts import Kind
 from lowtide.facts.sharding import Passage, Sharding
-from lowtide.ops.calls import target_name
 from lowtide.ops.gradient_terms import CAST_ONCE
 from lowtide.ops.passes import as_eager_computes
-from lowtide.torch_compat import aot_autograd, dynamo
+from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.dynamo import Compiled
-from lowtide.torch_compat.fsdp2 import gathered, local
-from lowtide.trace.model_call import tensors_in
+from lowtide.trace.identity import Origin, fingerprint, structure
 from lowtide.trace.uncaptured import UncapturedCode
 
 
-def structure(graph: fx.GraphModule) -> str:
-    """A short hash of a graph's ops and of which values each reads, whatever their shapes and numbers."""
-    index = {node: position for position, node in enumerate(graph.graph.nodes)}
-    digest = hashlib.sha256()
-    for node in graph.graph.nodes:
-        reads = " ".join(str(index[source]) for source in node.all_input_nodes)
-        part = node.args[1] if node.target is operator.getitem else ""
-        target = "" if node.op == "placeholder" else target_name(node.target)
-        digest.update(f"{node.op} {target} {part} {reads}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None, weights: Iterable[str]) -> str:
-    """A short hash of a graph's ops, their order, arguments and the shapes they make, and of the names of
-    the parameters and buffers that it reads: equal blocks of one model are told apart.
-    """
-    index = {node: position for position, node in enumerate(graph.graph.nodes)}
-
-    def plain(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return f"%{index[value]}"
-        if isinstance(value, (list, tuple)):
-            return "[" + ",".join(plain(item) for item in value) + "]"
-        if isinstance(value, dict):
-            return "{" + ",".join(f"{key}:{plain(value[key])}" for key in sorted(value)) + "}"
-        return target_name(value) if callable(value) else repr(value)
-
-    def made(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}{value.device}"
-        if isinstance(value, (list, tuple)):
-            return ",".join(made(item) for item in value)
-        return ""
-
-    digest = hashlib.sha256(f"{torch.__version__}|{num_forward_outputs}|{' '.join(weights)}".encode())
-    for node in graph.graph.nodes:
-        inputs = f"{plain(node.args)} {plain(node.kwargs)}"
-        line = f"{node.op} {target_name(node.target)} {inputs} {made(node.meta.get('val'))}\n"
-        digest.update(line.encode())
-    return digest.hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a graph's input comes from: a kind, a name for the user, and which tensor it is.
-
-    `tensor` is the `id` of the user's own tensor, 0 for what is none. Names are for people: a batch may
-    use the name of a parameter.
-    """
-
-    kind: Kind
-    name: str
-    tensor: int = 0
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """One captured graph: forward and backward in one, as AOTAutograd gives it.
 
-    `differentiable` is False where nothing needs a gradient; the graph is then forward only.
+        inputs (primals) ──> forward_ops ──> outputs        results = (*outputs, *gradients)
+                                  │ (saved)
+        tangents ────────> backward_ops ──> gradients       one tangent per output, one gradient per input
+
+    `differentiable` is False where nothing needs a gradient; the graph is then forward only. The graph of a
+    segment never changes: `edited` makes a new segment, and all that follows from the graph is found once.
     """
 
     joint: fx.GraphModule
@@ -97,6 +37,83 @@ class Segment:
     origins: list[Origin]
     differentiable: bool
     fingerprint: str
+
+    @cached_property
+    def results(self) -> tuple[fx.Node | None, ...]:
+        """What the graph returns, in order; None where it returns nothing or a constant."""
+        return results_of(self.joint)
+
+    @property
+    def outputs(self) -> tuple[fx.Node | None, ...]:
+        """The results of the forward pass."""
+        return self.results[: self.num_forward_outputs]
+
+    @property
+    def gradients(self) -> tuple[fx.Node | None, ...]:
+        """The gradient of each input; None for an input that gets none."""
+        return self.results[self.num_forward_outputs :]
+
+    @property
+    def has_gradients(self) -> tuple[bool, ...]:
+        """For each input, whether it gets a gradient."""
+        return tuple(gradient is not None for gradient in self.gradients)
+
+    @cached_property
+    def tangents(self) -> Mapping[fx.Node, int]:
+        """For every tangent input, the index of the output that it is the gradient of."""
+        return tangents_of(self.joint)
+
+    @cached_property
+    def primals(self) -> tuple[fx.Node, ...]:
+        """The inputs of the forward pass."""
+        inputs = self.joint.graph.find_nodes(op="placeholder")
+        return tuple(node for node in inputs if node not in self.tangents)
+
+    @property
+    def forward_ops(self) -> tuple[fx.Node, ...]:
+        """The ops of the forward pass, in the graph's order."""
+        return self._split[0]
+
+    @property
+    def backward_ops(self) -> tuple[fx.Node, ...]:
+        """The ops of the backward pass, in the graph's order."""
+        return self._split[1]
+
+    @cached_property
+    def mutated_inputs(self) -> Mapping[int, int]:
+        """Outputs that are new values of an input (batch-norm statistics): output to input index."""
+        return {
+            index: description.mutated_input.idx
+            for index, description in enumerate(_descriptions(self.joint))
+            if isinstance(description, aot_autograd.InputMutationAOTOutput)
+            and isinstance(description.mutated_input, aot_autograd.PlainAOTInput)
+        }
+
+    @cached_property
+    def output_storages(self) -> tuple[int, ...]:
+        """The storage of each output: the same number for outputs that share one."""
+        values = [node and node.meta.get("val") for node in self.outputs]
+        return tuple(
+            storage_key(value) if isinstance(value, torch.Tensor) else -1 - place
+            for place, value in enumerate(values)
+        )
+
+    @cached_property
+    def structure(self) -> str:
+        """A short hash of the graph's ops and of which values each reads, whatever their shapes."""
+        return structure(self.joint)
+
+    @cached_property
+    def _split(self) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+        ops = [node for node in self.joint.graph.nodes if node.op not in ("placeholder", "output")]
+        if not self.differentiable:
+            return tuple(ops), ()
+        later: set[fx.Node] = set(self.tangents)
+        for node in ops:
+            is_tagged = str(node.meta.get("partitioner_tag", "is_forward")) != "is_forward"
+            if is_tagged or any(source in later for source in node.all_input_nodes):
+                later.add(node)
+        return tuple(op for op in ops if op not in later), tuple(op for op in ops if op in later)
 
 
 @dataclass(slots=True)
@@ -147,36 +164,26 @@ class Trace:
     orders: dict[str, str] = field(default_factory=dict)
 
 
-def results_of(graph: fx.GraphModule) -> list[fx.Node | None]:
+def results_of(graph: fx.GraphModule) -> tuple[fx.Node | None, ...]:
     """What a graph returns, in order; None where it returns nothing or a constant."""
     results = graph.graph.output_node().args[0]
     assert isinstance(results, (list, tuple))
-    return [result if isinstance(result, fx.Node) else None for result in results]
+    return tuple(result if isinstance(result, fx.Node) else None for result in results)
 
 
-def output_storages(segment: Segment) -> list[int]:
-    """Which memory each output of a graph is in: the same number for those that share it."""
-    values = [node and node.meta.get("val") for node in results_of(segment.joint)]
-    return [
-        storage_key(value) if isinstance(value, torch.Tensor) else -1 - place
-        for place, value in enumerate(values[: segment.num_forward_outputs])
-    ]
-
-
-def has_gradients(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[bool, ...]:
-    """For each input of a joint graph, whether it gives a gradient."""
-    return tuple(grad is not None for grad in results_of(joint)[num_forward_outputs:])
-
-
-def mutated_inputs(joint: fx.GraphModule) -> dict[int, int]:
-    """Forward outputs that are new values of an input (batch-norm statistics): output to input index."""
-    descriptions = joint.graph.output_node().meta.get("desc") or []
+def tangents_of(joint: fx.GraphModule) -> dict[fx.Node, int]:
+    """For every tangent input of a joint graph, the index of the output that it is the gradient of."""
+    position = {description: index for index, description in enumerate(_descriptions(joint))}
     return {
-        index: description.mutated_input.idx
-        for index, description in enumerate(descriptions)
-        if isinstance(description, aot_autograd.InputMutationAOTOutput)
-        and isinstance(description.mutated_input, aot_autograd.PlainAOTInput)
+        node: position[node.meta["desc"].output]
+        for node in joint.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("desc"), aot_autograd.TangentAOTInput)
     }
+
+
+def _descriptions(joint: fx.GraphModule) -> Sequence[Any]:
+    """AOTAutograd's description of each result of a joint graph."""
+    return joint.graph.output_node().meta.get("desc") or ()
 
 
 def new_segment(
@@ -206,9 +213,11 @@ def new_segment(
     )
 
 
-def copy_of(segment: Segment) -> Segment:
-    """The same segment with a graph of its own."""
-    return replace(segment, joint=aot_autograd.graph_module(segment.joint, _copy(segment.joint.graph)))
+def edited(segment: Segment, edit: Callable[[fx.GraphModule], None]) -> Segment:
+    """The same segment with a copy of its graph, which `edit` changes."""
+    joint = aot_autograd.graph_module(segment.joint, _copy(segment.joint.graph))
+    edit(joint)
+    return replace(segment, joint=joint)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -220,99 +229,80 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def describe_inputs(
-    graph: fx.GraphModule,
-    origins: Mapping[int, Origin],
-    *,
-    stranger: Kind,
-    identity: Callable[[torch.Tensor], int] = id,
-) -> list[Origin]:
-    """Where each input of a graph comes from; what `origins` does not know is of the kind `stranger`, and
-    known by its `identity`."""
-    names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
-    return [
-        origins.get(id(example)) or Origin(stranger, name, 0 if example is None else identity(example))
-        for name, example in zip(names, dynamo.graph_inputs(graph), strict=True)
-    ]
-
-
-def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
-    """What the user calls each tensor that a step reads, by identity."""
-    origins: dict[int, Origin] = {}
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        if isinstance(leaf, torch.Tensor):
-            origins[id(leaf)] = Origin(Kind.INPUT, _path_name(path), id(leaf))
-    for name, buffer in model.named_buffers():
-        origins[id(buffer)] = Origin(Kind.BUFFER, name, id(buffer))
-    for name, parameter in model.named_parameters():
-        origins[id(parameter)] = Origin(Kind.PARAMETER, name, id(parameter))
-    return origins
-
-
-def own_origins(model: nn.Module, segment: Segment, args: Sequence[Any]) -> list[Origin]:
-    """Where the inputs of this call of a graph come from: several modules can share one graph.
-
-    A parameter that was gathered for the call is the user's own, of which this process has a part.
-    """
-    known = {storage_key(b): Origin(Kind.BUFFER, name, id(b)) for name, b in model.named_buffers()}
-    for name, parameter in model.named_parameters():
-        known[storage_key(local(parameter))] = Origin(Kind.PARAMETER, name, id(parameter))
-    for name, (whole, own) in gathered(model).items():
-        known[storage_key(whole)] = Origin(Kind.PARAMETER, name, id(own))
-    origins = list(segment.origins)
-    for index, arg in enumerate(args[: len(origins)]):
-        if isinstance(arg, torch.Tensor) and storage_key(arg) in known:
-            origins[index] = known[storage_key(arg)]
-    return origins
-
-
-def origins_of_run(named: Mapping[int, Origin], segment: Segment, args: Sequence[Any]) -> list[Origin]:
-    """Where the inputs of one run of a graph come from, by the storages that have names: layers with equal
-    code share a graph, and each has weights of its own."""
-    return [
-        named.get(storage_key(arg)) or Origin(Kind.OTHER, origin.name, storage_key(arg))
-        if isinstance(arg, torch.Tensor)
-        else origin
-        for arg, origin in zip(args, segment.origins, strict=False)
-    ]
-
-
-def user_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
-    """All tensors that a step starts from: parameters, buffers and those in the batch."""
-    return [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-
-
-def _path_name(path: tuple[Any, ...]) -> str:
-    """`input_ids` for a keyword argument, `input_0` for a positional one."""
-    keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[1:]]
-    name = ".".join(keys)
-    return f"input_{name}" if name[:1].isdigit() else name
-
-
 Function = Callable[[list[Any]], Any]
 
 
-@dataclass(slots=True)
-class TracedGraph:
-    """A graph that torch has compiled to whatever `forward` is, and the function that `backward` makes when
-    its first gradients come.
+@dataclass(frozen=True, slots=True)
+class GraphFunctions:
+    """What runs a compiled graph: `forward`, and the function that `backward` makes when its first gradients
+    come. Both take one list, which they empty."""
 
-    `inputs` are fake tensors like those that it takes; `gradients` tells for each whether torch will ask for
-    its gradient. `compiled` is what torch has made of it, and is called with its inputs; `key` is None where
-    that holds for this one call of the function only.
+    forward: Function
+    backward: Callable[[], Function]
+
+
+class GraphBinding:
+    """The slot between a graph that torch compiled at capture and the plan that the graph runs by.
+
+        torch's function ──> GraphBinding ──> while the capture lasts: stand-ins of the collector
+                                         └──> from `bind` on: the planned graph of `runtime.backend`
+
+    torch compiles a graph once and keeps the functions of its binding. A graph is bound to one plan, once; in
+    between, and if no plan takes it, nothing may call it.
+    """
+
+    def __init__(self, stand_ins: GraphFunctions) -> None:
+        self._functions: GraphFunctions | None = stand_ins
+        self._compiled: Callable[..., Any] | None = None
+        self._is_bound = False
+
+    def compiled_to(self, compiled: Callable[..., Any]) -> None:
+        """Told at capture: what torch has made of the graph."""
+        assert self._compiled is None, "torch compiles a traced graph once"
+        self._compiled = compiled
+
+    def end_capture(self) -> None:
+        """Let the stand-ins go, and the model and batch with them."""
+        if not self._is_bound:
+            self._functions = None
+
+    def bind(
+        self, functions: GraphFunctions, *, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Run the graph by `functions` from now on, and what torch compiled inside of `around`."""
+        assert self._compiled is not None, "a graph is bound when torch has compiled it"
+        assert not self._is_bound, "a traced graph runs by one plan, and this one has its plan already"
+        self._functions, self._compiled, self._is_bound = functions, around(self._compiled), True
+
+    def run(self, *inputs: Any) -> Any:
+        """What Dynamo calls."""
+        assert self._compiled is not None, "a traced graph runs when torch has compiled it"
+        return self._compiled(*inputs)
+
+    def forward(self, values: list[Any]) -> Any:
+        return self._bound.forward(values)
+
+    def backward(self) -> Function:
+        return self._bound.backward()
+
+    @property
+    def _bound(self) -> GraphFunctions:
+        assert self._functions is not None, "a traced graph is called after its capture, and has no plan"
+        return self._functions
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGraph:
+    """A graph with a backward pass that torch compiled at capture.
+
+    `inputs` are fake tensors like those that it takes. torch will ask for the gradients that the segment has,
+    and calls `binding`. `key` is None where the graph holds for this one call of the function only.
     """
 
     segment: Segment
     inputs: Sequence[Any]
-    forward: Function
-    backward: Callable[[], Function]
-    gradients: tuple[bool, ...]
-    key: Hashable | None = None
-    compiled: Callable[..., Any] = field(init=False)
-
-    def run(self, *inputs: Any) -> Any:
-        """What torch calls: a plan changes what that is."""
-        return self.compiled(*inputs)
+    key: Hashable | None
+    binding: GraphBinding
 
 
 class TracedModel:

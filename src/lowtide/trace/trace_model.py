@@ -24,10 +24,9 @@ from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.trace import failures
 from lowtide.trace.collector import Collector
 from lowtide.trace.compile_settings import compiled
-from lowtide.trace.gradient_strides import new_orders
 from lowtide.trace.model_call import own_loss, sum_of_floats, tensors_in
-from lowtide.trace.segments import Execution, Trace, TracedModel, mutated_inputs
-from lowtide.trace.split import tangent_outputs
+from lowtide.trace.segments import Execution, Trace, TracedModel
+from lowtide.trace.tangents import new_orders
 from lowtide.trace.uncaptured import UncapturedCode, UncapturedWatch, held_outside
 from lowtide.trace.user_state import untouched
 from lowtide.units import format_size
@@ -162,7 +161,7 @@ def _trace(
         if num_in_model == 1 and collector.traced is not None:
             # what a graph returns that goes to the end, and is not in the output, somebody else asked for
             segment = collector.traced.segment
-            changed = mutated_inputs(segment.joint)
+            changed = segment.mutated_inputs
             returned |= {(0, place) for place in range(segment.num_forward_outputs) if place not in changed}
         value = own_loss(output) if loss is None else None
         if value is None and any_loss:
@@ -237,7 +236,7 @@ def _every_output(executions: Sequence[Execution]) -> frozenset[tuple[int, int]]
     return frozenset(
         (index, output)
         for index, execution in enumerate(executions)
-        for output in tangent_outputs(execution.segment.joint).values()
+        for output in execution.segment.tangents.values()
     )
 
 

@@ -1,13 +1,16 @@
-"""Specialise a joint graph to the outputs that get a gradient.
+"""Which gradients reach the outputs of a joint graph, and with which strides.
 
-A model often returns more than its loss needs (logits beside the loss). AOTAutograd would fill a
-zero gradient for each; eager PyTorch never makes it. The backward pass is linear in those
-gradients, so whatever depends on missing ones alone is zero and need not run.
+A model often returns more than its loss needs (logits beside the loss). AOTAutograd would fill a zero tangent
+for the logits; eager PyTorch never makes it. The backward pass is linear in the tangents, so a value that
+depends on missing tangents alone is zero, and its op need not run:
 
-Which nodes of a joint graph run forward and which backward, for the gradients that are asked for.
+    add(mul(tangent_of_loss, a), mul(tangent_of_logits, b))   =>   mul(tangent_of_loss, a)
+
+`specialise` does this for all graphs of a trace. `new_orders` finds tangents whose strides differ from those
+of their output, so that the step can be traced for them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +21,8 @@ from lowtide.ops.gradient_terms import terms
 from lowtide.ops.in_place import write_over
 from lowtide.ops.random_ops import is_random
 from lowtide.ops.schema import readers
-from lowtide.torch_compat import aot_autograd
-from lowtide.trace.segments import Execution, Segment, Trace, copy_of, output_storages, results_of
+from lowtide.torch_compat.aot_autograd import in_another_order, order_of
+from lowtide.trace.segments import Execution, Segment, Trace, edited, tangents_of
 
 aten = torch.ops.aten
 
@@ -32,33 +35,12 @@ def stands_for(node: fx.Node) -> tuple[torch.Tensor, ...]:
     return values
 
 
-def tangent_outputs(joint: fx.GraphModule) -> dict[fx.Node, int]:
-    """For every tangent input of a joint graph, the index of the output it is the gradient of."""
-    descriptions = joint.graph.output_node().meta.get("desc") or []
-    position = {description: index for index, description in enumerate(descriptions)}
-    return {
-        node: position[node.meta["desc"].output]
-        for node in joint.graph.find_nodes(op="placeholder")
-        if isinstance(node.meta.get("desc"), aot_autograd.TangentAOTInput)
-    }
-
-
-def drop_missing(joint: fx.GraphModule, *, missing: Collection[int]) -> None:
-    """Remove from `joint`, in place, what depends only on the gradients of the outputs `missing`.
-
-    Preserves every other result bit for bit; gradients that depend on nothing else become None, as
-    in eager. The tangent inputs themselves stay, unused.
-    """
-    outputs = tangent_outputs(joint)
-    drop_zeros(
-        joint,
-        tangents=set(outputs),
-        missing={node for node, output in outputs.items() if output in missing},
-    )
-
-
 def drop_zeros(module: fx.GraphModule, *, tangents: set[fx.Node], missing: set[fx.Node]) -> None:
-    """The same for any graph, given its tangent inputs and which of them are missing."""
+    """Remove from a graph, in place, what depends only on the tangent inputs `missing`.
+
+    Preserves every other result bit for bit; gradients that depend on nothing else become None, as in eager.
+    The tangent inputs themselves stay, unused.
+    """
     if not missing:
         return
     graph = module.graph
@@ -168,16 +150,16 @@ def _specialise(
     missing: list[frozenset[int]] = []
     for index in reversed(range(len(trace.executions))):
         execution = trace.executions[index]
-        storages = output_storages(execution.segment)
+        storages = execution.segment.output_storages
         # a view that the caller holds passes its gradient on to whichever output it is a view of
         passed = {storages[output] for place, output in wanted if place == index}
-        outputs = tangent_outputs(execution.segment.joint).values()
+        outputs = execution.segment.tangents.values()
         absent = frozenset(output for output in outputs if storages[output] not in passed)
         absent &= at_most.get(execution.segment.fingerprint, absent)
         segment = without_tangents(execution.segment, absent)
         if execution.origins is not None:
             segment = replace(segment, origins=execution.origins)
-        grads = results_of(segment.joint)[segment.num_forward_outputs :]
+        grads = segment.gradients
         wanted |= {
             place for primal, place in execution.links.items() if primal < len(grads) and grads[primal]
         }
@@ -186,7 +168,7 @@ def _specialise(
             wanted |= {
                 (earlier, output)
                 for earlier in range(index)
-                for output in tangent_outputs(trace.executions[earlier].segment.joint).values()
+                for output in trace.executions[earlier].segment.tangents.values()
                 if trace.received is None or (earlier, output) in trace.received
             }
         executions.append(replace(execution, segment=segment))
@@ -199,29 +181,56 @@ def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:
     there are any."""
     if not missing:
         return segment
-    copy = copy_of(segment)
-    drop_missing(copy.joint, missing=missing)
-    return copy
+
+    def drop(joint: fx.GraphModule) -> None:
+        tangents = tangents_of(joint)
+        drop_zeros(
+            joint,
+            tangents=set(tangents),
+            missing={node for node, output in tangents.items() if output in missing},
+        )
+
+    return edited(segment, drop)
 
 
-def is_forward(node: fx.Node, after: set[fx.Node]) -> bool:
-    """Whether a joint graph's node runs in the forward pass; `after` are those known to run later."""
-    if node in after or any(source in after for source in node.all_input_nodes):
-        return False
-    return str(node.meta.get("partitioner_tag", "is_forward")) == "is_forward"
+LAID_OUT_OTHERWISE = (
+    "the gradient of an output of the model arrives with its dimensions in another order in memory than the "
+    "output has (channels last, a transposed result)"
+)
 
 
-def split(segment: Segment) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Forward and backward ops of a joint graph, in its order, inputs and output left out."""
-    after: set[fx.Node] = set(tangent_outputs(segment.joint))
-    forward: list[fx.Node] = []
-    backward: list[fx.Node] = []
-    for node in segment.joint.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if not segment.differentiable or is_forward(node, after):
-            forward.append(node)
-        else:
-            after.add(node)
-            backward.append(node)
-    return forward, backward
+def seen_orders(trace: Trace) -> dict[str, set[str]]:
+    """By the order that was traced, those in which gradients go from one graph of a step to another."""
+    made = {
+        (number, output): tangent.meta["val"]
+        for number, execution in enumerate(trace.executions[: trace.num_in_model])
+        if execution.segment.differentiable
+        for tangent, output in execution.segment.tangents.items()
+    }
+    seen: dict[str, set[str]] = {}
+    for execution in trace.executions:
+        segment = execution.segment
+        grads = segment.gradients if segment.differentiable else []
+        for place, source in execution.links.items():
+            grad = grads[place] if place < len(grads) else None
+            if grad is None or source not in made or made[source].shape != grad.meta["val"].shape:
+                continue
+            taken, found = made[source], grad.meta["val"]
+            is_other = in_another_order(taken.shape, taken.stride(), found.stride())
+            order = order_of(found if is_other else taken)
+            seen.setdefault(order_of(taken), set()).add(order)
+    return seen
+
+
+def new_orders(trace: Trace) -> dict[str, str]:
+    """The orders to trace a step for, where one rule holds for all outputs that are laid out alike."""
+    return {
+        taken: next(iter(found))
+        for taken, found in seen_orders(trace).items()
+        if len(found) == 1 and found != {taken}
+    }
+
+
+def laid_out_otherwise(trace: Trace) -> bool:
+    """Whether a gradient goes from one graph of a step to another in an order that was not traced."""
+    return any(found != {taken} for taken, found in seen_orders(trace).items())
