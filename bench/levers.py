@@ -134,9 +134,9 @@ def draw(target: str, *, swap: str, path: Path) -> None:
     from lowtide.report.experiment_plots import plot_tradeoff
 
     profile = profiled(target, "+ swap", swap)
-    plans, without_swap = curves_of(profile, points=30)
+    plans, without_offload = curves_of(profile, points=30)
     points = [point_of(plan) for plan in plans]
-    figure = plot_tradeoff(points, step_seconds=profile.step_seconds, without_swap=without_swap)
+    figure = plot_tradeoff(points, step_seconds=profile.step_seconds, without_offload=without_offload)
     figure.savefig(path, dpi=150)
 
 

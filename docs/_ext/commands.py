@@ -23,8 +23,10 @@ def section(name: str, command: Any) -> Iterator[str]:
     yield from (f"## `lowtide {name}`", "", "```sh", f"lowtide {name} {usage}", "```", "")
     yield from (command.help.strip(), "", "| say | meaning |", "|---|---|")
     for parameter in command.params:
-        said, meaning = (text.replace("|", "\\|") for text in parameter.get_help_record(context))
-        yield f"| `{said}` | {meaning} |"
+        record = parameter.get_help_record(context)  # None for an option that is hidden
+        if record is not None:
+            said, meaning = (text.replace("|", "\\|") for text in record)
+            yield f"| `{said}` | {meaning} |"
     yield ""
 
 

@@ -366,7 +366,7 @@ def measure_step(
 def _copyable(
     model: nn.Module, batch: Any, optimizer: Optimizers | None, loss: Loss | None
 ) -> Iterator[Target]:
-    """A training step without its plan, as fresh processes get it; the model gets its plan back afterwards."""
+    """A training step without its plan, as fresh processes get it; then the model has its plan again."""
     model = ddp.unwrapped(model)
     if units_of(model):
         raise LowtideError(

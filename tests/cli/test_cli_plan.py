@@ -157,9 +157,15 @@ def test_a_plan_tells_what_leaves_for_a_store(run_lowtide, step, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (("tiny-gpt2", "-b", "2", "--offload", "ram"), "cannot offload to 'ram'"),
         (("tiny-gpt2", "-b", "2", "--swap", "ram"), "cannot offload to 'ram'"),
-        (("{profile}", "--swap", "disk:/tmp"), "--offload is for a TARGET"),
+        (("{profile}", "--offload", "disk:/tmp"), "--offload is for a TARGET"),
+        (("{profile}", "--swap", "disk:/tmp"), "--swap is for a TARGET"),
         (("tiny-gpt2", "-b", "2", "--swap", "disk:/nowhere/at/all"), "'/nowhere/at/all' to offload to"),
+        (
+            ("tiny-gpt2", "-b", "2", "--swap", "disk:/a", "--offload", "disk:/b"),
+            "--offload disk:/b and --swap disk:/a differ",
+        ),
     ],
 )
 def test_a_store_that_cannot_be_is_refused(run_lowtide, profile, arguments, told):

@@ -107,14 +107,14 @@ def test_curves_with_and_without_the_store_are_in_one_picture(case):
     )
     assert any(point.offloaded for point in curve)
     assert not any(point.offloaded for point in without)
-    axes = plot_tradeoff(curve, step_seconds=step.seconds, without_swap=without).axes[0]
+    axes = plot_tradeoff(curve, step_seconds=step.seconds, without_offload=without).axes[0]
     labels = axes.get_legend_handles_labels()[1]
-    assert {"with swap (simulated)", "without swap (simulated)"} <= set(labels)
+    assert {"with offload (simulated)", "without offload (simulated)"} <= set(labels)
     page = render_report(
         title="a step",
         environment=ENVIRONMENT,
         tradeoff=curve,
-        without_swap=without,
+        without_offload=without,
         step_seconds=step.seconds,
     )
     assert "The blue curve may use the store" in page

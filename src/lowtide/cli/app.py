@@ -9,11 +9,9 @@ import typer
 from lowtide import __version__
 from lowtide.cli.compare_command import compare
 from lowtide.cli.doctor_command import doctor
+from lowtide.cli.file_commands import explain, models, solve
 from lowtide.cli.fit_command import fit
-from lowtide.cli.lookup_commands import explain, models
-from lowtide.cli.run_command import run
-from lowtide.cli.solve_command import solve
-from lowtide.cli.stage_commands import plan, profile, verify
+from lowtide.cli.step_commands import plan, profile, run, verify
 from lowtide.cli.sweep_command import sweep
 from lowtide.cli.terminal import Exit
 from lowtide.cli.tradeoff_command import tradeoff

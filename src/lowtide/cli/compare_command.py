@@ -9,28 +9,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from lowtide.cli.options import (
-    MEMORY_LIMIT,
     BatchSize,
     Executor,
     ExecutorName,
-    Folder,
-    Force,
-    ImageSize,
-    Json,
-    MemoryLimit,
-    NoCache,
-    Optimizer,
-    Quiet,
-    Seed,
-    SequenceLength,
+    OutputOptions,
     TargetText,
     TimedRuns,
-    Verbose,
+    command,
 )
-from lowtide.cli.terminal import Exit, UsageError, claim_folder, session, table
+from lowtide.cli.sources import StepOptions, offers, profile_target, title_of
+from lowtide.cli.terminal import Exit, Terminal, UsageError, table
 from lowtide.report.results import CompareRow, Results
 from lowtide.report.style import UNKNOWN, is_noisy, percent, size
-from lowtide.zoo.targets import TargetSpec
 
 if TYPE_CHECKING:
     from lowtide.experiments.compare_methods import MethodResult
@@ -40,16 +30,13 @@ MORE = CompareRow(method="(more methods)", verdict=Results.PENDING)
 HOW_RATED = "Time is the method's median over eager's, runs in turn; a ± marks times too noisy to tell."
 
 
+@command
 def compare(
+    terminal: Terminal,
     target: TargetText,
     *,
     batch_size: BatchSize,
-    image_size: ImageSize = None,
-    sequence_length: SequenceLength = None,
-    optimizer: Optimizer = None,
-    seed: Seed = 0,
-    memory_limit: MemoryLimit = MEMORY_LIMIT,
-    no_cache: NoCache = False,
+    step: Annotated[StepOptions, offers()],
     executor: Executor = ExecutorName.EAGER,
     memory_budgets: Annotated[
         str | None,
@@ -60,11 +47,7 @@ def compare(
         ),
     ] = None,
     timed_runs: TimedRuns = 5,
-    folder: Folder = None,
-    force: Force = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: OutputOptions,
 ) -> None:
     """Measure other ways to save memory next to lowtide's: peak, time, and whether results are exact.
 
@@ -77,46 +60,36 @@ def compare(
     With -o writes compare.csv, compare.json, a plot and a report. Exits with 4 when results of lowtide's own
     differ, with 3 when one of its plans is above its budget.
     """
-    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        from lowtide.cli.output_files import REPORT
-        from lowtide.cli.sources import profile_target
-        from lowtide.experiments import compare_methods as experiment
-        from lowtide.runtime.compiled_plans import executor_named
+    from lowtide.cli.output_files import REPORT, say_written
+    from lowtide.experiments import compare_methods as experiment
+    from lowtide.runtime.compiled_plans import executor_named
 
-        executor_named(executor)
-        shares = experiment.MEMORY_BUDGETS if memory_budgets is None else _shares(memory_budgets)
-        out = claim_folder(folder, (CSV, JSON, REPORT), force=force)
-        spec = TargetSpec(
-            text=target,
-            batch_size=batch_size,
-            image_size=image_size,
-            sequence_length=sequence_length,
-            optimizer=optimizer,
-            seed=seed,
-        )
-        name = f"{target}, batch {batch_size}"
-        profile = profile_target(spec, terminal, memory_limit=memory_limit, cache=not no_cache)
-        found: list[MethodResult] = []
-        results = experiment.compare(
-            spec,
-            profile,
-            executor=executor,
-            timed_runs=timed_runs,
-            memory_budgets=shares,
-            working=terminal.working,
-        )
-        for result in results:
-            found.append(result)
-            terminal.note(f"{result.method}: {result.row.verdict_text}")
-            if out is not None:
-                _write(out, found, finished=False, name=name, device=profile.step.device)
-        terminal.data(compare_data(found, finished=True, name=name))
-        terminal.show(*compare_tables(found, name=name))
+    executor_named(executor)
+    shares = experiment.MEMORY_BUDGETS if memory_budgets is None else _shares(memory_budgets)
+    out = output.claim(CSV, JSON, REPORT)
+    spec = step.spec(target, batch_size)
+    name = title_of(spec)
+    profile = profile_target(spec, terminal, step)
+    found: list[MethodResult] = []
+    results = experiment.compare(
+        spec,
+        profile,
+        executor=executor,
+        timed_runs=timed_runs,
+        memory_budgets=shares,
+        working=terminal.working,
+    )
+    for result in results:
+        found.append(result)
+        terminal.note(f"{result.method}: {result.row.verdict_text}")
         if out is not None:
-            _write(out, found, finished=True, name=name, device=profile.step.device)
-            terminal.note(f"wrote {out / CSV}, {out / JSON}")
-            terminal.note(f"report: {out / REPORT}")
-        raise typer.Exit(compare_exit(found))
+            _write(out, found, finished=False, name=name, device=profile.step.device)
+    terminal.data(compare_data(found, finished=True, name=name))
+    terminal.show(*compare_tables(found, name=name))
+    if out is not None:
+        _write(out, found, finished=True, name=name, device=profile.step.device)
+        say_written(terminal, out, CSV, JSON)
+    raise typer.Exit(compare_exit(found))
 
 
 def _shares(text: str) -> tuple[float, ...]:
@@ -177,21 +150,17 @@ def _time(ratio: float | None, noise: float | None) -> str:
 
 def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: str, device: str) -> None:
     """All files for the methods so far; before the last they say that more are to come."""
-    from lowtide.cli.output_files import REPORT, environment, plots_if_possible
-    from lowtide.facts.files import write_atomic
-    from lowtide.facts.serial import save_json
+    from lowtide.cli.output_files import environment, write_experiment
     from lowtide.report.csvs import write_compare
-    from lowtide.report.html import render_report
 
     rows = [result.row for result in found]
     write_compare(out / CSV, rows if finished else [*rows, MORE])
-    save_json(out / JSON, compare_data(found, finished=finished, name=name))
-    if finished:
-        plots_if_possible(out, compare=rows, name=name)
-    page = render_report(
+    write_experiment(
+        out / JSON,
+        compare_data(found, finished=finished, name=name),
+        plots={"compare": rows, "name": name} if finished else {},
         title=f"{name}: methods",
         environment=environment(device),
         compare=rows,
         unfinished="" if finished else "more methods were to follow",
     )
-    write_atomic(out / REPORT, page)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from lowtide import __version__
-from lowtide.cli.options import Json, Quiet, Verbose
-from lowtide.cli.terminal import Exit, Terminal, one_line, session
+from lowtide.cli.options import command
+from lowtide.cli.terminal import Exit, Terminal, one_line
 from lowtide.experiments import environment_checks
 from lowtide.report.style import added, percent, size
 
@@ -32,32 +32,32 @@ class Failed(str):
     __slots__ = ()
 
 
-def doctor(*, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
+@command
+def doctor(terminal: Terminal) -> None:
     """Check capture, timing, peak, exactness and offload with a small model on this machine, in two minutes.
 
     Prints a block to paste into an issue. Looks at what lowtide stands on first; then uses the CPU, and a
     CUDA device where there is one. Exits with 4 when results differ, with 1 when a check fails, with 3 when a
     peak is not as promised.
     """
-    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        terminal.note("about two minutes; close what else keeps the machine busy")
-        machine = _machine()
-        terminal.show_lines(*(f"{name}: {value}" for name, value in machine.items()))
-        checks = _checks(terminal, environment_checks.CHECKS)
-        if isinstance(checks["torch"], Failed):
-            devices: dict[str, Any] = {"cpu": NO_TORCH}
-            terminal.show_lines(f"cpu: {NO_TORCH}")
-        else:
-            checks |= _checks(terminal, environment_checks.WITH_TORCH)
-            devices = _devices(terminal)
-        terminal.data(
-            {
-                "machine": machine,
-                "checks": {k: _said(v) for k, v in checks.items()},
-                "devices": _plain(devices),
-            }
-        )
-        raise typer.Exit(_exit(checks, devices))
+    terminal.note("about two minutes; close what else keeps the machine busy")
+    machine = _machine()
+    terminal.show_lines(*(f"{name}: {value}" for name, value in machine.items()))
+    checks = _checks(terminal, environment_checks.CHECKS)
+    if isinstance(checks["torch"], Failed):
+        devices: dict[str, Any] = {"cpu": NO_TORCH}
+        terminal.show_lines(f"cpu: {NO_TORCH}")
+    else:
+        checks |= _checks(terminal, environment_checks.WITH_TORCH)
+        devices = _devices(terminal)
+    terminal.data(
+        {
+            "machine": machine,
+            "checks": {k: _said(v) for k, v in checks.items()},
+            "devices": _plain(devices),
+        }
+    )
+    raise typer.Exit(_exit(checks, devices))
 
 
 def _checks(terminal: Terminal, checks: dict[str, Callable[[], str]]) -> dict[str, Any]:

@@ -8,23 +8,9 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.cli.options import (
-    MEMORY_LIMIT,
-    Device,
-    ImageSize,
-    Json,
-    MemoryLimit,
-    NoCache,
-    Optimizer,
-    OptionalBatchSize,
-    Quiet,
-    Seed,
-    SequenceLength,
-    TargetText,
-    Verbose,
-    bytes_budgets,
-)
-from lowtide.cli.terminal import Exit, UsageError, session, table
+from lowtide.cli.options import OptionalBatchSize, TargetText, bytes_budgets, command
+from lowtide.cli.sources import StepOptions, offers, profile_target
+from lowtide.cli.terminal import Exit, Terminal, UsageError, table
 from lowtide.facts.gpus import GPUS
 from lowtide.report.style import UNKNOWN, duration, percent, size
 from lowtide.zoo.targets import TargetSpec, check_target
@@ -44,7 +30,9 @@ MULTIPLES = {Grows.BATCH_SIZE: 1, Grows.SEQUENCE_LENGTH: 8, Grows.IMAGE_SIZE: 32
 """Sizes are multiples of these, unless said otherwise."""
 
 
+@command
 def fit(
+    terminal: Terminal,
     target: TargetText,
     *,
     budget: Annotated[
@@ -72,16 +60,7 @@ def fit(
     most: Annotated[int | None, typer.Option(min=1, help="The largest size to look at.")] = None,
     no_check: Annotated[bool, typer.Option("--no-check", help="Predict only: run no step.")] = False,
     batch_size: OptionalBatchSize = None,
-    image_size: ImageSize = None,
-    sequence_length: SequenceLength = None,
-    optimizer: Optimizer = None,
-    seed: Seed = 0,
-    memory_limit: MemoryLimit = MEMORY_LIMIT,
-    no_cache: NoCache = False,
-    device: Device = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    step: Annotated[StepOptions, offers("device")],
 ) -> None:
     """Find the largest batch that fits into a budget, without and with a plan, and the fastest.
 
@@ -92,53 +71,42 @@ def fit(
     budgets, --json gives a list. Exits with 3 where no size fits or a measured peak is above its budget,
     with 4 when results differ.
     """
-    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        given = {
-            Grows.BATCH_SIZE: batch_size,
-            Grows.SEQUENCE_LENGTH: sequence_length,
-            Grows.IMAGE_SIZE: image_size,
-        }
-        if given[vary] is not None:
-            raise UsageError(
-                f"--{vary} {given[vary]} is what grows here: leave it out, or --vary another one"
-            )
-        if vary is not Grows.BATCH_SIZE and batch_size is None:
-            raise UsageError(f"the {_words(vary)} of how large a batch? Say --batch-size N")
-        check_target(target)
-        spec = TargetSpec(
-            text=target,
-            batch_size=batch_size or 1,
-            image_size=image_size,
-            sequence_length=sequence_length,
-            optimizer=optimizer,
-            seed=seed,
-        )
-        with terminal.working("starting"):
-            from lowtide.cli.sources import profile_target
-            from lowtide.experiments.fit import find_fits
+    given = {
+        Grows.BATCH_SIZE: batch_size,
+        Grows.SEQUENCE_LENGTH: step.sequence_length,
+        Grows.IMAGE_SIZE: step.image_size,
+    }
+    if given[vary] is not None:
+        raise UsageError(f"--{vary} {given[vary]} is what grows here: leave it out, or --vary another one")
+    if vary is not Grows.BATCH_SIZE and batch_size is None:
+        raise UsageError(f"the {_words(vary)} of how large a batch? Say --batch-size N")
+    check_target(target)
+    spec = step.spec(target, batch_size or 1)
+    with terminal.working("starting"):
+        from lowtide.experiments.fit import find_fits
 
-        def profile(one: "Source") -> "Profile":
-            assert isinstance(one, TargetSpec)
-            terminal.note(f"looking at {_words(vary)} {getattr(one, vary.replace('-', '_'))}")
-            return profile_target(one, terminal, memory_limit=memory_limit, cache=not no_cache, device=device)
+    def profile(one: "Source") -> "Profile":
+        assert isinstance(one, TargetSpec)
+        terminal.note(f"looking at {_words(vary)} {getattr(one, vary.replace('-', '_'))}")
+        return profile_target(one, terminal, step)
 
-        def at(number: int) -> TargetSpec:
-            changes: dict[str, Any] = {vary.replace("-", "_"): number}
-            return replace(spec, **changes)
+    def at(number: int) -> TargetSpec:
+        changes: dict[str, Any] = {vary.replace("-", "_"): number}
+        return replace(spec, **changes)
 
-        found = find_fits(
-            at,
-            budgets=budget.split(","),
-            vary=_vary(vary, spec.batch_size, multiple_of=multiple_of, most=most),
-            check=not no_check and device is None,
-            profile=profile,
-        )
-        label = "" if device is None else GPUS[device].label
-        data = [{**fit_data(one, target=target), "device": label or "here"} for one in found]
-        terminal.data(data[0] if len(data) == 1 else data)
-        for one in found:
-            terminal.show(*fit_tables(one, name=target if device is None else f"{target}, on {label}"))
-        raise typer.Exit(max(map(fit_exit, found)))
+    found = find_fits(
+        at,
+        budgets=budget.split(","),
+        vary=_vary(vary, spec.batch_size, multiple_of=multiple_of, most=most),
+        check=not no_check and step.device is None,
+        profile=profile,
+    )
+    label = "" if step.device is None else GPUS[step.device].label
+    data = [{**fit_data(one, target=target), "device": label or "here"} for one in found]
+    terminal.data(data[0] if len(data) == 1 else data)
+    for one in found:
+        terminal.show(*fit_tables(one, name=target if not label else f"{target}, on {label}"))
+    raise typer.Exit(max(map(fit_exit, found)))
 
 
 def _words(vary: Grows) -> str:

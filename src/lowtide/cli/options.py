@@ -1,15 +1,31 @@
-"""What the shell offers when Tab is pressed; answers without torch.
+"""The options that commands share: what each takes, its help text and what Tab offers for it.
 
-The options that commands share, each with its help text.
+A command takes its terminal, and options that belong together as one frozen dataclass. `command` makes of
+that a function with one parameter for each option, as typer wants it:
+
+    @command                                                  def profile(
+    def profile(                                                  target: TargetText,
+        terminal: Terminal,                                       *,
+        target: TargetText,                                       image_size: ImageSize = None,
+        *,                                             ->         ...
+        step: Annotated[StepOptions, offers("mode")],             mode: Mode = ProfileMode.OPS,
+        output: OutputOptions,                                    folder: Folder = None,
+    ) -> None:                                                    ...
+                                                                  verbose: Verbose = False,
+                                                              ) -> None:
 """
 
+import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from lowtide.cli.terminal import claim_folder, session
 from lowtide.errors import LowtideError
 from lowtide.facts.gpus import GPUS
 from lowtide.facts.plan import PLANNERS, parse_offload
@@ -57,9 +73,6 @@ def _files(incomplete: str, suffix: str, *, end: str = "", folders: bool = True)
         f"{head}{slash}{entry.name}{end}" for entry in shown if entry.suffix == suffix and entry.is_file()
     ]
     return files + [f"{head}{slash}{entry.name}/" for entry in shown if folders and entry.is_dir()]
-
-
-MEMORY_LIMIT = "1GiB"
 
 
 def _budget(text: str) -> str:
@@ -224,14 +237,13 @@ StepInBackward = Annotated[
 Offload = Annotated[
     str,
     typer.Option(
-        "--offload",
-        "--swap",
         metavar="STORE",
         help="Let activations wait outside of memory: disk:FOLDER, a folder on a local disk; or host, the "
         "host's memory, for a model on an accelerator.",
         callback=_offload,
     ),
 ]
+Swap = Annotated[str, typer.Option(hidden=True, callback=_offload)]
 Executor = Annotated[
     ExecutorName,
     typer.Option(
@@ -252,10 +264,70 @@ Folder = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="DIR", file_okay=False, help="Folder to write files into."),
 ]
-OutputFolder = Annotated[
+RunFolder = Annotated[
     Path, typer.Option("-o", "--output", metavar="DIR", file_okay=False, help="Folder to write files into.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of tables.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Nothing on stderr but errors.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more, and show tracebacks.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """The folder to write files into, if any."""
+
+    folder: Folder = None
+    force: Force = False
+
+    def claim(self, *names: str) -> Path | None:
+        """The folder, where none of `names` is yet, unless forced; made if missing."""
+        return claim_folder(self.folder, names, force=self.force)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TerminalOptions:
+    as_json: Json = False
+    quiet: Quiet = False
+    verbose: Verbose = False
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Marks which fields of a group a command has as options; without it, all."""
+
+    names: tuple[str, ...]
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as typer takes it: with an option for each field of its groups, inside of a session."""
+    _, *own = inspect.signature(function).parameters.values()
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    for parameter in (*own, _keyword(_SESSION, TerminalOptions)):
+        kind, *marks = get_args(parameter.annotation) or (parameter.annotation,)
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            parameters.append(parameter)
+            continue
+        offered = next((mark.names for mark in marks if isinstance(mark, Offered)), None)
+        found = [field for field in fields(kind) if offered is None or field.name in offered]
+        hints = get_type_hints(kind, include_extras=True)
+        parameters += [_keyword(field.name, hints[field.name], field.default) for field in found]
+        groups[parameter.name] = kind, [field.name for field in found]
+
+    @wraps(function)
+    def flat(**values: Any) -> None:
+        for name, (kind, options) in groups.items():
+            values[name] = kind(**{option: values.pop(option) for option in options})
+        with session(**asdict(values.pop(_SESSION))) as terminal:
+            function(terminal, **values)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return flat
+
+
+_SESSION = "session"
+
+
+def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.tables import outcome_data
+from lowtide.cli.terminal import Terminal
 from lowtide.errors import LowtideError
 from lowtide.facts.files import write_atomic
 from lowtide.facts.gpus import ESTIMATED, gpu_behind
@@ -129,6 +130,20 @@ def plots_if_possible(folder: Path, **data: Any) -> list[Path]:
     return write_plots(folder / PLOTS, **data)
 
 
+def write_experiment(path: Path, data: Any, *, plots: dict[str, Any], **page: Any) -> None:
+    """`data` as JSON at `path`; beside it the `plots` that can be drawn, and the report of `page`."""
+    save_json(path, data)
+    if plots:
+        plots_if_possible(path.parent, **plots)
+    write_atomic(path.parent / REPORT, render_report(**page))
+
+
+def say_written(terminal: Terminal, folder: Path | None, *names: str) -> None:
+    if folder is not None:
+        terminal.note(f"wrote {', '.join(str(folder / name) for name in names)}")
+        terminal.note(f"report: {folder / REPORT}")
+
+
 def environment(device: str, *, measured: bool = True) -> Environment:
     """How this command's figures were measured; torch is only asked where they were."""
     known = measured or gpu_behind(device) is not None
@@ -163,7 +178,7 @@ def write_profile(folder: Path, *, spec: TargetSpec, profile: Profile) -> list[P
     return [folder / PROFILE, *profile.to_csv(folder)]
 
 
-def write_plan(folder: Path, *, spec: TargetSpec, plan: Plan) -> list[Path]:
+def write_plan(folder: Path, *, spec: TargetSpec | None, plan: Plan) -> list[Path]:
     """What is known before anything is run."""
     save_plan(folder / PLAN, plan, spec)
     return [folder / PLAN, *plan.to_csv(folder)]
@@ -175,7 +190,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outco
     after = simulate(step, plan.solution.schedule.runs)
     from lowtide.experiments.curve import curves_of, point_of
 
-    plans, without_swap = curves_of(profile, points=CURVE_POINTS)
+    plans, without_offload = curves_of(profile, points=CURVE_POINTS)
     curve = [point_of(plan) for plan in plans]
     save_json(folder / VERIFICATION, outcome_data(outcome, name=name))
     files = [folder / VERIFICATION]
@@ -196,7 +211,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outco
         activations=profile.activations,
         budget_bytes=plan.budget_bytes,
         tradeoff=curve,
-        without_swap=without_swap,
+        without_offload=without_offload,
         name=name,
     )
     page = render_report(
@@ -210,7 +225,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outco
         activations=profile.activations,
         measurement=outcome.measurement,
         tradeoff=curve,
-        without_swap=without_swap,
+        without_offload=without_offload,
     )
     files.append(write_atomic(folder / REPORT, page))
     return files

@@ -1,9 +1,27 @@
 """From what was typed to a profile: capture and measure a target, or read a file."""
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.options import MEMORY_LIMIT
+from lowtide.cli.options import (
+    Device,
+    ImageSize,
+    MemoryLimit,
+    Mode,
+    NoCache,
+    Offered,
+    Offload,
+    Optimizer,
+    ProfileMode,
+    Ranks,
+    Seed,
+    SequenceLength,
+    Shard,
+    ShardKind,
+    StepInBackward,
+    Swap,
+)
 from lowtide.cli.terminal import Terminal, UsageError
 from lowtide.errors import TargetError
 from lowtide.facts.gpus import gpu_behind
@@ -13,37 +31,79 @@ if TYPE_CHECKING:
     from lowtide.profiles import Profile
 
 
-def profile_target(
-    spec: TargetSpec,
-    terminal: Terminal,
-    *,
-    memory_limit: str,
-    cache: bool,
-    mode: str = "ops",
-    step_in_backward: bool = False,
-    offload: str = "",
-    ranks: int | None = None,
-    shard: str = "fsdp2",
-    device: str | None = None,
-) -> "Profile":
-    """Load the target and profile one step of it; in mode `run` by running it, if it fits.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """The step to profile, and how. A command has those options of the second block that it `offers`."""
 
-    With `ranks`, the step of one of so many processes; with `device`, on a GPU that is not here.
-    """
+    image_size: ImageSize = None
+    sequence_length: SequenceLength = None
+    optimizer: Optimizer = None
+    seed: Seed = 0
+    memory_limit: MemoryLimit = "1GiB"
+    no_cache: NoCache = False
+
+    step_in_backward: StepInBackward = False
+    offload: Offload = ""
+    swap: Swap = ""
+    ranks: Ranks = None
+    shard: Shard = ShardKind.FSDP2
+    device: Device = None
+    mode: Mode = ProfileMode.OPS
+
+    def spec(self, text: str, batch_size: int) -> TargetSpec:
+        return TargetSpec(
+            text=text,
+            batch_size=batch_size,
+            image_size=self.image_size,
+            sequence_length=self.sequence_length,
+            optimizer=self.optimizer,
+            seed=self.seed,
+        )
+
+    @property
+    def store(self) -> str:
+        """Where to offload to; empty for nowhere."""
+        if self.offload and self.swap and self.offload != self.swap:
+            raise UsageError(
+                f"--offload {self.offload} and --swap {self.swap} differ: --swap is the earlier name of "
+                "--offload, leave it out"
+            )
+        return self.offload or self.swap
+
+    @property
+    def given(self) -> list[str]:
+        """The options that are not at their defaults, as they are typed."""
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        return [f"--{name.replace('_', '-')}" for name in changed]
+
+
+def offers(*names: str) -> Offered:
+    """Options of the first block, and `names` of the second."""
+    always = ("image_size", "sequence_length", "optimizer", "seed", "memory_limit", "no_cache")
+    return Offered((*always, *names, *(("swap",) if "offload" in names else ())))
+
+
+def profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> "Profile":
+    """Load the target and profile one step of it; in mode `run` by running it, if it fits."""
+    offload = step.store
     with terminal.working(f"loading {spec.text}"):
         from lowtide import api
 
         target = spec.load()
-    if mode == "run" and device is not None:
-        raise UsageError(f"--mode run runs the step here, not on the {device}: leave one of them out")
-    if mode == "run" and (step_in_backward or offload):
-        option = "--step-in-backward" if step_in_backward else "--offload"
-        raise UsageError(f"--mode run runs the step as eager does: leave {option} out, or --mode run")
-    if mode == "run":
+    if step.mode is ProfileMode.RUN:
+        if step.device is not None:
+            raise UsageError(
+                f"--mode run runs the step here, not on the {step.device}: leave one of them out"
+            )
+        if step.step_in_backward or offload:
+            option = "--step-in-backward" if step.step_in_backward else "--offload"
+            raise UsageError(f"--mode run runs the step as eager does: leave {option} out, or --mode run")
         from lowtide.experiments.measured import profile_by_running
 
         with terminal.counting(f"running {spec.text}") as progress:
-            return profile_by_running(target, memory_limit=memory_limit, cache=cache, progress=progress)
+            return profile_by_running(
+                target, memory_limit=step.memory_limit, cache=not step.no_cache, progress=progress
+            )
     # Nothing tells how far capture is; the bar starts to move when ops are measured.
     with terminal.counting(f"profiling {spec.text}") as progress:
         return api.profile(
@@ -51,79 +111,45 @@ def profile_target(
             target.batch,
             optimizer=target.optimizer,
             loss=target.loss,
-            memory_limit=memory_limit,
-            cache=cache,
-            step_in_backward=step_in_backward,
+            memory_limit=step.memory_limit,
+            cache=not step.no_cache,
+            step_in_backward=step.step_in_backward,
             offload=offload,
-            ranks=ranks,
-            shard=shard,
-            device=device,
+            ranks=step.ranks,
+            shard=step.shard,
+            device=step.device,
             progress=progress,
         )
 
 
-def on_device(name: str, profile: "Profile") -> str:
-    """What a step is called, with the GPU that it was estimated for."""
-    return name if gpu_behind(profile.step.device) is None else f"{name}, on {profile.step.device}"
-
-
 def open_source(
-    source: str,
-    terminal: Terminal,
-    *,
-    batch_size: int | None,
-    image_size: int | None,
-    sequence_length: int | None,
-    optimizer: str | None,
-    seed: int,
-    memory_limit: str,
-    cache: bool,
-    step_in_backward: bool = False,
-    offload: str = "",
-    ranks: int | None = None,
-    shard: str = "fsdp2",
-    device: str | None = None,
-) -> tuple["Profile", TargetSpec | None]:
-    """A profile from a `profile.json`, or of a TARGET; and what it is a profile of, where known."""
+    source: str, terminal: Terminal, step: StepOptions, *, batch_size: int | None
+) -> tuple["Profile", TargetSpec | None, str]:
+    """A profile from a `profile.json`, or of a TARGET; its target, where known; and its title."""
     if source.endswith(".json"):
         from lowtide.cli.output_files import load_profile
 
-        given = {
-            "--batch-size": batch_size is not None,
-            "--image-size": image_size is not None,
-            "--sequence-length": sequence_length is not None,
-            "--optimizer": optimizer is not None,
-            "--seed": seed != 0,
-            "--ranks": ranks is not None,
-            "--device": device is not None,
-            "--memory-limit": memory_limit != MEMORY_LIMIT,
-            "--no-cache": not cache,
-            "--step-in-backward": step_in_backward,
-            "--offload": bool(offload),
-        }
-        if any(given.values()):
-            option = next(name for name, was_given in given.items() if was_given)
-            raise UsageError(f"{option} is for a TARGET, and '{source}' is profiled already: profile it anew")
-        return load_profile(Path(source))
-    if batch_size is None:
+        given = [*(() if batch_size is None else ("--batch-size",)), *step.given]
+        if given:
+            raise UsageError(
+                f"{given[0]} is for a TARGET, and '{source}' is profiled already: profile it anew"
+            )
+        profile, spec = load_profile(Path(source))
+    elif batch_size is None:
         raise TargetError(f"how large a batch of '{source}'? Say --batch-size N")
-    spec = TargetSpec(
-        text=source,
-        batch_size=batch_size,
-        image_size=image_size,
-        sequence_length=sequence_length,
-        optimizer=optimizer,
-        seed=seed,
-    )
-    found = profile_target(
-        spec,
-        terminal,
-        memory_limit=memory_limit,
-        cache=cache,
-        step_in_backward=step_in_backward,
-        offload=offload,
-        ranks=ranks,
-        shard=shard,
-        device=device,
-    )
-    return found, spec
+    else:
+        spec = step.spec(source, batch_size)
+        profile = profile_target(spec, terminal, step)
+    title = title_of(spec) if spec else source
+    if step.ranks is not None:
+        title += f", one of {step.ranks} processes ({step.shard})"
+    return profile, spec, on_device(title, profile)
+
+
+def title_of(spec: TargetSpec) -> str:
+    return f"{spec.text}, batch {spec.batch_size}"
+
+
+def on_device(title: str, profile: "Profile") -> str:
+    """The title of a step, with the GPU that it was estimated for."""
+    return title if gpu_behind(profile.step.device) is None else f"{title}, on {profile.step.device}"

@@ -10,25 +10,9 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.cli.options import (
-    MEMORY_LIMIT,
-    Budget,
-    Folder,
-    Force,
-    ImageSize,
-    Json,
-    MemoryLimit,
-    NoCache,
-    Optimizer,
-    Planner,
-    Quiet,
-    Seed,
-    SequenceLength,
-    TargetText,
-    TimedRuns,
-    Verbose,
-)
-from lowtide.cli.terminal import Exit, Terminal, claim_folder, session, table
+from lowtide.cli.options import Budget, OutputOptions, Planner, TargetText, TimedRuns, command
+from lowtide.cli.sources import StepOptions, offers, profile_target
+from lowtide.cli.terminal import Exit, Terminal, table
 from lowtide.errors import LowtideError
 from lowtide.report.results import Results, StepMeasurement, SweepRow, SweepStatus
 from lowtide.report.style import HOW_TIMED, UNKNOWN, added, duration, percent, size
@@ -51,12 +35,26 @@ def batch_sizes_of(text: str) -> list[int]:
     return list(dict.fromkeys(sizes))
 
 
+def _readable(text: str) -> str:
+    batch_sizes_of(text)
+    return text
+
+
+@command
 def sweep(
+    terminal: Terminal,
     target: TargetText,
     *,
     batch_sizes: Annotated[
         str,
-        typer.Option("--batch-sizes", "-b", metavar="N,N,...", help="Batch sizes.", show_default=False),
+        typer.Option(
+            "--batch-sizes",
+            "-b",
+            metavar="N,N,...",
+            help="Batch sizes.",
+            show_default=False,
+            callback=_readable,
+        ),
     ],
     budget: Budget,
     planner: Planner = "auto",
@@ -64,18 +62,9 @@ def sweep(
         bool, typer.Option("--resume", help="Keep what an earlier sweep into the same folder measured.")
     ] = False,
     predict: Annotated[bool, typer.Option("--predict", help="Predict only: run no step.")] = False,
-    image_size: ImageSize = None,
-    sequence_length: SequenceLength = None,
-    optimizer: Optimizer = None,
-    seed: Seed = 0,
-    memory_limit: MemoryLimit = MEMORY_LIMIT,
-    no_cache: NoCache = False,
+    step: Annotated[StepOptions, offers()],
     timed_runs: TimedRuns = 5,
-    folder: Folder = None,
-    force: Force = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: OutputOptions,
 ) -> None:
     """Show peak and latency against batch size, without and with a plan, measured in fresh processes.
 
@@ -84,59 +73,49 @@ def sweep(
     predicted. A size that fails does not end the sweep. With
     -o writes sweep.csv, sweep.json, two plots and a report, anew after every size.
     """
+    from lowtide.cli.output_files import PLOTS, REPORT, say_written
+    from lowtide.experiments.sweep_rows import sweep as run_sweep
+
     sizes = batch_sizes_of(batch_sizes)
-    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        from lowtide.cli.output_files import PLOTS, REPORT
-        from lowtide.cli.sources import profile_target
-        from lowtide.experiments.sweep_rows import sweep as run_sweep
+    spec = step.spec(target, sizes[0])
+    settings = _settings(spec, budget=budget, planner=planner, timed_runs=timed_runs)
+    if resume and output.folder is None:
+        raise LowtideError("--resume needs the folder of the earlier sweep: say -o DIR")
+    check_target(target)
+    done = earlier_rows(output.folder / JSON, settings) if resume and output.folder is not None else []
+    out = output.claim(*(() if resume else (CSV, JSON, REPORT, PLOTS)))
+    rows: list[SweepRow] = []
+    devices = ["cpu"]
 
-        spec = TargetSpec(
-            text=target,
-            batch_size=sizes[0],
-            image_size=image_size,
-            sequence_length=sequence_length,
-            optimizer=optimizer,
-            seed=seed,
-        )
-        settings = _settings(spec, budget=budget, planner=planner, timed_runs=timed_runs)
-        if resume and folder is None:
-            raise LowtideError("--resume needs the folder of the earlier sweep: say -o DIR")
-        check_target(target)
-        done = earlier_rows(folder / JSON, settings) if resume and folder is not None else []
-        out = claim_folder(folder, () if resume else (CSV, JSON, REPORT, PLOTS), force=force)
-        rows: list[SweepRow] = []
-        devices = ["cpu"]
+    def profile(one: TargetSpec) -> "Profile":
+        found = profile_target(one, terminal, step)
+        devices.append(found.step.device)
+        return found
 
-        def profile(one: TargetSpec) -> "Profile":
-            found = profile_target(one, terminal, memory_limit=memory_limit, cache=not no_cache)
-            devices.append(found.step.device)
-            return found
-
-        waiting = {row.batch_size: row for row in done}
-        for row in run_sweep(
-            spec,
-            batch_sizes=sizes,
-            budget=budget,
-            planner=planner,
-            timed_runs=timed_runs,
-            measure=not predict,
-            done=done,
-            profile=profile,
-            working=terminal.working,
-        ):
-            rows.append(row)
-            again = "taken from before" if waiting.pop(row.batch_size, None) else row.status_text
-            terminal.note(f"batch {row.batch_size}: {again} ({len(rows)} of {len(sizes)})")
-            if out is not None:
-                # with what an earlier sweep found out and this one has not come to, or was not asked for
-                known = [*rows, *waiting.values()]
-                pending = [n for n in sizes[len(rows) :] if n not in waiting]
-                _write(out, known, settings, pending=pending, name=target, device=devices[-1])
-        data = _data(rows, settings, finished=True)
-        terminal.data(data)
-        terminal.show(*sweep_tables(rows, name=target))
-        _notes(terminal, out)
-        raise typer.Exit(sweep_exit(rows))
+    waiting = {row.batch_size: row for row in done}
+    for row in run_sweep(
+        spec,
+        batch_sizes=sizes,
+        budget=budget,
+        planner=planner,
+        timed_runs=timed_runs,
+        measure=not predict,
+        done=done,
+        profile=profile,
+        working=terminal.working,
+    ):
+        rows.append(row)
+        again = "taken from before" if waiting.pop(row.batch_size, None) else row.status_text
+        terminal.note(f"batch {row.batch_size}: {again} ({len(rows)} of {len(sizes)})")
+        if out is not None:
+            # with what an earlier sweep found out and this one has not come to, or was not asked for
+            known = [*rows, *waiting.values()]
+            pending = [n for n in sizes[len(rows) :] if n not in waiting]
+            _write(out, known, settings, pending=pending, name=target, device=devices[-1])
+    terminal.data(_data(rows, settings, finished=True))
+    terminal.show(*sweep_tables(rows, name=target))
+    say_written(terminal, out, CSV, JSON)
+    raise typer.Exit(sweep_exit(rows))
 
 
 def _settings(spec: TargetSpec, **options: Any) -> dict[str, Any]:
@@ -251,22 +230,19 @@ def _write(
     device: str,
 ) -> None:
     """All files for the sizes so far, for whoever stops the sweep; they say which are `pending`."""
-    from lowtide.cli.output_files import REPORT, environment, plots_if_possible
-    from lowtide.facts.files import write_atomic
-    from lowtide.facts.serial import save_json
+    from lowtide.cli.output_files import environment, write_experiment
     from lowtide.report.csvs import write_sweep
-    from lowtide.report.html import render_report
 
     write_sweep(out / CSV, [*rows, *(_pending(batch_size) for batch_size in pending)])
-    save_json(out / JSON, _data(rows, settings, finished=not pending))
-    plots_if_possible(out, sweep=rows, name=name)
-    page = render_report(
+    write_experiment(
+        out / JSON,
+        _data(rows, settings, finished=not pending),
+        plots={"sweep": rows, "name": name},
         title=f"{name}: batch sizes",
         environment=environment(device),
         sweep=rows,
         unfinished=f"batch sizes {', '.join(map(str, pending))} are missing" if pending else "",
     )
-    write_atomic(out / REPORT, page)
 
 
 def _pending(batch_size: int) -> SweepRow:
@@ -278,11 +254,3 @@ def _pending(batch_size: int) -> SweepRow:
         planned=nothing,
         status=SweepStatus.PENDING,
     )
-
-
-def _notes(terminal: Terminal, out: Path | None) -> None:
-    from lowtide.cli.output_files import REPORT
-
-    if out is not None:
-        terminal.note(f"wrote {out / CSV}, {out / JSON}")
-        terminal.note(f"report: {out / REPORT}")

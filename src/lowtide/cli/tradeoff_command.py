@@ -7,26 +7,9 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.cli.options import (
-    MEMORY_LIMIT,
-    Device,
-    Folder,
-    Force,
-    ImageSize,
-    Json,
-    MemoryLimit,
-    NoCache,
-    Offload,
-    Optimizer,
-    OptionalBatchSize,
-    Quiet,
-    Seed,
-    SequenceLength,
-    Source,
-    TimedRuns,
-    Verbose,
-)
-from lowtide.cli.terminal import Exit, claim_folder, session, table
+from lowtide.cli.options import OptionalBatchSize, OutputOptions, Source, TimedRuns, command
+from lowtide.cli.sources import StepOptions, offers, open_source
+from lowtide.cli.terminal import Exit, Terminal, table
 from lowtide.errors import TargetError
 from lowtide.experiments.machine_memory import why_not
 from lowtide.facts.gpus import gpu_behind
@@ -44,7 +27,9 @@ MAX_ROWS = 20
 MEASURED_COLUMNS = ("measured>", "time>")
 
 
+@command
 def tradeoff(
+    terminal: Terminal,
     source: Source,
     *,
     points: Annotated[int, typer.Option(min=1, help="Budgets to plan for, evenly spaced in bytes.")] = 50,
@@ -53,19 +38,8 @@ def tradeoff(
     ] = 3,
     timed_runs: TimedRuns = 5,
     batch_size: OptionalBatchSize = None,
-    image_size: ImageSize = None,
-    sequence_length: SequenceLength = None,
-    optimizer: Optimizer = None,
-    seed: Seed = 0,
-    memory_limit: MemoryLimit = MEMORY_LIMIT,
-    no_cache: NoCache = False,
-    offload: Offload = "",
-    device: Device = None,
-    folder: Folder = None,
-    force: Force = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    step: Annotated[StepOptions, offers("offload", "device")],
+    output: OutputOptions,
 ) -> None:
     """Show what every budget costs: peak memory against recompute time, from no recompute to the floor.
 
@@ -74,55 +48,38 @@ def tradeoff(
     estimated; from a profile.json nothing else needs torch. With -o writes tradeoff.csv, tradeoff.json,
     plots and a report. Exits with 4 when a measured plan's results differ, with 1 when measuring one failed.
     """
-    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        from lowtide.cli.output_files import PLOTS, REPORT
-        from lowtide.cli.sources import on_device, open_source
-        from lowtide.experiments.curve import Curve, curves_of, measure_points, point_of
+    from lowtide.cli.output_files import PLOTS, REPORT, say_written
+    from lowtide.experiments.curve import Curve, curves_of, measure_points, point_of
 
-        out = claim_folder(folder, (CSV, JSON, REPORT, PLOTS), force=force)
-        profile, spec = open_source(
-            source,
-            terminal,
-            batch_size=batch_size,
-            image_size=image_size,
-            sequence_length=sequence_length,
-            optimizer=optimizer,
-            seed=seed,
-            memory_limit=memory_limit,
-            cache=not no_cache,
-            offload=offload,
-            device=device,
-        )
-        name = on_device(f"{spec.text}, batch {spec.batch_size}" if spec else source, profile)
-        if gpu_behind(profile.step.device) is not None:
-            measure = 0  # nothing of it is here
-        if measure and spec is None:
-            raise TargetError(f"'{source}' does not say what it is a profile of: say --measure 0")
-        with terminal.working("planning"):
-            plans, without_swap = curves_of(profile, points=points)
-        curve = Curve([point_of(plan) for plan in plans])
-        reason = why_not(profile.step, peak_bytes=profile.peak_bytes) if measure else ""
-        if reason:
-            terminal.note(f"no plan is measured: the step without one {reason}")
-        elif measure and spec is not None:
-            with terminal.counting(f"measuring {measure} plans") as progress:
-                curve = measure_points(spec, plans, count=measure, timed_runs=timed_runs, progress=progress)
-        data = _data(profile, curve, without_swap, name=name)
-        if out is not None:
-            with terminal.working("writing the report"):
-                measured = not source.endswith(".json") or any(p.measured_peak_bytes for p in curve.points)
-                _write(out, profile, curve, without_swap, data, measured=measured)
-        terminal.data(data)
-        terminal.show(*_tables(data))
-        if out is not None:
-            terminal.note(f"wrote {out / CSV}, {out / JSON}")
-            terminal.note(f"report: {out / REPORT}")
-        failed = Exit.ERROR if curve.failed else Exit.DONE
-        raise typer.Exit(Exit.RESULTS_DIFFER if curve.wrong else failed)
+    out = output.claim(CSV, JSON, REPORT, PLOTS)
+    profile, spec, name = open_source(source, terminal, step, batch_size=batch_size)
+    if gpu_behind(profile.step.device) is not None:
+        measure = 0  # nothing of it is here
+    if measure and spec is None:
+        raise TargetError(f"'{source}' does not say what it is a profile of: say --measure 0")
+    with terminal.working("planning"):
+        plans, without_offload = curves_of(profile, points=points)
+    curve = Curve([point_of(plan) for plan in plans])
+    reason = why_not(profile.step, peak_bytes=profile.peak_bytes) if measure else ""
+    if reason:
+        terminal.note(f"no plan is measured: the step without one {reason}")
+    elif measure and spec is not None:
+        with terminal.counting(f"measuring {measure} plans") as progress:
+            curve = measure_points(spec, plans, count=measure, timed_runs=timed_runs, progress=progress)
+    data = _data(profile, curve, without_offload, name=name)
+    if out is not None:
+        with terminal.working("writing the report"):
+            measured = not source.endswith(".json") or any(p.measured_peak_bytes for p in curve.points)
+            _write(out, profile, curve, without_offload, data, measured=measured)
+    terminal.data(data)
+    terminal.show(*_tables(data))
+    say_written(terminal, out, CSV, JSON)
+    failed = Exit.ERROR if curve.failed else Exit.DONE
+    raise typer.Exit(Exit.RESULTS_DIFFER if curve.wrong else failed)
 
 
 def _data(
-    profile: "Profile", curve: "Curve", without_swap: "list[TradeoffPoint]", *, name: str
+    profile: "Profile", curve: "Curve", without_offload: "list[TradeoffPoint]", *, name: str
 ) -> dict[str, Any]:
     seconds = profile.step_seconds
 
@@ -138,7 +95,7 @@ def _data(
         "differences": curve.wrong,
         "failures": curve.failed,
         "points": [point_data(point) for point in curve.points],
-        **({"without_swap": [point_data(point) for point in without_swap]} if without_swap else {}),
+        **({"without_swap": [point_data(point) for point in without_offload]} if without_offload else {}),
     }
 
 
@@ -200,33 +157,24 @@ def _write(
     out: "Path",
     profile: "Profile",
     curve: "Curve",
-    without_swap: "list[TradeoffPoint]",
+    without_offload: "list[TradeoffPoint]",
     data: dict[str, Any],
     *,
     measured: bool,
 ) -> None:
-    from lowtide.cli.output_files import REPORT, environment, plots_if_possible
-    from lowtide.facts.files import write_atomic
-    from lowtide.facts.serial import save_json
+    from lowtide.cli.output_files import environment, write_experiment
     from lowtide.report.csvs import write_tradeoff
-    from lowtide.report.html import render_report
 
-    save_json(out / JSON, data)
-    write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds, device=profile.step.device)
-    plots_if_possible(
-        out,
-        tradeoff=curve.points,
-        without_swap=without_swap,
-        step_seconds=profile.step_seconds,
-        name=data["target"],
-    )
-    page = render_report(
+    step, curves = profile.step, {"tradeoff": curve.points, "without_offload": without_offload}
+    write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds, device=step.device)
+    write_experiment(
+        out / JSON,
+        data,
+        plots={**curves, "step_seconds": profile.step_seconds, "name": data["target"]},
         title=f"{data['target']}: trade-off",
-        environment=environment(profile.step.device, measured=measured),
-        step=profile.step,
+        environment=environment(step.device, measured=measured),
+        step=step,
         before=profile.timeline,
         activations=profile.activations,
-        tradeoff=curve.points,
-        without_swap=without_swap,
+        **curves,
     )
-    write_atomic(out / REPORT, page)

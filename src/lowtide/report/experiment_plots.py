@@ -138,11 +138,11 @@ def plot_tradeoff(
     *,
     step_seconds: float,
     budget_bytes: int | None = None,
-    without_swap: Sequence[TradeoffPoint] = (),
+    without_offload: Sequence[TradeoffPoint] = (),
 ) -> "Figure":
     """Recompute time against peak: the simulated curve, the band down to what is proven, measured points.
 
-    `without_swap` is the curve of the same step without its store, beside the one with it.
+    `without_offload` is the curve of the same step without its store, beside the one with it.
     """
     figure, axes = new_figure("Time added against peak memory")
     ordered = sorted(points, key=lambda point: (point.peak_bytes, point.recompute_seconds))
@@ -150,14 +150,14 @@ def plot_tradeoff(
     overheads = [100 * point.recompute_seconds / step_seconds if step_seconds else 0.0 for point in ordered]
     axes.plot(
         [point.peak_bytes / scale for point in ordered], overheads, "-o", color=style.AFTER, markersize=4,
-        lw=1.6, label="with swap (simulated)" if without_swap else "simulated",
+        lw=1.6, label="with offload (simulated)" if without_offload else "simulated",
     )  # fmt: skip
-    if without_swap and step_seconds:
-        plain = sorted(without_swap, key=lambda point: (point.peak_bytes, point.recompute_seconds))
+    if without_offload and step_seconds:
+        plain = sorted(without_offload, key=lambda point: (point.peak_bytes, point.recompute_seconds))
         axes.plot(
             [point.peak_bytes / scale for point in plain],
             [100 * point.recompute_seconds / step_seconds for point in plain],
-            "-o", color=style.RECOMPUTE, markersize=4, lw=1.6, label="without swap (simulated)",
+            "-o", color=style.RECOMPUTE, markersize=4, lw=1.6, label="without offload (simulated)",
         )  # fmt: skip
     bounds = [point.lower_bound_seconds for point in ordered]
     if step_seconds and all(bound is not None for bound in bounds):

@@ -47,7 +47,7 @@ def render_report(
     activations: Sequence[Activation] = (),
     measurement: Measurement | None = None,
     tradeoff: Sequence[TradeoffPoint] = (),
-    without_swap: Sequence[TradeoffPoint] = (),
+    without_offload: Sequence[TradeoffPoint] = (),
     sweep: Sequence[SweepRow] = (),
     compare: Sequence[CompareRow] = (),
     step_seconds: float | None = None,
@@ -58,7 +58,7 @@ def render_report(
 
     `before` and `after` are timelines of the plain order and of the plan's schedule. `activations`
     give the sizes of those that `tradeoff` names; a solution's decisions serve as well.
-    `without_swap` is the curve of the same step without its store, beside `tradeoff`.
+    `without_offload` is the curve of the same step without its store, beside `tradeoff`.
     `step_seconds` is only needed for a trade-off curve without `step` and `solution`. `unfinished` says
     what is missing where the page was written before the work was over.
     """
@@ -71,7 +71,7 @@ def render_report(
         after=after,
         solution=solution,
         tradeoff=points,
-        without_swap=without_swap,
+        without_offload=without_offload,
         activations=activations or decisions,
         step_seconds=plain_seconds,
     )
@@ -109,7 +109,7 @@ def render_report(
             step=step,
             regions=_regions(step) if step else [],
             tradeoff=points,
-            without_swap=without_swap,
+            without_offload=without_offload,
             step_seconds=plain_seconds,
             how_timed=words.HOW_TIMED,
             sweep=sweep,

@@ -66,7 +66,7 @@ def page_data(
     after: Timeline | None,
     solution: Solution | None,
     tradeoff: Sequence[TradeoffPoint],
-    without_swap: Sequence[TradeoffPoint],
+    without_offload: Sequence[TradeoffPoint],
     activations: Sequence[Activation | Decision],
     step_seconds: float,
 ) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def page_data(
     points = _tradeoff(tradeoff, activations, step_seconds) | {
         "budget": budget,
         "selected": _nearest(tradeoff, solution),
-        "without_swap": [
+        "without_offload": [
             [point.peak_bytes, point.recompute_seconds / step_seconds]
-            for point in without_swap
+            for point in without_offload
             if step_seconds
         ],
     }

@@ -50,7 +50,7 @@ def write_plots(
     activations: Sequence[Activation] = (),
     budget_bytes: int | None = None,
     tradeoff: Sequence[TradeoffPoint] = (),
-    without_swap: Sequence[TradeoffPoint] = (),
+    without_offload: Sequence[TradeoffPoint] = (),
     step_seconds: float | None = None,
     sweep: Sequence[SweepRow] = (),
     compare: Sequence[CompareRow] = (),
@@ -81,7 +81,7 @@ def write_plots(
     if tradeoff:
         plain_seconds = step_seconds or (step.seconds if step is not None else 0.0)
         figures["tradeoff"] = plot_tradeoff(
-            tradeoff, step_seconds=plain_seconds, budget_bytes=budget_bytes, without_swap=without_swap
+            tradeoff, step_seconds=plain_seconds, budget_bytes=budget_bytes, without_offload=without_offload
         )
     if sweep:
         figures["peak_by_batch_size"] = plot_peak_by_batch_size(sweep)

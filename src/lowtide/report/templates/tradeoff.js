@@ -16,7 +16,7 @@ addEventListener("DOMContentLoaded", () => {
   let selected = data.selected;
 
   const measured = points.filter((point) => point.measured);
-  const plain = data.without_swap;
+  const plain = data.without_offload;
   const xs = [...new Set([...points.map((p) => p.peak), ...measured.map((p) => p.measured[0]), ...plain.map(([peak]) => peak)])].sort((a, b) => a - b);
   const column = (pairs) => {
     const values = new Map(pairs);

@@ -1,21 +1,75 @@
-"""`lowtide solve`: the planner alone on an abstract graph."""
+"""Commands that answer from a file or from nothing, without torch.
 
+- `lowtide explain`: what a plan does with one activation, and why
+- `lowtide solve`: the planner alone on an abstract graph
+- `lowtide models`: the built-in targets
+"""
+
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
 
-from lowtide.cli.options import Force, Json, Quiet, Verbose
-from lowtide.cli.terminal import session, table
+from lowtide.cli.options import Force, command
+from lowtide.cli.terminal import Terminal, table
 from lowtide.errors import LowtideError
 from lowtide.report.style import size
+from lowtide.zoo.catalog import CATALOG
 
 if TYPE_CHECKING:
     from lowtide.planning.abstract import AbstractGraph, GraphSolution
 
 
+@command
+def explain(
+    terminal: Terminal,
+    plan: Annotated[
+        Path,
+        typer.Argument(metavar="PLAN", help="A plan.json of `lowtide plan` or `run`.", show_default=False),
+    ],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="ACTIVATION", help="A name from ac_decisions.csv or the report.", show_default=False
+        ),
+    ],
+) -> None:
+    """Say what a plan does with an activation, why, and which ops make and read it.
+
+    The ops come from the profile.json beside the plan; without one, the decision alone is shown.
+    """
+    from lowtide.cli.output_files import PROFILE, load_plan, load_profile
+    from lowtide.report.explanation import explain_rows, find_decision
+
+    solution = load_plan(plan)[0].solution
+    decision = find_decision(solution, name)
+    beside = plan.parent / PROFILE
+    step = load_profile(beside)[0].step if beside.exists() else None
+    if step is not None and step.fingerprint != solution.fingerprint:
+        terminal.note(f"{beside} is of another step: only the decision is shown")
+        step = None
+    rows = explain_rows(solution, decision, step)
+    terminal.data(dict(rows))
+    terminal.show(table("", ("", ""), rows))
+
+
+@command
+def models(terminal: Terminal) -> None:
+    """List the built-in targets and the size that each one takes."""
+    entries = CATALOG.values()
+    terminal.data([asdict(entry) for entry in entries])
+    rows = [
+        (entry.name, f"--{entry.option.replace('_', '-')} {getattr(entry, entry.option)}", entry.summary)
+        for entry in entries
+    ]
+    terminal.show(table("Built-in targets", ("name", "size (default)", "what it is"), rows))
+
+
+@command
 def solve(
+    terminal: Terminal,
     graph: Annotated[
         Path,
         typer.Argument(
@@ -41,31 +95,27 @@ def solve(
         ),
     ] = None,
     force: Force = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
 ) -> None:
     """Find the cheapest order of runs of an abstract graph that fits into a budget. Needs no torch.
 
     An order may run a node again; every run reads the latest earlier run of each parent. Takes
     seconds up to a few hundred nodes, a minute for thousands. Exits with 3 when no order is found that fits.
     """
-    with session(as_json=as_json, quiet=quiet, verbose=verbose) as terminal:
-        from lowtide.facts.serial import save_json
-        from lowtide.facts.sizes import parse_budget
-        from lowtide.planning.abstract import load_graph, solve_graph
+    from lowtide.facts.serial import save_json
+    from lowtide.facts.sizes import parse_budget
+    from lowtide.planning.abstract import load_graph, solve_graph
 
-        if output is not None and output.exists() and not force:
-            raise LowtideError(f"{output} is already there: say --force to replace it, or choose another -o")
-        found = load_graph(graph)
-        budget_bytes = parse_budget(budget, whole=found.peak_bytes)
-        with terminal.working(f"solving {found.name}"):
-            solution = solve_graph(found, budget_bytes=budget_bytes)
-        terminal.data(_data(found, solution))
-        terminal.show(*_tables(found, solution))
-        if output is not None:
-            save_json(output, {"order": list(solution.order)})
-            terminal.note(f"wrote {output}")
+    if output is not None and output.exists() and not force:
+        raise LowtideError(f"{output} is already there: say --force to replace it, or choose another -o")
+    found = load_graph(graph)
+    budget_bytes = parse_budget(budget, whole=found.peak_bytes)
+    with terminal.working(f"solving {found.name}"):
+        solution = solve_graph(found, budget_bytes=budget_bytes)
+    terminal.data(_data(found, solution))
+    terminal.show(*_tables(found, solution))
+    if output is not None:
+        save_json(output, {"order": list(solution.order)})
+        terminal.note(f"wrote {output}")
 
 
 def _data(graph: "AbstractGraph", solution: "GraphSolution") -> dict[str, Any]:

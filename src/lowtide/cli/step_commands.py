@@ -1,0 +1,218 @@
+"""The commands about one training step, in the order of the data flow, and `run`, which is all of them.
+
+- `lowtide profile`: where the memory and the time of a training step go
+- `lowtide plan`: which activations to keep and which to recompute, for a budget
+- `lowtide verify`: a plan's true peak, and its results against eager training
+- `lowtide run`: profile, plan, verify and report in one
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowtide.cli.options import (
+    BatchSize,
+    Budget,
+    Executor,
+    ExecutorName,
+    OptionalBatchSize,
+    OutputOptions,
+    Planner,
+    RunFolder,
+    Source,
+    TargetText,
+    TimedRuns,
+    command,
+)
+from lowtide.cli.sources import StepOptions, offers, on_device, open_source, profile_target, title_of
+from lowtide.cli.terminal import Terminal
+from lowtide.errors import BudgetTooSmall, TargetError
+from lowtide.units import round_up_size
+
+
+@command
+def profile(
+    terminal: Terminal,
+    target: TargetText,
+    *,
+    batch_size: BatchSize,
+    step: Annotated[StepOptions, offers("step_in_backward", "offload", "device", "mode")],
+    output: OutputOptions,
+) -> None:
+    """Show where the memory and the time of one training step go, without running it (unless --mode run).
+
+    With -o writes profile.json, node_stats.csv and activation_stats.csv. Exits with 3 when --mode run
+    does not fit into this machine's memory.
+    """
+    from lowtide.cli import output_files as files
+    from lowtide.cli.tables import profile_summary, profile_tables
+
+    out = output.claim(files.PROFILE, files.NODES, files.ACTIVATIONS)
+    spec = step.spec(target, batch_size)
+    measured = profile_target(spec, terminal, step)
+    summary = profile_summary(measured, name=on_device(title_of(spec), measured))
+    written = [] if out is None else files.write_profile(out, spec=spec, profile=measured)
+    terminal.data(summary)
+    terminal.show(*profile_tables(summary))
+    if out is not None and not terminal.quiet:
+        terminal.note(f"wrote {', '.join(map(str, written))}")
+        with terminal.working("looking for the lowest reachable peak"):
+            floor_bytes = measured.floor_bytes
+        budget = files.budget_to_try(peak_bytes=measured.peak_bytes, floor_bytes=floor_bytes)
+        terminal.note(files.plan_command(out, budget=budget))
+
+
+@command
+def plan(
+    terminal: Terminal,
+    source: Source,
+    *,
+    budget: Budget,
+    planner: Planner = "auto",
+    batch_size: OptionalBatchSize = None,
+    step: Annotated[StepOptions, offers("ranks", "shard", "device", "step_in_backward", "offload")],
+    executor: Executor = ExecutorName.EAGER,
+    output: OutputOptions,
+) -> None:
+    """Decide what to recompute so that a step fits into a budget. From a profile.json at once, without torch.
+
+    With -o writes plan.json and ac_decisions.csv.
+    """
+    from lowtide.cli import output_files as files
+    from lowtide.cli.tables import plan_summary, plan_tables
+
+    if executor is not ExecutorName.EAGER:
+        from lowtide.runtime.compiled_plans import executor_named
+
+        executor_named(executor)  # there, or refused before any work
+    out = output.claim(files.PLAN, files.DECISIONS)
+    profile, spec, name = open_source(source, terminal, step, batch_size=batch_size)
+    with terminal.working("planning"):
+        made = profile.plan(budget, planner=planner, executor=executor)
+    written = [] if out is None else files.write_plan(out, spec=spec, plan=made)
+    terminal.data(plan_summary(made.solution, name=name))
+    terminal.show(*plan_tables(made.solution, name=name))
+    if out is not None:
+        terminal.note(f"wrote {', '.join(map(str, written))}")
+    if out is not None and step.ranks is None and step.device is None:
+        terminal.note(f"next: lowtide verify {shlex.quote(str(out / files.PLAN))}")
+
+
+@command
+def verify(
+    terminal: Terminal,
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A plan.json of `lowtide plan`.", show_default=False)
+    ],
+    *,
+    timed_runs: TimedRuns = 5,
+    output: OutputOptions,
+) -> None:
+    """Train without and with a plan in fresh processes: compare to the last bit, measure peaks and times.
+
+    The target is the one that the plan was made for. A step that only the plan makes small enough for
+    this machine runs with the plan alone, and is not compared. With -o writes verification.json.
+    Exits with 4 when results differ, with 3 when the peak is above the budget or the machine too small.
+    """
+    from lowtide.cli.output_files import VERIFICATION, load_plan
+    from lowtide.cli.tables import outcome_data, outcome_exit, outcome_tables
+    from lowtide.facts.serial import save_json
+
+    out = output.claim(VERIFICATION)
+    made, spec = load_plan(plan)
+    if spec is None:
+        raise TargetError(f"'{plan}' does not say what it was made for: make it with `lowtide plan`")
+    with terminal.working(f"verifying {spec.text}"):
+        from lowtide.experiments.measured import run_plan
+
+        outcome = run_plan(spec, made, timed_runs=timed_runs)
+    name = title_of(spec)
+    data = outcome_data(outcome, name=name)
+    if out is not None:
+        save_json(out / VERIFICATION, data)
+    terminal.data(data)
+    terminal.show(*outcome_tables(outcome, budget_bytes=made.budget_bytes, name=name))
+    if out is not None:
+        terminal.note(f"wrote {out / VERIFICATION}")
+    raise typer.Exit(outcome_exit(outcome, budget_bytes=made.budget_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutput(OutputOptions):
+    """A folder in any case."""
+
+    folder: RunFolder = Path("lowtide-out")
+
+
+@command
+def run(
+    terminal: Terminal,
+    target: TargetText,
+    *,
+    batch_size: BatchSize,
+    budget: Budget,
+    planner: Planner = "auto",
+    step: Annotated[StepOptions, offers("step_in_backward", "offload")],
+    executor: Executor = ExecutorName.EAGER,
+    timed_runs: TimedRuns = 5,
+    output: RunOutput,
+) -> None:
+    """Profile a step, plan it for a budget, verify the plan in fresh processes, and write a report.
+
+    A step that only the plan makes small enough for this machine runs with the plan alone, and is not
+    compared. A budget that cannot be met leaves the profile. Exits with 3 when the budget or this
+    machine's memory cannot be met, with 4 when results differ.
+    """
+    from lowtide.cli import output_files as files
+    from lowtide.cli import tables
+    from lowtide.runtime.compiled_plans import executor_named
+
+    executor_named(executor)  # there, or refused before any work
+    out = output.claim(*files.FILES)
+    assert out is not None
+    spec = step.spec(target, batch_size)
+    name = title_of(spec)
+    profile = profile_target(spec, terminal, step)
+    summary = tables.profile_summary(profile, name=name)
+    terminal.show(*tables.profile_tables(summary))
+    written = files.write_profile(out, spec=spec, profile=profile)
+    try:
+        with terminal.working("planning"):
+            plan = profile.plan(budget, planner=planner, executor=executor)
+    except BudgetTooSmall as error:
+        terminal.note(f"wrote {', '.join(map(str, written))}; there is no plan")
+        lowest = round_up_size(error.floor_bytes)
+        if executor is ExecutorName.EAGER:
+            terminal.note(files.plan_command(out, budget=lowest, planner=planner))
+        else:
+            terminal.note(f"next: the same command with --budget {lowest} --force")
+        raise
+    written += files.write_plan(out, spec=spec, plan=plan)
+    terminal.show(*tables.plan_tables(plan.solution, name=name))
+    with terminal.working("verifying in fresh processes"):
+        from lowtide.experiments.measured import run_plan
+
+        outcome = run_plan(spec, plan, timed_runs=timed_runs)
+    with terminal.working("writing the report"):
+        written += files.write_results(out, profile=profile, plan=plan, outcome=outcome, name=name)
+    terminal.show(*tables.outcome_tables(outcome, budget_bytes=plan.budget_bytes, name=name))
+    terminal.data(
+        {
+            "profile": summary,
+            "plan": tables.plan_summary(plan.solution, name=name),
+            "verification": tables.outcome_data(outcome, name=name),
+            "files": [str(path) for path in written],
+        }
+    )
+    terminal.note(f"report: {out / files.REPORT}")
+    for line in files.after_run(
+        out,
+        floor_bytes=profile.floor_bytes,
+        step_in_backward=plan.solution.step_in_backward,
+        executor=executor,
+    ):
+        terminal.note(line)
+    raise typer.Exit(tables.outcome_exit(outcome, budget_bytes=plan.budget_bytes))
