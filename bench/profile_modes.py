@@ -22,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 
 from lowtide.ops.calls import Call, call_of, signature, target_name
-from lowtide.profiling.op_costs import profile_calls
+from lowtide.profiling.op_costs import measure_calls
 from lowtide.profiling.whole_run import GraphProfiler
 from lowtide.profiling.work import fresh_storages
 from lowtide.zoo.targets import Target, load_target
@@ -64,7 +64,7 @@ def compare(name: str, batch_size: int, *, details: bool) -> dict[str, Any]:
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
     calls = {node.name: call_of(node) for node in nodes}
     start = time.perf_counter()
-    costs = dict(zip(calls, profile_calls(list(calls.values())), strict=True))
+    costs = dict(zip(calls, measure_calls(list(calls.values())).costs, strict=True))
     profiling_seconds = time.perf_counter() - start
     runs = GraphProfiler(joint).profile(*inputs, workspace=True)
 

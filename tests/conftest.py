@@ -8,7 +8,7 @@ import pytest
 from impatience import be_impatient
 
 from lowtide.cli import app
-from lowtide.profiling.trials import Trial
+from lowtide.profiling.op_trials import Trial
 
 IS_NOISY = Trial.noisy
 

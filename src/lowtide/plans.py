@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from lowtide.profiling.costing import Known
+    from lowtide.profiling.costing import KnownCosts
     from lowtide.runtime.executor import Executor
     from lowtide.trace.model_call import Loop, Optimizers
     from lowtide.trace.segments import TracedModel
@@ -34,7 +34,7 @@ class Plan:
     """
 
     solution: Solution
-    known: "Known | None" = field(default=None, repr=False, compare=False)
+    known: "KnownCosts | None" = field(default=None, repr=False, compare=False)
     loop: "Loop | None" = field(default=None, repr=False, compare=False)
     traced: "TracedModel | None" = field(default=None, repr=False, compare=False)
     step: Step | None = field(default=None, repr=False, compare=False)

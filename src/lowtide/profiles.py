@@ -25,7 +25,7 @@ from lowtide.report.results import environment_here
 from lowtide.units import format_size
 
 if TYPE_CHECKING:
-    from lowtide.profiling.costing import Known
+    from lowtide.profiling.costing import KnownCosts
     from lowtide.trace.model_call import Loop
     from lowtide.trace.segments import TracedModel
 
@@ -39,7 +39,7 @@ class Profile:
     """
 
     step: Step
-    known: "Known | None" = field(default=None, repr=False, compare=False)
+    known: "KnownCosts | None" = field(default=None, repr=False, compare=False)
     loop: "Loop | None" = field(default=None, repr=False, compare=False)
     traced: "TracedModel | None" = field(default=None, repr=False, compare=False)
 

@@ -116,7 +116,7 @@ def test_several_budgets_share_what_is_captured(found, budget_bytes):
 def test_times_are_measured_at_one_size_and_scaled_to_others(budget_bytes, monkeypatch):
     timed = []
     monkeypatch.setattr(
-        "lowtide.profiling.trials.Trial.time",
+        "lowtide.profiling.op_trials.Trial.time",
         lambda self, **_: timed.append(self.call) or self.timings.append(OpTiming(1e-3)),
     )
 

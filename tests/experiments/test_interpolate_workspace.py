@@ -10,7 +10,7 @@ import lowtide
 from lowtide.experiments.interpolate_step import step_at
 from lowtide.experiments.interpolate_workspace import Insides, call_at
 from lowtide.ops.calls import signature
-from lowtide.profiling.costing import measure_insides
+from lowtide.profiling.costing import workspace_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def test_what_ops_hold_inside_is_that_of_the_captured_step(profiles):
 
     def measure(calls):
         asked.append(calls)
-        return measure_insides(calls)
+        return workspace_bytes(calls)
 
     paper = step_at(40, {size: profiles[size].step for size in (8, 16)}, degree=1)
     insides = Insides(known, least_bytes=1, measure=measure)

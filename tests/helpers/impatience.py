@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch._dynamo import guards
 
 from lowtide.profiling import devices, op_costs
-from lowtide.profiling.trials import Trial
+from lowtide.profiling.op_trials import Trial
 
 
 def be_impatient(set_attribute: Callable[[object, str, object], None] = setattr) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide.analyze.captured_step import capture
 from lowtide.api import profile
-from lowtide.profiling import costing, trials
+from lowtide.profiling import costing, op_trials
 from lowtide.profiling.costing import estimate_costs, measure_costs
 from lowtide.profiling.devices import OpTiming
 
@@ -16,8 +16,8 @@ from lowtide.profiling.devices import OpTiming
 @pytest.mark.busy
 @pytest.mark.parametrize(("interruptions", "num_notes"), [(0, 0), (3, 1)])
 def test_a_busy_machine_is_noted_in_the_profile_and_its_plans(interruptions, num_notes, monkeypatch):
-    monkeypatch.setattr(trials, "timed", lambda call, device: OpTiming(1e-3, interruptions))
-    monkeypatch.setattr(trials, "rest_after", lambda timing: None)
+    monkeypatch.setattr(op_trials, "timed", lambda call, device: OpTiming(1e-3, interruptions))
+    monkeypatch.setattr(op_trials, "rest_after", lambda timing: None)
     found = profile(nn.Linear(8, 8), torch.randn(4, 8), cache=False)
     told = [note for note in found.step.notes if "too busy to time" in note]
     assert len(told) == num_notes

@@ -3,10 +3,13 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lowtide.errors import LowtideError
 from lowtide.profiling import devices
 from lowtide.profiling.devices import (
     Cpu,
@@ -27,10 +30,23 @@ def test_typical_is_the_median_of_the_undisturbed_runs():
     assert typical_seconds([OpTiming(8.0, 2), OpTiming(9.0, 2), OpTiming(4.0, 5)]) == 4.0
 
 
-def test_peak_is_the_highest_running_sum():
-    assert peak_of([]) == 0
-    assert peak_of([(1, 100), (2, 50), (3, -100), (4, 60)]) == 150
-    assert peak_of([(1, -100), (2, 50)]) == 0
+def event(start_us, kind="memory_alloc", *, nbytes=0, name="", thread=1):
+    given = {
+        "start_us": start_us,
+        "kind": kind,
+        "cpu_memory_usage": nbytes,
+        "name": name,
+        "thread_id": thread,
+    }
+    return SimpleNamespace(**{key: partial(lambda value: value, value) for key, value in given.items()})
+
+
+def test_peak_is_the_highest_running_sum_over_threads_with_the_ops_that_run_then():
+    assert peak_of([]) == (0, [])
+    assert peak_of([[event(1, nbytes=-100), event(2, nbytes=50)]]) == (0, [])
+    first = [event(0, "push", name="mm"), event(1, nbytes=100), event(3, nbytes=-100), event(4, "pop")]
+    second = [event(2, "push", name="add", thread=2), event(2, nbytes=50, thread=2)]
+    assert peak_of([first, second]) == (150, ["mm", "add"])
 
 
 def test_cpu_sees_all_memory_inside():
@@ -141,10 +157,28 @@ def test_a_gpu_is_asked_for_its_own_peak_when_all_is_done(monkeypatch):
     assert allocator.asked == expected
 
 
-def test_measuring_memory_writes_nothing_to_the_terminal():
-    code = (
-        "import torch; from lowtide.profiling.devices import device_for;"
-        "device_for(torch.device('cpu')).measured(lambda: torch.ones(3))"
+AFTER_A_PROFILER = """
+import torch
+from lowtide.profiling.devices import device_for
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    torch.ones(3)
+print("used", flush=True)
+import os, sys
+os.dup2(1, 2)
+device_for(torch.device("cpu")).measured(lambda: torch.ones(3))
+"""
+
+
+def test_measuring_memory_after_torch_profiler_writes_nothing_to_the_terminal():
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_A_PROFILER], capture_output=True, text=True, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == done.stderr == ""
+    assert done.stdout == "used\n"
+
+
+def test_inside_torch_profiler_memory_is_refused_in_one_line():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(3).cos()
+        with pytest.raises(LowtideError, match=r"cannot be measured inside a block of torch\.profiler"):
+            CPU.measured(lambda: torch.ones(3))
+    assert "aten::cos" in {event.key for event in profiler.key_averages()}

@@ -5,7 +5,7 @@ import torch
 from torch import fx
 
 from lowtide.ops.calls import call_of
-from lowtide.profiling.op_costs import profile_calls
+from lowtide.profiling.op_costs import measure_calls
 from lowtide.profiling.whole_run import GraphProfiler
 
 aten = torch.ops.aten
@@ -106,6 +106,6 @@ def test_both_ways_agree_on_the_bytes_inside_a_convolution():
     row = GraphProfiler(fx.GraphModule(torch.nn.Module(), graph)).profile(image, weight, workspace=True)[
         "conv"
     ]
-    (cost,) = profile_calls([call_of(node)])
+    (cost,) = measure_calls([call_of(node)]).costs
     assert cost.workspace_bytes == row.workspace_bytes > 0
     assert row.peak_bytes == image.nbytes + weight.nbytes + row.made_bytes + row.workspace_bytes

@@ -9,13 +9,11 @@ import torch
 from fake_calls import conv, conv_backward, fake
 
 from lowtide.ops.calls import Call, OpCost, signature, storages_bytes
-from lowtide.profiling import op_costs as ops_module
-from lowtide.profiling import trials
+from lowtide.profiling import op_costs, op_trials
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.devices import OpTiming, device_for
-from lowtide.profiling.op_costs import measure_calls, profile_calls
+from lowtide.profiling.op_costs import ShortTimeLimit, measure_calls, short_time_limit
 from lowtide.profiling.samples import make_sample
-from lowtide.profiling.time_limit import Hurry, in_a_hurry
 from lowtide.profiling.work import work_of
 from lowtide.verification.peak import peak_above_start
 from lowtide.verification.train_step import tensors_in
@@ -26,9 +24,13 @@ CPU = device_for(torch.device("cpu"))
 MIB = 1 << 20
 
 
+def profile_calls(calls, **options):
+    return measure_calls(calls, **options).costs
+
+
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
-    monkeypatch.setattr(ops_module, "ROUNDS", 1)
+    monkeypatch.setattr(op_costs, "ROUNDS", 1)
 
 
 @pytest.fixture
@@ -46,14 +48,14 @@ def made_up_clock(monkeypatch):
         runs.append((call.target, timing.seconds))
         return timing
 
-    monkeypatch.setattr(trials, "timed", timed)
+    monkeypatch.setattr(op_trials, "timed", timed)
     return SimpleNamespace(runs=runs, special=special)
 
 
 def test_costs_come_in_order_and_each_signature_is_run_once(monkeypatch, made_up_clock):
     prepared = []
-    prepare = ops_module._prepare
-    monkeypatch.setattr(ops_module, "_prepare", lambda call, **o: prepared.append(call) or prepare(call, **o))
+    prepare = op_trials._start
+    monkeypatch.setattr(op_trials, "_start", lambda call, **o: prepared.append(call) or prepare(call, **o))
     large, small = Call(aten.mm.default, (fake(300, 300),) * 2), Call(aten.mm.default, (fake(2, 2),) * 2)
     item = Call(operator.getitem, ([fake(2)], 0))
     costs = profile_calls([large, small, large, item, small])
@@ -150,6 +152,7 @@ def profiled_under_watch(call, limit, monkeypatch):
     monkeypatch.setattr(type(CPU), "measured", record)
     profile_calls([call], memory_limit_bytes=limit)
     monkeypatch.setattr(type(CPU), "measured", lambda self, run: (run(), seen.pop(0)))
+    monkeypatch.setattr(op_costs, "outside_profiler", lambda run: run())
     (cost,), peak = measure(CPU, lambda: profile_calls([call], memory_limit_bytes=limit))
     return cost, peak
 
@@ -216,6 +219,18 @@ def test_what_a_first_run_leaves_behind_is_not_inside_the_op(monkeypatch):
     assert kept and cost.workspace_bytes < 1 << 20
 
 
+def test_inside_torch_profiler_ops_are_measured_and_leave_no_trace():
+    calls = [Call(holds_inside, (fake(1000),)), Call(aten.mm.default, (fake(64, 64),) * 2)]
+    plain = profile_calls(calls)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(3).cos()
+        inside = profile_calls(calls)
+    assert [cost.workspace_bytes for cost in inside] == [cost.workspace_bytes for cost in plain]
+    assert not any(cost.estimated for cost in inside)
+    names = {event.key for event in profiler.key_averages()}
+    assert "aten::cos" in names and "aten::mm" not in names
+
+
 def refuses(tensor):
     raise RuntimeError("not on random data")
 
@@ -253,7 +268,7 @@ def test_an_op_that_fails_alone_is_told_from_a_slice_that_does_not(caplog):
     small, large = (Call(fails_when_large, (fake(size, 100),)) for size in (500, 1000))
     with caplog.at_level(logging.WARNING):
         costs = profile_calls([large, small])
-    assert "costed by a slice, since it fails alone" in caplog.text
+    assert "costed by a chunk, since the op fails alone" in caplog.text
     assert costs[0].estimated and not costs[1].estimated
     assert costs[1].workspace_bytes > 0
     assert costs[0].workspace_bytes == pytest.approx(2 * costs[1].workspace_bytes, rel=0.01)
@@ -269,24 +284,24 @@ def test_an_op_that_never_runs_holds_inside_what_its_like_does(caplog):
     small, large = (Call(refuses_all_but_small, (fake(size, 100),)) for size in (10, 1000))
     with caplog.at_level(logging.WARNING):
         costs = profile_calls([large, small])
-    assert "by its like for what it holds inside" in caplog.text
+    assert "with the workspace of the same op at other sizes" in caplog.text
     assert costs[0].workspace_bytes == pytest.approx(100 * costs[1].workspace_bytes, rel=0.1)
 
 
 def test_cached_costs_are_not_measured_again(tmp_path, monkeypatch, made_up_clock):
     call = Call(aten.mm.default, (fake(20, 20),) * 2)
     first = profile_calls([call], cache=CostCache(CPU, directory=tmp_path))
-    monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
+    monkeypatch.setattr(op_trials, "_start", lambda *args, **options: pytest.fail("measured again"))
     assert profile_calls([call], cache=CostCache(CPU, directory=tmp_path)) == first
 
 
-def test_in_a_hurry_nothing_is_measured_twice_and_little_remembered(tmp_path, monkeypatch, made_up_clock):
+def test_a_short_time_limit_measures_nothing_twice_and_remembers_little(tmp_path, monkeypatch, made_up_clock):
     call, cache, measured = Call(aten.mm.default, (fake(20, 20),) * 2), CostCache(CPU, directory=tmp_path), {}
-    monkeypatch.setattr(ops_module, "_PATIENCE_IN_A_HURRY_SECONDS", 0.0)
-    with in_a_hurry(Hurry(measured=measured)):
+    monkeypatch.setattr(op_costs, "_SHORT_TIME_LIMIT_SECONDS", 0.0)
+    with short_time_limit(ShortTimeLimit(measured=measured)):
         first = profile_calls([call], cache=cache)
         assert measured == {signature(call): first[0]}
-        monkeypatch.setattr(ops_module, "_prepare", lambda *args, **options: pytest.fail("measured again"))
+        monkeypatch.setattr(op_trials, "_start", lambda *args, **options: pytest.fail("measured again"))
         assert profile_calls([call], cache=cache) == first
     assert cache.get(signature(call), memory_limit_bytes=1) is None, "one run is too few"
 
@@ -314,8 +329,8 @@ MM, RELU = Call(aten.mm.default, (fake(20, 20),) * 2), Call(aten.relu.default, (
 def test_times_of_a_busy_machine_are_told_and_not_remembered(
     clock, num_noisy, made_up_clock, monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(ops_module, "ROUNDS", 8)
-    monkeypatch.setattr(trials, "rest_after", lambda timing: None)
+    monkeypatch.setattr(op_costs, "ROUNDS", 8)
+    monkeypatch.setattr(op_trials, "rest_after", lambda timing: None)
     made_up_clock.special[aten.mm.default] = clock
     cache = CostCache(CPU, directory=tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -330,11 +345,11 @@ def test_times_of_a_busy_machine_are_told_and_not_remembered(
 
 @pytest.mark.parametrize(("rows", "is_whole"), [(4096, True), (1 << 16, False)])
 def test_what_never_fits_is_measured_on_small_slices_and_each_once(rows, is_whole, monkeypatch):
-    sizes, memory = [], ops_module._memory
-    monkeypatch.setattr(ops_module, "_SLICE_BYTES", MIB)
+    sizes, memory = [], op_trials.memory_of
+    monkeypatch.setattr(op_trials, "_CHUNK_BYTES", MIB)
     monkeypatch.setattr(
-        ops_module,
-        "_memory",
+        op_trials,
+        "memory_of",
         lambda call, work, device: sizes.append(work.nbytes) or memory(call, work, device),
     )
     call = Call(aten.relu.default, (fake(rows, 128),))

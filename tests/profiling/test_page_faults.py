@@ -8,7 +8,7 @@ import torch
 from lowtide.ops.calls import Call
 from lowtide.profiling import devices
 from lowtide.profiling.devices import Cpu, OpTiming, page_fault_seconds, page_faults, without_faults
-from lowtide.profiling.trials import timed
+from lowtide.profiling.op_trials import timed
 
 
 @pytest.fixture

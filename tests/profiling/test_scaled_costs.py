@@ -9,7 +9,7 @@ from fake_calls import fake
 from lowtide.ops.calls import Call, OpCost, signature
 from lowtide.ops.random_ops import apply_mask
 from lowtide.profiling import work as work_module
-from lowtide.profiling.scaled_costs import Known
+from lowtide.profiling.costing import KnownCosts
 from lowtide.profiling.work import Work, work_making, work_of
 
 aten = torch.ops.aten
@@ -25,14 +25,14 @@ def test_a_call_of_another_batch_is_scaled_from_the_same_layer():
     ]
     # by bytes alone, it would be the other one
     asked = product(80, 16)
-    assert Known(measured).cost_of(asked, signature(asked), (5120,)).seconds == pytest.approx(10.0)
+    assert KnownCosts(measured).cost_of(asked, signature(asked), (5120,)).seconds == pytest.approx(10.0)
 
 
 def test_scaled_cost_takes_the_nearest_of_the_same_op():
     def mm(rows):
         return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))
 
-    known = Known(
+    known = KnownCosts(
         [
             (mm(8), OpCost(1.0, 100, False), (8 * 64 * 4,)),
             (mm(1024), OpCost(64.0, 4000, False, (0, 8000)), (1024 * 64 * 4,)),
@@ -62,7 +62,7 @@ def test_only_what_has_flops_is_run_on_fake_tensors_and_once(monkeypatch):
         return Call(aten.mm.default, (fake(rows, 64), fake(64, 64)))
 
     for make, num_runs in ((masked, 0), (product, 5)):
-        known = Known((make(rows), OpCost(1.0, 0, False), (4 * rows,)) for rows in (16, 32))
+        known = KnownCosts((make(rows), OpCost(1.0, 0, False), (4 * rows,)) for rows in (16, 32))
         for _ in range(2):
             for rows in (8, 64, 128):
                 cost = known.cost_of(make(rows), signature(make(rows)), (4 * rows,))

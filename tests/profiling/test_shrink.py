@@ -6,9 +6,9 @@ from fake_calls import conv, fake
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.ops.calls import Call
+from lowtide.profiling import work as work_module
 from lowtide.profiling.samples import make_sample
-from lowtide.profiling.shrink import shrink
-from lowtide.profiling.work import work_of
+from lowtide.profiling.work import shrink, work_of
 
 aten = torch.ops.aten
 MIB = 1 << 20
@@ -72,3 +72,11 @@ def test_shrink_never_leaves_a_size_of_one():
     part = shrink(call, work_of(call), limit_bytes=work_of(call).nbytes // 4)
     assert part is not None
     assert part.call.tensors[0].shape == (4, 250)
+
+
+def test_what_is_known_of_calls_does_not_grow_without_end(monkeypatch):
+    monkeypatch.setattr(work_module, "_KNOWN", {})
+    monkeypatch.setattr(work_module, "_MOST_KNOWN", 3)
+    for rows in range(1, 6):
+        work_of(Call(aten.relu.default, (fake(rows),)))
+    assert len(work_module._KNOWN) == 3

@@ -28,7 +28,9 @@ def test_both_modes_agree_on_every_byte(name: str, caplog: pytest.LogCaptureFixt
     before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
     alone = profile(model, batch, loss=case.loss)
     with caplog.at_level(logging.WARNING, logger="lowtide"):
+        state = torch.get_rng_state()
         whole = profile(model, batch, loss=case.loss, mode="run")
+        assert torch.equal(state, torch.get_rng_state())
     assert "for real" in caplog.text
     assert whole.peak_bytes == alone.peak_bytes
     assert [node.makes for node in whole.nodes] == [node.makes for node in alone.nodes]

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowtide.experiments.interpolate_step import weights
 from lowtide.facts import Action, Run, Step
 from lowtide.ops.calls import Call, signature
-from lowtide.profiling.scaled_costs import Known
+from lowtide.profiling.costing import KnownCosts
 from lowtide.torch_compat.dispatch import FakeTensorMode, map_leaves, storage_key
 
 Texts = tuple[str, ...]
@@ -37,7 +37,7 @@ class Insides:
     what is on the line with each.
     """
 
-    def __init__(self, captured: Mapping[int, Known], *, least_bytes: int, measure: Measure) -> None:
+    def __init__(self, captured: Mapping[int, KnownCosts], *, least_bytes: int, measure: Measure) -> None:
         self.captured, self.least_bytes, self.measure = dict(sorted(captured.items())), least_bytes, measure
         self._straight: set[Texts] = set()
 

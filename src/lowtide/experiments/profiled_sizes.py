@@ -36,9 +36,8 @@ from lowtide.planning.bounds.curve import Bounds
 from lowtide.planning.search.table import make_table
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
-from lowtide.profiling.costing import measure_insides
-from lowtide.profiling.scaled_costs import Known
-from lowtide.profiling.time_limit import Hurry, in_a_hurry
+from lowtide.profiling.costing import KnownCosts, workspace_bytes
+from lowtide.profiling.op_costs import ShortTimeLimit, short_time_limit
 from lowtide.zoo.targets import Target, TargetSpec
 
 logger = logging.getLogger("lowtide")
@@ -85,7 +84,7 @@ class Sizes:
     """that of the polynomial by which bytes grow: as told, or more where captured sizes show it"""
     _forms: list[Form] = field(default_factory=list)
     _timed: dict[str, OpCost] = field(default_factory=dict)
-    _known: Known | None = None
+    _known: KnownCosts | None = None
     _insides: dict[tuple[int, tuple[int, ...]], Insides] = field(default_factory=dict)
     _papers: dict[tuple[int, int], Step] = field(default_factory=dict)
     _margin: tuple[int, float] = (-1, inf)
@@ -112,9 +111,9 @@ class Sizes:
         """
         if size in self.looks and self.looks[size].captured:
             return
-        hurry = Hurry(measured=self._timed, like=self._known, least_bytes=self.least_bytes)
+        limit = ShortTimeLimit(measured=self._timed, known=self._known, least_bytes=self.least_bytes)
         try:
-            with self.working(f"{self.vary.name} {size}"), in_a_hurry(hurry):
+            with self.working(f"{self.vary.name} {size}"), short_time_limit(limit):
                 found = self.profile(self.source(size))
         except (CaptureError, TargetError) as error:
             if not self.captured:
@@ -178,7 +177,7 @@ class Sizes:
         step = step_from(size, {one: captured[one].profile.step for one in chosen})
         key = (self.least_bytes, tuple(sorted(chosen)))
         insides = self._insides.setdefault(
-            key, Insides(known, least_bytes=self.least_bytes, measure=measure_insides)
+            key, Insides(known, least_bytes=self.least_bytes, measure=workspace_bytes)
         )
         with self.working(f"{self.vary.name} {size}"):
             return insides.fill(step, size)

@@ -1,9 +1,18 @@
-"""Fill a captured step with the measured time and inner memory of every op."""
+"""Fill a captured step with the time and workspace of every op: measured, or scaled from known costs.
 
-from collections.abc import Callable, Mapping
+`measure_costs` times every distinct op of a step. `estimate_costs` takes a step of another batch shape and
+scales the costs of the first one (`KnownCosts`).
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import replace
+from math import log
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowtide.analyze.captured_step import Captured, with_costs, with_values
 from lowtide.facts import Run, Step
@@ -11,21 +20,140 @@ from lowtide.ops.calls import Call, OpCost, signature
 from lowtide.ops.recurrent import real_result_bytes, untracked_bytes
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.cache import CostCache
-from lowtide.profiling.devices import device_for
-from lowtide.profiling.op_costs import measure_calls, memory_of_calls
+from lowtide.profiling.devices import Device, device_for
+from lowtide.profiling.op_costs import cost_by_bytes, measure_calls, measure_workspaces, short_limit_now
 from lowtide.profiling.real_strides import real_values
 from lowtide.profiling.samples import make_sample
-from lowtide.profiling.scaled_costs import Known
-from lowtide.profiling.time_limit import hurry_now
-from lowtide.torch_compat.dispatch import real_tensors
+from lowtide.profiling.work import Work, work_making
+from lowtide.torch_compat.dispatch import map_leaves, real_tensors
 from lowtide.trace.compile_settings import one_at_a_time
-
-__all__ = ["MEMORY_LIMIT_BYTES", "Known", "estimate_costs", "measure_costs", "measure_insides"]
 
 MEMORY_LIMIT_BYTES = 1 << 30
 
-# Of the memory limit for the inputs and outputs of an op whose memory inside is not known yet.
-_LAYOUT_SHARE = 16
+_STRIDES_SHARE = 16
+"""Part of the memory limit for the inputs and outputs of an op whose workspace is not known yet."""
+
+Made = tuple[int, ...]
+"""Bytes of each storage that a call makes."""
+Kind = tuple[Any, tuple[torch.dtype, ...]]
+"""An op and the types of its tensors: kernels of another type have another workspace."""
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class KnownCosts:
+    """Costs of measured calls, and from them costs of other calls of the same ops.
+
+    `runs`: the call of every run of the step that the costs were measured for.
+    """
+
+    def __init__(
+        self, measured: Iterable[tuple[Call, OpCost, Made]], *, runs: Mapping[Run, Call] | None = None
+    ) -> None:
+        self.runs: Mapping[Run, Call] = runs or {}
+        self._costs: dict[str, tuple[OpCost, Made]] = {}
+        self._calls: dict[Kind, list[tuple[Call, OpCost, Made]]] = {}
+        self._works: dict[Kind, list[tuple[str, Shapes, Work, OpCost]]] = {}
+        self.add(measured)
+
+    def add(self, measured: Iterable[tuple[Call, OpCost, Made]]) -> None:
+        for call, cost, made in measured:
+            name, kind = signature(call), kind_of(call)
+            if name not in self._costs:
+                self._calls.setdefault(kind, []).append((call, cost, made))
+                self._works.pop(kind, None)
+            self._costs[name] = cost, made
+
+    def without_runs(self) -> "KnownCosts":
+        """The same costs, for a plan, which outlives the step that they were measured for."""
+        other = copy(self)
+        other.runs = {}
+        return other
+
+    def measured_cost(self, call: Call) -> OpCost | None:
+        """The cost of a call that was itself measured."""
+        return self._costs.get(signature(call), (None,))[0]
+
+    def has_like(self, call: Call) -> bool:
+        """Whether the op of a call was measured with tensors of the same types."""
+        return call.target is operator.getitem or kind_of(call) in self._calls
+
+    def cost_of(self, call: Call, name: str, made: Made) -> OpCost:
+        """The cost of a call whose signature is `name` and that makes storages of these bytes.
+
+        A call that was not measured is scaled from the measured call of the same op and types with most sizes
+        in common, such as the same call at another batch size; among equals, from the nearest in bytes. A
+        call without such a like is costed by its bytes. Both are `estimated`.
+        """
+        if name in self._costs:
+            return self._costs[name][0]
+        if call.target is operator.getitem:
+            return OpCost(0.0, 0, estimated=False)
+        kind = kind_of(call)
+        if kind not in self._calls:
+            return cost_by_bytes(call)
+        work, constants, shapes = work_making(call, made), _constants(call), _shapes(call)
+        works = self._works_of(kind)
+        # the gradients that a convolution is asked for, say, change its workspace more than its size does
+        alike = [each for each in works if each[0] == constants] or works
+        _, _, near, cost = min(
+            alike,
+            key=lambda each: (
+                -_num_common(each[1], shapes),
+                abs(log((each[2].nbytes + 1) / (work.nbytes + 1))),
+            ),
+        )
+        return _scaled(cost, near, work)
+
+    def cost_of_run(self, run: Run, call: Call, name: str, made: Made) -> OpCost:
+        """As `cost_of`, for a step with the same runs at another size: scaled from the same run, if that has
+        the same op and types."""
+        same = self.runs.get(run)
+        if name in self._costs or same is None or kind_of(same) != kind_of(call):
+            return self.cost_of(call, name, made)
+        cost, same_made = self._costs[signature(same)]
+        return _scaled(cost, work_making(same, same_made), work_making(call, made))
+
+    def _works_of(self, kind: Kind) -> list[tuple[str, Shapes, Work, OpCost]]:
+        if kind not in self._works:
+            self._works[kind] = [
+                (_constants(call), _shapes(call), work_making(call, made), cost)
+                for call, cost, made in self._calls[kind]
+            ]
+        return self._works[kind]
+
+
+def _scaled(cost: OpCost, near: Work, work: Work) -> OpCost:
+    ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
+    return OpCost(
+        cost.seconds * work.ratio_to(near),
+        # a smaller call may need as much: some kernels need the same workspace whatever the batch
+        round(cost.workspace_bytes * max(1.0, ratio)),
+        estimated=True,
+        hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
+    )
+
+
+def kind_of(call: Call) -> Kind:
+    types: list[torch.dtype] = []
+    map_leaves(
+        lambda leaf: types.append(leaf.dtype) if isinstance(leaf, Tensor) else None, (call.args, call.kwargs)
+    )
+    return call.target, tuple(types)
+
+
+def _constants(call: Call) -> str:
+    """The arguments of a call besides tensors."""
+    return str(map_leaves(lambda leaf: None if isinstance(leaf, Tensor) else leaf, (call.args, call.kwargs)))
+
+
+def _shapes(call: Call) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in call.tensors)
+
+
+def _num_common(one: Shapes, other: Shapes) -> int:
+    """How many dimensions have the same size; tensors of different ranks have none in common."""
+    pairs = ((a, b) for a, b in zip(one, other, strict=False) if len(a) == len(b))
+    return sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True))
 
 
 @one_at_a_time
@@ -35,22 +163,22 @@ def measure_costs(
     memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
     use_cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Step, Known]:
-    """Time every distinct op alone, on real tensors; never holds more than `memory_limit_bytes`.
+) -> tuple[Step, KnownCosts]:
+    """Time every distinct op alone, on real tensors; never has more than `memory_limit_bytes` live.
 
-    The step's notes tell of a machine that was too busy for it.
+    The step's notes tell of a machine that was too busy for that.
     """
-    device = device_for(_where(captured))
+    device = _device_of(captured)
     cache = CostCache(device) if use_cache else None
     nodes = [place.node for _, place in sorted(captured.graph_nodes.items())]
     with real_tensors():
         values = real_values(
-            nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _LAYOUT_SHARE, cache=cache
+            nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _STRIDES_SHARE, cache=cache
         )
         calls = (with_values(captured, values) if values else captured).calls
-        hurry = hurry_now()
-        if hurry is not None and hurry.like is not None:
-            costs, note = _scaled(captured, calls, hurry.like, least_bytes=hurry.least_bytes), ""
+        limit = short_limit_now()
+        if limit is not None and limit.known is not None:
+            costs, note = _scaled_costs(captured, calls, limit.known, least_bytes=limit.least_bytes), ""
         else:
             measured = measure_calls(
                 list(calls.values()),
@@ -60,136 +188,132 @@ def measure_costs(
             )
             costs, note = dict(zip(calls, measured.costs, strict=True)), measured.note
         made = ((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
-        known = Known(made, runs=calls)
-        step = _with_outside(_fill(captured, calls, costs), captured)
+        known = KnownCosts(made, runs=calls)
+        step = _filled(captured, calls, costs)
         notes = (*step.notes, note) if note else step.notes
         return replace(step, notes=notes, copy_bytes_per_second=device.copy_bytes_per_second()), known
 
 
 @one_at_a_time
-def measure_insides(
+def workspace_bytes(
     calls: Mapping[str, tuple[Call, int]], *, memory_limit_bytes: int = MEMORY_LIMIT_BYTES
 ) -> dict[str, int]:
-    """Bytes that calls hold inside, by the same names; one run each, and no time is taken. Each comes with
-    what it should hold. Those that cannot be run are left out."""
+    """Workspaces of calls, by the same names; one run each, without timing.
+
+    Each call comes with the workspace that it should have. Calls that cannot be run are left out.
+    """
     with real_tensors():
-        found = memory_of_calls(calls, memory_limit_bytes=memory_limit_bytes)
+        found = measure_workspaces(calls, memory_limit_bytes=memory_limit_bytes)
     return {name: memory.workspace_bytes for name, memory in found.items()}
 
 
-def estimate_costs(captured: Captured, known: Known) -> Step:
+def estimate_costs(captured: Captured, known: KnownCosts) -> Step:
     """Costs from ops that were measured before, scaled where the shape is new.
 
-    Only an op whose like was never measured, or only with tensors of other types, is measured.
+    An op is measured only if it was never measured with tensors of these types.
     """
-    costs = _scaled(captured, captured.calls, known)
-    return _with_outside(_fill(captured, captured.calls, costs), captured)
+    return _filled(captured, captured.calls, _scaled_costs(captured, captured.calls, known))
 
 
-def _scaled(
-    captured: Captured, calls: Mapping[Run, Call], known: Known, *, least_bytes: int | None = None
+def _scaled_costs(
+    captured: Captured, calls: Mapping[Run, Call], known: KnownCosts, *, least_bytes: int | None = None
 ) -> dict[Run, OpCost]:
-    """Costs from ops that were measured before. With `least_bytes`, what should hold so much inside is asked
-    what it does, since that need not be in proportion."""
+    """Costs from ops that were measured before. With `least_bytes`, workspaces that should be as large are
+    measured, since they need not be in proportion."""
     _measure_new(captured, calls, known)
     by_name: dict[str, OpCost] = {}
     large: dict[str, tuple[Call, int]] = {}
     names = {run: signature(call) for run, call in calls.items()}
-    cost_of = known.cost_of_run if _same_ops(known.runs, calls) else _by_call(known)
+    by_run = _first_targets(known.runs) == _first_targets(calls)
     for run, name in names.items():
         if name not in by_name:
-            cost = by_name[name] = cost_of(run, calls[run], name, _made(captured.step, run))
+            call, made = calls[run], _made(captured.step, run)
+            cost = known.cost_of_run(run, call, name, made) if by_run else known.cost_of(call, name, made)
+            by_name[name] = cost
             if least_bytes is not None and cost.estimated and cost.workspace_bytes >= least_bytes:
-                large[name] = (calls[run], cost.workspace_bytes)
-    for name, nbytes in measure_insides(large).items():
+                large[name] = (call, cost.workspace_bytes)
+    for name, nbytes in workspace_bytes(large).items():
         by_name[name] = replace(by_name[name], workspace_bytes=nbytes)
     return {run: by_name[name] for run, name in names.items()}
 
 
-def _same_ops(runs: Mapping[Run, Call], others: Mapping[Run, Call]) -> bool:
-    """Whether two steps run the same ops first, in whatever ways they may run some again."""
-    ops, other_ops = (
-        {run.rank: call.target for run, call in calls.items() if run.is_first} for calls in (runs, others)
-    )
-    return ops == other_ops
+def _first_targets(calls: Mapping[Run, Call]) -> dict[int, Any]:
+    """The op of each rank; steps may differ in their rematerializations."""
+    return {run.rank: call.target for run, call in calls.items() if run.is_first}
 
 
-def _by_call(known: Known) -> Callable[[Run, Call, str, tuple[int, ...]], OpCost]:
-    return lambda _, call, name, made: known.cost_of(call, name, made)
-
-
-def _measure_new(captured: Captured, calls: Mapping[Run, Call], known: Known) -> None:
+@one_at_a_time
+def _measure_new(captured: Captured, calls: Mapping[Run, Call], known: KnownCosts) -> None:
     new: dict[str, tuple[Run, Call]] = {}
     for run, call in calls.items():
         if not known.has_like(call):
             new.setdefault(signature(call), (run, call))
-    if new:
-        _measure(captured, list(new.values()), known)
-
-
-@one_at_a_time
-def _measure(captured: Captured, new: list[tuple[Run, Call]], known: Known) -> None:
+    if not new:
+        return
     with real_tensors():
         measured = measure_calls(
-            [call for _, call in new],
+            [call for _, call in new.values()],
             memory_limit_bytes=MEMORY_LIMIT_BYTES,
-            cache=CostCache(device_for(_where(captured))),
+            cache=CostCache(_device_of(captured)),
         )
     known.add(
-        (call, cost, _made(captured.step, run)) for (run, call), cost in zip(new, measured.costs, strict=True)
+        (call, cost, _made(captured.step, run))
+        for (run, call), cost in zip(new.values(), measured.costs, strict=True)
     )
 
 
-def _where(captured: Captured) -> torch.device:
+def _device_of(captured: Captured) -> Device:
     """The device of the step's tensors, which need not be the current one of its kind."""
-    kind = torch.device(captured.step.device).type
+    named = torch.device(captured.step.device)
     tensors = (tensor for call in captured.calls.values() for tensor in call.tensors)
-    found = next((tensor.device for tensor in tensors if tensor.device.type == kind), None)
-    return torch.device(captured.step.device) if found is None else found
+    return device_for(next((one.device for one in tensors if one.device.type == named.type), named))
 
 
-def _made(step: Step, run: Run) -> tuple[int, ...]:
-    """Bytes of each block that a run makes."""
+def _made(step: Step, run: Run) -> Made:
     node = step.nodes[run.rank]
     remat = node.remat(run.rule)
     makes = node.makes if remat is None else remat.makes
     return tuple(step.storages[storage].nbytes for storage in makes)
 
 
-def _fill(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:
-    plain = {run: (cost.seconds, cost.workspace_bytes, cost.estimated) for run, cost in costs.items()}
-    step = _with_real_sizes(with_costs(captured.step, plain), calls, costs)
-    return cut_by_allocator(step) if torch.device(step.device).type == "cuda" else step
+def _filled(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:
+    """The step with these costs, real sizes, and the workspaces of uncaptured code."""
+    by_run = {run: (cost.seconds, cost.workspace_bytes, cost.estimated) for run, cost in costs.items()}
+    step = _with_real_sizes(with_costs(captured.step, by_run), calls, costs)
+    if device_for(torch.device(step.device)).caches_blocks:
+        step = cut_by_allocator(step)
+    return _with_uncaptured(step, captured)
 
 
-def _with_outside(step: Step, captured: Captured) -> Step:
-    """Add what ops of code between the graphs hold inside."""
+def _with_uncaptured(step: Step, captured: Captured) -> Step:
+    """Add the workspaces of ops in uncaptured code."""
     calls = {signature(call): call for found in captured.uncaptured_calls.values() for call, _ in found}
     if not calls:
         return step
-    inside = measure_insides({name: (call, 0) for name, call in calls.items()})
+    inside = workspace_bytes({name: (call, 0) for name, call in calls.items()})
     nodes = list(step.nodes)
     for rank, found in captured.uncaptured_calls.items():
-        most = max(held + inside.get(signature(call), 0) for call, held in found)
+        most = max(live + inside.get(signature(call), 0) for call, live in found)
         nodes[rank] = replace(nodes[rank], workspace_bytes=max(nodes[rank].workspace_bytes, most))
     return replace(step, nodes=tuple(nodes))
 
 
 def _with_real_sizes(step: Step, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:
-    """Correct what fake tensors get wrong: sizes of results, and bytes inside the backward of opaque ones."""
+    """Correct what fake tensors get wrong: sizes of results, and workspaces of opaque backward ops."""
     storages, nodes = list(step.storages), list(step.nodes)
     for run, call in calls.items():
         if not run.is_first:
             continue
-        rank, hidden = run.rank, costs[run].hidden_bytes
-        if len(hidden) == len(nodes[rank].makes):
-            for storage, more in zip(nodes[rank].makes, hidden, strict=True):
+        makes, hidden = nodes[run.rank].makes, costs[run].hidden_bytes
+        if len(hidden) == len(makes):
+            for storage, more in zip(makes, hidden, strict=True):
                 storages[storage] = replace(storages[storage], nbytes=storages[storage].nbytes + more)
         sizes = real_result_bytes(call, make_sample)
         if sizes is not None:
-            for storage, nbytes in zip(nodes[rank].makes, sizes, strict=True):
+            for storage, nbytes in zip(makes, sizes, strict=True):
                 storages[storage] = replace(storages[storage], nbytes=nbytes)
         more = untracked_bytes(call)
         if more:
-            nodes[rank] = replace(nodes[rank], workspace_bytes=nodes[rank].workspace_bytes + more)
+            workspace = nodes[run.rank].workspace_bytes + more
+            nodes[run.rank] = replace(nodes[run.rank], workspace_bytes=workspace)
     return replace(step, storages=tuple(storages), nodes=tuple(nodes))

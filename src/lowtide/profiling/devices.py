@@ -1,19 +1,18 @@
-"""Page faults: what taking memory from the system anew costs, and time without it.
+"""What differs between devices when an op is measured: the clock, the allocator, the copy speed.
 
-An op that is run alone gets its result in memory that the system has just handed out, where that is large:
-each page of it is zeroed and mapped at its first write, which takes several times as long as writing it. In a
-step the same memory goes from op to op. Which blocks a step takes anew depends on the C library, on small
-objects that happen to lie between large blocks, and on what the process did before; it changes from step to
-step (`bench/predicted.py` counts). So that costs are of the op alone, faults are counted in every timed run
-and taken off at what one costs here.
+`device_for` is the seam: one class for each kind of device, and the rest of the profiler never asks where it
+runs.
 
-Shortcomings: a fault is taken to cost the same in every op, and as much as in a write by all threads.
+Page faults. An op that runs alone writes its result to memory that the system has just handed out. Each page
+is zeroed and mapped at its first write, which takes several times as long as the write itself. In a step, the
+same memory goes from op to op. Which blocks a step takes anew depends on the C library, on small objects that
+happen to lie between large blocks, and on earlier work of the process; it changes from step to step
+(`bench/predicted.py` counts). So every timed run counts its faults, and their cost is subtracted.
 
-What differs between devices when an op is measured: the clock, the memory inside, the copy speed.
-
-`device_for` is the seam; the rest of the profiler never asks where it runs.
+Shortcomings: every fault is taken to cost the same, as much as in a write by all threads.
 """
 
+import contextvars
 import mmap
 import os
 import platform
@@ -22,23 +21,282 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from lowtide.errors import LowtideError
+from lowtide.torch_compat.autograd_engine import profiler_events, profiler_is_active
+
+R = TypeVar("R")
+
+SLOW_SECONDS = 0.1
+"""A longer run is interrupted now and then on any machine, and suffers less from that."""
+
+_WAITED_SHARE = 0.2
+"""Share of its time that a slow run may wait for a processor on a machine that is otherwise idle."""
+_REST_SECONDS = 0.03
+
+_COPY_BYTES = 64 << 20
+_COPY_RUNS = 5
 
 _AREA_BYTES = 32 << 20
 _PIECE_BYTES = 1 << 20
 """Written in less time than a busy machine lets a process run at a time."""
-
 _ALL_PAGES = 0.9
-"""Of the pages of an area that is written, how many have to fault one by one for their cost to be known."""
-
+"""Share of the pages of a written area that have to fault one by one for their cost to be known."""
 _LEAST_SHARE = 1 / 16
-"""Of a run's time that is left at least: faults never were all that an op did."""
+"""Share of a run's time that stays at least: faults are never all that an op does."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpTiming:
+    """One run. `seconds` are without the `fault_seconds` that page faults took. `interruptions`: how often
+    other processes took the processor away. `waited_seconds`: how long none of its threads ran."""
+
+    seconds: float
+    interruptions: int = 0
+    waited_seconds: float = 0.0
+    fault_seconds: float = 0.0
+
+    @property
+    def whole_seconds(self) -> float:
+        """As the clock saw it."""
+        return self.seconds + self.fault_seconds
+
+    @property
+    def avoidable(self) -> bool:
+        """Whether the run was interrupted although it is short enough not to be, or for so long that its
+        time is that of other processes."""
+        if not self.interruptions:
+            return False
+        return self.whole_seconds < SLOW_SECONDS or self.waited_seconds > _WAITED_SHARE * self.whole_seconds
+
+
+def typical_seconds(timings: Sequence[OpTiming]) -> float:
+    """The median of the undisturbed runs; on a machine too busy for any, the fastest.
+
+    An interruption only ever makes a run longer, several times so where threads wait for each other.
+    """
+    undisturbed = [timing.seconds for timing in timings if not timing.interruptions]
+    return statistics.median(undisturbed) if undisturbed else min(timing.seconds for timing in timings)
+
+
+def spread_seconds(timings: Sequence[OpTiming]) -> float:
+    """Distance between the quartiles, without short runs that were interrupted; 0 for fewer than two."""
+    runs = [timing.seconds for timing in timings if not timing.avoidable]
+    if len(runs) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(runs, n=4, method="inclusive")
+    return high - low
+
+
+def rest_after(timing: OpTiming) -> None:
+    """Pause after an interrupted run: a process that used less than its share is then left alone."""
+    if timing.avoidable:
+        time.sleep(_REST_SECONDS)
+
+
+class Device(ABC):
+    """A clock and an allocator that can be read."""
+
+    torch_device: torch.device
+    keeps_after_first_run = False
+    """Whether the first run of an op leaves bytes behind that no later one takes, as cuBLAS and cuDNN do."""
+    caches_blocks = False
+    """Whether torch's caching allocator cuts the device's memory into blocks."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Text that changes when times measured before no longer hold."""
+
+    @abstractmethod
+    def timed(self, run: Callable[[], R]) -> tuple[R, OpTiming]:
+        """The result of `run` and its time, including all its work on the device."""
+
+    def timed_in_own_memory(self, run: Callable[[], R]) -> tuple[R, OpTiming]:
+        """As `timed`, without the time to get memory from the system: a step has its memory already."""
+        return self.timed(run)
+
+    @abstractmethod
+    def measured(self, run: Callable[[], R]) -> tuple[R, int]:
+        """The result of `run` and its peak: the most bytes live during it above those live before."""
+
+    def peak_and_op(self, run: Callable[[], object]) -> tuple[int, str]:
+        """The peak of `run` and the op that ran at it; empty where only the allocator counts."""
+        return self.measured(run)[1], ""
+
+    def free_bytes(self) -> int | None:
+        """Free memory of the device itself; None for the processor, whose memory is the machine's."""
+        return None
+
+    @abstractmethod
+    def copy_bytes_per_second(self) -> float:
+        """Measured speed of copies to host memory."""
+
+    def kept_rng(self) -> AbstractContextManager[None]:
+        """Restores the global random state afterwards, for ops that draw from it."""
+        return torch.random.fork_rng(devices=[])
+
+
+class Cpu(Device):
+    """The processor; torch's older profiler sees its allocator."""
+
+    torch_device = torch.device("cpu")
+
+    @property
+    def identity(self) -> str:
+        cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+        return f"{_cpu_model()}, {_number(cores, 'core')}, {_number(threads, 'thread')}"
+
+    def timed(self, run: Callable[[], R]) -> tuple[R, OpTiming]:
+        before, worked, start = _interruptions(), time.process_time(), time.perf_counter()
+        result = run()
+        seconds = time.perf_counter() - start
+        waited_seconds = max(0.0, seconds - (time.process_time() - worked))
+        return result, OpTiming(seconds, _interruptions() - before, waited_seconds)
+
+    def timed_in_own_memory(self, run: Callable[[], R]) -> tuple[R, OpTiming]:
+        fault_seconds, before = page_fault_seconds(), page_faults()
+        result, timing = self.timed(run)
+        seconds = without_faults(timing.seconds, page_faults() - before, fault_seconds=fault_seconds)
+        return result, replace(timing, seconds=seconds, fault_seconds=timing.seconds - seconds)
+
+    def measured(self, run: Callable[[], R]) -> tuple[R, int]:
+        result, events = _recorded(run)
+        return result, peak_of(events)[0]
+
+    def peak_and_op(self, run: Callable[[], object]) -> tuple[int, str]:
+        peak_bytes, names = peak_of(_recorded(run)[1])
+        op = next((name for name in names if "::" in name and not name.startswith("autograd::")), "")
+        around = [name for name in names if "Backward" in name and "::" not in name]
+        around += [name.partition("#")[2] for name in names if name.startswith("Optimizer.step#")]
+        return peak_bytes, " in ".join(filter(None, (op, *around[:1])))
+
+    @cache  # noqa: B019  one instance for the whole process
+    def copy_bytes_per_second(self) -> float:
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+        target = torch.ones_like(source)
+        timings = [self.timed(lambda: target.copy_(source))[1] for _ in range(_COPY_RUNS)]
+        return _COPY_BYTES / typical_seconds(timings)
+
+
+class Cuda(Device):
+    """One GPU: event pairs as clock, `torch.cuda` statistics as memory, pinned host as copy target.
+
+    `torch_device` may have no index: then it is the current GPU at each call.
+
+    Written against the documented calls of `torch.cuda`; never run by the authors, who had no GPU.
+    """
+
+    keeps_after_first_run = True
+    caches_blocks = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    @property
+    def identity(self) -> str:
+        return f"{torch.cuda.get_device_name(self.torch_device)}, CUDA {torch.version.cuda}"
+
+    def timed(self, run: Callable[[], R]) -> tuple[R, OpTiming]:
+        with torch.cuda.device(self.torch_device):
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            start.record()
+            result = run()
+            stop.record()
+            stop.synchronize()
+        return result, OpTiming(start.elapsed_time(stop) / 1e3)
+
+    def measured(self, run: Callable[[], R]) -> tuple[R, int]:
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        result = run()
+        torch.cuda.synchronize(self.torch_device)
+        return result, torch.cuda.max_memory_allocated(self.torch_device) - before
+
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    @cache  # noqa: B019  one instance per GPU for the whole process
+    def copy_bytes_per_second(self) -> float:
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.torch_device)
+        target = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        copies = [self.timed(lambda: target.copy_(source, non_blocking=True))[1] for _ in range(_COPY_RUNS)]
+        return _COPY_BYTES / typical_seconds(copies)
+
+    def kept_rng(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[self.torch_device])
+
+
+_KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: Cpu(), "cuda": Cuda}
+
+
+@cache
+def device_for(torch_device: torch.device) -> Device:
+    """How to measure on `torch_device`."""
+    if torch_device.type not in _KINDS:
+        raise ValueError(f"no way to measure on device '{torch_device}': use {' or '.join(_KINDS)}")
+    return _KINDS[torch_device.type](torch_device)
+
+
+def outside_profiler(run: Callable[[], R]) -> R:
+    """`run()`, in a thread of its own where torch.profiler is active in this one.
+
+    A thread has its own profiler: the user's trace gets no op of lowtide's, and times have no part of its
+    costs.
+    """
+    if not profiler_is_active():
+        return run()
+    context, index = contextvars.copy_context(), torch.accelerator.current_device_index
+
+    def in_thread(device_index: int | None) -> R:
+        if device_index is not None:
+            torch.accelerator.set_device_index(device_index)
+        return context.run(run)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(in_thread, index() if torch.accelerator.is_available() else None).result()
+
+
+def _recorded(run: Callable[[], R]) -> tuple[R, list[list[Any]]]:
+    if profiler_is_active():
+        raise LowtideError(
+            "memory cannot be measured inside a block of torch.profiler: measure before or after the block"
+        )
+    return profiler_events(run)
+
+
+def peak_of(threads: Sequence[Sequence[Any]]) -> tuple[int, list[str]]:
+    """The most bytes live at once, at least 0, and the ops that were running then, outermost first.
+
+    `threads`: events of torch's older profiler, in order of time for each thread.
+    """
+    live = peak = 0
+    running: dict[int, list[str]] = {}
+    names: list[str] = []
+    for event in sorted(chain(*threads), key=lambda event: event.start_us()):
+        stack = running.setdefault(event.thread_id(), [])
+        match event.kind():
+            case "push":
+                stack.append(event.name())
+            case "pop":
+                stack.pop()
+            case "memory_alloc":
+                live += event.cpu_memory_usage()
+                if live > peak:
+                    peak, names = live, [name for stack in running.values() for name in stack]
+    return peak, names
 
 
 def page_faults() -> int:
@@ -47,7 +305,7 @@ def page_faults() -> int:
 
 
 def without_faults(seconds: float, num_faults: int, *, fault_seconds: float) -> float:
-    """What a run would have taken in memory that was there before."""
+    """The time of the same run in memory that was there before."""
     return max(seconds * _LEAST_SHARE, seconds - num_faults * fault_seconds)
 
 
@@ -66,8 +324,7 @@ def page_fault_seconds() -> float:
 
 
 def _piece_seconds(area: mmap.mmap) -> float:
-    """What it takes to write to one piece of an area; a function of its own, since nothing may look at an
-    area that is closed."""
+    """The median time to write one piece; a function of its own, since no tensor may outlive the area."""
     seconds = []
     for piece in torch.frombuffer(area, dtype=torch.uint8).view(-1, _PIECE_BYTES).unbind():
         start = time.perf_counter()
@@ -76,248 +333,15 @@ def _piece_seconds(area: mmap.mmap) -> float:
     return statistics.median(seconds)
 
 
-_COPY_BYTES = 64 << 20
-_COPY_RUNS = 5
-_REST_SECONDS = 0.03
-
-SLOW_SECONDS = 0.1
-"""What takes longer is interrupted now and then on any machine, and is hurt less by it."""
-
-_WAITED_SHARE = 0.2
-"""Of a run's time, how much a slow one may wait for a processor on a machine that is idle but for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpTiming:
-    """One run: how long it took, how often other processes took the processor away meanwhile, how long
-    none of its threads ran, and what was taken off for page faults."""
-
-    seconds: float
-    interruptions: int = 0
-    waited_seconds: float = 0.0
-    fault_seconds: float = 0.0
-
-    @property
-    def whole_seconds(self) -> float:
-        """As the clock saw it."""
-        return self.seconds + self.fault_seconds
-
-    @property
-    def avoidable(self) -> bool:
-        """Whether it was interrupted although it is short enough to run in one piece, or for so long that its
-        time is that of others."""
-        if not self.interruptions:
-            return False
-        return self.whole_seconds < SLOW_SECONDS or self.waited_seconds > _WAITED_SHARE * self.whole_seconds
-
-
-def typical_seconds(timings: Sequence[OpTiming]) -> float:
-    """The median of the undisturbed runs; on a machine too busy for any, the fastest.
-
-    Being interrupted only ever makes a run longer, several times so where threads wait for each other.
-    """
-    undisturbed = [timing.seconds for timing in timings if not timing.interruptions]
-    return statistics.median(undisturbed) if undisturbed else min(timing.seconds for timing in timings)
-
-
-def spread_seconds(timings: Sequence[OpTiming]) -> float:
-    """Distance between the quartiles, without short runs that were interrupted; 0 for fewer than two."""
-    runs = [timing.seconds for timing in timings if not timing.avoidable]
-    if len(runs) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(runs, n=4, method="inclusive")
-    return high - low
-
-
-def rest_after(timing: OpTiming) -> None:
-    """Pause after an interrupted run: who used less than its share is then left alone for a while."""
-    if timing.avoidable:
-        time.sleep(_REST_SECONDS)
-
-
-class Device(ABC):
-    """A clock and an allocator that can be read."""
-
-    torch_device: torch.device
-
-    @property
-    @abstractmethod
-    def identity(self) -> str:
-        """Text that changes when times measured before no longer hold."""
-
-    @abstractmethod
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
-        """The result of `run` and how long it took, all its work on the device included."""
-
-    def timed_in_own_memory(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
-        """As `timed`, without what it takes to get memory from the system: a step has it already."""
-        return self.timed(run)
-
-    @abstractmethod
-    def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        """The result of `run` and the most bytes held during it above those held before."""
-
-    @property
-    def keeps_after_first_run(self) -> bool:
-        """Whether the first run of an op leaves bytes behind that no later one takes, as cuBLAS and cuDNN
-        do with what belongs to their handles."""
-        return False
-
-    @abstractmethod
-    def copy_bytes_per_second(self) -> float:
-        """Measured speed of moving bytes out to host memory; a plain copy where that is the device."""
-
-    def kept_rng(self) -> AbstractContextManager[None]:
-        """Leaves the global random state as it was, whatever runs inside."""
-        devices = [self.torch_device] if self.torch_device.type == "cuda" else []
-        return torch.random.fork_rng(devices=devices)
-
-
-class Cpu(Device):
-    """The processor; the allocator is read through the memory events of torch's profiler."""
-
-    torch_device = torch.device("cpu")
-
-    @property
-    def identity(self) -> str:
-        cores, threads = os.cpu_count() or 1, torch.get_num_threads()
-        return f"{_cpu_model()}, {_number(cores, 'core')}, {_number(threads, 'thread')}"
-
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
-        before, worked, start = _interruptions(), time.process_time(), time.perf_counter()
-        result = run()
-        seconds = time.perf_counter() - start
-        waited_seconds = max(0.0, seconds - (time.process_time() - worked))
-        return result, OpTiming(seconds, _interruptions() - before, waited_seconds)
-
-    def timed_in_own_memory(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
-        fault_seconds, before = page_fault_seconds(), page_faults()
-        result, timing = self.timed(run)
-        seconds = without_faults(timing.seconds, page_faults() - before, fault_seconds=fault_seconds)
-        return result, replace(timing, seconds=seconds, fault_seconds=timing.seconds - seconds)
-
-    def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        result, session = recorded(run)
-        return result, peak_of(memory_events(session))
-
-    @cache  # noqa: B019  one instance for the whole process
-    def copy_bytes_per_second(self) -> float:
-        source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
-        target = torch.ones_like(source)
-        timings = [self.timed(lambda: target.copy_(source))[1] for _ in range(_COPY_RUNS)]
-        return _COPY_BYTES / typical_seconds(timings)
-
-
-class Cuda(Device):
-    """One GPU: event pairs as clock, `torch.cuda` statistics as memory, pinned host as copy target.
-
-    `torch_device` may have no index: then it is the current GPU at each call.
-
-    Written against the documented calls of `torch.cuda`; never run by the authors, who had no GPU.
-    """
-
-    def __init__(self, torch_device: torch.device) -> None:
-        self.torch_device = torch_device
-
-    @property
-    def identity(self) -> str:
-        return f"{torch.cuda.get_device_name(self.torch_device)}, CUDA {torch.version.cuda}"
-
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, OpTiming]:
-        with torch.cuda.device(self.torch_device):
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            start.record()
-            result = run()
-            stop.record()
-            stop.synchronize()
-        return result, OpTiming(start.elapsed_time(stop) / 1e3)
-
-    @property
-    def keeps_after_first_run(self) -> bool:
-        return True
-
-    def measured(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        torch.cuda.synchronize(self.torch_device)
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        before = torch.cuda.memory_allocated(self.torch_device)
-        result = run()
-        torch.cuda.synchronize(self.torch_device)
-        return result, torch.cuda.max_memory_allocated(self.torch_device) - before
-
-    @cache  # noqa: B019  one instance per GPU for the whole process
-    def copy_bytes_per_second(self) -> float:
-        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.torch_device)
-        target = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-        copies = [self.timed(lambda: target.copy_(source, non_blocking=True))[1] for _ in range(_COPY_RUNS)]
-        return _COPY_BYTES / typical_seconds(copies)
-
-
-@cache
-def device_for(torch_device: torch.device) -> Device:
-    """How to measure on `torch_device`."""
-    if torch_device.type == "cuda":
-        return Cuda(torch_device)
-    if torch_device.type == "cpu":
-        return Cpu()
-    raise ValueError(f"no way to measure on device '{torch_device}': use cpu or cuda")
-
-
-def recorded(run: Callable[[], Any]) -> tuple[Any, torch.autograd.profiler.profile]:
-    """The result of `run`, and what torch's profiler saw of its ops and its memory."""
-    # Read when the first session starts; without it every session writes two lines to stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as session:
-        result = run()
-    return result, session
-
-
-def memory_events(session: torch.autograd.profiler.profile) -> list[tuple[int, int]]:
-    """Time in ns and bytes (negative when freed) of all that a profiler session saw, in order."""
-    results = session.kineto_results
-    assert results is not None
-    seen: list[Any] = [event for event in results.events() if event.name() == "[memory]"]
-    return sorted(((event.start_ns(), event.nbytes()) for event in seen), key=lambda event: event[0])
-
-
-def peak_of(events: Sequence[tuple[int, int]]) -> int:
-    """The most bytes held at once, from (time, bytes) events in order; at least 0."""
-    held = peak = 0
-    for _, nbytes in events:
-        held += nbytes
-        peak = max(peak, held)
-    return peak
-
-
-def op_at_peak(session: torch.autograd.profiler.profile) -> str:
-    """What ran when the most bytes were held: `aten::mm in AddmmBackward0`; empty between ops."""
-    held = peak = peak_ns = 0
-    for time_ns, nbytes in memory_events(session):
-        held += nbytes
-        if held > peak:
-            peak, peak_ns = held, time_ns
-    results = session.kineto_results
-    assert results is not None
-    events: list[Any] = [
-        e for e in results.events() if e.start_ns() <= peak_ns <= e.start_ns() + e.duration_ns()
-    ]
-    names = [e.name() for e in sorted(events, key=lambda e: e.start_ns())]
-    op = next((name for name in names if "::" in name and not name.startswith("autograd::")), "")
-    around = [name for name in names if "Backward" in name and "::" not in name]
-    around += [name.partition("#")[2] for name in names if name.startswith("Optimizer.step#")]
-    return " in ".join(filter(None, (op, *around[:1])))
-
-
 def _interruptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-@cache
 def _number(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+@cache
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -20,8 +20,7 @@ from lowtide.ops.schema import is_view, writes_inputs
 from lowtide.profiling.cache import CostCache, Order
 from lowtide.profiling.devices import device_for
 from lowtide.profiling.samples import make_sample
-from lowtide.profiling.shrink import shrink
-from lowtide.profiling.work import fake_result, fake_tensor, work_of
+from lowtide.profiling.work import fake_result, fake_tensor, shrink, work_of
 from lowtide.torch_compat.dispatch import iter_tensors, map_leaves
 
 _log = logging.getLogger(__name__)

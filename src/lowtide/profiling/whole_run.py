@@ -1,9 +1,7 @@
-"""The whole graph, run for real: time and memory of every node.
+"""The second way to profile: run the captured graphs whole, for real, and measure every node in place.
 
-Follows the profiler of the μ-TWO paper: one warm-up, then the median of three measured runs.
-Needs the memory of the step; `profile_calls` does not.
-
-The second way to profile: run the captured graphs whole, for real, and time every node in place.
+Follows the profiler of the μ-TWO paper: one warm-up, then the median of three measured runs. Needs the memory
+of the step; `measure_costs` does not.
 """
 
 import logging
@@ -18,22 +16,23 @@ from torch import fx
 from lowtide.analyze.captured_step import Captured
 from lowtide.facts import Run, Step
 from lowtide.planning.simulate import eager_runs, walked
-from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, Known, measure_costs
-from lowtide.profiling.devices import OpTiming, device_for, rest_after, typical_seconds
+from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, KnownCosts, measure_costs
+from lowtide.profiling.devices import OpTiming, device_for, outside_profiler, rest_after, typical_seconds
 from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.segments import Segment
 from lowtide.units import format_size
+
+logger = logging.getLogger("lowtide")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
     """One node as it ran.
 
-    `made_bytes`: storages that it brought into being; an alias makes none. `live_bytes`: held when
-    it has run and what it read last is freed. `peak_bytes`: the most held while it ran, with what
-    the op holds inside, `workspace_bytes`, if that was asked for. The graph's inputs count from
-    beginning to end.
+    `made_bytes`: its fresh storages; an alias makes none. `live_bytes`: live after its run, when inputs that
+    it read last are freed. `peak_bytes`: the most live during its run, with its `workspace_bytes` if those
+    were asked for. The graph's inputs are live from beginning to end.
     """
 
     seconds: float
@@ -46,7 +45,7 @@ class NodeRun:
 class GraphProfiler(fx.Interpreter):
     """Runs a graph and measures each of its nodes; values are freed after their last use.
 
-    A graph that writes to its inputs does so here as well: hand over copies where that matters.
+    A graph that writes to its inputs does so here as well: pass copies where that matters.
     """
 
     def __init__(self, module: fx.GraphModule, *, device: torch.device | None = None) -> None:
@@ -62,7 +61,7 @@ class GraphProfiler(fx.Interpreter):
     ) -> dict[str, NodeRun]:
         """Measurements by node name: bytes from the first warm-up, times from `runs` more.
 
-        With `workspace`, another run measures the bytes inside each op, and the peaks include them.
+        With `workspace`, another run measures the workspace of each op, and the peaks include it.
         The global random state is left as it was.
         """
         if runs < 1 or warmup < 1:
@@ -90,7 +89,7 @@ class GraphProfiler(fx.Interpreter):
         return rows
 
     def run_node(self, n: fx.Node) -> Any:
-        # The interpreter drops a value at its last read, so one that nobody reads is left to us.
+        # The interpreter drops a value at its last read, and so never a value without readers.
         for node in self._unread:
             self.env.pop(node, None)
         self._unread = [] if n.users else [n]
@@ -116,45 +115,42 @@ class GraphProfiler(fx.Interpreter):
 
 
 class _Ledger:
-    """Which storages are held, by how many values, while a graph runs."""
+    """Which storages are live, and how many values refer to each, while a graph runs."""
 
     def __init__(self, inputs: Iterable[Any]) -> None:
         self.rows: dict[str, tuple[int, int, int]] = {}
-        self._holders = Counter[int]()
+        self._num_refs = Counter[int]()
         self._nbytes: dict[int, int] = {}
         self.live = 0
-        # The caller holds the inputs all the time.
-        self._hold(tuple(inputs))
+        # The caller keeps the inputs live all the time.
+        self._add(tuple(inputs))
 
     def enter(self, name: str, result: Any, freed: list[Any]) -> None:
-        """Note what was held before node `name`, what it made, and what is held after."""
+        """Record the live bytes before node `name`, the bytes that it made, and the live bytes after."""
         before = self.live
-        self._hold(result)
+        self._add(result)
         made = self.live - before
         for value in freed:
             self._release(value)
         self.rows[name] = (before, made, self.live)
 
-    def _hold(self, value: Any) -> None:
+    def _add(self, value: Any) -> None:
         for key, nbytes in _storages(value).items():
-            self._holders[key] += 1
-            if self._holders[key] == 1:
+            self._num_refs[key] += 1
+            if self._num_refs[key] == 1:
                 self._nbytes[key] = nbytes
                 self.live += nbytes
 
     def _release(self, value: Any) -> None:
         for key in _storages(value):
-            self._holders[key] -= 1
-            if not self._holders[key]:
+            self._num_refs[key] -= 1
+            if not self._num_refs[key]:
                 self.live -= self._nbytes.pop(key)
 
 
 def _storages(value: Any) -> dict[int, int]:
     """Bytes of each storage that the value refers to."""
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in iter_tensors(value)}
-
-
-logger = logging.getLogger("lowtide")
 
 
 @one_at_a_time
@@ -165,11 +161,11 @@ def run_costs(
     memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
     use_cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Step, Known]:
-    """Times and inner memory of forward and backward from real runs of their graphs.
+) -> tuple[Step, KnownCosts]:
+    """Times and workspaces of forward and backward from real runs of their graphs.
 
-    `tensors` are the real inputs; any other input is made up. What no graph shows (the optimizer, and
-    methods that run another op) is measured op by op, as `measure_costs` does, which takes the other
+    `tensors` are the real inputs; other inputs are random. Runs that are in no graph (the optimizer, and
+    remat rules that run another op) are measured op by op by `measure_costs`, which takes the other
     arguments. Needs the memory of the step.
     """
     peak = walked(captured.step, eager_runs(captured.step)).peak_bytes
@@ -190,7 +186,7 @@ def run_costs(
             nodes[rank] = replace(
                 nodes[rank],
                 seconds=seen.seconds,
-                # less than none, where the plan's graphs write over what these do not
+                # negative where the plan's graphs overwrite an input that these keep
                 workspace_bytes=seen.workspace_bytes + captured.step.nodes[rank].workspace_bytes,
                 remats=tuple(remats),
                 estimated=False,
@@ -205,13 +201,15 @@ def _run(segment: Segment, tensors: Mapping[int, torch.Tensor]) -> dict[str, Nod
     identities = [origin.tensor for origin in segment.origins]
     given = dict(zip(primals, identities, strict=False))
     inputs = [_input(node, tensors.get(given.get(node, 0))) for node in placeholders]
-    return GraphProfiler(segment.joint, device=inputs[0].device).profile(*inputs, workspace=True)
+    profiler = GraphProfiler(segment.joint, device=inputs[0].device)
+    return outside_profiler(lambda: profiler.profile(*inputs, workspace=True))
 
 
 def _input(node: fx.Node, real: torch.Tensor | None) -> torch.Tensor:
-    """A copy of the real tensor, since graphs may write to their inputs; else numbers of its layout."""
+    """A copy of the real tensor, since graphs may write to their inputs; else random numbers, or zeros."""
     if real is not None:
         return real.detach().clone()
     like = node.meta["val"]
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return made.normal_() if made.is_floating_point() else made.zero_()
+    generator = torch.Generator(like.device).manual_seed(0)
+    return made.normal_(generator=generator) if made.is_floating_point() else made.zero_()

@@ -14,7 +14,7 @@ from lowtide.analyze.gradient_sums import sums_of
 from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage, TransferSpeed
 from lowtide.planning.schedules import batch_bytes, with_buckets
-from lowtide.profiling.costing import Known, estimate_costs, measure_costs
+from lowtide.profiling.costing import KnownCosts, estimate_costs, measure_costs
 from lowtide.torch_compat import dispatch
 from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.trace.compile_settings import one_at_a_time
@@ -30,7 +30,7 @@ def step_of(
     like: Graph | None,
     planned: Graph | None = None,
     reserve: Reserve,
-    known: Known | None,
+    known: KnownCosts | None,
     optimizer: torch.optim.Optimizer | None = None,
     held_bytes: int = 0,
     later_bytes: int = 0,
@@ -83,7 +83,7 @@ def step_of_call(
     *,
     loop: Loop,
     reserve: Reserve,
-    known: Known | None,
+    known: KnownCosts | None,
     updates: Mapping[int, int] | None = None,
     link: TransferSpeed | None = None,
     orders: Orders | None = None,
@@ -136,7 +136,7 @@ def optimizer_of(model: nn.Module, loop: Loop) -> torch.optim.Optimizer | None:
     return optimizer if all(id(parameter) in own for parameter in trained) else None
 
 
-def _with_costs(captured: Captured, known: Known | None) -> Step:
+def _with_costs(captured: Captured, known: KnownCosts | None) -> Step:
     return measure_costs(captured)[0] if known is None else estimate_costs(captured, known)
 
 

@@ -1,4 +1,4 @@
-"""Autograd's engine: the backward pass that runs now, its nodes, autocast, and hooks of parameters."""
+"""Autograd's engine: the backward pass that runs now, its nodes, autocast, hooks of parameters, profilers."""
 
 import contextlib
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 from lowtide.torch_compat.process_patch import ProcessPatch
 
@@ -179,3 +180,23 @@ def _parameters(nodes: list[Any], seen: set[Any]) -> Iterator[Any]:
             yield node.variable
         elif hasattr(node, "chain"):
             yield from _parameters([after for after, _ in node.next_functions], seen)
+
+
+def profiler_is_active() -> bool:
+    """Whether this thread stands inside a block of torch.profiler."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def profiler_events(run: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
+    """The result of `run`, and its ops (`push`, `pop`) and CPU allocations (`memory_alloc`) by thread.
+
+    torch's older profiler records the same bytes as torch.profiler, and touches nothing outside of this
+    thread: Kineto, below torch.profiler, writes two lines to stderr for each session and ends any other one.
+    """
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    torch._C._autograd._enable_profiler_legacy(config)
+    try:
+        result = run()
+    finally:
+        events = torch._C._autograd._disable_profiler_legacy()
+    return result, events

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lowtide.profiling.devices import device_for, memory_events, op_at_peak, peak_of, recorded
+from lowtide.profiling.devices import device_for
 from lowtide.units import format_size
 
 CPU = torch.device("cpu")
@@ -34,11 +34,8 @@ def peak_above_start(step: Callable[[], object], *, device: torch.device = CPU) 
 
 def peak_and_op(step: Callable[[], object], *, device: torch.device = CPU) -> tuple[int, str]:
     """As `peak_above_start`, with the op that ran at the peak; empty where only the allocator counts."""
-    if device.type != "cpu":
-        return peak_above_start(step, device=device), ""
     gc.collect()
-    session = recorded(step)[1]
-    return peak_of(memory_events(session)), op_at_peak(session)
+    return device_for(device).peak_and_op(step)
 
 
 def can_measure_resident() -> bool:
