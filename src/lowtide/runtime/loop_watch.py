@@ -39,7 +39,6 @@ class LoopWatch(dispatch.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.batch_bytes = batch_bytes
         self.is_counting = False
-        self.is_on_stack = False
         self.surroundings = ""
         self._live: dict[int, tuple[int, dispatch.StorageWeakRef]] = {}
         self._peak_bytes = 0
@@ -59,8 +58,8 @@ class LoopWatch(dispatch.TorchDispatchMode):
         self._output = weakref.ref(node, lambda _: self._break_off())
         self.surroundings = dispatch.dispatch_state()
         self.__enter__()  # type: ignore[no-untyped-call]
-        self.is_counting = self.is_on_stack = True
-        autograd_engine.after_backward(self._leave_after_backward)
+        self.is_counting = True
+        self.release = _AFTER_BACKWARD.hold(self)
         return True
 
     def end(self, *, arrived_bytes: int) -> LiveLoss:
@@ -72,12 +71,6 @@ class LoopWatch(dispatch.TorchDispatchMode):
         """The output died without a backward pass."""
         self.is_counting = False
         leave()
-
-    def _leave_after_backward(self) -> bool:
-        """Whether the watch has left: a backward pass of something else lets it count on."""
-        if not self.is_counting:
-            leave()
-        return not self.is_on_stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -106,8 +99,19 @@ def leave() -> None:
         return
     watch = modes[-1]
     if watch.surroundings == dispatch.dispatch_state():
-        watch.is_counting = watch.is_on_stack = False
+        watch.is_counting = False
+        watch.release()
         watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _leave_after_backward() -> None:
+    """A backward pass of something else lets a watch count on."""
+    modes = dispatch.active_modes()
+    if modes and isinstance(modes[-1], LoopWatch) and not modes[-1].is_counting:
+        leave()
+
+
+_AFTER_BACKWARD = autograd_engine.after_backward(_leave_after_backward)
 
 
 def node_behind(output: Any) -> Any:

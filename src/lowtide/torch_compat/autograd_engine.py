@@ -105,27 +105,22 @@ def around_backward(context: Callable[[], AbstractContextManager[None]]) -> Proc
     return ProcessPatch(torch.autograd, "backward", wrap)
 
 
-_engine_run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-_after_backward: list[Callable[[], bool]] = []
-
-
-def after_backward(is_done: Callable[[], bool]) -> None:
-    """Call `is_done` whenever a backward pass of this process has returned or raised, until it says so.
+def after_backward(call: Callable[[], None]) -> ProcessPatch:
+    """Call `call` whenever a backward pass has returned or raised, as long as an object holds the patch.
 
     Inside of a backward pass, final callbacks included, torch restores the caller's modes behind any code.
     """
-    if is_done not in _after_backward:
-        _after_backward.append(is_done)
-    torch.autograd._engine_run_backward = _observed_run  # type: ignore[attr-defined]
 
+    def wrap(original: Callable[..., Any]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                call()
 
-def _observed_run(*args: Any, **kwargs: Any) -> Any:
-    try:
-        return _engine_run(*args, **kwargs)
-    finally:
-        _after_backward[:] = [is_done for is_done in _after_backward if not is_done()]
-        if not _after_backward and torch.autograd._engine_run_backward is _observed_run:  # type: ignore[attr-defined]
-            torch.autograd._engine_run_backward = _engine_run  # type: ignore[attr-defined]
+        return run
+
+    return ProcessPatch(torch.autograd, "_engine_run_backward", wrap)
 
 
 Hook = Callable[[Any], Any]
