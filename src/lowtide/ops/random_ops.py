@@ -5,7 +5,8 @@ Random ops, and the state of the generators that they draw from.
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -191,18 +192,27 @@ def set_random_state(state: torch.Tensor, device: str) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
+@contextmanager
+def drawing_from(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Draw from earlier states of the generators of devices; afterwards they go on as if nothing had."""
+    now = {device: random_state(device) for device in states}
+    for device, state in states.items():
+        set_random_state(state, device)
+    try:
+        yield
+    finally:
+        for device, state in now.items():
+            set_random_state(state, device)
+
+
 def random_state_bytes(device: str) -> int:
     return random_state(device).numel()
 
 
 def replay(state: torch.Tensor, device: str, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a random op from an earlier generator state; the generator itself goes on as if it had not."""
-    now = random_state(device)
-    set_random_state(state, device)
-    try:
+    with drawing_from({device: state}):
         return target(*args, **kwargs)
-    finally:
-        set_random_state(now, device)
 
 
 def replay_dropout(

@@ -9,6 +9,7 @@ from torch import fx
 from lowtide.analyze.gradient_sums import specialised
 from lowtide.errors import Unsupported
 from lowtide.ops.gradient_terms import return_terms
+from lowtide.ops.random_ops import drawing_from, random_state
 from lowtide.runtime.executor import Executor, ExecutorInParts, Parts
 from lowtide.runtime.gradient_handover import GradientGates, waiting_chain, with_handovers
 from lowtide.runtime.rewrite import Rewritten, plain_schedule, rewrite
@@ -22,7 +23,8 @@ class _Start(NamedTuple):
     """What a forward pass began with."""
 
     inputs: list[Any]
-    random_state: torch.Tensor
+    random_states: dict[str, torch.Tensor]
+    """of the generators of the graph's devices"""
 
 
 class FirstCalls:
@@ -35,12 +37,17 @@ class FirstCalls:
 
     def __init__(self, segment: Segment) -> None:
         self.segment: Segment | None = segment
+        self._devices = _devices_of(segment)
         self._start: _Start | None = None
         self._num_calls = 0
 
     def start_of(self, inputs: Sequence[Any]) -> _Start | None:
         """What a forward pass begins with, taken before it runs."""
-        return None if self.segment is None else _Start(list(inputs), torch.get_rng_state())
+        return (
+            None
+            if self.segment is None
+            else _Start(list(inputs), {device: random_state(device) for device in self._devices})
+        )
 
     def note(self, start: _Start | None) -> None:
         """After a forward pass; one that failed has no backward pass."""
@@ -151,15 +158,17 @@ class Backward:
         backward = self.executor(rewritten.backward, _fake_inputs(rewritten.backward), is_backward=True)
         given = args[self.rewritten.num_saved :]
         args.clear()
-        now = torch.get_rng_state()
-        torch.set_rng_state(start.random_state)
-        try:
+        with drawing_from(start.random_states):
             results = forward(start.inputs)
-        finally:
-            torch.set_rng_state(now)
         saved = list(results[segment.num_forward_outputs :])
         del results
         return backward([*saved, *given])
+
+
+def _devices_of(segment: Segment) -> list[str]:
+    """The devices of a graph's values, and the CPU, where dropout of whole layers draws."""
+    values = [node.meta.get("val") for node in segment.joint.graph.nodes]
+    return sorted({"cpu", *(str(value.device) for value in values if isinstance(value, torch.Tensor))})
 
 
 def _fake_inputs(module: fx.GraphModule) -> list[Any]:
