@@ -65,6 +65,20 @@ def test_hooks_are_called_as_in_eager(loss: Any, losses: list[Any]) -> None:
     assert called(planned, x, losses) == expected
 
 
+def test_hooks_are_the_users_own_again_without_the_plan() -> None:
+    torch.manual_seed(0)
+    model, x = TwoHeads(), torch.randn(ROWS, WIDTH)
+    weight, after = model.second.weight, print
+    weight.register_hook(torch.zeros_like)
+    weight.register_post_accumulate_grad_hook(after)
+    lowtide.checkpoint(model, x, budget="100%", loss=first)
+    first(model(x)).backward()
+    assert list(weight._backward_hooks.values()) != [torch.zeros_like]
+    lowtide.remove(model)
+    assert list(weight._backward_hooks.values()) == [torch.zeros_like]
+    assert list(weight._post_accumulate_grad_hooks.values()) == [after]
+
+
 def test_a_hook_can_still_be_removed_and_changes_a_gradient() -> None:
     torch.manual_seed(0)
     model, x = TwoHeads(), torch.randn(ROWS, WIDTH)

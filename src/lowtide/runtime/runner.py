@@ -26,7 +26,7 @@ from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.executor import EAGER_OPS, Executor
 from lowtide.runtime.loop_watch import LiveLoss, leave
 from lowtide.runtime.observer import EARLIER_GRADIENTS, LoopObserver, mark, ran_without_plan, unmark
-from lowtide.torch_compat import ddp, dynamo
+from lowtide.torch_compat import autograd_engine, ddp, dynamo
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.torch_compat.modules import call_model, route_of, set_route
@@ -392,6 +392,8 @@ def remove(model: nn.Module) -> nn.Module:
         for part in (runner.updates, runner.pieces, runner.guard):
             if part is not None:
                 part.close()
+        autograd_engine.unsilence_hooks(inner.parameters())
+        leave()
     unmark(inner)
     return model
 

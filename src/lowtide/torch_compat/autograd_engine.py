@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -163,6 +163,13 @@ def gradient_hooks(parameter: Tensor) -> list[Hook]:
 def _hooks(parameter: Tensor) -> tuple[MutableMapping[int, Hook], MutableMapping[int, Hook]]:
     """Hooks of the gradient, and hooks after it was added."""
     return parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def unsilence_hooks(parameters: Iterable[Tensor]) -> None:
+    """Give parameters their own hooks back."""
+    for parameter in parameters:
+        for hooks in _hooks(parameter):
+            hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Silent)})
 
 
 def _parameters(nodes: list[Any], seen: set[Any]) -> Iterator[Any]:
