@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lowtide
 from lowtide.parallel.simulated_sharding import blocks_of
-from lowtide.runtime.apply import plan_of_model
+from lowtide.runtime.apply import plan_of
 from lowtide.torch_compat.fsdp2 import local
 from lowtide.verification.peak import peak_above_start
 from lowtide.verification.train_step import static_bytes, train_step
@@ -57,7 +57,7 @@ def _build(target: Target, budget: str | None, options: argparse.Namespace) -> T
     optimizer = torch.optim.AdamW(model.parameters())
     if budget is not None:
         lowtide.checkpoint(model, target.batch, budget=budget, optimizer=optimizer, loss=target.loss)
-    return Trained(model, optimizer, plan_of_model(model))
+    return Trained(model, optimizer, plan_of(model))
 
 
 def _run(rank: int, options: argparse.Namespace, folder: str) -> None:

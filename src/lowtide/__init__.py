@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lowtide.facts import Activation, Decision, Node
     from lowtide.plans import Plan, load_plan
     from lowtide.profiles import Profile, load_profile
+    from lowtide.runtime.apply import plan_of
     from lowtide.runtime.runner import remove
     from lowtide.verification.measure_step import Measured, Timing
     from lowtide.verification.verify_plan import Verification
@@ -69,6 +70,7 @@ __all__ = [
     "load_plan",
     "load_profile",
     "measure_step",
+    "plan_of",
     "profile",
     "remove",
     "verify",
@@ -80,6 +82,7 @@ _HOMES = {
     "facts": ("Activation", "Decision", "Node"),
     "plans": ("Plan", "load_plan"),
     "profiles": ("Profile", "load_profile"),
+    "runtime.apply": ("plan_of",),
     "runtime.runner": ("remove",),
     "verification.measure_step": ("Measured", "Timing"),
     "verification.verify_plan": ("Verification",),

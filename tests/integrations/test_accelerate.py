@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 accelerate = pytest.importorskip("accelerate")
 
 import lowtide  # noqa: E402
-from lowtide.runtime.apply import plan_of_model  # noqa: E402
+from lowtide.runtime.apply import plan_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -57,5 +57,5 @@ def test_a_prepared_model_is_planned_like_any_other(caplog: pytest.LogCaptureFix
     planned = copy.deepcopy(plain)
     assert all(map(torch.equal, train(plain, None), train(planned, "70%")))
     assert all(map(torch.equal, plain.parameters(), planned.parameters()))
-    assert plan_of_model(planned).recompute_seconds > 0
+    assert plan_of(planned).recompute_seconds > 0
     assert [record.getMessage() for record in caplog.records if record.name == "lowtide"] == []

@@ -27,7 +27,7 @@ from lowtide.integrations.first_call import (
 )
 from lowtide.parallel.ranks import ranks_of, together
 from lowtide.plans import Plan
-from lowtide.runtime.apply import plan_of_model
+from lowtide.runtime.apply import plan_of
 from lowtide.runtime.observer import SMALL_BYTES
 from lowtide.runtime.runner import remove, runner_of
 from lowtide.trace.model_call import Arguments
@@ -137,7 +137,7 @@ class Lowtide(Callback):
             if not first or (isinstance(error, RankError) and error.kind != BudgetTooSmall.__name__):
                 raise
             checkpoint(module, call, holds_outputs=False, **options)  # warns if that is not so
-        self.plan = plan_of_model(module)
+        self.plan = plan_of(module)
         self._planned = module if first else None
         if self.plan is not None and trainer.is_global_zero:
             tell(self.plan)

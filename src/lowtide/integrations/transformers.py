@@ -25,7 +25,7 @@ from lowtide.integrations.first_call import (
     tell,
 )
 from lowtide.plans import Plan
-from lowtide.runtime.apply import plan_of_model
+from lowtide.runtime.apply import plan_of
 from lowtide.runtime.runner import remove
 from lowtide.trace.model_call import Arguments
 
@@ -89,7 +89,7 @@ class Lowtide(TrainerCallback):
                 offload=self.offload,
                 executor=self.executor,
             )
-            self.plan = plan_of_model(module)
+            self.plan = plan_of(module)
             if self.plan is not None and state.is_world_process_zero:
                 tell(self.plan)
 

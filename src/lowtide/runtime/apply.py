@@ -79,7 +79,7 @@ def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.opti
     return optimizer
 
 
-def plan_of_model(model: nn.Module) -> Plan | None:
-    """The plan that was applied to a model; None for a plain one."""
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that `model` trains by; None for a plain model. A wrapper has the plan of the model inside."""
     runner = runner_of(model)
     return runner.schedules.plan if runner is not None and isinstance(runner.schedules, Replanner) else None
