@@ -1,5 +1,6 @@
 """A torch.compile backend that rewrites every captured graph by its plan and hands it to an executor."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ class Backend:
         self.takes_numbers = executor.takes_numbers
         self.graphs: list[tuple[Segment, GraphSchedule, Rewritten]] = []
         self.num_graphs = 0
-        self._casts = SharedCasts(lambda: self.observer.say(WEIGHTS_CHANGED))
+        # not of `self`: torch and a profile keep graphs, and these the casts, longer than the model lives
+        self._casts = SharedCasts(functools.partial(self.observer.say, WEIGHTS_CHANGED))
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
