@@ -10,7 +10,7 @@ import torch
 from lowtide.errors import TargetError
 from lowtide.zoo import CATALOG, find_entry
 from lowtide.zoo.build import build, make_optimizer
-from lowtide.zoo.quiet import quiet
+from lowtide.zoo.from_transformers import quiet
 
 pytestmark = pytest.mark.slow
 

@@ -1,9 +1,13 @@
 """Models of the transformers library, made from a configuration with random weights.
 
-Each batch carries the labels, so that the output has `.loss`. Attention is whatever
-transformers takes by default.
+Each batch carries the labels, so that the output has `.loss`. Attention is transformers' default.
 """
 
+import os
+import unittest.mock
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +15,6 @@ from torch import nn
 
 from lowtide.errors import TargetError
 from lowtide.zoo.catalog import Entry
-from lowtide.zoo.quiet import quiet
 
 Batch = dict[str, torch.Tensor]
 
@@ -66,9 +69,9 @@ def build_gpt2(entry: Entry, batch_size: int) -> tuple[nn.Module, Batch]:
     if entry.tiny:
         sizes = {"vocab_size": 512, "n_positions": length, "n_embd": 64, "n_layer": 3, "n_head": 4}
         sizes |= {"bos_token_id": 0, "eos_token_id": 0}
-    # The cache is for generating text; in training it would only hold memory.
+    # The cache is for generating text; in training it would only take memory.
     model = _make("GPT2LMHeadModel", "GPT2Config", use_cache=False, **sizes)
-    # The loss that it takes anyway; named, it does not warn about it in the first forward.
+    # The default loss; named, since the first forward warns about a default.
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]
     tokens = torch.randint(0, sizes["vocab_size"], (batch_size, length))
     return model, {"input_ids": tokens, "labels": tokens.clone()}
@@ -122,3 +125,27 @@ def _make(model_name: str, config_name: str, **settings: Any) -> nn.Module:
         config = getattr(transformers, config_name)(**settings)
         model: nn.Module = getattr(transformers, model_name)(config)
     return model
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings, log lines and progress bars of transformers and torch inside."""
+    with (
+        unittest.mock.patch.dict(os.environ, {"TRANSFORMERS_VERBOSITY": "error"}),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            from transformers.utils import logging
+        except ModuleNotFoundError:
+            yield  # the caller's own import says what is missing
+            return
+        verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bar:
+                logging.enable_progress_bar()  # type: ignore[no-untyped-call]
