@@ -56,6 +56,19 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     assert load_step(path) == chain(length=900)
 
 
+def test_a_file_has_the_mode_of_any_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The umask belongs to all threads: while it is changed, even for a moment, another thread's files have
+    wrong modes."""
+    before = os.umask(0o027)
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was changed"))
+    try:
+        path = write_atomic(tmp_path / "plan.json", "{}")
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.parametrize("folder", ["/proc/lowtide", "{file}/below"])
 def test_a_folder_that_cannot_be_written(folder: str, tmp_path: Path) -> None:
     file = tmp_path / "file"

@@ -2,6 +2,8 @@
 
 import copy
 import json
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from synthetic import chain, resnet
 from lowtide.errors import LowtideError
 from lowtide.facts import Graph, Offload, Reserve, Run, Solution, Step, TransferSpeed
 from lowtide.facts.serial import (
-    LATER,
+    ALWAYS,
+    IN_FILES,
     load_step,
     save_step,
     solution_from_dict,
@@ -150,21 +153,35 @@ def test_a_plan_is_not_a_profile(tmp_path: Path) -> None:
         load_profile(tmp_path / "plan.json")
 
 
-def _damages(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every field dropped, and every field of another type."""
-    found = []
+def lacking(data: dict[str, Any], kind: type) -> dict[str, Any]:
+    """The same as an older version wrote it: without the keys that came later."""
+    always = {
+        IN_FILES.get(spec.name, spec.name)
+        for spec in fields(kind)
+        if spec.default is MISSING or spec.name in ALWAYS
+    }
+    return {key: value for key, value in data.items() if key in {"format", *always}}
+
+
+def damages(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every key dropped, every value of another type, and so every column of every table."""
     for key, value in data.items():
         if key != "format":
-            found.append({name: data[name] for name in data if name != key})
-            if isinstance(value, list | dict):
-                found.append({**data, key: 5})
-    return found
+            yield {name: data[name] for name in data if name != key}
+            yield {**data, key: {"columns": 5}}
+        if isinstance(value, dict) and value.get("rows"):
+            for column in range(len(value["columns"])):
+                damaged = copy.deepcopy(data)
+                damaged[key]["rows"][0][column] = {}
+                yield damaged
+            yield {**data, key: {**value, "columns": [*value["columns"][:-1], "unknown"]}}
 
 
 def test_damaged_profiles() -> None:
     data = step_to_dict(chain(length=4))
-    assert step_from_dict({name: data[name] for name in data if name != "holds_outputs"}), "an older file"
-    for damaged in _damages({name: data[name] for name in data if name != "holds_outputs"}):
+    old = lacking(data, Step)
+    assert step_from_dict(old) == chain(length=4) and "holds_outputs" not in old
+    for damaged in damages(old):
         with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-step/2'.*make the file"):
             step_from_dict(damaged)
     columns = data["nodes"]["columns"]
@@ -174,24 +191,35 @@ def test_damaged_profiles() -> None:
         ("makes", [99]),
         ("region", "middle"),
         ("recipes", [[]]),
+        ("seconds", -1.0),
+        ("seconds", float("nan")),
+        ("workspace_bytes", 2**51),
+        ("workspace_bytes", True),
     ):
         damaged = copy.deepcopy(data)
         damaged["nodes"]["rows"][2][columns.index(column)] = value
-        with pytest.raises(LowtideError, match="damaged data"):
+        with pytest.raises(LowtideError, match="damaged data") as caught:
             step_from_dict(damaged)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_field_is_named() -> None:
+    data = step_to_dict(chain(length=4))
+    data["storages"]["rows"][1][1] = "many"
+    with pytest.raises(LowtideError, match=r"ValueError: Storage\.nbytes is 'many'"):
+        step_from_dict(data)
 
 
 def test_damaged_plans() -> None:
     data = solution_to_dict(planned(chain(length=4)))
-    needed = {name: value for name, value in data.items() if name not in LATER}
-    for damaged in _damages(needed):
+    for damaged in damages(lacking(data, Solution)):
         with pytest.raises(LowtideError, match=r"damaged data of the format 'lowtide-plan/2'.*make the file"):
             solution_from_dict(damaged)
 
 
 def test_plans_from_before_bounds_were_known_are_read() -> None:
     data = solution_to_dict(planned(chain(length=4)))
-    found = solution_from_dict({name: value for name, value in data.items() if name not in LATER})
+    found = solution_from_dict(lacking(data, Solution))
     assert (found.lower_bound_seconds, found.floor_bound_bytes) == (None, None)
     assert solution_from_dict(data).lower_bound_seconds is not None
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from lowtide.cli.terminal import Dotted, Exit, table
 from lowtide.facts import Action, Activation, Decision, Kind, Solution, Step
 from lowtide.facts.gpus import gpu_behind
-from lowtide.facts.serial import in_files
+from lowtide.facts.serial import to_dict
 from lowtide.planning.simulate import Timeline
 from lowtide.profiles import Profile
 from lowtide.report.results import relative_increase
@@ -161,7 +161,7 @@ def _offload_summary(solution: Solution) -> dict[str, Any]:
     if solution.offload is None:
         return {}
     num_offloaded = sum(d.action is Action.OFFLOAD for d in solution.decisions)
-    return {"num_offloaded": num_offloaded, "offload": in_files(solution.offload)}
+    return {"num_offloaded": num_offloaded, "offload": to_dict(solution.offload)}
 
 
 def _offload(solution: Solution, offloaded: list[Decision]) -> list[tuple[str, object, str]]:

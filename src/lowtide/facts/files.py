@@ -1,17 +1,17 @@
-"""Write files so that an interrupted command leaves the old file or the new one, never half of one; and where
-to keep what can be made again, or is needed for a while."""
+"""Files that are written whole or not at all, the folder of caches, and temporary folders."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from secrets import token_hex
+from tempfile import TemporaryDirectory
 
 from lowtide.errors import FreshProcessError, LowtideError
 
 
 def cache_folder() -> Path:
-    """`lowtide` in `XDG_CACHE_HOME`, else `~/.cache/lowtide`; nobody says that it can be written."""
+    """`lowtide` in `XDG_CACHE_HOME`, else `~/.cache/lowtide`. The folder may not exist or be read-only."""
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "lowtide"
     try:
@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def temporary_folder() -> Iterator[str]:
-    """A folder that is gone afterwards, where Python puts temporary files."""
+    """A folder in Python's place for temporary files, removed at the end."""
     try:
         made = TemporaryDirectory(prefix="lowtide-")
     except OSError as error:
@@ -37,7 +37,10 @@ def temporary_folder() -> Iterator[str]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> Path:
-    """Write `content` to `path` by way of a temporary file beside it. Makes the folder if missing."""
+    """Write `content` to a temporary file beside `path` and rename that file. Makes the folder if missing.
+
+    An interrupted command leaves the old file or the new one.
+    """
     try:
         _replace(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -47,20 +50,13 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
 
 def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
-        partial = Path(temporary.name)
+    # not by `tempfile`, whose files are private to their owner: a report is there to be passed on
+    partial = path.with_name(f".{path.name}.{token_hex(4)}")
+    with partial.open("xb") as file:
         try:
-            temporary.write(data)
-            temporary.flush()
-            # A temporary file is private to its owner; a report is there to be passed on.
-            partial.chmod(0o666 & ~_umask())
+            file.write(data)
+            file.flush()
             partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

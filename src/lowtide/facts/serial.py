@@ -1,62 +1,45 @@
-"""Facts to JSON and back, compact and versioned.
+"""Steps and solutions as JSON and back: compact, versioned, and checked when read.
 
-Are the fields of a record what its class says? For records that come from a file.
+Nodes, storages, graphs and decisions are tables with one list of columns each, since names repeated 4,000
+times are most of the bytes:
 
-Does a step that comes from a file make sense? Else it would be noticed deep inside a planner only.
+    "storages": {"columns": ["id", "nbytes", ...], "rows": [[0, 4096, ...], ...]}
+
+The types of the dataclasses drive both directions. `_reader` makes a value of a type from JSON and refuses
+any other value, so that a damaged file ends in one line and not deep inside a planner. A library for typed
+decoding would need hooks for tables, runs, remats and ranges, and facts stand on the standard library.
 """
 
 import json
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lowtide.errors import LowtideError
 from lowtide.facts import (
-    Action,
     Decision,
     Graph,
     GraphRun,
-    Kind,
     Node,
-    Offload,
     Region,
     Remat,
-    Reserve,
     Run,
     Schedule,
     Solution,
     Step,
     Storage,
-    TransferSpeed,
 )
 from lowtide.facts.files import write_atomic
 
 STEP_FORMAT = "lowtide-step/2"
 SOLUTION_FORMAT = "lowtide-plan/2"
-
-LATER = (
-    "step_in_backward",
-    "holds_outputs",
-    "optimizer_piece_bytes",
-    "executor",
-    "lower_bound_seconds",
-    "floor_bound_bytes",
-    "offload",
-    "gradient_orders",
-)
-"""Keys of a solution that older files do not have."""
-
-OFFLOADING = ("releases", "released_after", "fetched_before")
-"""Columns that are written only where something is offloaded."""
-
-R = TypeVar("R", Run, GraphRun)
 
 IN_FILES = {
     "remats": "recipes",
@@ -66,109 +49,28 @@ IN_FILES = {
     "optimizer_chunk_bytes": "optimizer_piece_bytes",
     "gradient_strides": "gradient_orders",
 }
-"""Names of fields that files know by an older name."""
+"""Fields that have another name in files."""
 
+ALWAYS = {
+    *("fingerprint", "device", "copy_bytes_per_second", "notes", "graphs", "identity", "rules", "reserve"),
+    *("static_bytes", "eager", "reads", "holds", "makes", "remats", "schedule", "tangent_bytes", "inputs"),
+}
+"""Fields with a default that every file has nevertheless. Older files lack some of the others."""
 
-def step_to_dict(step: Step) -> dict[str, Any]:
-    """Tables with one list of columns each, since names repeated 4,000 times are most of the bytes."""
-    return {
-        "format": STEP_FORMAT,
-        "fingerprint": step.fingerprint,
-        "device": step.device,
-        "copy_bytes_per_second": step.copy_bytes_per_second,
-        "notes": list(step.notes),
-        "graphs": _table(step.graphs, Graph),
-        "identity": [list(pair) for pair in step.identity],
-        "methods": [list(pair) for pair in step.rules],
-        "holds_outputs": step.holds_outputs,
-        **({} if step.transfer_speed is None else {"link": asdict(step.transfer_speed)}),
-        **({"pieces": [list(pair) for pair in step.optimizer_chunks]} if step.optimizer_chunks else {}),
-        **(
-            {"gradient_orders": [list(pair) for pair in step.gradient_strides]}
-            if step.gradient_strides
-            else {}
-        ),
-        "nodes": _table(step.nodes, Node),
-        "storages": _table(step.storages, Storage),
-    }
+WHERE_SET = {
+    Step: ("transfer_speed", "optimizer_chunks", "gradient_strides"),
+    Solution: ("offload",),
+    Graph: ("releases",),
+    Decision: ("released_after", "fetched_before"),
+}
+"""Fields, besides flags, that are written only where some record has a value for them."""
 
+TABLES = (Node, Storage, Graph, Decision)
 
-def step_from_dict(data: dict[str, Any]) -> Step:
-    with _reading(data, STEP_FORMAT):
-        step = _step(data)
-        check_types(step)
-        check_step(step)
-        return step
+LARGEST = 2**50
+"""More bytes than any machine has, and few enough to be added up."""
 
-
-def _step(data: dict[str, Any]) -> Step:
-    return Step(
-        nodes=tuple(_node(row) for row in _rows(data["nodes"])),
-        storages=tuple(Storage(**{**row, "kind": Kind(row["kind"])}) for row in _rows(data["storages"])),
-        fingerprint=data["fingerprint"],
-        device=data["device"],
-        copy_bytes_per_second=data["copy_bytes_per_second"],
-        notes=tuple(data["notes"]),
-        graphs=_graphs(data["graphs"]),
-        identity=_pairs(data["identity"]),
-        rules=_pairs(data["methods"]),
-        holds_outputs=bool(data.get("holds_outputs", True)),
-        transfer_speed=TransferSpeed(**data["link"]) if "link" in data else None,
-        optimizer_chunks=tuple((int(piece), int(inside)) for piece, inside in data.get("pieces", ())),
-        gradient_strides=_pairs(data.get("gradient_orders", ())),
-    )
-
-
-def solution_to_dict(solution: Solution) -> dict[str, Any]:
-    result: dict[str, Any] = {"format": SOLUTION_FORMAT}
-    for spec in fields(Solution):
-        value = getattr(solution, spec.name)
-        if spec.name == "offload" and value is None:
-            continue
-        if spec.name == "decisions":
-            value = _table(value, Decision)
-        elif spec.name == "schedule":
-            value = _runs(value.runs)
-        elif spec.name == "graphs":
-            value = _table(value, Graph)
-        elif spec.name in ("reserve", "offload"):
-            value = in_files(value)
-        result[IN_FILES.get(spec.name, spec.name)] = value
-    return result
-
-
-def in_files(record: Any) -> dict[str, Any]:
-    """A record of numbers as an object, by the names that files know."""
-    return asdict(
-        record, dict_factory=lambda pairs: {IN_FILES.get(name, name): value for name, value in pairs}
-    )
-
-
-def solution_from_dict(data: dict[str, Any]) -> Solution:
-    with _reading(data, SOLUTION_FORMAT):
-        solution = _solution(data)
-        check_types(solution)
-        return solution
-
-
-def _solution(data: dict[str, Any]) -> Solution:
-    keys = {spec.name: IN_FILES.get(spec.name, spec.name) for spec in fields(Solution)}
-    values = {name: data[key] for name, key in keys.items() if key in data or key not in LATER}
-    values["decisions"] = tuple(
-        Decision(**{**row, "action": Action(row["action"])}) for row in _rows(data["decisions"])
-    )
-    values["schedule"] = Schedule(runs=_runs_from(data["schedule"], Run))
-    values["notes"] = tuple(data["notes"])
-    values["graphs"] = _graphs(data["graphs"])
-    values["identity"] = _pairs(data["identity"])
-    values["gradient_strides"] = _pairs(data.get("gradient_orders", ()))
-    values["reserve"] = Reserve(**data["reserve"])
-    if "offload" in data:
-        values["offload"] = Offload(
-            transfer_speed=TransferSpeed(**data["offload"]["link"]),
-            **{name: value for name, value in data["offload"].items() if name != "link"},
-        )
-    return Solution(**values)
+Reader = Callable[[Any], Any]
 
 
 def save_json(path: Path, data: dict[str, Any]) -> None:
@@ -188,17 +90,38 @@ def load_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def load_step(path: str | Path) -> Step:
-    return step_from_dict(load_json(Path(path)))
-
-
 def save_step(path: str | Path, step: Step) -> None:
     save_json(Path(path), step_to_dict(step))
 
 
+def load_step(path: str | Path) -> Step:
+    return step_from_dict(load_json(Path(path)))
+
+
+def step_to_dict(step: Step) -> dict[str, Any]:
+    return {"format": STEP_FORMAT, **to_dict(step)}
+
+
+def solution_to_dict(solution: Solution) -> dict[str, Any]:
+    return {"format": SOLUTION_FORMAT, **to_dict(solution)}
+
+
+def step_from_dict(data: dict[str, Any]) -> Step:
+    with _reading(data, STEP_FORMAT):
+        step: Step = _read_record(Step, data)
+        check_step(step)
+        return step
+
+
+def solution_from_dict(data: dict[str, Any]) -> Solution:
+    with _reading(data, SOLUTION_FORMAT):
+        solution: Solution = _read_record(Solution, data)
+        return solution
+
+
 @contextmanager
 def _reading(data: dict[str, Any], expected: str) -> Iterator[None]:
-    """Tell in one line what is no data of this format, or was once and is damaged."""
+    """LowtideError of one line for data of another format, and for damaged data."""
     found = data.get("format")
     if found != expected:
         raise LowtideError(f"expected data of the format '{expected}', found {found!r}: make the file again")
@@ -211,154 +134,152 @@ def _reading(data: dict[str, Any], expected: str) -> Iterator[None]:
         ) from error
 
 
-def _runs(runs: Iterable[Run | GraphRun]) -> list[Any]:
-    """First runs as numbers, for they are most of a schedule; others as (rank or position, rule)."""
-    return [run[0] if run.is_first else list(run) for run in runs]
+def to_dict(record: Any) -> dict[str, Any]:
+    """A record as a JSON object, with the keys that files have."""
+    kind = type(record)
+    hints = get_type_hints(kind)
+    found = {}
+    for spec in fields(kind):
+        value = getattr(record, spec.name)
+        if value != spec.default or spec.name not in WHERE_SET.get(kind, ()):
+            (item, *_) = get_args(hints[spec.name]) or (None,)
+            found[_key(spec.name)] = _table(value, item) if item in TABLES else _plain(value)
+    return found
 
 
-def _runs_from(data: list[Any], kind: type[R]) -> tuple[R, ...]:
-    return tuple(
-        kind(int(item)) if isinstance(item, int) else kind(int(item[0]), str(item[1])) for item in data
-    )
+def _key(name: str) -> str:
+    return IN_FILES.get(name, name)
 
 
 def _table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
-    # what is false everywhere is left out
-    columns = [
-        spec.name
-        for spec in fields(kind)
-        if not (spec.default is False or spec.name in OFFLOADING)
-        or any(getattr(record, spec.name) for record in records)
-    ]
+    names = [spec.name for spec in fields(kind) if _is_column(spec, kind, records)]
     return {
-        "columns": [IN_FILES.get(name, name) for name in columns],
-        "rows": [[_plain(getattr(record, name)) for name in columns] for record in records],
+        "columns": [_key(name) for name in names],
+        "rows": [[_plain(getattr(record, name)) for name in names] for record in records],
     }
 
 
+def _is_column(spec: Field[Any], kind: type, records: tuple[Any, ...]) -> bool:
+    is_rare = spec.default is False or spec.name in WHERE_SET.get(kind, ())
+    return not is_rare or any(getattr(record, spec.name) for record in records)
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, Run | GraphRun):  # most are first runs
+        return value[0] if value.is_first else list(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
     if isinstance(value, Remat):
         return [_plain(getattr(value, spec.name)) for spec in fields(Remat)]
-    if isinstance(value, tuple):
-        is_schedule = any(isinstance(item, Run | GraphRun) for item in value)
-        return _runs(value) if is_schedule else [_plain(item) for item in value]
-    return value
-
-
-def _rows(table: dict[str, Any]) -> list[dict[str, Any]]:
-    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-
-
-def _graphs(table: dict[str, Any]) -> tuple[Graph, ...]:
-    return tuple(
-        Graph(
-            fingerprint=row["fingerprint"],
-            in_model=row["in_model"],
-            returned=tuple(row["returned"]),
-            missing=tuple(row["missing"]),
-            schedule=_runs_from(row["schedule"], GraphRun),
-            tangent_bytes=row["tangent_bytes"],
-            inputs=tuple(row["inputs"]),
-            # plans made before these were known are still read
-            structure=row.get("structure", ""),
-            later_bytes=row.get("later_bytes", 0),
-            num_outputs=row.get("num_outputs", 0),
-            num_mutated=row.get("num_mutated", 0),
-            releases=tuple((op, after) for op, after in row.get("releases", ())),
-            apart=tuple(row.get("apart", ())),
-        )
-        for row in _rows(table)
-    )
-
-
-def _pairs(pairs: list[list[str]]) -> tuple[tuple[str, str], ...]:
-    return tuple((what, value) for what, value in pairs)
-
-
-def _node(row: dict[str, Any]) -> Node:
-    return Node(
-        **{
-            **{name: value for name, value in row.items() if name != "recipes"},
-            "region": Region(row["region"]),
-            "kind": Kind(row["kind"]),
-            "reads": tuple(row["reads"]),
-            "holds": tuple(row["holds"]),
-            "makes": tuple(row["makes"]),
-            "eager_reads": tuple(row.get("eager_reads", ())),
-            "remats": tuple(_remat(values) for values in row["recipes"]),
-        }
-    )
-
-
-def _remat(values: list[Any]) -> Remat:
-    rule, action, reads, holds, makes, seconds, workspace = values
-    return Remat(
-        rule=rule,
-        action=Action(action),
-        reads=tuple(reads),
-        holds=tuple(holds),
-        makes=tuple(makes),
-        seconds=seconds,
-        workspace_bytes=workspace,
-    )
-
-
-MOST = 2**50
-"""More bytes than any machine has, and few enough to be added up."""
-
-Check = Callable[[Any], bool]
+    if isinstance(value, Schedule):
+        return _plain(value.runs)
+    return to_dict(value) if is_dataclass(value) else value
 
 
 def check_types(record: Any) -> None:
     """ValueError for the first field whose value is not of its type, or is a number beyond all measure."""
     kind: type = type(record)
-    for name, fits in _checks(kind):
-        if not fits(getattr(record, name)):
-            raise ValueError(f"{kind.__name__}.{name} is {getattr(record, name)!r:.80}")
+    _read_record(kind, {key: getattr(record, name) for name, key, _, _ in _fields(kind)})
+
+
+def _read_record(kind: type, values: Mapping[str, Any]) -> Any:
+    found = {}
+    for name, key, read, is_optional in _fields(kind):
+        if key in values:
+            try:
+                found[name] = read(values[key])
+            except TypeError as error:
+                raise ValueError(f"{kind.__name__}.{name} is {values[key]!r:.80}") from error
+        elif not is_optional:
+            raise KeyError(key)
+    return kind(**found)
 
 
 @cache
-def _checks(kind: type) -> tuple[tuple[str, Check], ...]:
+def _fields(kind: type) -> tuple[tuple[str, str, Reader, bool], ...]:
+    """(name, key in files, reader, whether a file may lack it) of each field."""
     hints = get_type_hints(kind)
-    names = [spec.name for spec in fields(kind)] if is_dataclass(kind) else list(hints)
-    return tuple((name, _check_of(hints[name])) for name in names)
-
-
-def _check_of(hint: Any) -> Check:
-    if hint is int:
-        return lambda value: type(value) is int and abs(value) <= MOST
-    if hint is float:
-        return lambda value: type(value) in (int, float) and isfinite(value) and 0 <= value <= MOST
-    if hint in (str, bool) or (isinstance(hint, type) and issubclass(hint, Enum)):
-        return lambda value: isinstance(value, hint)
-    if get_origin(hint) in (Union, types.UnionType):
-        options = [_check_of(option) for option in get_args(hint) if option is not types.NoneType]
-        return lambda value: value is None or any(fits(value) for fits in options)
-    if get_origin(hint) is tuple:
-        return _tuple_check(get_args(hint))
-    return _record_check(hint)
-
-
-def _tuple_check(hints: tuple[Any, ...]) -> Check:
-    if hints[-1] is Ellipsis:
-        fits = _check_of(hints[0])
-        return lambda value: isinstance(value, tuple) and all(map(fits, value))
-    each = [_check_of(hint) for hint in hints]
-    return lambda value: (
-        isinstance(value, tuple) and all(fits(item) for fits, item in zip(each, value, strict=True))
+    optional = {spec.name for spec in fields(kind) if spec.default is not MISSING} - ALWAYS
+    return tuple(
+        (spec.name, _key(spec.name), _reader(hints[spec.name]), spec.name in optional)
+        for spec in fields(kind)
     )
 
 
-def _record_check(kind: type) -> Check:
-    """A record inside of another one; it names its own field."""
+@cache
+def _reader(hint: Any) -> Reader:
+    """A function from JSON to a value of type `hint`; TypeError for a value of another type."""
+    arguments = get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        read = _reader(arguments[0])
+        return lambda value: None if value is None else read(value)
+    if get_origin(hint) is tuple:
+        return _tuple_reader(*arguments)
+    if hint in (Run, GraphRun):
+        return lambda value: _read_run(hint, value)
+    if hint is Schedule:
+        runs = _tuple_reader(Run, ...)
+        return lambda value: Schedule(runs=runs(value))
+    if hint is Remat:
+        names = [_key(spec.name) for spec in fields(Remat)]
+        return lambda value: _read_record(Remat, dict(zip(names, value, strict=True)))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return lambda value: _read_record(hint, _known(hint, value))
+    if issubclass(hint, Enum):
+        make: Reader = hint
+        return make
+    return {int: _read_int, float: _read_float}.get(hint, lambda value: _read_instance(hint, value))
 
-    def fits(value: Any) -> bool:
-        if not isinstance(value, kind):
-            return False
-        check_types(value)
-        return True
 
-    return fits
+def _tuple_reader(first: Any, *others: Any) -> Reader:
+    if others != (...,):
+        each = [_reader(hint) for hint in (first, *others)]
+        return lambda value: tuple(read(item) for read, item in zip(each, _items(value), strict=True))
+    if first in TABLES:
+        return lambda value: tuple(_read_rows(first, value["columns"], value["rows"]))
+    read = _reader(first)
+    return lambda value: tuple(map(read, _items(value)))
+
+
+def _read_rows(kind: type, columns: list[str], rows: list[list[Any]]) -> Iterator[Any]:
+    _known(kind, dict.fromkeys(columns))
+    for row in rows:
+        yield _read_record(kind, dict(zip(columns, row, strict=True)))
+
+
+def _known(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """ValueError for keys that no field has."""
+    unknown = values.keys() - {key for _, key, _, _ in _fields(kind)}
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no {min(unknown)!r:.80}")
+    return values
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, tuple) else _read_instance(list, value)
+
+
+def _read_run(kind: type, value: Any) -> Any:
+    number, rule = (value, "") if type(value) is int else value
+    return kind(_read_int(number), _read_instance(str, rule))
+
+
+def _read_int(value: Any) -> int:
+    if type(value) is not int or abs(value) > LARGEST:
+        raise TypeError
+    return value
+
+
+def _read_float(value: Any) -> Any:
+    if type(value) not in (int, float) or not isfinite(value) or not 0 <= value <= LARGEST:
+        raise TypeError
+    return value
+
+
+def _read_instance(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError
+    return value
 
 
 def check_step(step: Step) -> None:
@@ -372,7 +293,10 @@ def check_step(step: Step) -> None:
     order = list(Region)
     if any(order.index(one.region) > order.index(other.region) for one, other in pairwise(step.nodes)):
         raise ValueError("the regions are out of order")
-    _check_makers(step)
+    is_sharded = any(node.segment < 0 for node in step.nodes)  # gathered parameters come and go
+    made = [s for node in step.nodes for s in node.makes if not step.storages[s].static]
+    if not is_sharded and len(made) != len(set(made)):
+        raise ValueError("a storage is made twice")
     num_segments = max((node.segment for node in step.nodes), default=-1) + 1
     if step.graphs and num_segments != len(step.graphs):
         raise ValueError(f"there are {len(step.graphs)} graphs, and nodes of {num_segments}")
@@ -383,31 +307,13 @@ def _check_node(step: Step, position: int, node: Node) -> None:
         raise ValueError(f"node {position} is out of order")
     again = [read for remat in node.remats for read in remat.reads]
     if not all(0 <= read < len(step.nodes) for read in (*again, *node.eager_reads)):
-        raise ValueError(f"node {position} is made again from what is not there")
+        raise ValueError(f"node {position} is rematerialized from a node that does not exist")
     if not node.on_demand and any(step.nodes[read].on_demand for read in node.reads):
-        raise ValueError(f"node {position} reads what need not run")
-    _check_holds(step, position, node)
-    for remat in node.remats:
-        _check_holds(step, position, remat)
-
-
-def _check_holds(step: Step, position: int, source: Node | Remat) -> None:
-    """A value refers to what it makes, and to what it shares with a value that it reads."""
-    if not all(0 <= storage < len(step.storages) for storage in (*source.holds, *source.makes)):
-        raise ValueError(f"node {position} holds a storage that is not there")
-    found = {*source.makes, *(s for read in source.reads for s in step.nodes[read].holds)}
-    if any(s not in found and not step.storages[s].static for s in source.holds):
-        raise ValueError(f"node {position} holds a storage that it neither makes nor reads")
-
-
-def _check_makers(step: Step) -> None:
-    """A block is made once; but for parameters that processes gather (segment -1), which come and go."""
-    if any(node.segment < 0 for node in step.nodes):
-        return
-    made = [s for node in step.nodes for s in _blocks(step, node.makes)]
-    if len(made) != len(set(made)):
-        raise ValueError("a storage is made twice")
-
-
-def _blocks(step: Step, storages: Iterable[int]) -> list[int]:
-    return [s for s in storages if not step.storages[s].static]
+        raise ValueError(f"node {position} always runs and reads a node that runs on demand")
+    sources: tuple[Node | Remat, ...] = (node, *node.remats)
+    for source in sources:
+        if not all(0 <= storage < len(step.storages) for storage in (*source.holds, *source.makes)):
+            raise ValueError(f"node {position} refers to a storage that does not exist")
+        found = {*source.makes, *(s for read in source.reads for s in step.nodes[read].holds)}
+        if any(s not in found and not step.storages[s].static for s in source.holds):
+            raise ValueError(f"node {position} refers to a storage that it neither makes nor reads")
