@@ -139,7 +139,7 @@ class Plan:
 
     def to_csv(self, folder: str | Path) -> list[Path]:
         """Write `ac_decisions.csv`."""
-        from lowtide.report.csvs import write_decisions
+        from lowtide.report.exports import write_decisions
 
         return [
             write_decisions(Path(folder) / "ac_decisions.csv", self.decisions, device=self.solution.device)

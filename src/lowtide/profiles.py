@@ -124,7 +124,7 @@ class Profile:
 
     def to_csv(self, folder: str | Path) -> list[Path]:
         """Write `node_stats.csv` and `activation_stats.csv`."""
-        from lowtide.report.csvs import write_activation_stats, write_node_stats
+        from lowtide.report.exports import write_activation_stats, write_node_stats
 
         out = Path(folder)
         return [

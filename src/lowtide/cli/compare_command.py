@@ -151,7 +151,7 @@ def _time(ratio: float | None, noise: float | None) -> str:
 def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: str, device: str) -> None:
     """All files for the methods so far; before the last they say that more are to come."""
     from lowtide.cli.output_files import environment, write_experiment
-    from lowtide.report.csvs import write_compare
+    from lowtide.report.exports import write_compare
 
     rows = [result.row for result in found]
     write_compare(out / CSV, rows if finished else [*rows, MORE])

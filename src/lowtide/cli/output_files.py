@@ -1,10 +1,7 @@
-"""The files between commands: `profile.json` and `plan.json`, each with the target it was made for.
+"""The files that commands write and read.
 
-What to type next, ready to be copied.
-
-What commands that write a folder share: plots where they can be drawn, and how it was measured.
-
-Everything that `lowtide run` leaves in its folder.
+`profile.json` and `plan.json` go from one command to the next, each with the target that it was made for, and
+the next command to type is told. Experiments write JSON, plots and a report; `lowtide run` writes everything.
 """
 
 import logging
@@ -32,11 +29,10 @@ from lowtide.facts.sizes import parse_budget
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
-from lowtide.report.chrome_trace import write_trace
-from lowtide.report.csvs import write_tradeoff, write_transfers
+from lowtide.report.exports import write_trace, write_tradeoff, write_transfers
 from lowtide.report.html import render_report
 from lowtide.report.results import Environment, environment_here
-from lowtide.report.transfers import store_use
+from lowtide.report.times import store_use
 from lowtide.units import round_up_size
 from lowtide.zoo.targets import TargetSpec
 

@@ -231,7 +231,7 @@ def _write(
 ) -> None:
     """All files for the sizes so far, for whoever stops the sweep; they say which are `pending`."""
     from lowtide.cli.output_files import environment, write_experiment
-    from lowtide.report.csvs import write_sweep
+    from lowtide.report.exports import write_sweep
 
     write_sweep(out / CSV, [*rows, *(_pending(batch_size) for batch_size in pending)])
     write_experiment(

@@ -1,7 +1,4 @@
-"""What a command tells about a profile or a plan: as data for `--json`, and as tables from that data.
-
-What a verification tells: as data for `--json` and as a table.
-"""
+"""Profiles, plans and verifications as commands tell them: data for `--json`, and tables from that data."""
 
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any

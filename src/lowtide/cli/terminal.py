@@ -1,8 +1,6 @@
-"""Exit codes, and which error ends with which.
+"""One command's talk with the user: data on stdout, progress and errors on stderr.
 
-Tables, and the folder that a command writes into.
-
-One command's talk with the user: data on stdout, progress and errors on stderr.
+With the exit codes and which error ends with which, tables, and the folder that a command writes into.
 """
 
 import json

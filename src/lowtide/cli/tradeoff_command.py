@@ -163,7 +163,7 @@ def _write(
     measured: bool,
 ) -> None:
     from lowtide.cli.output_files import environment, write_experiment
-    from lowtide.report.csvs import write_tradeoff
+    from lowtide.report.exports import write_tradeoff
 
     step, curves = profile.step, {"tradeoff": curve.points, "without_offload": without_offload}
     write_tradeoff(out / CSV, curve.points, step_seconds=profile.step_seconds, device=step.device)

@@ -1,13 +1,16 @@
-"""CSV files, static plots, a Chrome trace and one self-contained HTML page from facts.
+"""CSV files, static plots, a Chrome trace and one self-contained HTML page, from facts.
 
 Nothing here imports torch: a report can be made on another machine than the one that measured.
 
-- `records`: measured results, as any command fills them
-- `csvs`, `trace`: files for programs
-- `plots`, `step_plots`, `experiment_plots`, `figures`, `palette`: static plots
-- `html`, `answer`, `payload`, `embed`: the page, its first lines, the data of its charts
-- `traffic`: transfers to a store and back
-- `summary`, `notebook`, `environment`: what the library itself shows: text, notebooks, when and with what
-- `held`, `around`, `explain`: who holds the peak; the graph around an activation; one decision in words
-- `times`, `words`: where the time goes; how numbers are written
+- `results`: what was measured and how, as records that any command fills
+- `style`: labels, colours and numbers; figures for plots
+- `times`: where the time of a step goes; transfers to a store and back
+- `live_tensors`: which tensors are live at the peak, by module and by line of source
+- `explanation`: what a plan does with one activation, and the graph around it
+- `answer`: the first lines of the page: does it fit, what does it cost, is it exact
+- `payload`: the data of the page's charts, packed
+- `html`: the page
+- `step_plots`, `experiment_plots`, `plots`: static plots of a step, of experiments, all into a folder
+- `exports`: CSV files and the Chrome trace, for other programs
+- `notebook`: a profile, a plan or a verification as text and as SVG
 """

@@ -4,18 +4,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.report import style
-from lowtide.report.figures import (
+from lowtide.report.results import CompareRow, SweepRow, SweepStatus, TradeoffPoint
+from lowtide.report.style import (
     INK,
     MUTED,
+    added,
     byte_unit,
     label_axes,
     legend,
     new_figure,
+    percent,
+    size,
     time_unit,
     write_beside,
 )
-from lowtide.report.results import CompareRow, SweepRow, SweepStatus, TradeoffPoint
-from lowtide.report.style import added, percent, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
-"""The graph around an activation, without and with a plan: what it is made of, and who reads it.
+"""What a plan does with one activation, and why: as rows of text, and as the graph around it.
 
-What a plan does with one activation, and why, as rows of text.
+The graph has the ops that make the activation and those that read it, without and with the plan.
 """
 
 from collections.abc import Sequence

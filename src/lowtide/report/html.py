@@ -17,15 +17,13 @@ from markupsafe import Markup
 from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
 from lowtide.planning.schedules import as_eager
 from lowtide.planning.simulate import Timeline
-from lowtide.report import style as palette
-from lowtide.report import style as words
-from lowtide.report import times
+from lowtide.report import style, times
 from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict, unfinished_verdict
 from lowtide.report.explanation import pack_around
 from lowtide.report.live_tensors import LiveTensor, by_module, by_source, flame, live_at_peak
 from lowtide.report.payload import WITH, WITHOUT, page_data, script_json
 from lowtide.report.results import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
-from lowtide.report.transfers import store_use
+from lowtide.report.times import store_use
 
 STORE_PICTURE = (1000, 180)
 """Width and height of the picture of what goes to the store and back."""
@@ -87,7 +85,7 @@ def render_report(
     use = store_use(step, after) if step is not None else None
     holders = _holders(step, before, after)
     held_tree = by_module(holders)
-    style = Markup(_text("vendor/uplot/uPlot.min.css") + _text("templates/style.css"))
+    sheet = Markup(_text("vendor/uplot/uPlot.min.css") + _text("templates/style.css"))
     scripts = [_text("vendor/uplot/uPlot.iife.min.js"), *(_text(f"templates/{name}") for name in _SCRIPTS)]
     return (
         _environment()
@@ -96,7 +94,7 @@ def render_report(
             title=title,
             environment=environment,
             policy=_policy(scripts),
-            style=style,
+            style=sheet,
             licence=_text("vendor/uplot/LICENSE"),
             scripts=[Markup(script) for script in scripts],
             data=script_json(data),
@@ -111,7 +109,7 @@ def render_report(
             tradeoff=points,
             without_offload=without_offload,
             step_seconds=plain_seconds,
-            how_timed=words.HOW_TIMED,
+            how_timed=style.HOW_TIMED,
             sweep=sweep,
             sweep_whole=_largest(
                 [
@@ -136,19 +134,19 @@ def render_report(
             notes=list(
                 dict.fromkeys((*notes, *(solution.notes if solution else ()), *(step.notes if step else ())))
             ),
-            kinds=[(str(kind), palette.LABELS[kind], palette.COLOURS[kind]) for kind in palette.STACK],
+            kinds=[(str(kind), style.LABELS[kind], style.COLOURS[kind]) for kind in style.STACK],
             store=use,
             store_lines=use.lines(*STORE_PICTURE) if use else [],
             store_picture=STORE_PICTURE,
-            directions=palette.DIRECTIONS,
+            directions=style.DIRECTIONS,
             labels={"before": WITHOUT, "after": WITH},
-            colours={"before": palette.BEFORE, "after": palette.AFTER},
+            colours={"before": style.BEFORE, "after": style.AFTER},
         )
     )
 
 
-_PART_COLOURS = {str(region): colour for region, colour in palette.REGION_COLOURS.items()} | {
-    times.RECOMPUTE: palette.RECOMPUTE
+_PART_COLOURS = {str(region): colour for region, colour in style.REGION_COLOURS.items()} | {
+    times.RECOMPUTE: style.RECOMPUTE
 }
 
 
@@ -161,12 +159,12 @@ def _environment() -> JinjaEnvironment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        added=words.added,
-        breakable=words.breakable,
-        duration=words.duration,
-        noisy=words.is_noisy,
-        percent=words.percent,
-        size=words.size,
+        added=style.added,
+        breakable=style.breakable,
+        duration=style.duration,
+        noisy=style.is_noisy,
+        percent=style.percent,
+        size=style.size,
     )
     return environment
 
@@ -208,7 +206,7 @@ def _breakdown(before: Timeline | None, after: Timeline | None) -> list[dict[str
     for key, timeline in (("before", before), ("after", after)):
         if timeline is not None:
             at = timeline.peak_position
-            parts = [int(timeline.bytes_by_kind[kind][at]) for kind in palette.STACK]
+            parts = [int(timeline.bytes_by_kind[kind][at]) for kind in style.STACK]
             rows.append({"run": key, "peak": timeline.peak_bytes, "node": timeline.peak_node, "parts": parts})
     return rows
 

@@ -1,6 +1,4 @@
-"""A profile or a plan in a few lines of text, and as rows for a notebook.
-
-What a notebook shows of a profile, a plan or a verification: a few figures and the timeline, as SVG.
+"""A profile, a plan or a verification in a few lines of text, and as a notebook shows it: figures and SVG.
 
 Without scripts, which notebooks do not run for others, and with every text escaped.
 """

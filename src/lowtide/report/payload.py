@@ -1,10 +1,8 @@
-"""Pack data for a page that must stay small, and put it there so that it can only ever be data.
+"""The data behind the page's charts, packed so that the page stays small and data can only ever be data.
 
-Whole-number series change little from one run to the next: they are stored as differences, in
-bytes of seven bits, as base64. Repeated strings are stored once and referred to by index.
-`templates/decode.js` is the other half.
-
-The data behind the page's charts, in the compact form that `templates/decode.js` reads.
+Series of whole numbers change little from one run to the next: they are stored as differences, in bytes of
+seven bits, as base64. Repeated strings are stored once and referred to by index. `templates/decode.js` is the
+other half.
 """
 
 import base64
@@ -19,7 +17,7 @@ from lowtide.planning.simulate import Timeline, source_of
 from lowtide.report import style
 from lowtide.report.results import TradeoffPoint
 from lowtide.report.style import COLOURS, DIRECTIONS, LABELS, STACK
-from lowtide.report.transfers import run_waits, traffic_of
+from lowtide.report.times import run_waits, traffic_of
 
 
 def pack_integers(values: Iterable[int]) -> str:

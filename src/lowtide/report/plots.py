@@ -11,7 +11,6 @@ from lowtide.report.experiment_plots import (
     plot_peak_by_batch_size,
     plot_tradeoff,
 )
-from lowtide.report.figures import name_figure, save_figure
 from lowtide.report.results import CompareRow, SweepRow, TradeoffPoint
 from lowtide.report.step_plots import (
     plot_activation_sizes,
@@ -22,23 +21,8 @@ from lowtide.report.step_plots import (
     plot_peak_breakdown,
     plot_transfers,
 )
-from lowtide.report.transfers import store_use
-
-__all__ = [
-    "plot_activation_sizes",
-    "plot_before_after",
-    "plot_latency_by_batch_size",
-    "plot_memory_by_rank",
-    "plot_methods",
-    "plot_node_memory",
-    "plot_node_seconds",
-    "plot_peak_breakdown",
-    "plot_peak_by_batch_size",
-    "plot_tradeoff",
-    "plot_transfers",
-    "save_figure",
-    "write_plots",
-]
+from lowtide.report.style import name_figure, save_figure
+from lowtide.report.times import store_use
 
 
 def write_plots(

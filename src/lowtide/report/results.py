@@ -1,9 +1,7 @@
-"""What the report shows besides facts: measured results and how they were measured.
+"""What the report shows besides facts: measured results, and when and with what they were measured.
 
 All of them are plain frozen records, so that any command can fill them and any section of the
 report can be left out. None stands for "not measured"; it is never shown as a number.
-
-When and with what a report was made.
 """
 
 import datetime

@@ -8,20 +8,21 @@ import numpy as np
 from lowtide.facts import Activation, Region, Step
 from lowtide.planning.simulate import Timeline
 from lowtide.report import style
-from lowtide.report.csvs import active_bytes
-from lowtide.report.figures import (
+from lowtide.report.exports import active_bytes
+from lowtide.report.style import (
     INK,
     MUTED,
     byte_unit,
+    duration,
     label_axes,
     legend,
     new_figure,
     new_panels,
+    size,
     time_unit,
     write_beside,
 )
-from lowtide.report.style import duration, size
-from lowtide.report.transfers import READ, WRITE, StoreUse, run_starts
+from lowtide.report.times import READ, WRITE, StoreUse, run_starts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
