@@ -19,7 +19,7 @@ from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
 from lowtide.facts.serial import solution_to_dict
 from lowtide.facts.sizes import parse_size
 from lowtide.offload import open_store
-from lowtide.optim.joined_optimizers import as_one
+from lowtide.optim.joined_optimizers import join_optimizers
 from lowtide.parallel.agreement import plan_together
 from lowtide.parallel.ranks import Ranks, counting_buckets, ranks_of
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding
@@ -117,7 +117,7 @@ class _Training:
             return capture(
                 ddp.unwrapped(model),
                 batch,
-                optimizer=as_one(self.optimizer),
+                optimizer=join_optimizers(self.optimizer),
                 loss=self.loss,
                 accumulate=self.accumulate,
                 reserve_bytes=self.reserve_bytes,
@@ -374,7 +374,9 @@ def _copyable(
             "train the sharded one with and without its plan and compare"
         )
     applied, device = runner_of(model), device_of(model, batch)
-    target = Target(type(model).__name__, model, batch, as_one(optimizer), loss, within=autocast_here(device))
+    target = Target(
+        type(model).__name__, model, batch, join_optimizers(optimizer), loss, within=autocast_here(device)
+    )
     remove(model)
     try:
         with torch.autocast(device.type, enabled=False):

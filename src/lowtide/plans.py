@@ -102,11 +102,11 @@ class Plan:
         """Let `model` train by this plan, in place; returns the same object.
 
         Another batch shape gets a plan of its own for the same budget when it first comes. A plan from a file
-        that steps in backward, or in pieces, needs the `optimizer`. Of a DistributedDataParallel the model
+        that steps in backward, or in chunks, needs the `optimizer`. Of a DistributedDataParallel the model
         inside gets the plan. Where several processes train the model (those of `process_group`, by default
         of the wrapper's, or all), each has to call this, with the same plan.
         """
-        from lowtide.optim.joined_optimizers import as_one
+        from lowtide.optim.joined_optimizers import join_optimizers
         from lowtide.parallel.agreement import check_together
         from lowtide.parallel.rank_failure import guard_ranks
         from lowtide.parallel.ranks import ranks_of
@@ -117,7 +117,7 @@ class Plan:
         inner, ranks = unwrapped(model), ranks_of(model, process_group)
         if ranks is not None:
             check_together(ranks, self, lambda: check_identity(self, identify_model(inner)))
-        apply_plan(self, inner, optimizer=as_one(optimizer))
+        apply_plan(self, inner, optimizer=join_optimizers(optimizer))
         guard_ranks(model, process_group)
         return model
 

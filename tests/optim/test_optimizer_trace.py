@@ -13,7 +13,7 @@ import lowtide
 from lowtide.analyze.captured_step import capture
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind, Region, Step
-from lowtide.optim.shadow_optimizer import held_tensors
+from lowtide.optim.shadow_optimizer import tensors_of
 from lowtide.planning.schedules import reserve
 from lowtide.profiling.costing import measure_costs
 from lowtide.verification.peak import peak_above_start
@@ -202,7 +202,7 @@ class Average(torch.optim.Optimizer):
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return sum(tensor.nbytes for tensor in held_tensors(optimizer) if id(tensor) not in own)
+    return sum(tensor.nbytes for tensor in tensors_of(optimizer) if id(tensor) not in own)
 
 
 ESTIMATED = {

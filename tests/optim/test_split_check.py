@@ -1,4 +1,4 @@
-"""What pieces of an optimizer's step hold inside, told from a trace of the whole step."""
+"""What chunks of an optimizer's step hold inside, told from a trace of the whole step."""
 
 from functools import partial
 
@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lowtide.optim import split_check
-from lowtide.optim.optimizer_estimate import estimate
 from lowtide.optim.optimizer_trace import trace_optimizer
-from lowtide.optim.split_check import pieces_bytes, split_of
+from lowtide.optim.shadow_optimizer import estimate
+from lowtide.optim.split_check import check_split, chunked_step_bytes
 from lowtide.verification.peak import peak_above_start
 
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 20)
@@ -42,9 +42,11 @@ def test_the_whole_step_tells_what_pieces_hold(kind):
     parameters = make_parameters()
     optimizer = KINDS[kind]([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.01}])
     traced = trace_optimizer(optimizer, {id(parameter) for parameter in parameters[:-1]})
-    for slices in (False, True):
-        told = pieces_bytes(optimizer, traced, slices=slices, sizes=SIZES)
-        every = split_check._pieces_bytes(traced.double, None, slices=slices, sizes=SIZES)
+    for within_parameters in (False, True):
+        told = chunked_step_bytes(optimizer, traced, within_parameters=within_parameters, sizes=SIZES)
+        every = split_check._chunked_step_bytes(
+            traced.shadow, None, within_parameters=within_parameters, sizes=SIZES
+        )
         assert told == every
     assert told[SIZES[-1]] == traced.peak_bytes
 
@@ -70,7 +72,10 @@ def test_equal_layers_are_not_traced_again(monkeypatch):
     optimizer = torch.optim.Adam(parameters)
     traced = trace_optimizer(optimizer, {id(parameter) for parameter in parameters})
     monkeypatch.setattr(split_check, "recorded_bytes", count)
-    assert max(pieces_bytes(optimizer, traced, slices=False, sizes=SIZES).values()) == traced.peak_bytes
+    assert (
+        max(chunked_step_bytes(optimizer, traced, within_parameters=False, sizes=SIZES).values())
+        == traced.peak_bytes
+    )
     assert not recorded
 
 
@@ -79,11 +84,11 @@ def test_two_slices_hold_as_much_as_all_of_them():
     optimizer = torch.optim.Adam([parameter])
     traced = trace_optimizer(optimizer, {id(parameter)})
     size = parameter.nbytes // 8
-    told = pieces_bytes(optimizer, traced, slices=True, sizes=[size])[size]
+    told = chunked_step_bytes(optimizer, traced, within_parameters=True, sizes=[size])[size]
     with torch.no_grad():
-        fake = traced.double.fakes[id(parameter)]
-        whole = partial(split_check.step_in_slices, traced.double.optimizer, fake, len(fake) // 8)
-        assert told == split_check.recorded_bytes(whole, traced.double.mode)
+        fake = traced.shadow.fakes[id(parameter)]
+        whole = partial(split_check.step_in_rows, traced.shadow.optimizer, fake, len(fake) // 8)
+        assert told == split_check.recorded_bytes(whole, traced.shadow.mode)
 
 
 def test_looking_at_an_optimizer_leaves_every_generator_alone(monkeypatch):
@@ -97,7 +102,7 @@ def test_looking_at_an_optimizer_leaves_every_generator_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seed_all)
     parameters = make_parameters()
     before = torch.get_rng_state()
-    split_of(torch.optim.SGD(parameters, lr=0.123))
+    check_split(torch.optim.SGD(parameters, lr=0.123))
     estimate(torch.optim.LBFGS(parameters), {id(parameter) for parameter in parameters})
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -111,16 +116,16 @@ def test_single_elements_are_tried_in_the_dtype_of_the_parameters(dtype):
     for _ in range(3):
         whole.grad = single.grad = torch.linspace(-3, 5, 67).to(dtype)[:, None]
         optimizers[0].step()
-        split_check.step_in_slices(optimizers[1], single, 1)
-    assert split_of(build([whole])).slices == torch.equal(whole, single)
+        split_check.step_in_rows(optimizers[1], single, 1)
+    assert check_split(build([whole])).within_parameters == torch.equal(whole, single)
 
 
 def test_a_split_is_found_once(monkeypatch):
-    found, small = [], split_check.small_one
-    monkeypatch.setattr(split_check, "small_one", lambda *args: (found.append(args), small(*args))[1])
+    found, small = [], split_check.small_optimizer
+    monkeypatch.setattr(split_check, "small_optimizer", lambda *args: (found.append(args), small(*args))[1])
     for lr, times in ((0.0123, 3), (0.0123, 3), (0.0124, 6)):
-        split_of(torch.optim.Adam(make_parameters(), lr=lr))
+        check_split(torch.optim.Adam(make_parameters(), lr=lr))
         assert len(found) == times
     for number in range(2 * split_check.MOST_KNOWN):
-        split_of(torch.optim.SGD(make_parameters()[:1], lr=number))
+        check_split(torch.optim.SGD(make_parameters()[:1], lr=number))
     assert len(split_check._known) == split_check.MOST_KNOWN

@@ -1,4 +1,4 @@
-"""An optimizer's step in pieces leaves the same behind as its whole step."""
+"""An optimizer's step in chunks leaves the same behind as its whole step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ from training import Target, measured_peak, twin
 import lowtide
 from lowtide.analyze import optimizer_facts
 from lowtide.optim import split_step
-from lowtide.optim.split_check import split_of
-from lowtide.optim.split_step import Pieces, step_in_slices, take_step
+from lowtide.optim.split_check import check_split
+from lowtide.optim.split_step import SplitStep, step_in_rows, take_step
 
 SHAPES = [(37, 11), (5,), (), (64, 3, 3), (1, 7), (129,)]
 
@@ -48,20 +48,20 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_pieces_and_slices_leave_the_same_behind(name: str) -> None:
     build = BUILDS[name]
     whole = trained(build, lambda optimizer, _: optimizer.step())
-    slices = name != "fused"
-    for piece_bytes in (1, 100, 1000, 1 << 20):
+    within_parameters = name != "fused"
+    for chunk_bytes in (1, 100, 1000, 1 << 20):
 
         def take(
-            optimizer: torch.optim.Optimizer, every: list[nn.Parameter], size: int = piece_bytes
+            optimizer: torch.optim.Optimizer, every: list[nn.Parameter], size: int = chunk_bytes
         ) -> None:
-            take_step(optimizer, every, slices=slices, piece_bytes=size)
+            take_step(optimizer, every, within_parameters=within_parameters, chunk_bytes=size)
 
         found = trained(build, take)
-        assert same(whole, found), piece_bytes
+        assert same(whole, found), chunk_bytes
 
     def hooked(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         grads = [parameter.grad for parameter in parameters]
-        steps = Pieces([optimizer], slices=slices, piece_bytes=100)
+        steps = SplitStep([optimizer], within_parameters=within_parameters, chunk_bytes=100)
         steps.open()
         optimizer.step()
         steps.close()
@@ -72,20 +72,20 @@ def test_pieces_and_slices_leave_the_same_behind(name: str) -> None:
 
 def test_which_optimizers_can_be_cut() -> None:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    can = {name for name, build in BUILDS.items() if split_of(build(parameters)).slices}
+    can = {name for name, build in BUILDS.items() if check_split(build(parameters)).within_parameters}
     # one that rounds the last few elements otherwise than those in vectors cannot be cut
     assert can >= set(BUILDS) - {"fused"}
-    assert all(split_of(build(parameters)).apart for build in BUILDS.values())
-    factored = split_of(torch.optim.Adafactor(parameters))
-    assert factored.apart and not factored.slices
-    assert not split_of(torch.optim.LBFGS(parameters)).apart
+    assert all(check_split(build(parameters)).by_parameter for build in BUILDS.values())
+    factored = check_split(torch.optim.Adafactor(parameters))
+    assert factored.by_parameter and not factored.within_parameters
+    assert not check_split(torch.optim.LBFGS(parameters)).by_parameter
 
 
 def test_rows_of_a_slice_are_written_to_the_state_of_the_whole() -> None:
     parameter = nn.Parameter(torch.randn(50, 4))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.randn(50, 4)
-    step_in_slices(optimizer, parameter, 7)
+    step_in_rows(optimizer, parameter, 7)
     assert list(optimizer.state) == [parameter]
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], parameter.grad)
 
@@ -103,7 +103,7 @@ def test_a_closure_runs_before_the_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     """As Lightning takes steps."""
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    steps = Pieces([optimizer], slices=True)
+    steps = SplitStep([optimizer], within_parameters=True)
     steps.open()
     ran = []
 
@@ -129,7 +129,7 @@ def test_a_closure_runs_before_the_pieces(monkeypatch: pytest.MonkeyPatch) -> No
 def test_other_closures_and_later_hooks_let_the_step_go_whole(caplog: pytest.LogCaptureFixture) -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = Twice([parameter], lr=1.0)
-    steps = Pieces([optimizer], slices=True)
+    steps = SplitStep([optimizer], within_parameters=True)
     steps.open()
 
     def closure() -> float:
@@ -139,13 +139,13 @@ def test_other_closures_and_later_hooks_let_the_step_go_whole(caplog: pytest.Log
     assert optimizer.step(closure) == 1.0
     assert parameter.sum() == 0
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    later = Pieces([optimizer], slices=True)
+    later = SplitStep([optimizer], within_parameters=True)
     later.open()
 
-    def double(*_: Any) -> None:
+    def shadow(*_: Any) -> None:
         parameter.grad.mul_(2)
 
-    optimizer.register_step_pre_hook(double)
+    optimizer.register_step_pre_hook(shadow)
     optimizer.step()
     assert parameter.sum() == -32
     assert sum("step goes whole" in record.getMessage() for record in caplog.records) == 2
@@ -157,7 +157,7 @@ def test_the_optimizers_temporaries_do_not_set_the_floor(
     monkeypatch: pytest.MonkeyPatch, foreach: bool
 ) -> None:
     sizes = tuple(1 << n for n in (20, 22, 24))
-    monkeypatch.setattr(optimizer_facts, "PIECE_SIZES", sizes)
+    monkeypatch.setattr(optimizer_facts, "CHUNK_SIZES", sizes)
     model = nn.Sequential(nn.Embedding(6000, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     batch = torch.randint(0, 6000, (4,))
     optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
@@ -169,7 +169,7 @@ def test_the_optimizers_temporaries_do_not_set_the_floor(
     assert not found.plan("100%").solution.optimizer_in_chunks
     insides = [inside for _, inside in found.step.optimizer_chunks]
     assert [size for size, _ in found.step.optimizer_chunks] == list(sizes) and insides == sorted(insides)
-    # a budget between what two sizes need takes the larger pieces that fit
+    # a budget between what two sizes need takes the larger chunks that fit
     for (size, inside), more in zip(found.step.optimizer_chunks, (0, 1, 5000), strict=True):
         budget = found.floor_bytes + inside - insides[0] + more
         plan = found.plan(budget)

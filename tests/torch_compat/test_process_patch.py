@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.optim.step_in_backward import Updates
+from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.torch_compat.process_patch import ProcessPatch
 
 
@@ -59,7 +59,7 @@ def test_what_others_put_over_it_stays(module, patch):
 @pytest.mark.parametrize("ends", ["closed", "collected"])
 def test_scaling_is_watched_only_while_parameters_are_updated_in_backward(ends):
     original, model = torch.amp.GradScaler.scale, nn.Linear(3, 3)
-    updates = Updates([torch.optim.SGD(model.parameters())], model, slices=False)
+    updates = StepInBackward([torch.optim.SGD(model.parameters())], model, within_parameters=False)
     updates.open()
     assert torch.amp.GradScaler.scale is not original
     if ends == "closed":

@@ -18,7 +18,7 @@ from lowtide.facts.gpus import Gpu
 from lowtide.garbage import rarely_collected
 from lowtide.ops.calls import Call, call_of, value_of
 from lowtide.optim.optimizer_trace import trace_optimizer
-from lowtide.optim.split_check import updates_of
+from lowtide.optim.split_check import update_bytes
 from lowtide.parallel.sharded_step import shard
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulated_optimizer
 from lowtide.remat import Kept, rule_named, rules_for
@@ -94,7 +94,7 @@ def capture(
             traced = only_loss_live(traced)
         updates: dict[int, int] = {}
         if step_in_backward:
-            updates = updates_of(optimizer)
+            updates = update_bytes(optimizer)
             refuse_several_graphs(traced)
         analysis = analyze_graphs(traced, accumulate=accumulate, updates=updates, offload=offload)
         if reserve_bytes:

@@ -1,4 +1,4 @@
-"""The optimizer's step in the facts of a step: its ops behind those of the graphs, whole or in pieces.
+"""The optimizer's step in the facts of a step: its ops behind those of the graphs, whole or in chunks.
 
 Parameters that the optimizer updates inside the backward pass, and where their gradients are final.
 """
@@ -16,8 +16,8 @@ from lowtide.ops.calls import Call, target_name
 from lowtide.ops.packing import layout_of
 from lowtide.ops.schema import short_name
 from lowtide.optim.optimizer_trace import OptimizerTrace
-from lowtide.optim.split_check import pieces_bytes, split_of
-from lowtide.optim.split_step import PIECE_SIZES
+from lowtide.optim.split_check import check_split, chunked_step_bytes
+from lowtide.optim.split_step import CHUNK_SIZES
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Segment
 
@@ -80,12 +80,14 @@ def pieces_of_step(
     whole_bytes = traced.peak_bytes
     if traced.note or analysis.updated or whole_bytes <= SMALL_STEP_BYTES:
         return ()
-    split = split_of(optimizer)
-    if not split.apart:
+    split = check_split(optimizer)
+    if not split.by_parameter:
         return ()
     found: list[tuple[int, int]] = []
     for size, nbytes in sorted(
-        pieces_bytes(optimizer, traced, slices=split.slices, sizes=PIECE_SIZES).items()
+        chunked_step_bytes(
+            optimizer, traced, within_parameters=split.within_parameters, sizes=CHUNK_SIZES
+        ).items()
     ):
         if nbytes >= whole_bytes:
             break

@@ -1,7 +1,4 @@
-"""`optimizer.step(closure)`, as Lightning calls it: the closure runs the forward and the backward pass.
-
-Several optimizers as one, wherever one is expected, and the way in which they step where nobody chose.
-"""
+"""Several optimizers as one, the optimizers inside of one, and steps that are called with a closure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,39 +7,15 @@ import torch
 
 from lowtide.errors import LowtideError
 
+Optimizer = torch.optim.Optimizer
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def has_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a step was called with anything; the first of `args` is the optimizer."""
-    return any(given is not None for given in (*args[1:], *kwargs.values()))
-
-
-def closure_done(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
-    """Run the closure that a step was given, and give the arguments for it with one that knows the loss.
-
-    That is what the step would do before all else. None where it may do otherwise: an optimizer that is not
-    torch's own, one that runs its closure several times, or other arguments.
-    """
-    optimizer, *given = args
-    closures = [one for one in (*given, *kwargs.values()) if one is not None]
-    own = type(optimizer)
-    is_torchs = own.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
-    if len(closures) != 1 or not callable(closures[0]) or not is_torchs:
-        return None
-    with torch.enable_grad():
-        loss = closures[0]()
-    return (optimizer, lambda: loss), {}
-
-
-Optimizer = torch.optim.Optimizer
-
-
-class Together(Optimizer):
+class JoinedOptimizer(Optimizer):
     """Optimizers that take their steps one after the other. They stay the user's own."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        # what torch would set up belongs to each of them
+        # torch's own attributes belong to each of the optimizers
         self.optimizers = list(optimizers)
 
     @property
@@ -51,7 +24,7 @@ class Together(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """By position and by what each of them has it under: two of them may share a parameter."""
+        """By the optimizer's position and its own key: two optimizers may share a parameter."""
         states = enumerate(optimizer.state for optimizer in self.optimizers)
         return {(index, key): values for index, state in states for key, values in state.items()}
 
@@ -77,28 +50,52 @@ class Together(Optimizer):
         self.optimizers = state["optimizers"]
 
     def __repr__(self) -> str:
-        return f"Together({', '.join(type(optimizer).__name__ for optimizer in self.optimizers)})"
+        return f"JoinedOptimizer({', '.join(type(optimizer).__name__ for optimizer in self.optimizers)})"
 
 
-def each_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that really take the steps: those behind several as one, or behind one that only passes
-    on what it is asked, as accelerate's does."""
-    if isinstance(optimizer, Together):
-        return [one for each in optimizer.optimizers for one in each_of(each)]
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    if isinstance(getattr(type(optimizer), "param_groups", None), property) and len(inner) == 1:
-        return each_of(inner[0])
-    return [optimizer]
-
-
-def as_one(optimizer: Any) -> Optimizer | None:
-    """One optimizer of what a user passes: an optimizer, a list or tuple of them, or None."""
+def join_optimizers(optimizer: Any) -> Optimizer | None:
+    """One optimizer of what a user passes: an optimizer, a list or tuple of optimizers, or None."""
     if optimizer is None or isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, (list, tuple)) and all(isinstance(each, Optimizer) for each in optimizer):
         if len(optimizer) < 2:
             return optimizer[0] if optimizer else None
-        return Together(optimizer)
+        return JoinedOptimizer(optimizer)
     raise LowtideError(
         f"the optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or a list of them"
     )
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that take the steps: those of a joined one, or the one behind a wrapper that only passes
+    calls on, as accelerate's does."""
+    if isinstance(optimizer, JoinedOptimizer):
+        return [one for each in optimizer.optimizers for one in inner_optimizers(each)]
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if isinstance(getattr(type(optimizer), "param_groups", None), property) and len(inner) == 1:
+        return inner_optimizers(inner[0])
+    return [optimizer]
+
+
+def has_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `step` was called with any argument; the first of `args` is the optimizer."""
+    return any(given is not None for given in (*args[1:], *kwargs.values()))
+
+
+def run_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
+    """Run the closure of `optimizer.step(closure)`, as Lightning calls it, and give new arguments for `step`,
+    with a closure that only returns the loss.
+
+    An optimizer of torch runs its closure first, once. None for any other optimizer or argument, and for
+    LBFGS, which runs its closure several times.
+    """
+    optimizer, *given = args
+    closures = [one for one in (*given, *kwargs.values()) if one is not None]
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    if len(closures) != 1 or not callable(closures[0]) or not is_torchs:
+        return None
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    with torch.enable_grad():
+        loss = closures[0]()
+    return (optimizer, lambda: loss), {}

@@ -1,7 +1,7 @@
-"""The third region of a step: what the optimizer allocates, op by op, traced on fake tensors.
+"""The optimizer's region of a step: what `optimizer.step()` allocates, op by op, traced on fake tensors.
 
-The optimizer's own Python code runs on fake copies of the parameters, so temporaries live exactly as
-long as that code holds them, for loops, foreach and fused variants alike.
+The optimizer's own Python code runs on fake copies of the parameters. So temporaries are live exactly as long
+as that code refers to them, in the loop, foreach and fused variants alike.
 """
 
 import warnings
@@ -15,15 +15,15 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import CaptureError
 from lowtide.ops.schema import READS_VALUES
-from lowtide.optim.joined_optimizers import each_of
-from lowtide.optim.optimizer_estimate import OptimizerEstimate, estimate
+from lowtide.optim.joined_optimizers import inner_optimizers
 from lowtide.optim.shadow_optimizer import (
+    OptimizerEstimate,
     ShadowOptimizer,
-    fake_like,
-    go_on_to,
-    held_tensors,
-    shadow_of,
+    estimate,
+    set_step_count,
+    shadow_optimizer,
     state_tensors,
+    tensors_of,
 )
 from lowtide.torch_compat.dispatch import (
     DataDependentOutputException,
@@ -37,14 +37,14 @@ from lowtide.torch_compat.dispatch import (
 Optimizer = torch.optim.Optimizer
 
 TRACED_STEP = 1000
-"""The number of the step that is traced: some do more in later steps, or in every tenth."""
+"""The number of the step that is traced: some optimizers do more in later steps, or in every tenth."""
 
 
 @dataclass(slots=True)
 class OptimizerOp:
-    """One op of `optimizer.step()`: storages (by key) it reads, makes and, after it, frees.
+    """One op of `optimizer.step()`: the storages (by key) that it reads and makes, and those freed after it.
 
-    One that is `estimated` stands for a whole step, and its `target` is a name.
+    An `estimated` op stands for a whole step, and its `target` is a name.
     """
 
     target: Any
@@ -58,10 +58,10 @@ class OptimizerOp:
 
 @dataclass(slots=True)
 class OptimizerTrace:
-    """`sizes` are bytes by storage key (temporaries have negative keys); the rest says what keys are.
+    """The ops of a step, and bytes by storage key in `sizes`; temporaries have negative keys.
 
-    `parameters` and `gradients` give the identity of the user's parameter. `note` says what is estimated, and
-    `double` is what took the step.
+    `parameters` and `gradients` map keys to the identity of the user's parameter. `note` says what is
+    estimated, and `shadow` took the step.
     """
 
     ops: list[OptimizerOp]
@@ -70,7 +70,7 @@ class OptimizerTrace:
     parameters: dict[int, int]
     gradients: dict[int, int]
     note: str = ""
-    double: ShadowOptimizer | None = None
+    shadow: ShadowOptimizer | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -78,12 +78,12 @@ class OptimizerTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the step holds at once of what it makes."""
+        """The most bytes of the step's own storages that are live at once."""
         return peak_bytes(self.ops, self.sizes)
 
 
 class _Recorder(TorchDispatchMode):
-    """Record every op on fake tensors; ops on the small real ones (step counters) just run."""
+    """Record every op on fake tensors; ops on real ones, which are step counters, just run."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,14 +99,14 @@ class _Recorder(TorchDispatchMode):
         if not inputs or func.namespace == "prim" or func in READS_VALUES:
             return func(*args, **kwargs)
         self.collect()
-        held = {storage_key(tensor) for tensor in inputs}
+        read = {storage_key(tensor) for tensor in inputs}
         reads = tuple(dict.fromkeys(self._name(storage_key(tensor)) for tensor in inputs))
         result = func(*args, **kwargs)
         makes = []
         for tensor in _fakes(result):
             key = storage_key(tensor)
-            if key not in held and key not in self._live:
-                # torch reuses the addresses of what died, so temporaries get names of their own
+            if key not in read and key not in self._live:
+                # torch reuses addresses of freed storages, so each temporary gets a number
                 name = -1 - len(self.sizes)
                 self._live[key] = (name, StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
                 self.sizes[name] = tensor.untyped_storage().nbytes()
@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _layouts(self, tree: Any) -> Any:
-        """Arguments with tensors of their layout instead, so that recording keeps no temporary alive."""
+        """Arguments with other tensors of the same layouts, so that recording keeps no temporary live."""
 
         def plain(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -133,15 +133,15 @@ class _Recorder(TorchDispatchMode):
         return self._live[key][0] if key in self._live else key
 
     def collect(self) -> None:
-        """Note what died since the last op."""
-        dead = [key for key, (_, reference) in self._live.items() if reference.expired()]  # type: ignore[no-untyped-call]
-        names = tuple(self._live.pop(key)[0] for key in dead)
+        """Note which storages were freed since the last op."""
+        freed = [key for key, (_, reference) in self._live.items() if reference.expired()]  # type: ignore[no-untyped-call]
+        names = tuple(self._live.pop(key)[0] for key in freed)
         if names:
             self.ops[-1].frees = (*self.ops[-1].frees, *names)
 
 
 class _Answers(TorchDispatchMode):
-    """Answer code that reads the value of a fake tensor: a number is 1, a condition is `condition`."""
+    """Answer code that reads a value of a fake tensor: a number is 1, a condition is `condition`."""
 
     def __init__(self, *, condition: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ class _Answers(TorchDispatchMode):
 
 @dataclass(slots=True)
 class _Attempt:
-    """A traced step, and how far it can be relied on: it `reads` values, or even `chooses` by them."""
+    """A traced step; it is less certain where the code `reads` values, or even `chooses` by them."""
 
     trace: OptimizerTrace
     reads: bool
@@ -172,12 +172,13 @@ class _Attempt:
 
 
 def trace_optimizer(optimizer: Optimizer, gradients: Container[int]) -> OptimizerTrace:
-    """Trace a later step of `optimizer` (its state already there).
+    """Trace a later step of `optimizer`, which has its state already.
 
-    `gradients` has the identities of the parameters that get one. Where the optimizer's code reads values,
-    which fake tensors have not, its trace has a `note`: what it holds is an estimate.
+    `gradients` are the identities of the parameters that get one. Fake tensors have no values: where the
+    optimizer's code reads some, the trace is an estimate and has a `note`.
     """
-    optimizer = _unwrapped(optimizer)
+    inner = inner_optimizers(optimizer)
+    optimizer = inner[0] if len(inner) == 1 else optimizer
     name = type(optimizer).__name__
     errors: list[Exception] = []
     found = list(_attempts(optimizer, gradients, errors))
@@ -202,7 +203,7 @@ def trace_optimizer(optimizer: Optimizer, gradients: Container[int]) -> Optimize
 
 
 def _attempts(optimizer: Optimizer, gradients: Container[int], errors: list[Exception]) -> Iterator[_Attempt]:
-    """Traces without and with a closure; a second one, where it chooses by values, for the other choice."""
+    """Traces without and with a closure; where code chooses by values, one more for the other choice."""
     for condition in (False, True):
         for closure in (False, True):
             try:
@@ -217,7 +218,7 @@ def _attempts(optimizer: Optimizer, gradients: Container[int], errors: list[Exce
 
 
 def _compared(found: list[_Attempt], real: OptimizerEstimate, name: str) -> OptimizerTrace:
-    """The attempt that is right about the state of a small optimizer of the same kind, else the estimate."""
+    """The attempt whose choice gives a small optimizer the state that it really has, else the estimate."""
     same = [attempt for attempt in _attempts(real.small, real.trained, []) if attempt.chooses]
     for attempt in same:
         traced_bytes = attempt.trace.state_bytes
@@ -233,29 +234,25 @@ def _one_line(error: Exception | None) -> str:
 
 
 def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool, closure: bool) -> _Attempt:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, torch.Tensor] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            fakes[id(parameter)] = fake_like(parameter, mode)
-    double = shadow_of(optimizer, fakes, mode)
+    shadow = shadow_optimizer(optimizer)
+    fakes = shadow.fakes
 
     def evaluate() -> torch.Tensor:
         _give_gradients(fakes, gradients)
         return torch.ones(())
 
-    take_step = partial(double.step, evaluate) if closure else double.step
+    take_step = partial(shadow.optimizer.step, evaluate) if closure else shadow.optimizer.step
     with warnings.catch_warnings(), torch.no_grad(), _Answers(condition=condition) as answers:
         warnings.simplefilter("ignore")
         _give_gradients(fakes, gradients)
         take_step()
         _give_gradients(fakes, gradients)
-        go_on_to(double, TRACED_STEP - 1)
+        set_step_count(shadow.optimizer, TRACED_STEP - 1)
         own = {id(fake) for fake in fakes.values()}
-        states = {id(tensor) for tensor in state_tensors(double)}
-        # a number that is no parameter's state, such as a learning rate, is the user's own
-        kept = [t for t in held_tensors(double) if id(t) not in own and (t.dim() or id(t) in states)]
-        recorder = _Recorder(mode)
+        states = {id(tensor) for tensor in state_tensors(shadow.optimizer)}
+        # a tensor without dimensions outside of the state, such as a learning rate, is the user's own
+        kept = [t for t in tensors_of(shadow.optimizer) if id(t) not in own and (t.dim() or id(t) in states)]
+        recorder = _Recorder(shadow.mode)
         with recorder:
             take_step()
             recorder.collect()
@@ -270,7 +267,7 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
         state=tuple(dict.fromkeys(storage_key(tensor) for tensor in kept)),
         parameters={storage_key(fake): key for key, fake in fakes.items()},
         gradients={storage_key(fake.grad): key for key, fake in fakes.items() if fake.grad is not None},
-        double=ShadowOptimizer(double, fakes, mode),
+        shadow=shadow,
     )
     return _Attempt(
         trace,
@@ -282,7 +279,7 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
 
 
 def recorded_bytes(step: Callable[[], None], mode: FakeTensorMode) -> int:
-    """The most that a step over fake tensors holds at once of what it makes."""
+    """The most bytes that a step over fake tensors makes and has live at once."""
     recorder = _Recorder(mode)
     with recorder:
         step()
@@ -291,31 +288,26 @@ def recorded_bytes(step: Callable[[], None], mode: FakeTensorMode) -> int:
 
 
 def peak_bytes(ops: Iterable[OptimizerOp], sizes: Mapping[int, int]) -> int:
-    """The most that these ops of a step hold at once of what they make."""
-    held: set[int] = set()
-    held_bytes = most = 0
+    """The most bytes that these ops of a step make and have live at once."""
+    live: set[int] = set()
+    live_bytes = most = 0
     for op in ops:
-        held |= {*op.makes}
-        held_bytes += sum(sizes[key] for key in op.makes)
-        most = max(most, held_bytes)
-        # others than these may free what is made by ops in between
-        freed = held.intersection(op.frees)
-        held -= freed
-        held_bytes -= sum(sizes[key] for key in freed)
+        live |= {*op.makes}
+        live_bytes += sum(sizes[key] for key in op.makes)
+        most = max(most, live_bytes)
+        # an op may free storages of other ops than these
+        freed = live.intersection(op.frees)
+        live -= freed
+        live_bytes -= sum(sizes[key] for key in freed)
     return most
 
 
 def _as_trace(found: OptimizerEstimate, name: str) -> OptimizerTrace:
-    """One op that makes all temporaries at once, with all state as one block."""
+    """A trace of one op that makes all temporaries at once, with all state as one storage."""
     state, temporary = 1, -1
     op = OptimizerOp(f"{name}.step", (), {}, reads=(), makes=(temporary,), frees=(temporary,), estimated=True)
     sizes = {state: found.state_bytes, temporary: found.peak_bytes}
     return OptimizerTrace(ops=[op], sizes=sizes, state=(state,), parameters={}, gradients={})
-
-
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    behind = each_of(optimizer)
-    return behind[0] if len(behind) == 1 else optimizer
 
 
 def _give_gradients(fakes: dict[int, torch.Tensor], gradients: Container[int]) -> None:

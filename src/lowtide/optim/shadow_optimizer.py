@@ -1,23 +1,45 @@
-"""A user's optimizer over other tensors, so that it can take a step that changes nothing of the user's."""
+"""A user's optimizer over other tensors, which takes steps that change nothing of the user's.
+
+- `shadow_of`: over fake tensors of the same layouts, with copies of all settings and state; to trace a step
+- `small_optimizer`: a fresh one over small real tensors; to see what a step computes, and `estimate` what one
+  holds that cannot be traced
+
+Shortcoming: an estimate is exact only for bytes that grow with the parameters; its gradients are random.
+"""
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.torch_compat.dispatch import FakeTensorMode
+from lowtide.torch_compat.dispatch import (
+    FakeTensor,
+    FakeTensorMode,
+    StorageWeakRef,
+    TorchDispatchMode,
+    iter_tensors,
+    storage_key,
+)
 from lowtide.torch_compat.fsdp2 import local
 from lowtide.torch_compat.modules import forget_step_hooks
 
 Optimizer = torch.optim.Optimizer
 CONTAINERS = (list, tuple, dict, defaultdict, OrderedDict, set, deque)
 
+MOST_STEPS = 200
+"""After so many steps, an optimizer's state is taken not to grow any more. One that keeps a hundred earlier
+directions needs most of them."""
+STEADY_STEPS = 12
+LARGEST_DIMENSION = 24
+
 
 class ShadowOptimizer(NamedTuple):
-    """An optimizer over `fakes`, by the identity of the user's own parameters, all of `mode`."""
+    """An optimizer over `fakes`, which are keyed by the identity of the user's parameters; all of `mode`."""
 
     optimizer: Optimizer
     fakes: dict[int, torch.Tensor]
@@ -25,12 +47,20 @@ class ShadowOptimizer(NamedTuple):
 
 
 def shadow_of(optimizer: Optimizer, fakes: Mapping[int, torch.Tensor], mode: FakeTensorMode) -> Optimizer:
-    """The same optimizer over the fake parameters `fakes`, by the identity of the user's own.
+    """The same optimizer over `fakes`, which are keyed by the identity of the user's parameters.
 
-    Whatever it holds in plain containers comes along, other optimizers included: tensors become fake ones,
-    and numbers of zero dimensions, such as step counters, are copied.
+    Everything in plain containers is copied, optimizers inside of it too. Tensors become fake ones; tensors
+    without dimensions, such as step counters, become real copies.
     """
     return _Shadow(fakes, mode).optimizer(optimizer)
+
+
+def shadow_optimizer(optimizer: Optimizer) -> ShadowOptimizer:
+    """The same optimizer over fake parameters of the same layouts."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    fakes = {id(parameter): fake_like(parameter, mode) for parameter in parameters}
+    return ShadowOptimizer(shadow_of(optimizer, fakes, mode), fakes, mode)
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -40,8 +70,8 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     return fake.requires_grad_(requires_grad)
 
 
-def held_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All tensors that an optimizer holds in plain containers, its parameters included, state first."""
+def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All tensors in an optimizer's plain containers, its parameters included, state first."""
     found: dict[int, torch.Tensor] = {}
     for value in (*_states(optimizer), vars(optimizer)):
         for tensor in _tensors(value, seen=set()):
@@ -50,12 +80,12 @@ def held_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The tensors that an optimizer has as the state of its parameters, those of optimizers inside it too."""
+    """The tensors in the state of an optimizer's parameters, and in that of optimizers inside of it."""
     return [tensor for state in _states(optimizer) for tensor in _tensors(state, seen=set())]
 
 
-def go_on_to(optimizer: Optimizer, number: int) -> None:
-    """Let a double count on as if it had taken as many steps, where it keeps a count of them."""
+def set_step_count(optimizer: Optimizer, number: int) -> None:
+    """Let a shadow go on as if it had taken so many steps, where its state counts them."""
     for states in _states(optimizer):
         for state in states.values():
             count = state.get("step") if isinstance(state, dict) else None
@@ -90,37 +120,33 @@ def _tensors(value: Any, *, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 class _Shadow:
-    """One copy of everything; what occurs twice, such as a list of groups that two share, stays one."""
+    """One copy of every object: a list of groups that two optimizers share stays one list."""
 
     def __init__(self, fakes: Mapping[int, torch.Tensor], mode: FakeTensorMode) -> None:
         self.fakes = fakes
         self.mode = mode
-        self.done: dict[int, Any] = {}
+        self.copies: dict[int, Any] = {}
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        double = copy.copy(optimizer)
-        double.__dict__ = {}
-        self.done[id(optimizer)] = double
+        shadow = copy.copy(optimizer)
+        shadow.__dict__ = {}
+        self.copies[id(optimizer)] = shadow
         # a learning-rate scheduler counts calls by wrapping `step` on the instance
         own = {name: value for name, value in vars(optimizer).items() if name != "step"}
-        double.__dict__.update({name: self.value(value) for name, value in own.items()})
+        shadow.__dict__.update({name: self.value(value) for name, value in own.items()})
         if "param_groups" in own:
-            forget_step_hooks(double)
-        return double
+            forget_step_hooks(shadow)
+        return shadow
 
     def value(self, value: Any) -> Any:
-        if id(value) in self.done:
-            return self.done[id(value)]
-        if isinstance(value, torch.Tensor):
-            made: Any = self.tensor(value)
-        elif isinstance(value, Optimizer):
+        if id(value) in self.copies:
+            return self.copies[id(value)]
+        if isinstance(value, Optimizer):
             return self.optimizer(value)
-        elif type(value) in CONTAINERS:
-            return self.container(value)
-        else:
-            return value
-        self.done[id(value)] = made
-        return made
+        if isinstance(value, torch.Tensor):
+            self.copies[id(value)] = made = self.tensor(value)
+            return made
+        return self.container(value) if type(value) in CONTAINERS else value
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in self.fakes:
@@ -132,7 +158,7 @@ class _Shadow:
             return tuple(self.value(item) for item in value)
         made = copy.copy(value)
         made.clear()
-        self.done[id(value)] = made
+        self.copies[id(value)] = made
         if isinstance(value, dict):
             made.update({self.value(key): self.value(item) for key, item in value.items()})
         elif isinstance(value, set):
@@ -140,3 +166,147 @@ class _Shadow:
         else:
             made.extend(self.value(item) for item in value)
         return made
+
+
+def small_optimizer(optimizer: Optimizer, trained: Container[int]) -> tuple[Optimizer, list[torch.Tensor]]:
+    """A fresh optimizer of the same class and settings over small parameters, and those that stand for the
+    parameters `trained`, by identity."""
+    parameters: list[torch.Tensor] = []
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        own = []
+        for parameter in group["params"]:
+            shape = [min(int(size), LARGEST_DIMENSION) for size in parameter.shape]
+            own.append(small_parameter(parameter, shape))
+            if id(parameter) in trained:
+                parameters.append(own[-1])
+        groups.append({**{key: copy.copy(value) for key, value in group.items()}, "params": own})
+    build: Any = type(optimizer)
+    return build(groups), parameters
+
+
+def small_parameter(parameter: torch.Tensor, shape: Sequence[int]) -> torch.nn.Parameter:
+    """A random parameter of the same dtype on the same device."""
+    return torch.nn.Parameter(torch.randn(shape).to(real_device(parameter), parameter.dtype))
+
+
+def real_device(parameter: torch.Tensor) -> torch.device:
+    """The parameter's device; the CPU for a parameter without memory, whose device may be absent."""
+    is_real = not isinstance(parameter, FakeTensor) and parameter.device.type != "meta"
+    return parameter.device if is_real else torch.device("cpu")
+
+
+def random_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape).to(parameter.device, parameter.dtype)
+
+
+@contextmanager
+def seeded(optimizer: Optimizer) -> Iterator[None]:
+    """Seed the CPU's generator; restore its state, and that of every device of the parameters, at the end.
+
+    `torch.manual_seed` would seed the generators of all accelerators, and change the user's dropout there.
+    """
+    devices = {real_device(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for device in devices - {torch.device("cpu")}:
+            stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+        torch.default_generator.manual_seed(0)
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerEstimate:
+    """Bytes of state, and the most that a step adds to them.
+
+    `small` is a fresh small optimizer of the same kind. Its parameters `trained` (by identity) get gradients,
+    and after many steps it has `small_state_bytes`.
+    """
+
+    state_bytes: int
+    peak_bytes: int
+    small: Optimizer
+    trained: frozenset[int]
+    small_state_bytes: int
+
+
+def estimate(optimizer: Optimizer, trained: Container[int]) -> OptimizerEstimate:
+    """State and temporaries of `optimizer`, from a small one; raises whatever the optimizer's code raises."""
+    with seeded(optimizer), torch.no_grad():
+        small, parameters = small_optimizer(optimizer, trained)
+        fresh, fresh_parameters = small_optimizer(optimizer, trained)
+        _train(small, parameters)
+        random_gradients(parameters)
+        with _LiveBytes(tensors_of(small)) as live:
+            _step(small, parameters)
+    own_bytes = sum(parameter.nbytes for parameter in parameters)
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    whole_bytes = sum(parameter.nbytes for parameter in every if id(parameter) in trained)
+    scale, state_bytes = whole_bytes / max(1, own_bytes), _state_bytes(small)
+    return OptimizerEstimate(
+        state_bytes=round(state_bytes * scale),
+        peak_bytes=round(live.peak_bytes * scale),
+        small=fresh,
+        trained=frozenset(id(parameter) for parameter in fresh_parameters),
+        small_state_bytes=state_bytes,
+    )
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The most bytes of `tensors` and of ops' results that are live at once, above those at the start."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._live: dict[int, tuple[int, StorageWeakRef]] = {}
+        for tensor in tensors:
+            self._add(tensor)
+        self._start_bytes = self._bytes()
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._live[storage_key(tensor)] = (storage.nbytes(), StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+
+    def _bytes(self) -> int:
+        return sum(nbytes for nbytes, _ in self._live.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._live = {key: one for key, one in self._live.items() if not one[1].expired()}  # type: ignore[no-untyped-call]
+        before = {storage_key(tensor) for tensor in iter_tensors((args, kwargs))}
+        result = func(*args, **kwargs)
+        for tensor in iter_tensors(result):
+            if storage_key(tensor) not in before:
+                self._add(tensor)
+        self.peak_bytes = max(self.peak_bytes, self._bytes() - self._start_bytes)
+        return result
+
+
+def _train(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Take steps until the state has not grown for a while."""
+    largest, steady = -1, 0
+    for _ in range(MOST_STEPS):
+        random_gradients(parameters)
+        _step(optimizer, parameters)
+        now = _state_bytes(optimizer)
+        steady = 0 if now > largest else steady + 1
+        largest = max(largest, now)
+        if steady == STEADY_STEPS:
+            return
+
+
+def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    def closure() -> float:
+        random_gradients(parameters)
+        return float(torch.rand(()))
+
+    try:
+        optimizer.step(closure)
+    except TypeError:
+        optimizer.step()
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return sum(tensor.nbytes for tensor in tensors_of(optimizer) if id(tensor) not in own)

@@ -1,7 +1,10 @@
-"""An optimizer's step in pieces: for a few parameters at a time, and for a large one in slices of its rows.
+"""The optimizer's step in chunks: a few parameters at a time, or a few rows of one large parameter.
 
-Temporaries are then as large as a piece and not as large as all parameters, or the largest of them. The
-optimizer's own code runs on each piece. State that has the shape of a parameter is cut with it.
+    optimizer.step()                 [ embedding | weight | bias | weight | bias ]
+    in chunks                        [ rows 0-63 ][ rows 64-99 ][ weight | bias ][ weight | bias ]
+
+Temporaries are then as large as a chunk, not as large as all parameters. The optimizer's own code runs on
+each chunk. State of a parameter's shape is cut into the same rows.
 """
 
 import copy
@@ -14,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide.optim.joined_optimizers import Arguments, closure_done, has_arguments
+from lowtide.optim.joined_optimizers import Arguments, has_arguments, run_closure
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.modules import hooks_before_step
 
@@ -22,17 +25,73 @@ Optimizer = torch.optim.Optimizer
 
 logger = logging.getLogger("lowtide")
 
-PIECE_SIZES = tuple(n << 20 for n in (4, 16, 64, 256))
-"""What a piece may have of the parameters, unless a row, or a parameter that cannot be cut, is larger. Of
-those that fit into a budget, a plan takes the largest."""
-PIECE_BYTES = PIECE_SIZES[1]
-"""Where a step is taken in backward."""
+CHUNK_SIZES = tuple(n << 20 for n in (4, 16, 64, 256))
+"""Largest bytes of parameters in a chunk, unless one row, or a parameter that cannot be cut, is larger.
+A plan takes the largest size that fits into its budget."""
+CHUNK_BYTES = CHUNK_SIZES[1]
+"""The size where the optimizer steps in backward."""
 ALIGNED_ROWS = 64
-"""Slices end at such rows, so that vectors of elements are cut as little as possible."""
+"""Chunks end at multiples of this, so that as few vectors of elements as possible are cut."""
+
+
+class StepChunk(NamedTuple):
+    """Some parameters, or one parameter that is updated `rows` at a time."""
+
+    parameters: list[Tensor]
+    rows: int = 0
+
+    def take_step(self, optimizer: Optimizer) -> None:
+        if self.rows:
+            step_in_rows(optimizer, self.parameters[0], self.rows)
+        else:
+            step_for(optimizer, self.parameters)
+
+
+def take_step(
+    optimizer: Optimizer,
+    parameters: Iterable[Tensor],
+    *,
+    within_parameters: bool,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:
+    """The step for all `parameters` that have a gradient, chunk by chunk."""
+    for chunk in chunks_of(parameters, within_parameters=within_parameters, chunk_bytes=chunk_bytes):
+        chunk.take_step(optimizer)
+
+
+def chunks_of(
+    parameters: Iterable[Tensor], *, within_parameters: bool, chunk_bytes: int
+) -> Iterator[StepChunk]:
+    """The chunks of a step for all `parameters` that have a gradient, in order.
+
+    Without `within_parameters`, each parameter is in one chunk.
+    """
+    few: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        rows = _rows_per_chunk(parameter, chunk_bytes)
+        if within_parameters and parameter.dim() and rows < len(parameter):
+            yield StepChunk([parameter], rows)
+            continue
+        if few and sum(p.nbytes for p in few) + parameter.nbytes > chunk_bytes:
+            yield StepChunk(few)
+            few = []
+        few.append(parameter)
+    if few:
+        yield StepChunk(few)
+
+
+def _rows_per_chunk(parameter: Tensor, chunk_bytes: int) -> int:
+    """How many rows make a chunk; all rows where the parameter is small, or cannot be cut."""
+    if parameter.dim() == 0 or not parameter.is_contiguous() or parameter.nbytes <= chunk_bytes:
+        return len(parameter) if parameter.dim() else 0
+    rows = chunk_bytes // max(1, parameter[0].nbytes)
+    return max(1, rows // ALIGNED_ROWS * ALIGNED_ROWS or rows)
 
 
 def step_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """`optimizer.step()` for some of its parameters, without the hooks that are for a whole step."""
+    """`optimizer.step()` for some of its parameters, without the hooks, which are for a whole step."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -40,24 +99,26 @@ def step_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         step(optimizer)
 
 
-def step_in_slices(
-    optimizer: Optimizer, parameter: Tensor, rows: int, *, most_slices: int | None = None
+def step_in_rows(
+    optimizer: Optimizer, parameter: Tensor, rows: int, *, most_chunks: int | None = None
 ) -> None:
-    """The same for one parameter, `rows` of it at a time. `most_slices` is for those who only look on."""
-    whole = optimizer.state.get(parameter, {})
-    before = dict(whole)
-    group = _group_of(optimizer, parameter)
+    """`step_for` one parameter, `rows` of it at a time; only for the first `most_chunks` where given."""
+    before = dict(optimizer.state.get(parameter, {}))
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     grad = parameter.grad
     assert grad is not None
     after: dict[Any, Any] = {}
-    for first in range(0, len(parameter), rows)[:most_slices]:
+    for first in range(0, len(parameter), rows)[:most_chunks]:
         part = slice(first, first + rows)
         some = nn.Parameter(parameter.detach()[part], requires_grad=parameter.requires_grad)
         some.grad = grad[part]
         if before:
-            optimizer.state[some] = {key: _part(value, parameter, part) for key, value in before.items()}
-        with _instead(group, [some]):
+            optimizer.state[some] = {key: _rows_of(value, parameter, part) for key, value in before.items()}
+        every, group["params"] = group["params"], [some]
+        try:
             step_for(optimizer, [some])
+        finally:
+            group["params"] = every
         for key, value in optimizer.state.pop(some, {}).items():
             if not isinstance(value, Tensor) or value.shape != some.shape or not value.dim():
                 after[key] = value
@@ -73,66 +134,44 @@ def step_in_slices(
         optimizer.state[parameter] = after
 
 
-def rows_of(parameter: Tensor, piece_bytes: int) -> int:
-    """How many rows of a parameter make a piece; all of them where it is small, or cannot be cut."""
-    if parameter.dim() == 0 or not parameter.is_contiguous() or parameter.nbytes <= piece_bytes:
-        return len(parameter) if parameter.dim() else 0
-    rows = piece_bytes // max(1, parameter[0].nbytes)
-    return max(1, rows // ALIGNED_ROWS * ALIGNED_ROWS or rows)
+def _rows_of(value: Any, parameter: Tensor, part: slice) -> Any:
+    """The rows of a parameter's state; a copy of state that has another shape."""
+    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+        return value[part]
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
-class Piece(NamedTuple):
-    """Some parameters, or one that goes `rows` at a time."""
-
-    parameters: list[Tensor]
-    rows: int = 0
-
-    def take_step(self, optimizer: Optimizer) -> None:
-        if self.rows:
-            step_in_slices(optimizer, self.parameters[0], self.rows)
-        else:
-            step_for(optimizer, self.parameters)
-
-
-def pieces_of(parameters: Iterable[Tensor], *, slices: bool, piece_bytes: int) -> Iterator[Piece]:
-    """The pieces of a step for all `parameters` that have a gradient, in their order."""
-    few: list[Tensor] = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        rows = rows_of(parameter, piece_bytes)
-        if slices and parameter.dim() and rows < len(parameter):
-            yield Piece([parameter], rows)
-            continue
-        if few and sum(p.nbytes for p in few) + parameter.nbytes > piece_bytes:
-            yield Piece(few)
-            few = []
-        few.append(parameter)
-    if few:
-        yield Piece(few)
+@contextmanager
+def _only(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let the optimizer have no other parameters, and no empty groups, meanwhile."""
+    wanted = {id(parameter) for parameter in parameters}
+    groups = optimizer.param_groups
+    every = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) in wanted]
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        for group, own in zip(groups, every, strict=True):
+            group["params"] = own
+        optimizer.param_groups = groups
 
 
-def take_step(
-    optimizer: Optimizer, parameters: Iterable[Tensor], *, slices: bool, piece_bytes: int = PIECE_BYTES
-) -> None:
-    """The step for all `parameters` that have a gradient, in pieces."""
-    for piece in pieces_of(parameters, slices=slices, piece_bytes=piece_bytes):
-        piece.take_step(optimizer)
+class SplitStep:
+    """Lets `optimizer.step()` of the user's loop go in chunks, from `open` to `close`.
 
-
-class Pieces:
-    """Lets `optimizer.step()` of the user's loop go in pieces, from `open` to `close`.
-
-    The pieces are done right before the step itself, which then finds no gradients; they come back after it.
+    A hook takes the step for all chunks right before the step itself, which then finds no gradients. The
+    gradients come back after it.
     """
 
     def __init__(
-        self, optimizers: Iterable[Optimizer], *, slices: bool, piece_bytes: int = PIECE_BYTES
+        self, optimizers: Iterable[Optimizer], *, within_parameters: bool, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self.slices = slices
-        self.piece_bytes = piece_bytes
-        self._told = False
+        self.within_parameters = within_parameters
+        self.chunk_bytes = chunk_bytes
+        self._has_warned = False
         self._hooks: list[Any] = []
         self._grads: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -149,68 +188,30 @@ class Pieces:
         self._hooks = []
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-        done: Arguments | None = None
-        if not self._is_last(optimizer) or (
-            has_arguments(args, kwargs) and (done := closure_done(args, kwargs)) is None
-        ):
+        arguments: Arguments | None = None
+        # a later hook may still change gradients
+        is_last = hooks_before_step(optimizer)[-1] == self._before
+        if not is_last or (has_arguments(args, kwargs) and (arguments := run_closure(args, kwargs)) is None):
             self._warn()
             return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        take_step(optimizer, parameters, slices=self.slices, piece_bytes=self.piece_bytes)
+        take_step(
+            optimizer, parameters, within_parameters=self.within_parameters, chunk_bytes=self.chunk_bytes
+        )
         self._grads[id(optimizer)] = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter in parameters:
             parameter.grad = None
-        return done
+        return arguments
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for parameter, grad in self._grads.pop(id(optimizer), ()):
             parameter.grad = grad
 
-    def _is_last(self, optimizer: Optimizer) -> bool:
-        """Whether no hook comes after ours that may still change gradients."""
-        return bool(hooks_before_step(optimizer)[-1] == self._before)
-
     def _warn(self) -> None:
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "the optimizer's step goes whole, since it is not torch's own and was given a closure, or "
                 "another hook comes after lowtide's: its temporaries take more than the plan counts on. Call "
                 "optimizer.step() without arguments, and register hooks before the plan is applied"
             )
-
-
-def _part(value: Any, parameter: Tensor, part: slice) -> Any:
-    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-        return value[part]
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-
-
-@contextmanager
-def _instead(group: dict[str, Any], parameters: list[Any]) -> Iterator[None]:
-    every = group["params"]
-    group["params"] = parameters
-    try:
-        yield
-    finally:
-        group["params"] = every
-
-
-@contextmanager
-def _only(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
-    wanted = {id(parameter) for parameter in parameters}
-    groups = optimizer.param_groups
-    every = [group["params"] for group in groups]
-    for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) in wanted]
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        for group, own in zip(groups, every, strict=True):
-            group["params"] = own
-        optimizer.param_groups = groups

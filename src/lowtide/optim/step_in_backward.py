@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import Unsupported
-from lowtide.optim.joined_optimizers import Arguments, closure_done, has_arguments
+from lowtide.optim.joined_optimizers import Arguments, has_arguments, run_closure
 from lowtide.optim.split_step import take_step
 from lowtide.torch_compat.autograd_engine import gradient_hooks, graph_is_kept
 from lowtide.torch_compat.dispatch import tensor_without_memory, torch_function_off
@@ -29,7 +29,7 @@ Optimizer = torch.optim.Optimizer
 LEAVE_OUT = "leave step_in_backward out"
 
 _NUMBERS = itertools.count(1)
-_OPEN: "weakref.WeakValueDictionary[int, Updates]" = weakref.WeakValueDictionary()
+_OPEN: "weakref.WeakValueDictionary[int, StepInBackward]" = weakref.WeakValueDictionary()
 
 
 class UsedGradient(Tensor):
@@ -89,7 +89,7 @@ class UsedGradient(Tensor):
 
 HARMLESS = {"__get__", "__set__", "size", "dim", "stride", "numel", "is_complex", "is_floating_point"}
 """What asks for no values."""
-MOVING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+MOVING = {"to", "cpu", "cuda", "float", "shadow", "half", "bfloat16"}
 """What `model.cpu()` and the like do, as trainers call it in the end."""
 ZEROING = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
 """What `zero_grad` does."""
@@ -101,12 +101,12 @@ def gradient_bytes(parameter: Tensor) -> int:
     return 0 if gradient is None or isinstance(gradient, UsedGradient) else gradient.nbytes
 
 
-class Updates:
+class StepInBackward:
     """What takes the steps of one model's parameters. `index` is a parameter's place in `parameters`."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], model: nn.Module, *, slices: bool) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], model: nn.Module, *, within_parameters: bool) -> None:
         self.optimizers = list(optimizers)
-        self.slices = slices
+        self.within_parameters = within_parameters
         self.owner = {
             id(parameter): optimizer
             for optimizer in self.optimizers
@@ -171,7 +171,7 @@ class Updates:
             gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
         parameter.grad = gradient
         try:
-            take_step(self.owner[id(parameter)], [parameter], slices=self.slices)
+            take_step(self.owner[id(parameter)], [parameter], within_parameters=self.within_parameters)
         finally:
             parameter.grad = UsedGradient.of(parameter)
 
@@ -190,7 +190,7 @@ class Updates:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         """Refuse a step that does not do what the backward pass has done by now, and hide what it used. One
         with a closure has its backward pass now."""
-        done = closure_done(args, kwargs) if has_arguments(args, kwargs) else (args, kwargs)
+        done = run_closure(args, kwargs) if has_arguments(args, kwargs) else (args, kwargs)
         if done is None:
             raise Unsupported(
                 "optimizer.step(closure) runs a backward pass inside of a step that is not torch's own: call "

@@ -6,10 +6,10 @@ from torch import nn
 from lowtide.errors import LowtideError
 from lowtide.facts.plan import parse_offload
 from lowtide.offload import OffloadStore, open_store
-from lowtide.optim.joined_optimizers import each_of
-from lowtide.optim.split_check import split_of
-from lowtide.optim.split_step import Pieces
-from lowtide.optim.step_in_backward import Updates
+from lowtide.optim.joined_optimizers import inner_optimizers
+from lowtide.optim.split_check import check_split
+from lowtide.optim.split_step import SplitStep
+from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.plans import Plan, check_identity
 from lowtide.runtime.compiled_plans import executor_named
 from lowtide.runtime.executor import Executor
@@ -27,19 +27,19 @@ def apply_plan(
 ) -> nn.Module:
     """Route `model`'s calls through `plan`, in place; `executor` runs the graphs, by default the plan's own.
 
-    A plan that steps in backward or in pieces needs the `optimizer`, unless it was made for one that is
+    A plan that steps in backward or in chunks needs the `optimizer`, unless it was made for one that is
     still there.
     """
     check_identity(plan, identify_model(model))
-    updates = pieces = None
+    updates = split_step = None
     if plan.solution.step_in_backward or plan.solution.optimizer_in_chunks:
         known = _optimizer_of(plan, optimizer)
-        every, slices = each_of(known), split_of(known).slices
+        every, within = inner_optimizers(known), check_split(known).within_parameters
         if plan.solution.step_in_backward:
-            updates = Updates(every, model, slices=slices)
+            updates = StepInBackward(every, model, within_parameters=within)
         else:
-            piece_bytes = plan.solution.optimizer_chunk_bytes
-            pieces = Pieces(every, slices=slices, piece_bytes=piece_bytes)
+            chunk_bytes = plan.solution.optimizer_chunk_bytes
+            split_step = SplitStep(every, within_parameters=within, chunk_bytes=chunk_bytes)
     spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
     batch = dict(plan.solution.identity).get("batch")
     runs_by = executor or plan.executor or executor_named(plan.solution.executor)
@@ -51,7 +51,7 @@ def apply_plan(
         eager_batch=batch if plan.solution.eager else None,
         planned_batch=batch,
         updates=updates,
-        pieces=pieces,
+        split_step=split_step,
         holds_outputs=plan.solution.holds_outputs,
         traced=None if plan.solution.eager else plan.traced,
         store=_store_of(plan),
@@ -73,7 +73,7 @@ def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.opti
     optimizer = given if given is not None or plan.loop is None else plan.loop.optimizer
     if optimizer is None:
         raise LowtideError(
-            "this plan counts on the optimizer's step being taken in the backward pass or in pieces, and no "
+            "this plan counts on the optimizer's step being taken in the backward pass or in chunks, and no "
             "optimizer is known here: plan.apply(model, optimizer=...)"
         )
     return optimizer

@@ -13,7 +13,7 @@ from lowtide.analyze.gradient_sums import casts_of, specialised, sums_in_casts, 
 from lowtide.facts import GraphRun, Kind
 from lowtide.offload import OffloadStore, store_number
 from lowtide.ops.gradient_terms import with_gradient_terms
-from lowtide.optim.step_in_backward import Updates, taking_updates
+from lowtide.optim.step_in_backward import StepInBackward, taking_updates
 from lowtide.runtime.autocast_cache import SharedCasts, joined
 from lowtide.runtime.backward import Backward, FirstCalls
 from lowtide.runtime.executor import EAGER_OPS, Executor, ExecutorInParts, Function
@@ -57,7 +57,7 @@ class Backend:
         *,
         origins: Callable[[fx.GraphModule], list[Origin]],
         executor: Executor = EAGER_OPS,
-        updates: Updates | None = None,
+        updates: StepInBackward | None = None,
         store: OffloadStore | None = None,
         observer: LoopObserver | None = None,
     ) -> None:
@@ -176,7 +176,7 @@ class _ScheduledGraph:
         observer: LoopObserver,
         *,
         casts: SharedCasts,
-        updates: Updates | None,
+        updates: StepInBackward | None,
         store: int,
     ) -> None:
         self.segment = segment

@@ -11,8 +11,8 @@ from torch import nn
 
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Graph, GraphRun, Step
-from lowtide.optim.split_check import inside_bytes
-from lowtide.optim.step_in_backward import Updates
+from lowtide.optim.split_check import update_bytes_of
+from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
@@ -52,14 +52,16 @@ class Replanner:
         plan: Plan,
         model: nn.Module,
         *,
-        updates: Updates | None = None,
+        updates: StepInBackward | None = None,
         executor: Executor = EAGER_OPS,
     ) -> None:
         self.model = model
         self._executor = executor
         self.plan = plan
         self._inside_bytes = (
-            {} if updates is None else inside_bytes(updates.optimizers, slices=updates.slices)
+            {}
+            if updates is None
+            else update_bytes_of(updates.optimizers, within_parameters=updates.within_parameters)
         )
         """what the update of each parameter in the backward pass holds"""
         self.budget_bytes = plan.budget_bytes

@@ -19,7 +19,7 @@ from lowtide.analyze.backward_facts import overwrites
 from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
 from lowtide.facts import GraphRun
 from lowtide.ops.calls import Call
-from lowtide.optim.step_in_backward import Updates, update_parameter
+from lowtide.optim.step_in_backward import StepInBackward, update_parameter
 from lowtide.remat import Kept, rule_named
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.dispatch import is_number, map_leaves, storage_key
@@ -105,7 +105,7 @@ def rewrite(
     schedule: Sequence[GraphRun],
     *,
     releases: Sequence[tuple[int, int]] = (),
-    updates: Updates | None = None,
+    updates: StepInBackward | None = None,
     store: int = 0,
     in_place: bool = True,
 ) -> Rewritten:
@@ -267,7 +267,7 @@ def _backward_graph(
     saved: _Saved,
     tangents: Mapping[fx.Node, int],
     *,
-    updates: Updates | None,
+    updates: StepInBackward | None,
     in_place: bool,
 ) -> fx.GraphModule:
     graph = fx.Graph()

@@ -19,8 +19,8 @@ from torch import fx, nn
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
 from lowtide.offload import OffloadStore
-from lowtide.optim.split_step import Pieces
-from lowtide.optim.step_in_backward import Updates
+from lowtide.optim.split_step import SplitStep
+from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
 from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.executor import EAGER_OPS, Executor
@@ -118,14 +118,14 @@ class Runner:
         executor: Executor = EAGER_OPS,
         eager_batch: str | None = None,
         planned_batch: str | None = None,
-        updates: Updates | None = None,
-        pieces: Pieces | None = None,
+        updates: StepInBackward | None = None,
+        split_step: SplitStep | None = None,
         holds_outputs: bool = True,
         traced: TracedModel | None = None,
         store: OffloadStore | None = None,
     ) -> None:
         self.model = model
-        self.pieces = pieces
+        self.split_step = split_step
         self.updates = updates
         self.schedules = schedules
         self.eager_batch = eager_batch
@@ -341,8 +341,8 @@ def install(
     executor: Executor = EAGER_OPS,
     eager_batch: str | None = None,
     planned_batch: str | None = None,
-    updates: Updates | None = None,
-    pieces: Pieces | None = None,
+    updates: StepInBackward | None = None,
+    split_step: SplitStep | None = None,
     holds_outputs: bool = True,
     traced: TracedModel | None = None,
     store: OffloadStore | None = None,
@@ -361,7 +361,7 @@ def install(
         eager_batch=eager_batch,
         planned_batch=planned_batch,
         updates=updates,
-        pieces=pieces,
+        split_step=split_step,
         holds_outputs=holds_outputs,
         traced=traced,
         store=store,
@@ -372,7 +372,7 @@ def install(
 
 def attach(model: nn.Module, runner: Runner) -> None:
     """Let `model` run by a runner that was made for it."""
-    for part in (runner.updates, runner.pieces, runner.guard):
+    for part in (runner.updates, runner.split_step, runner.guard):
         if part is not None:
             part.open()
     set_route(model, runner)
@@ -389,7 +389,7 @@ def remove(model: nn.Module) -> nn.Module:
             if isinstance(wrapper, nn.Module) and isinstance(route_of(wrapper), _Guarded):
                 set_route(wrapper, None)
         set_route(inner, None)
-        for part in (runner.updates, runner.pieces, runner.guard):
+        for part in (runner.updates, runner.split_step, runner.guard):
             if part is not None:
                 part.close()
         autograd_engine.unsilence_hooks(inner.parameters())

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import CaptureError
-from lowtide.optim.joined_optimizers import as_one
+from lowtide.optim.joined_optimizers import join_optimizers
 from lowtide.torch_compat.modules import forward_hooks, has_hooks_before_forward
 
 Loss = Callable[[Any], torch.Tensor]
@@ -153,4 +153,4 @@ class Loop:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """All of them as one; None where there is none, or one of them is gone."""
         alive = [each for reference in self.references if (each := reference()) is not None]
-        return as_one(alive) if len(alive) == len(self.references) else None
+        return join_optimizers(alive) if len(alive) == len(self.references) else None
