@@ -1,6 +1,7 @@
 """What every planner promises, on random steps and on steps shaped like real models."""
 
 import dataclasses
+import sys
 from random import Random
 
 import pytest
@@ -154,6 +155,19 @@ def test_a_chain_is_planned_far_below_the_square_root():
     assert desk.floor().floor_bytes <= 8 * 1000
     with pytest.raises(BudgetTooSmall, match="planner 'auto' meets this budget"):
         desk.solve(budget_bytes=8 * 1000, planner="sqrt")
+
+
+def test_a_chain_of_views_may_be_longer_than_the_stack_of_python():
+    build = StepBuilder()
+    source = build.given(8)
+    value = build.op("op", (source,), 100, 1)
+    for _ in range(sys.getrecursionlimit() + 200):
+        value = build.view(value)
+    wide = build.op("wide", (value,), 50, 1)
+    build.grad((build.grad((build.backward(), wide), 10, 1), value), 1, 1)
+    desk = Planner(build.step())
+    for planner in ("auto", "mu-two", "sqrt"):
+        desk.solve(budget_bytes=desk.plain.peak_bytes, planner=planner)
 
 
 def test_the_same_step_gives_the_same_solution():

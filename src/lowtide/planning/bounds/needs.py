@@ -8,6 +8,7 @@ them: the least seconds, and the storages that each reads or makes itself.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -266,18 +267,21 @@ class _Served:
 
     def __call__(self, rank: int, storage: int) -> bool:
         """Whether a run from kept values can give `rank` its block of `storage`."""
+        found, todo = {rank}, [rank]
+        while todo and (rank, storage) not in self._known:
+            last = todo.pop()
+            if self._known.get((last, storage)) or not self._kept_by.isdisjoint(self._table.again[last]):
+                self._known[rank, storage] = True
+            providers = {u for n in self._table.again[last] for u in self._providers(n, storage)} - found
+            found |= providers
+            todo += sorted(providers)
         if (rank, storage) not in self._known:
-            self._known[rank, storage] = any(
-                number in self._kept_by
-                or any(
-                    self(u, storage)
-                    for s, us in self._table.remats[number].shared
-                    if s == storage
-                    for u in us
-                )
-                for number in self._table.again[rank]
-            )
+            self._known.update(((other, storage), False) for other in found)
         return self._known[rank, storage]
+
+    def _providers(self, number: int, storage: int) -> Iterable[int]:
+        """The ranks from whose values a remat can take its block of `storage`."""
+        return (u for s, providers in self._table.remats[number].shared if s == storage for u in providers)
 
 
 def _read_whole(

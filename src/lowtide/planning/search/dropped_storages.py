@@ -6,6 +6,7 @@ near it, so that a planner can ask for the peak after each drop. `peak_bytes` eq
 """
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,8 +172,7 @@ class DroppedStorages:
         self._hold(key)
         for block in self._held[key].values():
             touched[id(block)] = block
-        for reader in moved:
-            self._rehold(reader, rank, touched)
+        self._rehold(moved, rank, touched)
         for block in touched.values():
             self._update_end(block)
         self.added_seconds += op.seconds
@@ -196,8 +196,7 @@ class DroppedStorages:
         self._readers[previous].extend(moved)
         self._readers[previous].sort()
         touched: dict[int, Block] = {id(b): b for b in self._held[previous].values()}
-        for reader in moved:
-            self._rehold(reader, rank, touched)
+        self._rehold(moved, rank, touched)
         for read in op.reads:
             source = self._latest(read, key)
             self._readers[source].remove(key)
@@ -273,24 +272,26 @@ class DroppedStorages:
             f"'{name}' holds storage {storage}, which it neither makes nor finds in what it reads"
         )
 
-    def _rehold(self, key: int, source: int, touched: dict[int, Block]) -> None:
-        """The run `key` now reads another run of rank `source`: its shared blocks may be others."""
-        changed = False
-        mine = self._held[key]
-        for storage, providers in self.table.op(key).shared:
-            if source in providers:
-                block = self._find(key, storage, providers)
-                old = mine[storage]
-                if block is not old:
-                    old.holders.remove(key)
-                    block.holders.append(key)
-                    mine[storage] = block
-                    touched[id(old)], touched[id(block)] = old, block
-                    changed = True
-        if changed:
-            rank = self.table.rank(key)
-            for reader in self._readers[key]:
-                self._rehold(reader, rank, touched)
+    def _rehold(self, readers: Iterable[int], rank: int, touched: dict[int, Block]) -> None:
+        """The runs `readers` now read another run of `rank`: the blocks that they share with it may differ,
+        and so may be those of their own readers."""
+        todo = [(key, rank) for key in readers]
+        while todo:
+            key, source = todo.pop()
+            mine = self._held[key]
+            changed = False
+            for storage, providers in self.table.op(key).shared:
+                if source in providers:
+                    block, old = self._find(key, storage, providers), mine[storage]
+                    if block is not old:
+                        old.holders.remove(key)
+                        block.holders.append(key)
+                        mine[storage] = block
+                        touched[id(old)], touched[id(block)] = old, block
+                        changed = True
+            if changed:
+                mine_rank = self.table.rank(key)
+                todo += [(reader, mine_rank) for reader in self._readers[key]]
 
     def _update_end(self, block: Block) -> None:
         if block.pinned:

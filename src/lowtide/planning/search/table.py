@@ -7,6 +7,7 @@ needs a block of its storages, made by a first run or by a remat, and, after a r
 way again. Bounds and annealing both think so: they choose blocks, and the views follow.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -222,14 +223,15 @@ class StorageValues:
         return bool(mine) and not any(self.table.remats[n].fresh for n in mine)
 
     def sources(self, rank: int) -> frozenset[int]:
-        """The forward ranks whose values a backward rank refers to, itself for a forward one."""
+        """The forward ranks whose values a backward rank refers to; a forward rank itself."""
         if rank not in self._sources:
-            table = self.table
-            if rank < table.first_backward:
-                self._sources[rank] = frozenset((rank,))
-            else:
-                shared = [u for s, providers in table.plain[rank].shared for u in providers[:1]]
-                self._sources[rank] = frozenset().union(*(self.sources(u) for u in shared))
+            first_backward, plain = self.table.first_backward, self.table.plain
+
+            def shared(backward: int) -> list[int]:
+                return [u for _, providers in plain[backward].shared for u in providers[:1]]
+
+            found = _reachable(rank, lambda r: [] if r < first_backward else shared(r), self._sources)
+            self._sources[rank] = frozenset(r for r in found if r < first_backward)
         return self._sources[rank]
 
     @cached_property
@@ -239,14 +241,14 @@ class StorageValues:
     def way_back(self, rank: int) -> frozenset[int]:
         """A rank and those that its value can be taken from again, view by view."""
         if rank not in self._ways_back:
-            found = {rank}
-            remat = self.view_remat[rank]
-            if remat is not None:
-                for read in self.table.remats[remat].reads:
-                    if not self.required[rank].isdisjoint(self.required[read]):
-                        found |= self.way_back(read)
-            self._ways_back[rank] = frozenset(found)
+            self._ways_back[rank] = _reachable(rank, self._viewed, self._ways_back)
         return self._ways_back[rank]
+
+    def _viewed(self, rank: int) -> list[int]:
+        """The ranks whose values a view refers to."""
+        remat, mine = self.view_remat[rank], self.required[rank]
+        reads = () if remat is None else self.table.remats[remat].reads
+        return [read for read in reads if not mine.isdisjoint(self.required[read])]
 
     @cached_property
     def _ways_back(self) -> dict[int, frozenset[int]]:
@@ -293,3 +295,18 @@ class StorageValues:
         remat = self.view_remat[rank]
         assert remat is not None
         return self.table.remats[remat].seconds
+
+
+def _reachable(
+    start: int, following: Callable[[int], list[int]], known: Mapping[int, frozenset[int]]
+) -> frozenset[int]:
+    """`start` and all ranks that lead on from it; `known` has those of some ranks. Chains can be long."""
+    found, todo = {start}, [start]
+    while todo:
+        for rank in following(todo.pop()):
+            if rank in known:
+                found |= known[rank]
+            elif rank not in found:
+                found.add(rank)
+                todo.append(rank)
+    return frozenset(found)
