@@ -29,7 +29,7 @@ from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.roofline import estimated_costs
 from lowtide.profiling.transfer_speed import measure_link
 from lowtide.profiling.whole_run import run_costs
-from lowtide.runtime.compiled_plans import executor_named
+from lowtide.runtime.executor import executor_named
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.runner import attach, remove, runner_of
 from lowtide.torch_compat import ddp

@@ -1,6 +1,7 @@
 """A plan: what each activation's fate is, and how to put it to work."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from lowtide.profiling.costing import KnownCosts
     from lowtide.runtime.executor import Executor
+    from lowtide.runtime.incomplete_steps import LossReserve
     from lowtide.trace.model_call import Loop, Optimizers
     from lowtide.trace.segments import TracedModel
 
@@ -91,6 +93,13 @@ class Plan:
     def decisions(self) -> tuple[Decision, ...]:
         """One row per activation."""
         return self.solution.decisions
+
+    @cached_property
+    def loss_reserve(self) -> "LossReserve | None":
+        """Schedules that leave bytes for a loss that was not given: found once, when the plan is applied."""
+        from lowtide.runtime.incomplete_steps import loss_reserve_for
+
+        return loss_reserve_for(self)
 
     def apply(
         self,

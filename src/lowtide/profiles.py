@@ -157,7 +157,7 @@ class Profile:
         save_step(path, self.step)
 
     def _compiled_plan(self, budget_bytes: int, planner: str, name: str) -> Plan:
-        from lowtide.runtime.compiled_plans import InductorOps, executor_named, solve_compiled
+        from lowtide.runtime.executor import InductorOps, executor_named, solve_compiled
 
         executor = executor_named(name)
         assert isinstance(executor, InductorOps)

@@ -15,7 +15,7 @@ from trouble import BATCH, WIDTH
 
 import lowtide
 from lowtide.plans import Plan
-from lowtide.runtime import backend, notices, runner
+from lowtide.runtime import backend, observer, runner
 from lowtide.torch_compat import dynamo
 from lowtide.units import format_size
 
@@ -100,7 +100,7 @@ def test_numbers_of_shapes_that_change_all_the_time(
 ) -> None:
     monkeypatch.setattr(dynamo, "GRAPHS_PER_FUNCTION", 2)
     monkeypatch.setattr(backend, "REMEMBERED_GRAPHS", 2)
-    monkeypatch.setattr(notices, "MANY_GRAPHS", 3)
+    monkeypatch.setattr(observer, "MANY_GRAPHS", 3)
     model = Cut()
     plain = copy.deepcopy(model)
     planned(model)

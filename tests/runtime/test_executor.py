@@ -9,8 +9,9 @@ from torch import fx, nn
 from training import differences, train, twin
 
 import lowtide
+from lowtide.runtime import executor
 from lowtide.runtime.apply import apply_plan
-from lowtide.runtime.executor import Function
+from lowtide.runtime.executor import Function, RecentlyUsed
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -59,3 +60,21 @@ def test_a_foreign_executor_runs_both_passes_exactly(targets: tuple[Target, Targ
     assert differences(train(plain), train(planned)) == []
     assert executor.compiled == [False, True]
     assert executor.ran == [False, True] * 2
+
+
+def test_what_was_used_last_is_kept() -> None:
+    kept: RecentlyUsed[str, int] = RecentlyUsed(2)
+    kept["a"], kept["b"] = 1, 2
+    assert kept.get("a") == 1
+    kept["c"] = 3
+    assert dict(kept) == {"a": 1, "c": 3} and kept.get("b") is None
+
+
+def test_compiled_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.torch_compat.inductor.CompiledGraph", lambda *_, **__: object())
+    monkeypatch.setattr(executor, "COMPILED_GRAPHS", 2)
+    compiler = executor.InductorOps()
+    module = fx.symbolic_trace(nn.ReLU())
+    for rows in range(5):
+        compiler.compiled(module, [torch.ones(rows)], is_backward=False)
+    assert len(compiler._compiled) == 2

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import lowtide
 from lowtide.ops.direct import direct_parts, hand_over
-from lowtide.runtime import gradient_handover
+from lowtide.runtime import graph_call
 
 pytestmark = pytest.mark.slow
 
@@ -36,14 +36,14 @@ def group(tmp_path: Any) -> Iterator[None]:
 def handed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many gradients came with each part of a backward pass."""
     seen: list[int] = []
-    advance = gradient_handover.Chain._advance
+    advance = graph_call.Chain._advance
 
-    def count(chain: gradient_handover.Chain) -> list[Any]:
+    def count(chain: graph_call.Chain) -> list[Any]:
         gradients = advance(chain)
         seen.append(len(gradients))
         return gradients
 
-    monkeypatch.setattr(gradient_handover.Chain, "_advance", count)
+    monkeypatch.setattr(graph_call.Chain, "_advance", count)
     return seen
 
 
@@ -221,6 +221,6 @@ def test_a_gradient_that_is_still_read_waits() -> None:
     middle = graph.call_function(torch.ops.aten.cos.default, (tangent,))
     last = graph.call_function(torch.ops.aten.mul.Tensor, (first, middle))
     graph.output([first, last, None])
-    in_parts = gradient_handover.with_handovers(fx.GraphModule(nn.Module(), graph), ((0,), (1,)))
+    in_parts = graph_call.with_handovers(fx.GraphModule(nn.Module(), graph), ((0,), (1,)))
     names = [node.name for node in in_parts.graph.nodes if node.op == "call_function"]
     assert names == ["neg_default", "cos_default", "mul_tensor", "hand_over", "hand_over_1"]

@@ -12,7 +12,7 @@ from training import differences, measured_peak, train, twin
 import lowtide
 from lowtide.facts import Region
 from lowtide.planning.planner import Planner
-from lowtide.runtime import compiled_plans
+from lowtide.runtime import executor
 from lowtide.torch_compat.inductor import has_compiler
 from lowtide.zoo.targets import Target
 
@@ -96,7 +96,7 @@ def test_the_gradient_of_a_loss_is_counted_once() -> None:
 
 
 def test_a_budget_that_compiled_code_cannot_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_plans, "compiled_peak", lambda *_: 10**9)
+    monkeypatch.setattr(executor, "compiled_peak", lambda *_: 10**9)
     with pytest.raises(lowtide.BudgetTooSmall, match="executor 'eager' reaches"):
         profile_of(make_target()).plan("90%", executor="inductor")
 
@@ -110,7 +110,7 @@ def test_plans_are_made_again_until_compiled_code_fits(monkeypatch: pytest.Monke
         asked.append(solution.peak_bytes)
         return solution.peak_bytes + 4096
 
-    monkeypatch.setattr(compiled_plans, "compiled_peak", peak_of)
+    monkeypatch.setattr(executor, "compiled_peak", peak_of)
     plan = found.plan(budget, executor="inductor")
     assert plan.budget_bytes == budget >= plan.peak_bytes == asked[-1] + 4096
     assert asked == sorted(asked, reverse=True)
@@ -125,7 +125,7 @@ def test_the_figure_of_a_refusal_is_met(monkeypatch: pytest.MonkeyPatch, share: 
     def peak_of(step: object, solution: object, *_: object) -> int:
         return solution.peak_bytes + (found.peak_bytes if solution.peak_bytes < low else 4096)
 
-    monkeypatch.setattr(compiled_plans, "compiled_peak", peak_of)
+    monkeypatch.setattr(executor, "compiled_peak", peak_of)
     with pytest.raises(lowtide.BudgetTooSmall) as refusal:
         found.plan(int(share * found.floor_bytes), executor="inductor")
     figure = refusal.value.floor_bytes
@@ -134,7 +134,7 @@ def test_the_figure_of_a_refusal_is_met(monkeypatch: pytest.MonkeyPatch, share: 
 
 def test_compiled_code_may_keep_a_budget_that_ops_one_by_one_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     found = profile_of(make_target())
-    monkeypatch.setattr(compiled_plans, "compiled_peak", lambda _, solution, *__: solution.peak_bytes - 4096)
+    monkeypatch.setattr(executor, "compiled_peak", lambda _, solution, *__: solution.peak_bytes - 4096)
     budget = found.floor_bytes - 4096
     assert found.plan(budget, executor="inductor").peak_bytes == budget
 
@@ -153,7 +153,7 @@ def test_what_methods_keep_is_counted_as_it_is() -> None:
     plan = found.plan("300%", "all", executor="inductor")
     assert sum(run.rule == "replay" for run in plan.solution.schedule.runs) == 8
     segment = found.traced.graph.segment
-    rises = compiled_plans._rises(found.step, 0, plan.solution.graphs[0], segment, plan.executor)
+    rises = executor._rises(found.step, 0, plan.solution.graphs[0], segment, plan.executor)
     # all that is drawn waits for one fused kernel, but no second copy of it is held
     assert rises[Region.FORWARD] < 12 * batch.nbytes
 
@@ -177,9 +177,9 @@ def test_a_graph_with_another_constant_is_another_one(monkeypatch: pytest.Monkey
         graph.output(graph.call_function(torch.mul, (graph.placeholder("x"), graph.get_attr("constant"))))
         return fx.GraphModule({"constant": torch.tensor(value)}, graph)
 
-    executor, graphs = compiled_plans.InductorOps(), [graph_of(2.0), graph_of(3.0)]
+    compiler, graphs = executor.InductorOps(), [graph_of(2.0), graph_of(3.0)]
     first, other, again = (
-        executor.compiled(graphs[place], [torch.ones(1)], is_backward=False) for place in (0, 1, 0)
+        compiler.compiled(graphs[place], [torch.ones(1)], is_backward=False) for place in (0, 1, 0)
     )
     assert first is again is not other
 
@@ -250,8 +250,8 @@ def test_another_batch_size_is_counted_as_it_is_compiled(
         counted.append(compiled_peak(*given))
         return counted[-1]
 
-    compiled_peak = compiled_plans.compiled_peak
-    monkeypatch.setattr(compiled_plans, "compiled_peak", peak_of)
+    compiled_peak = executor.compiled_peak
+    monkeypatch.setattr(executor, "compiled_peak", peak_of)
     batch = torch.randn(14, 5, 7, 7)
     smaller = [replace(target, batch=batch) for target in (plain, planned)]
     assert differences(train(smaller[0]), train(smaller[1])) == []
@@ -306,7 +306,7 @@ def test_chains_in_slices_are_left_to_eager() -> None:
     model = nn.Sequential(nn.Linear(8, 512), Gate(), nn.Linear(512, 8))
     found = lowtide.profile(model, torch.randn(1024 * torch.get_num_threads(), 8))
     assert any(node.remat("slices") for node in found.nodes)
-    compiled = compiled_plans._compiled_desk(Planner(found.step))
+    compiled = executor._compiled_desk(Planner(found.step))
     assert not any(node.remat("slices") for node in compiled.step.nodes)
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from training import measured_peak
 
 import lowtide
+from lowtide.planning.repeated_graphs import planner_for
+from lowtide.runtime import incomplete_steps
 from lowtide.runtime.runner import runner_of
 from lowtide.torch_compat import dispatch
 from lowtide.verification.peak import peak_above_start
@@ -89,7 +91,7 @@ def test_a_loss_that_was_not_given_is_planned_for(
         assert runner_of(planned).backend.num_graphs == 1
     else:
         (words,) = told(caplog)
-        assert "the loop held" in words and "Pass `loss=`" in words
+        assert "the loop made" in words and "Pass `loss=`" in words
     assert measured_peak(Target("planned", planned, batch, None, loss)) <= budget
     assert not dispatch.active_modes()
 
@@ -109,6 +111,22 @@ def test_the_room_for_a_loss_is_given_back_where_it_is_not_needed(
     assert first != own and runner_of(planned).schedules.graphs == own
     assert told(caplog) == []
     assert measured_peak(Target("planned", planned, batch, None, torch.mean)) <= plan.budget_bytes
+
+
+def test_bytes_for_a_loss_are_searched_once(
+    batch: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch.pop("targets")
+    model = Classifier()
+    found = lowtide.profile(model, batch)
+    plan = found.plan((found.floor_bytes + found.peak_bytes) // 2)
+    searches = []
+    monkeypatch.setattr(
+        incomplete_steps, "planner_for", lambda step: searches.append(step) or planner_for(step)
+    )
+    for _ in range(2):
+        plan.apply(model)
+    assert len(searches) == 1
 
 
 def test_a_loss_that_was_given_is_no_news(

@@ -17,7 +17,9 @@ from lowtide.api import profile
 from lowtide.facts import Graph, Reserve, Step
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
-from lowtide.runtime.unplanned_steps import growth
+from lowtide.runtime import replan
+from lowtide.runtime.incomplete_steps import growth
+from lowtide.runtime.runner import runner_of
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -129,3 +131,21 @@ def test_growth_is_that_of_the_batch_or_of_what_the_loss_reads() -> None:
     assert growth(step, like=graph(60), reserve=Reserve(batch_bytes=10**9)) == 1
     assert growth(step, like=graph(20), reserve=Reserve(batch_bytes=10**9)) == 1.5
     assert growth(step, like=None, reserve=Reserve(batch_bytes=10**9)) == 1
+
+
+def test_planned_graphs_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, profiled: tuple[Target, Profile], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan's own graph stays; of those that came later, the last ones do, and the log says so."""
+    monkeypatch.setattr(replan, "PLANNED_GRAPHS", 2)
+    target, found = profiled
+    plan = found.plan("100%")
+    plan = replace(plan, solution=replace(plan.solution, eager=False))
+    plan.apply(target.model)
+    planned = runner_of(target.model).schedules
+    with caplog.at_level(logging.INFO, logger="lowtide"):
+        for count in (8, 9, 10, 11, BATCH):
+            _gradients(target.model, rows(count))
+    assert len(planned.later) == 2 and set(planned.graphs) == {graph.fingerprint for graph in planned.first}
+    assert "more than 2 graphs" in caplog.text
+    lowtide.remove(target.model)

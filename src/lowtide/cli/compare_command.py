@@ -62,7 +62,7 @@ def compare(
     """
     from lowtide.cli.output_files import REPORT, say_written
     from lowtide.experiments import compare_methods as experiment
-    from lowtide.runtime.compiled_plans import executor_named
+    from lowtide.runtime.executor import executor_named
 
     executor_named(executor)
     shares = experiment.MEMORY_BUDGETS if memory_budgets is None else _shares(memory_budgets)

@@ -85,7 +85,7 @@ def plan(
     from lowtide.cli.tables import plan_summary, plan_tables
 
     if executor is not ExecutorName.EAGER:
-        from lowtide.runtime.compiled_plans import executor_named
+        from lowtide.runtime.executor import executor_named
 
         executor_named(executor)  # there, or refused before any work
     out = output.claim(files.PLAN, files.DECISIONS)
@@ -168,7 +168,7 @@ def run(
     """
     from lowtide.cli import output_files as files
     from lowtide.cli import tables
-    from lowtide.runtime.compiled_plans import executor_named
+    from lowtide.runtime.executor import executor_named
 
     executor_named(executor)  # there, or refused before any work
     out = output.claim(*files.FILES)

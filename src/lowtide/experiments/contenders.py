@@ -13,7 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.ops.direct import direct_function
 from lowtide.plans import Plan
-from lowtide.runtime.compiled_plans import executor_named
+from lowtide.runtime.executor import executor_named
 from lowtide.runtime.runner import attach, install, remove, runner_of
 from lowtide.torch_compat import aot_autograd as aot
 from lowtide.torch_compat import dynamo

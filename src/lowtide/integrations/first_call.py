@@ -16,7 +16,7 @@ from lowtide.errors import LowtideError
 from lowtide.facts.plan import offload_text, parse_offload
 from lowtide.facts.sizes import parse_budget
 from lowtide.plans import Plan
-from lowtide.runtime.compiled_plans import executor_named
+from lowtide.runtime.executor import executor_named
 from lowtide.runtime.runner import remove
 from lowtide.torch_compat.modules import call_model, is_compiled, route_of, set_route
 from lowtide.trace.model_call import Arguments

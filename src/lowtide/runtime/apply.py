@@ -11,8 +11,7 @@ from lowtide.optim.split_check import check_split
 from lowtide.optim.split_step import SplitStep
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.plans import Plan, check_identity
-from lowtide.runtime.compiled_plans import executor_named
-from lowtide.runtime.executor import Executor
+from lowtide.runtime.executor import Executor, executor_named
 from lowtide.runtime.replan import Replanner
 from lowtide.runtime.runner import install, runner_of
 from lowtide.trace.identity import identify_model

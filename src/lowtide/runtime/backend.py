@@ -1,23 +1,27 @@
 """A torch.compile backend that rewrites every captured graph by its plan and hands it to an executor."""
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torch import fx
 
 from lowtide.analyze.gradient_sums import casts_of, specialised, sums_in_casts, sums_inside, sums_of
-from lowtide.facts import GraphRun, Kind
+from lowtide.facts import Graph, GraphRun, Kind
 from lowtide.offload import OffloadStore, store_number
 from lowtide.ops.gradient_terms import with_gradient_terms
 from lowtide.optim.step_in_backward import StepInBackward, taking_updates
-from lowtide.runtime.autocast_cache import SharedCasts, joined
 from lowtide.runtime.backward import Backward, FirstCalls
-from lowtide.runtime.executor import EAGER_OPS, Executor, ExecutorInParts, Function
-from lowtide.runtime.gradient_handover import GradientGates, gated, gates_of
+from lowtide.runtime.executor import EAGER_OPS, Executor, ExecutorInParts, Function, RecentlyUsed
+from lowtide.runtime.graph_call import (
+    AutocastCache,
+    GradientGates,
+    gates_of,
+    with_autocast_cache,
+    with_handover,
+)
 from lowtide.runtime.observer import WEIGHTS_CHANGED, LoopObserver
 from lowtide.runtime.rewrite import Rewritten, forward_only, rewrite
 from lowtide.torch_compat import aot_autograd, ddp, dynamo
@@ -34,6 +38,10 @@ class GraphSchedule:
     missing: frozenset[int]
     apart: frozenset[int] = frozenset()
     releases: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, graph: Graph) -> Self:
+        return cls(graph.schedule, frozenset(graph.missing), frozenset(graph.apart), graph.releases)
 
 
 LISTED_GRAPHS = 4
@@ -71,13 +79,14 @@ class Backend:
         self.graphs: list[tuple[Segment, GraphSchedule, Rewritten]] = []
         self.num_graphs = 0
         # not of `self`: torch and a profile keep graphs, and these the casts, longer than the model lives
-        self._casts = SharedCasts(functools.partial(self.observer.say, WEIGHTS_CHANGED))
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._casts = AutocastCache(partial(self.observer.say, WEIGHTS_CHANGED))
+        self._compiled: RecentlyUsed[Hashable, Callable[..., Any]] = RecentlyUsed(REMEMBERED_GRAPHS)
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         key = key_of(graph)
-        if key is not None and key in self._compiled:
-            return self._compiled[key]
+        known: Callable[..., Any] | None = None if key is None else self._compiled.get(key)
+        if known is not None:
+            return known
         is_whole, origins = dynamo.reaches_the_end(graph), self.origins(graph)
         casts_once = dynamo.casts_weights_once(graph)
         planned: _ScheduledGraph | None = None
@@ -118,17 +127,12 @@ class Backend:
         if planned is not None:
             compiled = planned.called_by_dynamo(compiled)
         if key is not None and not aot_autograd.is_guarded_by_aot():
-            self._remember(key, compiled)
+            self._compiled[key] = compiled
         return compiled
 
     def forget(self) -> None:
         """Compile anew whatever comes."""
         self._compiled.clear()
-
-    def _remember(self, key: Hashable, compiled: Callable[..., Any]) -> None:
-        if len(self._compiled) >= REMEMBERED_GRAPHS:
-            self._compiled.pop(next(iter(self._compiled)))
-        self._compiled[key] = compiled
 
     def adopt(self, graph: TracedGraph) -> bool:
         """Bind a graph that torch compiled at capture to its plan; False where the plan asks for other
@@ -144,7 +148,7 @@ class Backend:
         functions = GraphFunctions(planned.forward(graph.inputs), planned.backward)
         graph.binding.bind(functions, around=planned.called_by_dynamo)
         if graph.key is not None:
-            self._remember(graph.key, graph.binding.run)
+            self._compiled[graph.key] = graph.binding.run
         self._list(planned)
         return True
 
@@ -175,7 +179,7 @@ class _ScheduledGraph:
         executor: Executor,
         observer: LoopObserver,
         *,
-        casts: SharedCasts,
+        casts: AutocastCache,
         updates: StepInBackward | None,
         store: int,
     ) -> None:
@@ -183,7 +187,7 @@ class _ScheduledGraph:
         self.schedule = schedule
         self.executor = executor
         self.observer = observer
-        self.shared_casts = casts
+        self.autocast_cache = casts
         self.updates_number = updates.number if updates is not None else 0
         wanted = specialised(segment, missing=schedule.missing, apart=schedule.apart)
         self.rewritten = rewrite(
@@ -195,12 +199,12 @@ class _ScheduledGraph:
             in_place=executor.in_place,
         )
         sums = sums_of(segment)
-        self.fans = {place: sums.get(place, 1) for place in sorted(schedule.apart)}
+        self.num_terms = {place: sums.get(place, 1) for place in sorted(schedule.apart)}
         # sums that leave in one, unless the model is called again before the backward pass
         self.sums = (
             () if updates is not None or not executor.in_place else sums_inside(segment, schedule.apart)
         )
-        self.fans |= {place: sums[place] for place in self.sums}
+        self.num_terms |= {place: sums[place] for place in self.sums}
         self.casts = casts_of(segment)
         for place in sums_inside(segment, schedule.apart):
             observer.summed_weight = observer.summed_weight or segment.origins[place].name
@@ -214,11 +218,13 @@ class _ScheduledGraph:
             self.first_calls.are_as_planned()
 
     def called_by_dynamo(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch has compiled, with gates before it where they are of use, fans before those, and joints
-        before all."""
-        behind_gates = compiled if self.gates is None else _gated_in_ddp(compiled, self.gates)
-        behind_fans = with_gradient_terms(behind_gates, self.fans) if self.fans else behind_gates
-        return joined(behind_fans, self.casts, self.shared_casts) if self.casts else behind_fans
+        """Wrap the call of what torch compiled, inside out: gradient handover, gradient terms, autocast
+        cache."""
+        if self.gates is not None:
+            compiled = _handover_in_ddp(compiled, self.gates)
+        if self.num_terms:
+            compiled = with_gradient_terms(compiled, self.num_terms)
+        return with_autocast_cache(compiled, self.casts, self.autocast_cache) if self.casts else compiled
 
     def forward(self, inputs: Sequence[Any]) -> Function:
         run = self.executor(self.rewritten.forward, inputs, is_backward=False)
@@ -255,9 +261,9 @@ class _ScheduledGraph:
         return call
 
 
-def _gated_in_ddp(function: Callable[..., Any], gates: GradientGates) -> Callable[..., Any]:
+def _handover_in_ddp(function: Callable[..., Any], gates: GradientGates) -> Callable[..., Any]:
     """Where gradients are sent to other processes as they come, let them come early."""
-    behind_gates = gated(function, gates)
+    behind_gates = with_handover(function, gates)
 
     def call(*args: Any) -> Any:
         return (behind_gates if ddp.active() is not None else function)(*args)

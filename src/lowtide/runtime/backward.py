@@ -11,7 +11,7 @@ from lowtide.errors import Unsupported
 from lowtide.ops.gradient_terms import return_terms
 from lowtide.ops.random_ops import drawing_from, random_state
 from lowtide.runtime.executor import Executor, ExecutorInParts, Parts
-from lowtide.runtime.gradient_handover import GradientGates, waiting_chain, with_handovers
+from lowtide.runtime.graph_call import GradientGates, waiting_chain, with_handovers
 from lowtide.runtime.rewrite import Rewritten, plain_schedule, rewrite
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.autograd_engine import silence_hooks

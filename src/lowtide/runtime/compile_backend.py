@@ -20,8 +20,8 @@ from lowtide.facts.plan import EXECUTORS, PLANNERS
 from lowtide.facts.sizes import parse_budget, parse_size
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime.backend import Backend, GraphSchedule
-from lowtide.runtime.compiled_plans import InductorOps, executor_named, solve_compiled
-from lowtide.runtime.unplanned_steps import step_of
+from lowtide.runtime.executor import InductorOps, executor_named, solve_compiled
+from lowtide.runtime.incomplete_steps import step_of
 from lowtide.torch_compat import dynamo
 from lowtide.trace.identity import Origin
 from lowtide.trace.segments import Segment

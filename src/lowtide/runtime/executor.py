@@ -1,15 +1,66 @@
-"""Who runs the rewritten graphs of a model.
+"""Executors: the rewritten graphs of a model run op by op, or as Inductor compiles them.
 
-An executor turns a graph into a function. What the graph runs, keeps and frees is decided before: an
-executor must not save, recompute or reorder on its own.
+Inductor fuses and reorders ops, so that its code keeps other bytes live than the ops one by one. Its peak is
+found without running it. Where that is above the budget, the step is planned again for as much less:
+
+    solve(budget) -> compile -> dry run -> peak above the budget? -> solve(budget - excess) -> ...
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from torch import fx
 
+from lowtide.analyze.backward_facts import overwrites
+from lowtide.analyze.gradient_sums import specialised
+from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.facts import Graph, Node, Region, Run, Solution, Step
+from lowtide.facts.plan import EXECUTORS
 from lowtide.ops.direct import direct_function, direct_parts
+from lowtide.planning.planner import Planner
+from lowtide.planning.schedules import scheduled_ranks, step_in_pieces
+from lowtide.planning.simulate import simulate, source_of
+from lowtide.remat import rule_named
+from lowtide.runtime.rewrite import rewrite
+from lowtide.trace.segments import Segment
+from lowtide.units import size_and_bytes
+
+if TYPE_CHECKING:
+    from lowtide.torch_compat.inductor import CompiledGraph
+
+COMPILED_GRAPHS = 64
+"""Those that Inductor compiled and that are kept; an older one is compiled again when it comes back."""
+
+ROUNDS = 6
+"""How often a step is planned for Inductor's code before the budget is given up."""
+
+POSITION = "lowtide_position"
+"""Where a node's metadata say which op of its graph it runs or rematerializes."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class RecentlyUsed(OrderedDict[Key, Value]):
+    """A dict of the `size` entries that were set or asked for last."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def get(self, key: Key, default: Any = None) -> Any:
+        if key in self:
+            self.move_to_end(key)
+        return super().get(key, default)
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self.size:
+            self.popitem(last=False)
+
 
 Function = Callable[[list[Any]], Any]
 """A graph as a function: it takes its inputs as one list, and empties that, so that each input is freed at
@@ -17,7 +68,11 @@ its last use."""
 
 
 class Executor(Protocol):
-    """`inputs` are fake tensors of the layouts that the function will get; None for a missing gradient."""
+    """Turns a graph into a function. What the graph runs, saves and frees is decided before: an executor must
+    not save, recompute or reorder on its own.
+
+    `inputs` are fake tensors with the strides that the function will get; None for a missing gradient.
+    """
 
     @property
     def name(self) -> str: ...
@@ -59,3 +114,190 @@ class EagerOps:
 
 
 EAGER_OPS = EagerOps()
+
+
+class InductorOps:
+    """Runs graphs as Inductor compiles them, and keeps the `COMPILED_GRAPHS` that were used last.
+
+    A rematerialized value has the bits that it had: reductions run as eager runs them, and only elementwise
+    ops are fused, which gives each element the same bits in any kernel.
+    """
+
+    name = "inductor"
+    in_place = False
+    takes_numbers = False
+
+    def __init__(self) -> None:
+        self._compiled: RecentlyUsed[Hashable, tuple[CompiledGraph, list[Any]]]
+        self._compiled = RecentlyUsed(COMPILED_GRAPHS)
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function:
+        compiled = self.compiled(module, inputs, is_backward=is_backward)
+        compiled.build_kernels()
+        return compiled
+
+    def compiled(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool
+    ) -> "CompiledGraph":
+        """A graph as Inductor writes it, to look at; its kernels are built when it is to run."""
+        from lowtide.torch_compat.inductor import CompiledGraph
+
+        constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
+        text = f"{module.graph}{[_layout(value) for value in inputs]}"
+        key = text, is_backward, tuple(map(id, constants))
+        found: tuple[CompiledGraph, list[Any]] | None = self._compiled.get(key)
+        if found is None:
+            compiled = CompiledGraph(module, inputs, is_backward=is_backward)
+            found = self._compiled[key] = compiled, constants  # alive, so that no other gets such an id
+        return found[0]
+
+
+def _layout(value: Any) -> str:
+    stride = value.stride() if hasattr(value, "stride") else ""
+    return f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', value)}{stride}"
+
+
+def executor_named(name: str) -> Executor:
+    """The executor that plans and options call `name`."""
+    if name not in EXECUTORS:
+        raise LowtideError(f"there is no executor '{name}': choose one of {', '.join(EXECUTORS)}")
+    if name == EAGER_OPS.name:
+        return EAGER_OPS
+    from lowtide.torch_compat.inductor import compiler_name, has_compiler
+
+    if not has_compiler():
+        raise LowtideError(
+            f"executor 'inductor' needs a C++ compiler, and '{compiler_name()}' cannot be run: install g++, "
+            "or let the variable CXX be the path of another one, or choose 'eager'"
+        )
+    return InductorOps()
+
+
+def solve_compiled(
+    desk: Planner, segment: Segment, executor: InductorOps, *, budget_bytes: int, planner: str
+) -> Solution:
+    """The solution of a step of one graph whose peak is at most `budget_bytes` as Inductor's code runs it.
+
+    BudgetTooSmall where `ROUNDS` solutions do not get there; its `floor_bytes` are a budget that is met.
+    """
+    found = nearest_compiled(desk, segment, executor, budget_bytes=budget_bytes, planner=planner)
+    if found.peak_bytes <= budget_bytes:
+        return found
+    floor_bytes = 0
+    while found.peak_bytes > floor_bytes:  # for that budget the search may take another path
+        floor_bytes = found.peak_bytes
+        found = nearest_compiled(desk, segment, executor, budget_bytes=floor_bytes, planner=planner)
+    raise BudgetTooSmall(
+        budget_bytes=budget_bytes,
+        floor_bytes=floor_bytes,
+        node=found.peak_node,
+        hint=f"Inductor's code keeps that much live; executor 'eager' reaches "
+        f"{size_and_bytes(desk.floor_bytes)}.",
+    )
+
+
+def nearest_compiled(
+    desk: Planner, segment: Segment, executor: InductorOps, *, budget_bytes: int, planner: str
+) -> Solution:
+    """The first solution that keeps the budget as Inductor's code runs it, or the lowest of those tried: each
+    is lower than the one before, and the last is as low as the planner goes."""
+    desk = _compiled_desk(desk)
+    wanted_bytes = budget_bytes
+    tried: list[Solution] = []
+    is_last = False
+    while not is_last:
+        is_last = len(tried) == ROUNDS - 1
+        try:
+            solution = desk.solve(budget_bytes=0 if is_last else wanted_bytes, planner=planner)
+        except BudgetTooSmall as error:
+            solution = desk.solve(budget_bytes=error.floor_bytes, planner=planner)
+            is_last = True
+        one_by_one_bytes = solution.peak_bytes
+        peak_bytes = compiled_peak(desk.step, solution, segment, executor)
+        solution = replace(solution, budget_bytes=budget_bytes, peak_bytes=peak_bytes, executor=executor.name)
+        if peak_bytes <= budget_bytes:
+            return solution
+        tried.append(solution)
+        wanted_bytes = one_by_one_bytes - (peak_bytes - budget_bytes)
+    return min(tried, key=lambda solution: solution.peak_bytes)
+
+
+def _compiled_desk(desk: Planner) -> Planner:
+    """Without remat rules whose ops run as eager's do: compiled ops beside them round otherwise."""
+    nodes = tuple(
+        replace(node, remats=tuple(r for r in node.remats if not rule_named(r.rule).as_eager_only))
+        for node in desk.step.nodes
+    )
+    return desk if nodes == desk.step.nodes else Planner(replace(desk.step, nodes=nodes))
+
+
+def compiled_peak(step: Step, solution: Solution, segment: Segment, executor: InductorOps) -> int:
+    """The peak of a step whose only graph of the model runs as Inductor's code."""
+    number = next(number for number, graph in enumerate(step.graphs) if graph.in_model)
+    rises = _rises(step, number, solution.graphs[number], segment, executor)
+    timeline = simulate(step, solution.schedule.runs)
+    piece_bytes = solution.optimizer_chunk_bytes
+    peak_bytes = 0 if solution.step_in_backward else step_in_pieces(step, timeline, piece_bytes).peak_bytes
+    begun: set[Region] = set()
+    for position, run in enumerate(timeline.runs):
+        region = _region(step, run)
+        node, live_bytes = step.nodes[run.rank], int(timeline.bytes_held[position])
+        if region not in rises or node.segment != number or node.op == "placeholder":
+            peak_bytes = max(peak_bytes, live_bytes)
+        elif region not in begun:
+            begun.add(region)
+            source = source_of(step, run)
+            made = sum(step.storages[i].nbytes for i in source.makes if not step.storages[i].static)
+            peak_bytes = max(peak_bytes, live_bytes - made - source.workspace_bytes + rises[region])
+    return peak_bytes
+
+
+def _rises(
+    step: Step, number: int, graph: Graph, segment: Segment, executor: InductorOps
+) -> dict[Region, int]:
+    """The most bytes that each pass of a graph keeps live beyond those live when the pass begins."""
+    from lowtide.torch_compat.inductor import Bytes, doubles, storage_bytes
+
+    wanted = specialised(segment, missing=frozenset(graph.missing), apart=frozenset(graph.apart))
+    ranks = scheduled_ranks(step, number)
+    ops = [*wanted.forward_ops, *wanted.backward_ops]
+    for position, node in enumerate(ops):
+        node.meta[POSITION] = position
+    rewritten = rewrite(wanted, graph.schedule, in_place=False)
+
+    ran = [ops[run.position] for run in graph.schedule if run.is_first]
+    in_place = {node.meta[POSITION] for node in overwrites(wanted, ran)}
+
+    kept = {node.name: node for node in step.nodes if node.on_demand}
+
+    def costs(node: fx.Node) -> Bytes:
+        position, rule = node.meta[POSITION], node.meta.get("lowtide_method", "")
+        source = source_of(step, Run(ranks[position], rule))
+        if "lowtide_kept" in node.meta:
+            source = kept[f"{step.nodes[ranks[position]].name}_{node.meta['lowtide_kept']}"]
+        inside = source.workspace_bytes
+        if isinstance(source, Node) and position in in_place:
+            # counted without its result, which is written over what it reads; here it is not
+            inside += sum(step.storages[storage].nbytes for storage in source.makes)
+        return Bytes(tuple(step.storages[storage].nbytes for storage in source.makes), max(0, inside))
+
+    inputs = [node.meta["val"] for node in rewritten.forward.graph.find_nodes(op="placeholder")]
+    forward = executor.compiled(rewritten.forward, inputs, is_backward=False)
+    read = [node.meta["val"] for node in rewritten.backward.graph.find_nodes(op="placeholder")]
+    backward = executor.compiled(rewritten.backward, read, is_backward=True)
+    given = doubles(inputs)
+    results, forward_bytes = forward.dry_run(list(given), rewritten.forward, costs=costs)
+    returned = [results[place] for place in graph.returned]
+    planned = [node.meta["val"] for node in rewritten.forward.graph.output_node().all_input_nodes]
+    more_bytes = storage_bytes(results, besides=given) - storage_bytes(planned, besides=inputs)
+    saved = results[wanted.num_forward_outputs :]
+    passed = [*saved, *doubles(read[len(saved) :])]
+    del results, saved
+    _, backward_bytes = backward.dry_run(passed, rewritten.backward, costs=costs)
+    del returned
+    return {Region.FORWARD: forward_bytes, Region.BACKWARD: backward_bytes + more_bytes}
+
+
+def _region(step: Step, run: Run) -> Region:
+    """Where a run takes place: a rematerialization, in the backward pass."""
+    return step.nodes[run.rank].region if run.is_first else Region.BACKWARD

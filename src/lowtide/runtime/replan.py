@@ -19,12 +19,24 @@ from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
 from lowtide.runtime.backend import GraphSchedule
-from lowtide.runtime.compiled_plans import InductorOps, nearest_compiled, solve_compiled
-from lowtide.runtime.executor import EAGER_OPS, Executor
-from lowtide.runtime.expected_loss import Room
+from lowtide.runtime.executor import (
+    EAGER_OPS,
+    Executor,
+    InductorOps,
+    RecentlyUsed,
+    nearest_compiled,
+    solve_compiled,
+)
+from lowtide.runtime.incomplete_steps import (
+    as_in,
+    growth,
+    leaves_for_loss,
+    optimizer_of,
+    step_of,
+    step_of_call,
+)
 from lowtide.runtime.loop_watch import LiveLoss
 from lowtide.runtime.runner import CallSoFar
-from lowtide.runtime.unplanned_steps import as_in, growth, optimizer_of, step_of, step_of_call
 from lowtide.torch_compat.ddp import Buckets
 from lowtide.torch_compat.dynamo import StartOver
 from lowtide.torch_compat.fsdp2 import units_of
@@ -36,14 +48,17 @@ from lowtide.units import format_size, size_and_bytes
 logger = logging.getLogger("lowtide")
 
 SCALAR_BYTES = 8
-SMALL_BYTES = 4096
-"""A few numbers around the loss, which nobody counts."""
+UNCOUNTED_BYTES = 4096
+"""A few numbers around the loss, which no plan counts."""
+
+PLANNED_GRAPHS = 1024
+"""Schedules of graphs that came later and are kept; an older one is planned again when it comes back."""
 
 
 class Replanner:
-    """The plan of every graph that comes: one that was made, or a new one for the same budget.
+    """The schedule of every graph that comes: by the plan, or by a new solution for the same budget.
 
-    Of a call that begins with an unknown graph, the whole step is planned (`plan_call`), unless it is a known
+    Where a call begins with an unknown graph, the whole step is planned (`plan_call`), unless it is a known
     step with other shapes. Where the call got further, the graph is planned beside what has run.
     """
 
@@ -58,17 +73,18 @@ class Replanner:
         self.model = model
         self._executor = executor
         self.plan = plan
-        self._inside_bytes = (
+        self._update_bytes = (
             {}
             if updates is None
             else update_bytes_of(updates.optimizers, within_parameters=updates.within_parameters)
         )
-        """what the update of each parameter in the backward pass holds"""
+        """what the update of each parameter in the backward pass allocates"""
         self.budget_bytes = plan.budget_bytes
         self.planner = plan.planner
         self.reserve = plan.solution.reserve
         self.known_costs = plan.known
-        self.link = None if plan.solution.offload is None else plan.solution.offload.transfer_speed
+        offload = plan.solution.offload
+        self.transfer_speed = None if offload is None else offload.transfer_speed
         self.loop = plan.loop or Loop(holds_outputs=plan.solution.holds_outputs)
         self.orders = dict(plan.solution.gradient_strides)
         self.identity = identify_model(model)
@@ -76,25 +92,27 @@ class Replanner:
         """the graphs of the user's own plan"""
         self.steps = {_structures(self.first): self.first}
         """of every structure, the graphs of the last step that was planned"""
-        self.graphs = {graph.fingerprint: graph for graph in self.first}
-        self._alike: dict[str, Graph] = {}
+        self.graphs = _by_fingerprint(self.first)
+        """by the plan; empty where a step was another one than the plan counts on"""
+        self.later: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
+        self._alike: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
+        self._dropped: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
         self._peak_bytes = plan.peak_bytes
-        self._dropped: dict[str, str] = {}
         self._told_of_executor = False
         self._several_calls = False
-        self._room: Room | None = None
-        if self.loss_is_unknown and not isinstance(executor, InductorOps) and not units_of(model):
-            self._room = Room.for_loss(plan, self.first)
-        if self._room is not None:
-            self.graphs = {graph.fingerprint: graph for graph in self._room.graphs}
-            self._peak_bytes = self.budget_bytes  # at most, with the room that is left
+        is_compiled = isinstance(executor, InductorOps)
+        has_reserve = self.loss_is_unknown and not is_compiled and not units_of(model)
+        self._loss_reserve = plan.loss_reserve if has_reserve else None
+        if self._loss_reserve is not None:
+            self.graphs = _by_fingerprint(self._loss_reserve.graphs)
+            self._peak_bytes = self.budget_bytes  # at most, with the bytes that are reserved
             self.reserve = replace(
-                self.reserve, loss_bytes=max(self.reserve.loss_bytes, self._room.loss_bytes)
+                self.reserve, loss_bytes=max(self.reserve.loss_bytes, self._loss_reserve.loss_bytes)
             )
 
     def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
         kind = segment.structure
-        graph = self.graphs.get(segment.fingerprint)
+        graph = self._known(segment.fingerprint)
         if graph is None:
             cause = self._dropped.get(segment.fingerprint) or why_unknown(segment, self.first)
             like = self._alike.get(kind)
@@ -104,51 +122,56 @@ class Replanner:
                 raise StartOver(cause)
             if graph is None:
                 graph = self._beside_others(segment, like, so_far, cause)
-            self.graphs[segment.fingerprint] = graph
+            self._remember_graph(segment.fingerprint, graph)
         self._alike[kind] = graph
-        return GraphSchedule(
-            schedule=graph.schedule,
-            missing=frozenset(graph.missing),
-            apart=frozenset(graph.apart),
-            releases=graph.releases,
-        )
+        return GraphSchedule.of(graph)
+
+    def _known(self, fingerprint: str) -> Graph | None:
+        graph: Graph | None = self.graphs.get(fingerprint) or self.later.get(fingerprint)
+        return graph
+
+    def _remember_graph(self, fingerprint: str, graph: Graph) -> None:
+        if len(self.later) == PLANNED_GRAPHS and fingerprint not in self.later:
+            logger.info("more than %d graphs: the oldest is planned again if it comes back", PLANNED_GRAPHS)
+        self.later[fingerprint] = graph
 
     @property
     def loss_is_unknown(self) -> bool:
         outside = any(graph.tangent_bytes > SCALAR_BYTES for graph in self.first[-1:])
         return (self.loop.loss is None and outside) or bool(self._dropped)
 
-    def learn(self, held: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
-        room, self._room = self._room, None
-        if room is not None and held is not None and not used and room.is_not_needed(held.peak_bytes):
-            self.graphs = {graph.fingerprint: graph for graph in self.first}
+    def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
+        reserved, self._loss_reserve = self._loss_reserve, None
+        if reserved and loss and not used and leaves_for_loss(self.plan, loss.peak_bytes):
+            self.graphs = _by_fingerprint(self.first)
+            self.later.clear()
             counted = self.plan.solution.reserve
-            self.reserve = replace(counted, loss_bytes=max(counted.loss_bytes, held.peak_bytes))
+            self.reserve = replace(counted, loss_bytes=max(counted.loss_bytes, loss.peak_bytes))
             self._peak_bytes = self.plan.peak_bytes
             self._alike.clear()
-            logger.info("the loop's loss holds %s: the plan is as it was made", format_size(held.peak_bytes))
+            logger.info("the loop's loss needs %s: the plan is as it was made", format_size(loss.peak_bytes))
             return True
-        words = []
-        more_bytes = self._not_counted(held) if held is not None else 0
-        if held is not None and more_bytes:
+        causes = []
+        more_bytes = self._not_counted(loss) if loss is not None else 0
+        if loss is not None and more_bytes:
             if self._peak_bytes + more_bytes > self.budget_bytes:
-                words.append(
-                    f"the loop held {size_and_bytes(held.peak_bytes)} between the forward and the backward "
-                    f"pass, {size_and_bytes(more_bytes)} more than the plan counted on"
+                causes.append(
+                    f"the loop made {size_and_bytes(loss.peak_bytes)} between the forward and the backward "
+                    f"pass, {size_and_bytes(more_bytes)} more than the plan counts"
                 )
-            self.reserve = replace(self.reserve, loss_bytes=held.peak_bytes, loss_kept_bytes=held.kept_bytes)
+            self.reserve = replace(self.reserve, loss_bytes=loss.peak_bytes, loss_kept_bytes=loss.kept_bytes)
         for fingerprint, outputs in used.items():
-            words.append(
-                f"the loss reads output {min(outputs)} of the model, which the plan did not count on"
+            causes.append(
+                f"the loss reads output {min(outputs)} of the model, for which the plan counts on no gradient"
             )
             self._use(fingerprint, outputs)
-        if not words:
+        if not causes:
             return False
-        cause = "; ".join(words)
+        cause = "; ".join(causes)
         logger.warning(
-            "%s: plans are made again. Pass `loss=` the function that your loop really uses to have it "
-            "counted from the start; a trainer's callback learns it from the first step, so leave as much "
-            "free there for that one",
+            "%s: graphs are planned again. Pass `loss=` the function that your loop uses, to have it counted "
+            "from the start; a trainer's callback learns the loss from the first step, so leave as much free "
+            "there for that step",
             cause,
         )
         self._drop(cause)
@@ -160,9 +183,11 @@ class Replanner:
         self._drop("several calls come before a backward pass")
 
     def _drop(self, cause: str) -> None:
-        self._room = None
-        self._dropped |= dict.fromkeys(self.graphs, cause)
+        self._loss_reserve = None
+        for fingerprint in (*self.graphs, *self.later):
+            self._dropped[fingerprint] = cause
         self.graphs.clear()
+        self.later.clear()
         self._alike.clear()
 
     def count_buckets(self, buckets: Buckets) -> bool:
@@ -180,19 +205,20 @@ class Replanner:
             return False
         cause = (
             f"DistributedDataParallel's buckets of gradients take {size_and_bytes(more_bytes)} more than the "
-            "plan counted on"
+            "plan counts"
         )
         logger.warning(
-            "%s: plans are made again. Plan the wrapped model to have them counted from the start", cause
+            "%s: graphs are planned again. Plan the wrapped model to count buckets from the start",
+            cause,
         )
         self._peak_bytes = 0
         self._drop(cause)
         return True
 
-    def _not_counted(self, held: LiveLoss) -> int:
+    def _not_counted(self, loss: LiveLoss) -> int:
         """How many bytes the loop made beyond what the plan reserves for it."""
-        more_bytes = held.peak_bytes - ceil(self.reserve.loss_bytes * self._times(held.batch_bytes))
-        return more_bytes if more_bytes > SMALL_BYTES else 0
+        more_bytes = loss.peak_bytes - ceil(self.reserve.loss_bytes * self._times(loss.batch_bytes))
+        return more_bytes if more_bytes > UNCOUNTED_BYTES else 0
 
     def _times(self, batch_bytes: int) -> Fraction:
         """How many times larger a call is than the planned one; 1 for a smaller one."""
@@ -220,13 +246,13 @@ class Replanner:
             loop=self.loop,
             reserve=self.reserve,
             known=self.known_costs,
-            updates=self._inside_bytes,
-            link=self.link,
+            updates=self._update_bytes,
+            link=self.transfer_speed,
             orders=self.orders,
             is_called_again=self._several_calls,
         )
         own = [graph for graph in step.graphs if graph.in_model]
-        if all(graph.fingerprint in self.graphs for graph in own):
+        if all(self._known(graph.fingerprint) for graph in own):
             return
         larger = growth(step, like=None, reserve=self.reserve) > 1
         larger = larger or identify_model(self.model) != self.identity
@@ -256,8 +282,8 @@ class Replanner:
             reserve=self.reserve,
             known=self.known_costs,
             optimizer=optimizer_of(self.model, self.loop) if changed else None,
-            updates=self._inside_bytes,
-            link=self.link,
+            updates=self._update_bytes,
+            link=self.transfer_speed,
             is_called_again=self._several_calls,
         )
         new = step.graphs[0]
@@ -284,7 +310,7 @@ class Replanner:
             held_bytes=so_far.saved_bytes + self._other_gradient_bytes(segment),
             later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
             is_whole=False,
-            link=self.link,
+            link=self.transfer_speed,
             is_called_again=self._several_calls,
         )
         if beside is None and not so_far.is_whole:
@@ -303,7 +329,10 @@ class Replanner:
 
     def _remember(self, graphs: tuple[Graph, ...]) -> None:
         self.steps[_structures(graphs)] = graphs
-        self.graphs.update({graph.fingerprint: graph for graph in graphs})
+        if len(self.steps) > PLANNED_GRAPHS:
+            del self.steps[next(iter(self.steps))]
+        for graph in graphs:
+            self._remember_graph(graph.fingerprint, graph)
 
     def _plan(
         self, step: Step, like: Sequence[Graph], *, larger: bool, segment: Segment | None = None
@@ -358,6 +387,10 @@ class Replanner:
                 "compiles of it may hold more: plan for this shape, or choose executor 'eager'",
                 cause,
             )
+
+
+def _by_fingerprint(graphs: Sequence[Graph]) -> dict[str, Graph]:
+    return {graph.fingerprint: graph for graph in graphs}
 
 
 def _structures(graphs: Sequence[Graph]) -> tuple[str, ...]:

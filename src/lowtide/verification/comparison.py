@@ -24,8 +24,7 @@ from lowtide.optim.step_in_backward import UsedGradient
 from lowtide.plans import Plan, check_identity
 from lowtide.runtime.apply import apply_plan
 from lowtide.runtime.backend import GraphSchedule
-from lowtide.runtime.compiled_plans import executor_named
-from lowtide.runtime.executor import EAGER_OPS, Executor
+from lowtide.runtime.executor import EAGER_OPS, Executor, executor_named
 from lowtide.runtime.loop_watch import LiveLoss
 from lowtide.runtime.rewrite import plain_schedule
 from lowtide.runtime.runner import CallSoFar, attach, install, remove, runner_of

@@ -1,7 +1,12 @@
-"""The steps around graphs that come without a plan: what the graphs show, and what is known besides."""
+"""Steps of which only a part is known: a graph that came without a plan, or a loss that was not given.
 
-from collections.abc import Mapping
-from dataclasses import replace
+step_of            one graph, with what is known of the rest as `Reserve`
+step_of_call       a whole call, captured without running it
+loss_reserve_for   bytes reserved for a loss that was not given, until the first step shows what it needs
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -12,8 +17,12 @@ from torch import nn
 from lowtide.analyze.captured_step import Captured, captured_step, only_loss_live
 from lowtide.analyze.gradient_sums import sums_of
 from lowtide.analyze.graph_facts import analyze_graphs
-from lowtide.facts import Graph, Kind, Node, Region, Reserve, Step, Storage, TransferSpeed
-from lowtide.planning.schedules import batch_bytes, with_buckets
+from lowtide.errors import BudgetTooSmall
+from lowtide.facts import Graph, GraphRun, Kind, Node, Region, Reserve, Step, Storage, TransferSpeed
+from lowtide.planning.repeated_graphs import planner_for
+from lowtide.planning.schedules import batch_bytes, runs_of_schedules, with_buckets
+from lowtide.planning.simulate import simulate
+from lowtide.plans import Plan
 from lowtide.profiling.costing import KnownCosts, estimate_costs, measure_costs
 from lowtide.torch_compat import dispatch
 from lowtide.torch_compat.aot_autograd import Orders
@@ -211,3 +220,62 @@ def _with_reserve(step: Step, reserve: Reserve) -> Step:
     return with_buckets(
         whole, bucket_bytes=reserve.bucket_bytes, gradients_in_buckets=reserve.gradients_in_buckets
     )
+
+
+TIMES_OUTPUTS = 3
+"""A cross-entropy of all that the model returns has the logarithms of the probabilities, their gradient, and
+the gradient of the outputs live at once. Other common losses need less."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossReserve:
+    """A plan's `graphs` with schedules that leave `loss_bytes` to the loop's loss, and still fit."""
+
+    loss_bytes: int
+    graphs: tuple[Graph, ...]
+
+
+def loss_reserve_for(plan: Plan) -> LossReserve | None:
+    """None where the plan leaves these bytes anyhow, or cannot; and where the first step is not watched, or
+    the schedules have to be as the user asked."""
+    step, solution = plan.step, plan.solution
+    is_free = solution.planner == "auto" and not solution.eager and not solution.step_in_backward
+    if step is None or step.device != "cpu" or step.transfer_speed is not None or not is_free:
+        return None
+    own = _own_graphs(plan)
+    loss_bytes = TIMES_OUTPUTS * own[-1].tangent_bytes
+    if leaves_for_loss(plan, loss_bytes):
+        return None
+    planner = planner_for(_with_loss(step, loss_bytes))
+    found = planner.adapt(_schedules(step, own), budget_bytes=plan.budget_bytes)
+    if found is not None and found.peak_bytes <= plan.budget_bytes:
+        return LossReserve(loss_bytes, found.graphs[: len(own)])
+    try:
+        solved = planner.solve(budget_bytes=plan.budget_bytes)
+    except BudgetTooSmall:
+        return None
+    return LossReserve(loss_bytes, solved.graphs[: len(own)])
+
+
+def leaves_for_loss(plan: Plan, loss_bytes: int) -> bool:
+    """Whether the plan as it was made fits with a loss that needs as much."""
+    assert plan.step is not None
+    step, own = _with_loss(plan.step, loss_bytes), _own_graphs(plan)
+    runs = runs_of_schedules(step, _schedules(step, own), [graph.releases for graph in own])
+    return simulate(step, runs).peak_bytes <= plan.budget_bytes
+
+
+def _own_graphs(plan: Plan) -> tuple[Graph, ...]:
+    return tuple(graph for graph in plan.solution.graphs if graph.in_model)
+
+
+def _schedules(step: Step, own: Sequence[Graph]) -> list[tuple[GraphRun, ...]]:
+    """The loss's own graphs have none."""
+    return [graph.schedule for graph in own] + [()] * (len(step.graphs) - len(own))
+
+
+def _with_loss(step: Step, loss_bytes: int) -> Step:
+    end = step.nodes[step.first_backward_rank - 1]
+    nodes = list(step.nodes)
+    nodes[end.rank] = replace(end, workspace_bytes=max(end.workspace_bytes, loss_bytes))
+    return replace(step, nodes=tuple(nodes))

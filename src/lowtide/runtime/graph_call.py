@@ -1,14 +1,22 @@
-"""Hand gradients over while the backward pass is still running.
+"""What autograd sees between the model's tensors and a planned graph: nodes that pass tensors on as they are.
 
-A graph's backward pass is one node of autograd, whose gradients all arrive at its end. Whoever waits for
-them, as DistributedDataParallel does to send each bucket as soon as it is full, would wait until then.
-So inputs can pass through a chain of gates on their way into a graph: nodes of autograd that do nothing in
-the forward pass. In the backward pass the graph's own node runs up to the first gradients and returns;
-each gate runs the graph on up to the gradients of its own inputs and returns those. All the rest, sums and
-hooks included, is left to autograd.
+Each input of a graph may pass through nodes of autograd that do nothing in the forward pass and see its
+gradient in the backward pass:
+
+    weight ─ autocast cache ─ gradient terms (ops/gradient_terms) ─ gradient handover ─ graph
+
+**Autocast cache.** Eager casts a weight once in a block of autocast. Where a block has several calls before a
+backward pass, eager adds up their gradients in the dtype of the one cast; graphs, each of which casts for
+itself, would add them up in the weight's own dtype. So the node of a later call hangs on that of the call
+before it: autograd adds the two gradients there, and the node rounds the sum as eager does.
+
+**Gradient handover.** A graph's backward pass is one node of autograd, whose gradients all arrive at its end.
+DistributedDataParallel, which sends each bucket as soon as it is full, would wait until then. So inputs pass
+through a chain of gates. The graph's own node runs up to the first gradients and returns; each gate runs the
+graph on up to the gradients of its own inputs and returns those. Sums and hooks are left to autograd.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -71,7 +79,7 @@ class Chain:
 
 
 class _Gate(torch.autograd.Function):
-    """Gives its inputs on as they are, after a token that orders the gates."""
+    """Passes its inputs on, after a token that orders the gates."""
 
     @staticmethod
     def forward(ctx: Any, chain: Chain, _token: torch.Tensor | None, *values: torch.Tensor) -> Any:
@@ -89,7 +97,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _sum(gradient: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor | None:
-    """`given` comes from who uses an input beside the graph."""
+    """`given` comes from readers of an input beside the graph."""
     if gradient is None or given is None:
         return gradient if given is None else given
     return gradient + given
@@ -129,8 +137,8 @@ def _readers(grad: fx.Node) -> list[fx.Node]:
     return [user for user in grad.users if user.op != "output"]
 
 
-def gated(function: Callable[..., Any], gates: GradientGates) -> Callable[..., Any]:
-    """`function`, a compiled graph, called with its inputs behind gates."""
+def with_handover(function: Callable[..., Any], gates: GradientGates) -> Callable[..., Any]:
+    """Call `function`, a compiled graph, with its inputs behind gates."""
 
     def call(*args: Any) -> Any:
         chain, token, values = Chain(gates), None, list(args)
@@ -184,3 +192,78 @@ def with_handovers(backward: fx.GraphModule, groups: Groups) -> fx.GraphModule:
         position[last] = position[latest]
     graph.output([])
     return aot_autograd.graph_module(backward, graph)
+
+
+class _CachedCast:
+    """The version of a weight that a call read, and whether the node of a later call hangs on this one's."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.is_followed = False
+
+
+class _AutocastNode(torch.autograd.Function):
+    """Passes a weight on; rounds its gradient to `dtype` where that is the sum of several calls."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, cast: _CachedCast, dtype: torch.dtype) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.cast, ctx.dtype = cast, dtype
+        return weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is not None and ctx.cast.is_followed:
+            gradient = gradient.to(ctx.dtype).to(gradient.dtype)
+        return gradient, None, None
+
+
+class AutocastCache:
+    """The weights that graphs have read since the current block of autocast began.
+
+    `weight_changed` is told where one changed meanwhile, which eager's cache would not see.
+    """
+
+    def __init__(self, weight_changed: Callable[[], None]) -> None:
+        self._weight_changed = weight_changed
+        self._block: Any = None
+        self._casts: dict[int, tuple[_CachedCast, torch.Tensor]] = {}
+
+    def begin(self, device: torch.device) -> None:
+        """Forget the weights of a block that has ended."""
+        block = autograd_engine.autocast_block(device)
+        if block is None or block is not self._block:
+            self._casts.clear()
+        self._block = block
+
+    def passed(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`weight`, as a graph that casts it to `dtype` is to read it."""
+        cast, source = _CachedCast(autograd_engine.version_of(weight)), weight
+        if id(weight) in self._casts:
+            before, read_before = self._casts[id(weight)]
+            if before.version == cast.version:
+                before.is_followed, source = True, read_before
+            else:
+                self._weight_changed()
+        passed: torch.Tensor = _AutocastNode.apply(source, cast, dtype)  # type: ignore[no-untyped-call]
+        if self._block is not None:
+            self._casts[id(weight)] = cast, passed
+        return passed
+
+
+def with_autocast_cache(
+    function: Callable[..., Any], casts: Mapping[int, torch.dtype], cache: AutocastCache
+) -> Callable[..., Any]:
+    """Call `function`, a compiled graph, with the weights that it `casts` (to which dtype, by place) passed
+    through nodes of the cache."""
+
+    def call(*args: Any) -> Any:
+        values = list(args)
+        del args
+        if torch.is_grad_enabled():
+            cache.begin(values[next(iter(casts))].device)
+            for place, dtype in casts.items():
+                values[place] = cache.passed(values[place], dtype)
+        return function(*values)
+
+    return call
