@@ -142,10 +142,10 @@ def test_other_closures_and_later_hooks_let_the_step_go_whole(caplog: pytest.Log
     later = SplitStep([optimizer], within_parameters=True)
     later.open()
 
-    def shadow(*_: Any) -> None:
+    def double(*_: Any) -> None:
         parameter.grad.mul_(2)
 
-    optimizer.register_step_pre_hook(shadow)
+    optimizer.register_step_pre_hook(double)
     optimizer.step()
     assert parameter.sum() == -32
     assert sum("step goes whole" in record.getMessage() for record in caplog.records) == 2

@@ -33,14 +33,14 @@ def _step(*, frees: bool = True, ranks: int = 2) -> tuple[Sharding, list[Passage
 TRAINED = [".weight", "a.weight", "b.weight"]
 
 
-def _names(moves: list[ExchangeStep]) -> list[str]:
-    return [move.name for move in moves]
+def _names(steps: list[ExchangeStep]) -> list[str]:
+    return [step.name for step in steps]
 
 
-def test_a_unit_is_gathered_before_its_forward_and_given_back_after_it():
+def test_a_unit_is_gathered_before_its_forward_and_resharded_after_it():
     found = exchange(*_step(), trained=TRAINED)
-    assert _names(found.forward[0]) == ["gather the model", "copy out the model"]
-    assert _names(found.forward[2]) == ["give back a", "gather b", "copy out b"]
+    assert _names(found.forward[0]) == ["all-gather the model", "copy out the model"]
+    assert _names(found.forward[2]) == ["reshard a", "all-gather b", "copy out b"]
 
 
 def test_the_last_buffer_lives_until_the_next_unit_has_its_own():
@@ -51,42 +51,42 @@ def test_the_last_buffer_lives_until_the_next_unit_has_its_own():
 
 def test_the_unit_before_is_gathered_ahead_in_backward():
     found = exchange(*_step(), trained=TRAINED)
-    assert _names(found.before[3]) == ["gather b"]
-    assert _names(found.before[2]) == ["copy out b", "gather a"]
+    assert _names(found.before[3]) == ["all-gather b"]
+    assert _names(found.before[2]) == ["copy out b", "all-gather a"]
     assert _names(found.before[1]) == ["copy out a"]
 
 
 def test_what_stays_after_forward_is_not_gathered_again():
     found = exchange(*_step(frees=False), trained=TRAINED)
-    assert not any("gather " in name for moves in found.before.values() for name in _names(moves))
+    assert not any("all-gather " in name for steps in found.before.values() for name in _names(steps))
 
 
 def test_gradients_are_reduced_when_a_unit_is_done_and_the_models_own_at_the_end():
     found = exchange(*_step(), trained=TRAINED)
-    assert _names(found.after[2]) == ["give back b", "collect gradients of b", "reduce gradients of b"]
+    assert _names(found.after[2]) == ["reshard b", "copy in gradients of b", "reduce-scatter gradients of b"]
     assert found.after[2][1].gradients == ["b.weight"]
     assert "end of a reduction" in _names(found.after[1])
-    assert "reduce gradients of the model" in _names(found.last)
+    assert "reduce-scatter gradients of the model" in _names(found.last)
 
 
 def test_parameters_without_a_gradient_are_not_reduced():
     found = exchange(*_step(), trained=["a.weight"])
-    assert _names(found.after[2]) == ["give back b"]
+    assert _names(found.after[2]) == ["reshard b"]
 
 
 def test_everything_that_is_made_is_freed_or_kept():
     found = exchange(*_step(), trained=TRAINED)
-    held: set[str] = set()
+    live: set[str] = set()
     order = [found.forward[key] for key in sorted(found.forward)]
     for graph in (3, 2, 1, 0):
         order += [found.before.get(graph, []), found.after.get(graph, [])]
-    for move in (move for moves in [*order, found.last] for move in moves):
-        held |= set(move.makes)
-        assert set(move.frees) <= held
-        held -= set(move.frees)
-        if move.kept:
-            held -= set(move.makes)
-    assert not held
+    for step in (step for steps in [*order, found.last] for step in steps):
+        live |= set(step.makes)
+        assert set(step.frees) <= live
+        live -= set(step.frees)
+        if step.kept:
+            live -= set(step.makes)
+    assert not live
 
 
 def test_one_process_gathers_nothing():

@@ -1,7 +1,7 @@
-"""The optimizer's step for one parameter at a time, inside the backward pass.
+"""The optimizer's step for one parameter at a time, inside of the backward pass.
 
-The user's loop stays as it is: `optimizer.step()` then finds nothing left to do. What cannot work, because it
-needs gradients that are gone by then, raises at the moment it is tried.
+The user's loop stays as it is: `optimizer.step()` then finds nothing to do. Code that needs gradients after
+the backward pass gets an error, since they are gone by then.
 """
 
 import functools
@@ -33,16 +33,16 @@ _OPEN: "weakref.WeakValueDictionary[int, StepInBackward]" = weakref.WeakValueDic
 
 
 class UsedGradient(Tensor):
-    """Stands where a gradient was that the step in backward has used: it has no memory and cannot be read.
+    """Takes the place of a gradient that the step in backward has used; has no memory and cannot be read.
 
-    It stays after `optimizer.step()`, as gradients do, until `zero_grad` takes it away or makes it zero.
+    It stays after `optimizer.step()`, as gradients do, until `zero_grad` removes it or makes it zero.
     """
 
     is_zero = False
 
     @staticmethod
     def of(parameter: Tensor, like: Tensor | None = None) -> "UsedGradient":
-        """One for a parameter; of the type and on the device of `like`, if that is given."""
+        """A used gradient of `parameter`, of the dtype and on the device of `like` where given."""
         like = parameter if like is None else like
         made: UsedGradient = tensor_without_memory(
             UsedGradient,
@@ -68,7 +68,7 @@ class UsedGradient(Tensor):
                     gradient.is_zero = True
             return args[0]
         if name == "_has_compatible_shallow_copy_type":
-            return False  # or a module that moves would put its data into this one
+            return False  # else a module that moves would assign data to this gradient
         if name in MOVING:
             own = args[0]
             like = func(torch.empty(0, dtype=own.dtype, device=own.device), *args[1:], **(kwargs or {}))
@@ -88,21 +88,24 @@ class UsedGradient(Tensor):
 
 
 HARMLESS = {"__get__", "__set__", "size", "dim", "stride", "numel", "is_complex", "is_floating_point"}
-"""What asks for no values."""
-MOVING = {"to", "cpu", "cuda", "float", "shadow", "half", "bfloat16"}
-"""What `model.cpu()` and the like do, as trainers call it in the end."""
+"""Functions that read no values."""
+MOVING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+"""Functions of `model.cpu()` and the like, which trainers call at the end."""
 ZEROING = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
-"""What `zero_grad` does."""
+"""Functions of `zero_grad`."""
 
 
 def gradient_bytes(parameter: Tensor) -> int:
-    """What a parameter's gradient takes."""
+    """Bytes of a parameter's gradient; 0 for none, and for a used one."""
     gradient = parameter.grad
     return 0 if gradient is None or isinstance(gradient, UsedGradient) else gradient.nbytes
 
 
 class StepInBackward:
-    """What takes the steps of one model's parameters. `index` is a parameter's place in `parameters`."""
+    """Takes the optimizers' steps for one model's parameters in the backward pass, from `open` to `close`.
+
+    Graphs name it by its `number`, and a parameter by its index in `parameters`.
+    """
 
     def __init__(self, optimizers: Iterable[Optimizer], model: nn.Module, *, within_parameters: bool) -> None:
         self.optimizers = list(optimizers)
@@ -119,13 +122,13 @@ class StepInBackward:
         self.place = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.number = next(_NUMBERS)
         self._settings: dict[int, list[dict[str, Any]]] = {}
-        """by optimizer whose `step()` is still to come, what the backward pass found in its groups"""
+        """by optimizer whose `step()` is still to come, the settings that the backward pass used"""
         self._used: dict[int, list[tuple[Tensor, UsedGradient]]] = {}
         self._hooks: list[Any] = []
         self._release_scalers: Callable[[], object] = lambda: None
 
     def open(self) -> None:
-        """Let `optimizer.step()` of the user's loop find nothing left to do."""
+        """Let `optimizer.step()` of the user's loop find nothing to do."""
         self._refuse_hooks()
         _OPEN[self.number] = self
         for optimizer in self.optimizers:
@@ -143,7 +146,7 @@ class StepInBackward:
         self._release_scalers()
 
     def begin(self) -> None:
-        """Before a backward pass: refuse one after which the parameters would not be eager's."""
+        """Before a backward pass: refuse it where the parameters would not be eager's afterwards."""
         if graph_is_kept():
             raise Unsupported(
                 f"backward(retain_graph=True) would run again with parameters that change now: {LEAVE_OUT}"
@@ -154,10 +157,10 @@ class StepInBackward:
                 "must be summed before the parameters change. Call optimizer.step() after each, or "
                 + LEAVE_OUT
             )
-        there = [n for n, p in zip(self.names, self.parameters, strict=True) if not _is_zero(p.grad)]
-        if there:
+        present = [n for n, p in zip(self.names, self.parameters, strict=True) if not _is_zero(p.grad)]
+        if present:
             raise Unsupported(
-                f"'{there[0]}' has a gradient before the backward pass, to which this one would be added: "
+                f"'{present[0]}' has a gradient before the backward pass, to which this one would be added: "
                 f"call zero_grad() first, or {LEAVE_OUT}"
             )
         self._refuse_hooks()
@@ -165,9 +168,10 @@ class StepInBackward:
         self._settings = {id(optimizer): _settings_of(optimizer) for optimizer in self.optimizers}
 
     def update(self, index: int, gradient: Tensor) -> None:
+        """Take the step of one parameter, whose gradient is then used."""
         parameter = self.parameters[index]
         if gradient.stride() != parameter.stride():
-            # as autograd does where it accumulates
+            # as autograd does where it accumulates gradients
             gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
         parameter.grad = gradient
         try:
@@ -175,8 +179,8 @@ class StepInBackward:
         finally:
             parameter.grad = UsedGradient.of(parameter)
 
-    def break_off(self) -> None:
-        """The backward pass failed or was interrupted: what is updated by now cannot be taken back."""
+    def abort(self) -> None:
+        """The backward pass failed or was interrupted: updates that it took stay."""
         taken = sum(isinstance(parameter.grad, UsedGradient) for parameter in self.parameters)
         self._clear()
         if taken:
@@ -188,10 +192,10 @@ class StepInBackward:
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-        """Refuse a step that does not do what the backward pass has done by now, and hide what it used. One
-        with a closure has its backward pass now."""
-        done = run_closure(args, kwargs) if has_arguments(args, kwargs) else (args, kwargs)
-        if done is None:
+        """Run a closure, which has the backward pass; refuse a step that differs from the steps taken in
+        backward; hide used gradients."""
+        arguments = run_closure(args, kwargs) if has_arguments(args, kwargs) else (args, kwargs)
+        if arguments is None:
             raise Unsupported(
                 "optimizer.step(closure) runs a backward pass inside of a step that is not torch's own: call "
                 f"it without a closure, or {LEAVE_OUT}"
@@ -213,7 +217,7 @@ class StepInBackward:
         self._used[id(optimizer)] = used
         for parameter, _ in used:
             parameter.grad = None
-        return done
+        return arguments
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for parameter, gradient in self._used.pop(id(optimizer), ()):
@@ -235,12 +239,12 @@ class StepInBackward:
 
 
 def _is_zero(gradient: Tensor | None) -> bool:
-    """Whether adding to a gradient is as good as having none before."""
+    """Whether a sum with this gradient is the other summand."""
     return gradient is None or (isinstance(gradient, UsedGradient) and gradient.is_zero)
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Learning rate and the like of every group, as they are now."""
+    """Learning rate and the other settings of every group, as they are now."""
     return [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -248,7 +252,7 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """The names of the settings that are others."""
+    """The names of the settings that differ."""
     pairs = zip(before, now, strict=False)
     return [
         name for one, other in pairs for name in other if name in one and not _same(one[name], other[name])
@@ -269,13 +273,13 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 @contextmanager
 def taking_updates(number: int) -> Iterator[None]:
-    """Around a backward pass that takes steps."""
+    """What a backward pass that takes steps runs in."""
     updates = _OPEN[number]
     updates.begin()
     try:
         yield
     except BaseException:
-        updates.break_off()
+        updates.abort()
         raise
 
 
@@ -303,7 +307,7 @@ _REFUSED_SCALERS = ProcessPatch(torch.amp.GradScaler, "scale", _refusing)
 
 
 def _reaches(outputs: Any) -> bool:
-    """Whether a backward pass from `outputs` comes to a parameter that is updated in it."""
+    """Whether a backward pass from `outputs` reaches a parameter that is updated in backward."""
     own = {id(parameter) for updates in _OPEN.values() for parameter in updates.parameters}
     leaves = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]

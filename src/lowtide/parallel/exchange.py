@@ -1,12 +1,16 @@
-"""What a process holds for exchanging parameters and gradients with others, move by move.
+"""What a process allocates to exchange parameters and gradients with others, step by step, as FSDP2 does.
 
-Follows FSDP2 as torch runs it. In the forward pass a unit's gathered buffer lives until the next unit has
-its own; in the backward pass it is copied out and freed, and the unit before is gathered ahead. Whole
-gradients live until they are copied into the buffer of their reduction, and that until a later reduction.
+    forward    all-gather a ─ copy out a ─ graph of a ─ reshard a ─ all-gather b ─ copy out b ─ graph of b ─ …
+    backward   all-gather b ─ copy out b ─ all-gather a ─ graph of b ─ reshard b ─ reduce-scatter of b ─ …
+
+In forward, the gathered buffer of a unit is live until the next unit has its own. In backward, a buffer is
+copied out and freed, and the unit before is gathered ahead. Unsharded gradients are live until they are
+copied into the buffer of their reduction, and this buffer until a later reduction.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lowtide.facts import Kind
 from lowtide.facts.sharding import Passage, Sharding
@@ -14,196 +18,180 @@ from lowtide.facts.sharding import Passage, Sharding
 
 @dataclass(slots=True, kw_only=True)
 class ExchangeStep:
-    """One moment of an exchange. It `makes` blocks by name, with bytes and kind, `frees` blocks and the
-    whole `gradients` of these parameters, and then needs `inside_bytes` for a moment. Blocks that stay to the
-    end of the step are `kept`."""
+    """One operation of an exchange.
+
+    It `makes` storages, given by name with bytes and kind, `frees` storages and the unsharded `gradients` of
+    these parameters, and then needs `workspace_bytes`. Storages that stay to the end of the training step are
+    `kept`.
+    """
 
     name: str
     makes: dict[str, tuple[int, Kind]] = field(default_factory=dict)
     frees: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
-    inside_bytes: int = 0
+    workspace_bytes: int = 0
     kept: bool = False
 
 
-Moves = dict[int, list[ExchangeStep]]
-"""By the number of a graph."""
+ByGraph = dict[int, list[ExchangeStep]]
 
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """Moves before the forward pass of each graph, and before and after its backward pass.
+    """Steps before the forward pass of each graph, before and after its backward pass, and at the end."""
 
-    `last` come at the end of the backward pass.
-    """
-
-    forward: Moves = field(default_factory=dict)
-    before: Moves = field(default_factory=dict)
-    after: Moves = field(default_factory=dict)
+    forward: ByGraph = field(default_factory=dict)
+    before: ByGraph = field(default_factory=dict)
+    after: ByGraph = field(default_factory=dict)
     last: list[ExchangeStep] = field(default_factory=list)
 
 
 def exchange(sharding: Sharding, passages: Sequence[Passage], *, trained: Collection[str]) -> Exchange:
-    """All moves of one step; `trained` are the parameters that get a gradient."""
-    ledger = _Ledger(sharding, trained)
+    """All exchanges of one training step; `trained` are the parameters that get a gradient."""
+    builder = _Builder(sharding, trained)
     found = Exchange()
     for passage in passages:
-        ledger.moves = found.forward.setdefault(passage.executions, [])
+        builder.steps = found.forward.setdefault(passage.executions, [])
         if passage.begins:
-            ledger.enter(passage.unit)
+            builder.before_forward(passage.unit)
         else:
-            ledger.leave(passage.unit)
-    late: list[int] = []
+            builder.after_forward(passage.unit)
+    at_the_end: list[int] = []
     for passage in reversed(passages):
         if passage.begins and not passage.differentiable:
-            late.append(passage.unit)
+            at_the_end.append(passage.unit)
         elif passage.begins:
-            ledger.moves = found.after.setdefault(passage.executions, [])
-            ledger.finish(passage.unit)
+            builder.steps = found.after.setdefault(passage.executions, [])
+            builder.after_backward(passage.unit)
         else:
-            ledger.moves = found.before.setdefault(passage.executions - 1, [])
-            ledger.start_backward(passage.unit)
-    ledger.moves = found.last
-    for unit in sorted(set(late)):
-        ledger.finish(unit)
-    ledger.close()
+            builder.steps = found.before.setdefault(passage.executions - 1, [])
+            builder.before_backward(passage.unit)
+    builder.steps = found.last
+    for unit in sorted(set(at_the_end)):
+        builder.after_backward(unit)
+    builder.close()
     return found
 
 
-class _Ledger:
-    """What is gathered, waiting and kept at this moment; adds to `moves`."""
+class _Builder:
+    """Appends to `steps`; knows which units are in a `gathered` buffer, which are copied out (`unsharded`),
+    and which buffers of reductions are live."""
 
     def __init__(self, sharding: Sharding, trained: Collection[str]) -> None:
         self.sharding = sharding
         self.trained = trained
-        self.moves: list[ExchangeStep] = []
-        self.whole: set[int] = set()
-        self.waiting: set[int] = set()
-        self.left: dict[int, list[int]] = {}
+        self.steps: list[ExchangeStep] = []
+        self.unsharded: set[int] = set()
+        self.gathered: set[int] = set()
+        self.after_forward_order: dict[int, list[int]] = {}
         self.last_buffer: dict[int, str] = {}
         self.reductions: dict[int, list[str]] = {}
-        self.count = 0
+        self.num_reductions = 0
 
-    def enter(self, unit: int) -> None:
+    def before_forward(self, unit: int) -> None:
         root = self.sharding.units[unit].root
         self._gather(unit)
-        if unit in self.waiting:
+        if unit in self.gathered:
             last = self.last_buffer.pop(root, None)
             self._copy_out(unit, frees=[last] if last is not None else [])
             self.last_buffer[root] = _buffer(unit)
         for other in self.sharding.units[unit].prefetches_forward:
             self._gather(other)
 
-    def leave(self, unit: int) -> None:
+    def after_forward(self, unit: int) -> None:
         facts = self.sharding.units[unit]
         if facts.frees_after_forward:
-            self._give_back(unit)
-        self.left.setdefault(facts.root, []).append(unit)
+            self._reshard(unit)
+        self.after_forward_order.setdefault(facts.root, []).append(unit)
         if facts.root == unit and unit in self.last_buffer:
-            self.moves.append(
-                ExchangeStep(name=f"end of {_name(facts.name)}", frees=[self.last_buffer.pop(unit)])
-            )
+            self._add(f"end of {_name(facts.name)}", frees=[self.last_buffer.pop(unit)])
 
-    def start_backward(self, unit: int) -> None:
+    def before_backward(self, unit: int) -> None:
         self._gather(unit)
-        if unit in self.waiting:
+        if unit in self.gathered:
             self._copy_out(unit, frees=[_buffer(unit)])
         ahead = self.sharding.units[unit].prefetches_backward
         if ahead is None:
-            left = self.left[self.sharding.units[unit].root]
-            while left.pop() != unit:
+            order = self.after_forward_order[self.sharding.units[unit].root]
+            while order.pop() != unit:
                 pass
-            ahead = tuple(left[-1:])
+            ahead = tuple(order[-1:])
         for other in ahead:
             self._gather(other)
 
-    def finish(self, unit: int) -> None:
-        """The backward pass of a unit is over: its parameters go, its gradients are reduced."""
+    def after_backward(self, unit: int) -> None:
+        """Reshard the parameters of a unit and reduce its gradients."""
         facts = self.sharding.units[unit]
-        self._give_back(unit)
-        kept_buffers = self.reductions.setdefault(facts.root, [])
-        while len(kept_buffers) >= self.sharding.kept_reductions:
-            self.moves.append(ExchangeStep(name="end of a reduction", frees=[kept_buffers.pop(0)]))
+        self._reshard(unit)
+        buffers = self.reductions.setdefault(facts.root, [])
+        while len(buffers) >= self.sharding.kept_reductions:
+            self._add("end of a reduction", frees=[buffers.pop(0)])
         parts = [part for part in facts.parts if part.name in self.trained]
         if not parts:
             return
-        self.count += 1
+        self.num_reductions += 1
         name = _name(facts.name)
-        buffer, result = f"reduction {self.count} of {name}", f"sum {self.count} of {name}"
-        reduced = sum(part.reduced_bytes for part in parts)
-        kept = sum(part.gradient_bytes for part in parts)
-        self.moves.append(
-            ExchangeStep(
-                name=f"collect gradients of {name}",
-                makes={buffer: (reduced, Kind.OTHER)},
-                gradients=[part.name for part in parts],
-            )
+        of_unit = f"{self.num_reductions} of {name}"
+        buffer, result = f"reduction {of_unit}", f"sum {of_unit}"
+        reduced_bytes = sum(part.reduced_bytes for part in parts)
+        kept_bytes = sum(part.gradient_bytes for part in parts)
+        self._add(
+            f"copy in gradients of {name}",
+            makes={buffer: (reduced_bytes, Kind.OTHER)},
+            gradients=[part.name for part in parts],
         )
-        summed = reduced // self.sharding.ranks
-        self.moves.append(
-            ExchangeStep(
-                name=f"reduce gradients of {name}",
-                makes={result: (summed, Kind.GRADIENT)},
-                inside_bytes=reduced * self.sharding.reduce_copies if self.sharding.ranks > 1 else 0,
-                kept=summed == kept,
-            )
+        sum_bytes = reduced_bytes // self.sharding.ranks
+        self._add(
+            f"reduce-scatter gradients of {name}",
+            makes={result: (sum_bytes, Kind.GRADIENT)},
+            workspace_bytes=reduced_bytes * self.sharding.reduce_copies if self.sharding.ranks > 1 else 0,
+            kept=sum_bytes == kept_bytes,
         )
-        if summed != kept:
-            gradient = f"gradients {self.count} of {name}"
-            self.moves.append(
-                ExchangeStep(
-                    name=f"cast gradients of {name}",
-                    makes={gradient: (kept, Kind.GRADIENT)},
-                    frees=[result],
-                    kept=True,
-                )
-            )
-        kept_buffers.append(buffer)
+        if sum_bytes != kept_bytes:
+            makes = {f"gradients {of_unit}": (kept_bytes, Kind.GRADIENT)}
+            self._add(f"cast gradients of {name}", makes=makes, frees=[result], kept=True)
+        buffers.append(buffer)
 
     def close(self) -> None:
-        left = [_whole(unit) for unit in sorted(self.whole)] + [_buffer(u) for u in sorted(self.waiting)]
+        left = [_unsharded(unit) for unit in sorted(self.unsharded)]
+        left += [_buffer(unit) for unit in sorted(self.gathered)]
         left += [buffer for buffers in self.reductions.values() for buffer in buffers]
         if left:
-            self.moves.append(ExchangeStep(name="end of the exchange", frees=left))
+            self._add("end of the exchange", frees=left)
 
     def _gather(self, unit: int) -> None:
-        if unit in self.whole or unit in self.waiting:
+        if unit in self.unsharded or unit in self.gathered:
             return
         facts = self.sharding.units[unit]
-        self.waiting.add(unit)
-        nbytes = facts.whole_bytes if self.sharding.ranks > 1 else 0  # one process copies from its own
-        self.moves.append(
-            ExchangeStep(
-                name=f"gather {_name(facts.name)}",
-                makes={_buffer(unit): (nbytes, Kind.PARAMETER)},
-                inside_bytes=facts.cast_bytes + nbytes * self.sharding.gather_copies,
-            )
+        self.gathered.add(unit)
+        nbytes = facts.whole_bytes if self.sharding.ranks > 1 else 0  # one process copies from its own shards
+        self._add(
+            f"all-gather {_name(facts.name)}",
+            makes={_buffer(unit): (nbytes, Kind.PARAMETER)},
+            workspace_bytes=facts.cast_bytes + nbytes * self.sharding.gather_copies,
         )
 
     def _copy_out(self, unit: int, *, frees: list[str]) -> None:
         facts = self.sharding.units[unit]
-        self.waiting.remove(unit)
-        self.whole.add(unit)
-        self.moves.append(
-            ExchangeStep(
-                name=f"copy out {_name(facts.name)}",
-                makes={_whole(unit): (facts.whole_bytes, Kind.PARAMETER)},
-                frees=frees,
-            )
-        )
+        self.gathered.remove(unit)
+        self.unsharded.add(unit)
+        makes = {_unsharded(unit): (facts.whole_bytes, Kind.PARAMETER)}
+        self._add(f"copy out {_name(facts.name)}", makes=makes, frees=frees)
 
-    def _give_back(self, unit: int) -> None:
-        if unit in self.whole:
-            self.whole.remove(unit)
-            name = _name(self.sharding.units[unit].name)
-            self.moves.append(ExchangeStep(name=f"give back {name}", frees=[_whole(unit)]))
+    def _reshard(self, unit: int) -> None:
+        if unit in self.unsharded:
+            self.unsharded.remove(unit)
+            self._add(f"reshard {_name(self.sharding.units[unit].name)}", frees=[_unsharded(unit)])
+
+    def _add(self, name: str, **fields: Any) -> None:
+        self.steps.append(ExchangeStep(name=name, **fields))
 
 
 def _name(unit: str) -> str:
     return unit or "the model"
 
 
-def _whole(unit: int) -> str:
+def _unsharded(unit: int) -> str:
     return f"parameters of unit {unit}"
 
 

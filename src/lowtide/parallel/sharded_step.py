@@ -1,7 +1,10 @@
-"""A captured step on one of several processes: with its part of the parameters, and all that is exchanged.
+"""A captured step on one of several processes: with shards of the parameters, and the exchanges between them.
 
-The graphs are those of whole parameters. Their bytes are the exchange's: nodes without ops between the
-graphs, which hold what is gathered and reduced. A parameter's own storage becomes this process's part of it.
+The graphs compute with unsharded parameters. Their bytes belong to exchange nodes between the graphs, which
+have no op and keep gathered and reduced storages live. A parameter's own storage becomes its shard.
+
+    weight (whole) ── graph        all-gather ─ copy out ── graph ── reshard
+                                   weight (shard)
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,15 +19,14 @@ from lowtide.trace.segments import Trace
 
 
 def shard(analysis: Analysis, trace: Trace, sharding: Sharding) -> None:
-    """Add to the facts of whole graphs what `sharding` makes of them, in place."""
+    """Change the facts of a step with whole parameters to those of one process of `sharding`, in place."""
     parts = {part.name: part for unit in sharding.units for part in unit.parts}
-    gradients = _as_parts(analysis, parts)
-    moves = exchange(sharding, trace.passages, trained=gradients)
-    _insert(analysis, moves, gradients)
+    gradients = _shard_parameters(analysis, parts)
+    _insert(analysis, exchange(sharding, trace.passages, trained=gradients), gradients)
 
 
-def _as_parts(analysis: Analysis, parts: Mapping[str, Part]) -> dict[str, int]:
-    """Give parameters the size of their parts, and let whole gradients go; those by name."""
+def _shard_parameters(analysis: Analysis, parts: Mapping[str, Part]) -> dict[str, int]:
+    """Give parameters the size of their shards, and let unsharded gradients be freed; those by name."""
     names: dict[int, str] = {}
     for record in list(analysis.storages):
         if record.kind is Kind.PARAMETER and record.static and record.name in parts:
@@ -39,20 +41,20 @@ def _as_parts(analysis: Analysis, parts: Mapping[str, Part]) -> dict[str, int]:
     return gradients
 
 
-def _insert(analysis: Analysis, moves: Exchange, gradients: Mapping[str, int]) -> None:
-    """Put the moves between the graphs, and count all ranks anew."""
+def _insert(analysis: Analysis, exchanges: Exchange, gradients: Mapping[str, int]) -> None:
+    """Put the exchange nodes between the graphs, and renumber all ranks."""
     holders = _holders(analysis, gradients)
     old, analysis.nodes = analysis.nodes, []
     rank: dict[int, int] = {}
     made: dict[str, int] = {}
-    for item in _in_order(old, moves):
+    for item in _in_order(old, exchanges):
         if isinstance(item, Node):
             rank[item.rank] = len(analysis.nodes)
             analysis.nodes.append(item)
         else:
-            move, region = item
-            freed = [rank[holders[name]] for name in move.gradients if holders[name] in rank]
-            _add(analysis, move, region, made, freed)
+            step, region = item
+            freed = [rank[holders[name]] for name in step.gradients if holders[name] in rank]
+            _add(analysis, step, region, made, freed)
     for place, node in enumerate(analysis.nodes):
         if node.segment != NO_GRAPH:
             analysis.nodes[place] = renumbered(node, rank)
@@ -61,7 +63,7 @@ def _insert(analysis: Analysis, moves: Exchange, gradients: Mapping[str, int]) -
 
 
 def _holders(analysis: Analysis, gradients: Mapping[str, int]) -> dict[str, int]:
-    """The node that holds each of these and the least besides: a part of a tuple, not the whole."""
+    """The node that keeps each gradient live and the fewest others: an item of a tuple, not the tuple."""
     wanted = set(gradients.values())
     found: dict[int, Node] = {}
     for node in analysis.nodes:
@@ -71,39 +73,41 @@ def _holders(analysis: Analysis, gradients: Mapping[str, int]) -> dict[str, int]
     return {name: found[storage].rank for name, storage in gradients.items()}
 
 
-def _in_order(nodes: list[Node], moves: Exchange) -> Iterator[Node | tuple[ExchangeStep, Region]]:
-    """Nodes and moves as they come; moves of graphs that are not there come where these would stand."""
+def _in_order(nodes: list[Node], exchanges: Exchange) -> Iterator[Node | tuple[ExchangeStep, Region]]:
+    """Nodes and exchange steps in their order; graphs without nodes have their exchange steps too."""
     num_graphs = 1 + max(node.segment for node in nodes)
     groups: dict[tuple[Region, int], list[Node]] = {}
     for node in nodes:
         groups.setdefault((node.region, node.segment), []).append(node)
-    for graph in range(max([num_graphs, *(1 + key for key in moves.forward)])):
-        for move in moves.forward.get(graph, ()):
-            yield move, Region.FORWARD
+    for graph in range(max([num_graphs, *(1 + key for key in exchanges.forward)])):
+        for step in exchanges.forward.get(graph, ()):
+            yield step, Region.FORWARD
         yield from groups.get((Region.FORWARD, graph), ())
-    for graph in range(max([num_graphs, *(1 + key for key in (*moves.before, *moves.after))]) - 1, -2, -1):
-        for move in moves.before.get(graph, ()):
-            yield move, Region.BACKWARD
+    for graph in range(
+        max([num_graphs, *(1 + key for key in (*exchanges.before, *exchanges.after))]) - 1, -2, -1
+    ):
+        for step in exchanges.before.get(graph, ()):
+            yield step, Region.BACKWARD
         yield from groups.get((Region.BACKWARD, graph), ())
-        for move in moves.after.get(graph, ()):
-            yield move, Region.BACKWARD
-    for move in moves.last:
-        yield move, Region.BACKWARD
+        for step in exchanges.after.get(graph, ()):
+            yield step, Region.BACKWARD
+    for step in exchanges.last:
+        yield step, Region.BACKWARD
 
 
 def _add(
-    analysis: Analysis, move: ExchangeStep, region: Region, made: dict[str, int], freed: list[int]
+    analysis: Analysis, step: ExchangeStep, region: Region, made: dict[str, int], freed: list[int]
 ) -> None:
     storages = tuple(
-        analysis.add_storage(nbytes=nbytes, kind=kind, name=name, pinned=move.kept)
-        for name, (nbytes, kind) in move.makes.items()
+        analysis.add_storage(nbytes=nbytes, kind=kind, name=name, pinned=step.kept)
+        for name, (nbytes, kind) in step.makes.items()
     )
-    reads = tuple(dict.fromkeys([*(made[name] for name in move.frees), *freed]))
-    place = _add_node(analysis, move.name, region, reads=reads, makes=storages)
-    made.update(dict.fromkeys(move.makes, place))
-    if move.inside_bytes:
-        inside = analysis.add_storage(nbytes=move.inside_bytes, kind=Kind.OTHER, name=move.name)
-        _add_node(analysis, f"{move.name}, inside", region, reads=(), makes=(inside,))
+    reads = tuple(dict.fromkeys([*(made[name] for name in step.frees), *freed]))
+    place = _add_node(analysis, step.name, region, reads=reads, makes=storages)
+    made.update(dict.fromkeys(step.makes, place))
+    if step.workspace_bytes:
+        workspace = analysis.add_storage(nbytes=step.workspace_bytes, kind=Kind.OTHER, name=step.name)
+        _add_node(analysis, f"{step.name}, inside", region, reads=(), makes=(workspace,))
 
 
 def _add_node(
