@@ -1,17 +1,18 @@
 """Backward ops that write over what they read last: where they may, where they may not, and what it saves."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 from training import differences, measured_peak, train, twin
 
 import lowtide
-from lowtide.analyze.backward_facts import backward_order, overwrites
+from lowtide.analyze.backward_facts import BackwardOrder, backward_order, overwrites
 from lowtide.analyze.captured_step import capture
 from lowtide.ops.loss_chunks import LOSS_GRADIENTS, log_probabilities
 from lowtide.zoo.targets import Target
@@ -155,6 +156,50 @@ def test_log_probabilities_are_written_over_only_where_nothing_reads_them_later(
     assert loss_call(of_sequences) is not None
     assert loss_call(of_weighted_probabilities) is not None
     assert loss_call(returned) is None
+
+
+def gelu(value: torch.Tensor) -> torch.Tensor:
+    return 0.5 * value * (1 + torch.tanh(0.79788456 * (value + 0.044715 * value**3)))
+
+
+class Gated(nn.Module):
+    """Two ops read the gradient of the product; the later one can write over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(64, 512), nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(gelu(self.first(x)) * gelu(self.gate(x))).square().mean()
+
+
+def in_some_order(ops: Sequence[fx.Node], random: Random) -> list[fx.Node]:
+    """These ops, each after its inputs."""
+    waiting, order = list(ops), []
+    while waiting:
+        ready = [op for op in waiting if not any(source in waiting for source in op.all_input_nodes)]
+        order.append(random.choice(ready))
+        waiting.remove(order[-1])
+    return order
+
+
+def test_a_chain_affects_no_more_ops_than_are_looked_at() -> None:
+    """Whether another op may write over its input can depend on where the ops of a chain run: here each op
+    runs where its last reader does."""
+    (segment, *_) = capture(Gated(), torch.randn(64, 64)).segments
+    ops = segment.backward_ops
+    chains = {user: [op] for op in ops for user in op.users if user in ops}
+    num_changed = 0
+    for seed in range(10):
+        order = BackwardOrder(segment, in_some_order(ops, Random(seed)))
+        alone = order.overwrites()
+        for end, replaced in chains.items():
+            with order.as_one(end, replaced):
+                changed = {op for op in order.ops if (order.overwriting_call(op) is None) == (op in alone)}
+            changed -= {end, *replaced}
+            num_changed += len(changed)
+            assert changed <= order.affected_by(end, replaced)
+    assert num_changed
 
 
 def test_logits_that_are_read_again_stay() -> None:

@@ -1,223 +1,200 @@
-"""Run gradients as soon as they can be, where that lowers what the backward pass holds.
+"""How the ops of a backward pass run other than captured: in which order, over which inputs, in which chunks.
 
-Autograd computes the gradient of a layer's input before those of its parameters, so that the layer's input,
-what came into its formula and what goes on are held at once. The other way round, the layer's input is freed
-first. No op computes anything else for that, and gradients are still there in eager's order, which fills
-the buckets of DistributedDataParallel.
-
-Backward ops that write their result over a value which nothing reads after them.
-
-Ways to run backward ops other than one by one, whole: remats that stand in for what leads to them.
+- `backward_order`: weight gradients first, which shortens live ranges
+- `overwrites`: ops that write their result over an input that nothing reads later
+- `add_chunked_remats`: chains of pointwise ops that can run as one op, in chunks
 """
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from lowtide.analyze.analysis import Analysis, GraphAnalysis
 from lowtide.facts import Remat
 from lowtide.ops.calls import Call
 from lowtide.ops.in_place import ROUND_ONCE, WITH_OUT, overwriting
+from lowtide.ops.live_ranges import live_bytes, storages_of
 from lowtide.ops.loss_chunks import LOSS_GRADIENTS
 from lowtide.ops.packing import layout_of
 from lowtide.ops.pointwise_chunks import in_chunks, replaced_ops
 from lowtide.ops.random_ops import is_random
 from lowtide.ops.schema import talks_to_others, writes_inputs
-from lowtide.remat import chain_rules
-from lowtide.torch_compat.dispatch import storage_key
+from lowtide.remat import RematRule, chain_rules
+from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 from lowtide.trace.segments import Segment
 from lowtide.trace.tangents import stands_for
 
+NO_CALLS: Mapping[fx.Node, Call] = {}
+
 
 def backward_order(segment: Segment) -> Sequence[fx.Node]:
-    """The backward ops of a segment in the order to run them: as captured, where another holds no less at its
-    peak, and then on the whole."""
+    """The backward ops of a segment in the order to run them: weight gradients first, or as captured where
+    that has no lower peak.
+
+    Autograd computes the gradient of a layer's input before the gradients of its parameters, so that the
+    layer's input stays live meanwhile. In the other order the input is freed first:
+
+        captured    grad of input  | grad of weight     live at "|": input, both incoming and new gradient
+        reordered   grad of weight | grad of input      live at "|": incoming gradient, grad of weight
+
+    Preserves each op's inputs, and the order in which gradients are final, which fills the buckets of
+    DistributedDataParallel.
+    """
     captured = segment.backward_ops
-    results = [node for node in segment.results if node is not None]
-    grads = segment.gradients
-    early = _reordered(captured, {node for node in grads if node is not None})
-    held = [_held(ops, segment.primals, results) for ops in (captured, early)]
-    before, after = ((max(some, default=0), sum(some)) for some in held)
-    return early if after < before else captured
+    returned = [node for node in segment.results if node is not None]
+    reordered = _reordered(captured, {node for node in segment.gradients if node is not None})
+    live = [live_bytes(ops, uncounted=segment.primals, results=returned) for ops in (captured, reordered)]
+    before, after = ((max(each, default=0), sum(each)) for each in live)
+    return reordered if after < before else captured
 
 
 def _reordered(ops: Sequence[fx.Node], grads: set[fx.Node]) -> list[fx.Node]:
-    """Ops that lead to one gradient alone, each right behind the last of the others that it waits for."""
+    """Move each op that feeds only one gradient to right after its last input."""
     index = {node: i for i, node in enumerate(ops)}
-    alone = _leading_to_one(ops, grads)
-    moment = dict(index)
+    feeds_one = _feeding_one(ops, grads)
+    place = dict(index)
+
+    def after_inputs(node: fx.Node, least: int) -> int:
+        return max([least, *(place[source] for source in node.all_input_nodes if source in index)])
+
     for node in ops:
-        if node in alone:
-            moment[node] = max(
-                (moment[source] for source in node.all_input_nodes if source in index), default=-1
-            )
+        if node in feeds_one:
+            place[node] = after_inputs(node, -1)
     for node in reversed(ops):
-        if moment[node] < 0:  # reads forward values alone: not before it is read
-            moment[node] = min(
-                (moment[user] for user in node.users if user in index and moment[user] >= 0),
-                default=index[node],
-            )
+        if place[node] < 0:  # it reads only forward values: right before its first reader
+            users = (place[user] for user in node.users if user in index and place[user] >= 0)
+            place[node] = min(users, default=index[node])
     last = -1
     for node in ops:
         if node in grads:
-            moment[node] = last = max(moment[node], last)
+            place[node] = last = max(place[node], last)
     for node in ops:
-        if node in alone:
-            moment[node] = max([moment[node], *(moment[s] for s in node.all_input_nodes if s in index)])
-    return sorted(ops, key=lambda node: (moment[node], index[node]))
+        if node in feeds_one:
+            place[node] = after_inputs(node, place[node])
+    return sorted(ops, key=lambda node: (place[node], index[node]))
 
 
-def _leading_to_one(ops: Sequence[fx.Node], grads: set[fx.Node]) -> set[fx.Node]:
-    """Ops of which at most one gradient is made, and which may change places with others."""
-    leads: dict[fx.Node, set[fx.Node]] = {}
+def _feeding_one(ops: Sequence[fx.Node], grads: set[fx.Node]) -> set[fx.Node]:
+    """Ops that feed at most one gradient, and whose place does not matter otherwise."""
+    fed: dict[fx.Node, set[fx.Node]] = {}
     for node in reversed(ops):
         mine = {node} & grads
         for user in node.users:
-            mine |= leads.get(user, set())
+            mine |= fed.get(user, set())
             if len(mine) > 1:
                 break
-        leads[node] = mine
-    return {node for node in ops if len(leads[node]) < 2 and _may_move(node)}
+        fed[node] = mine
+    return {node for node in ops if len(fed[node]) < 2 and _may_move(node)}
 
 
 def _may_move(node: fx.Node) -> bool:
     return not (is_random(node) or writes_inputs(node.target) or talks_to_others(node.target))
 
 
-def _held(ops: Sequence[fx.Node], primals: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[int]:
-    """Bytes at each op of what ops make and of the forward values that they still read, without what is
-    there throughout."""
-    sizes: dict[int, int] = {}
-    last: dict[int, int] = {}
-    first: dict[int, int] = {}
-    for place, node in enumerate(ops):
-        for source in node.all_input_nodes:
-            for key, nbytes in _storages(source):
-                sizes[key], last[key] = nbytes, place
-                first.setdefault(key, 0)
-        for key, nbytes in _storages(node):
-            sizes[key] = nbytes
-            first.setdefault(key, place)
-            last.setdefault(key, place)
-    for node in results:
-        last.update((key, len(ops) - 1) for key, _ in _storages(node) if key in last)
-    for node in primals:
-        sizes.update((key, 0) for key, _ in _storages(node) if key in sizes)
-    change = [0] * (len(ops) + 1)
-    for key, nbytes in sizes.items():
-        change[first[key]] += nbytes
-        change[last[key] + 1] -= nbytes
-    held, found = 0, []
-    for more in change[:-1]:
-        held += more
-        found.append(held)
-    return found
-
-
-def _storages(node: fx.Node) -> list[tuple[int, int]]:
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
-    return [(storage_key(tensor), tensor.untyped_storage().nbytes()) for tensor in tensors]
-
-
-NO_CALLS: Mapping[fx.Node, Call] = {}
-
-
 def overwrites(
     segment: Segment, backward: Sequence[fx.Node], calls: Mapping[fx.Node, Call] = NO_CALLS
 ) -> dict[fx.Node, Call]:
-    """What such ops call instead where the backward ops run in the order `backward`; nodes of the graph are
-    among the arguments. `calls` are what some of them run in another way, in the place of others, too.
+    """What ops call to write their result over an input, where the backward ops run in the order `backward`.
 
-    A value can be written over that the backward pass makes. A forward value can be where nothing that
-    depends on it is read later in backward, so that no plan brings it back to read it there.
+    `calls` are what some ops run instead, in place of all of their `replaced_ops`, too. A call has nodes of
+    the graph among its arguments.
     """
-    if not segment.differentiable:
-        return {}
-    forward = segment.forward_ops
-    blocks = _Storages(segment, [*forward, *backward])
-    for node in calls:
-        blocks.run_with(node, replaced_ops(node))
-    made_forward = set(forward)
-    found: dict[fx.Node, Call] = {}
-    for node in backward:
-        if node in calls and calls[node].target is in_chunks:
-            over = _over(calls[node], node, blocks, made_forward)
-            if over is not None:
-                found[node] = Call(in_chunks, calls[node].args, {"over": over})
-            continue
-        for place in WITH_OUT[node.target][1] if node.target in WITH_OUT else ():
-            value = node.args[place]
-            if not isinstance(value, fx.Node) or not blocks.ends_with(value, node) or not _same(value, node):
-                continue
-            if blocks.maker(value) not in made_forward or (
-                node.target in LOSS_GRADIENTS and blocks.is_forgotten(value, node, made_forward)
-            ):
-                kwargs = calls[node].kwargs if node in calls else node.kwargs
-                found[node] = overwriting(node.target, place, node.args, dict(kwargs))
-                break
-    return found
+    return BackwardOrder(segment, backward).overwrites(calls) if segment.differentiable else {}
 
 
-def _over(call: Call, node: fx.Node, blocks: "_Storages", forward: set[fx.Node]) -> int | None:
-    """Which of its inputs a program can write its result over."""
-    for place, value in enumerate(call.args[1]):
-        if (
-            blocks.ends_with(value, node, call.args[1])
-            and _same(value, node)
-            and blocks.maker(value) not in forward
-        ):
-            return place
-    return None
-
-
-class _Storages:
-    """Which nodes of a graph hold each block of memory, and where each is read last."""
+class BackwardOrder:
+    """The backward ops of a graph in one order: which nodes refer to a storage, and where it is read last."""
 
     def __init__(self, segment: Segment, ops: Sequence[fx.Node]) -> None:
         graph = segment.joint.graph
-        ordered = (*graph.find_nodes(op="placeholder"), *ops, *graph.nodes)
+        self.ops, self.forward = ops, set(segment.forward_ops)
+        ordered = (*graph.find_nodes(op="placeholder"), *segment.forward_ops, *ops, *graph.nodes)
         self.position = {node: index for index, node in enumerate(dict.fromkeys(ordered))}
-        self.returned = {key for node in segment.results if node for key in _keys(node)}
+        self.keys = {node: _keys(node) for node in graph.nodes}
+        self.returned = {key for node in segment.results if node for key in self.keys[node]}
+        self.loss_gradients = [node for node in ops if node.target in LOSS_GRADIENTS]
         self.holders: dict[int, list[fx.Node]] = {}
-        for node in graph.nodes:
-            for key in _keys(node):
+        for node, keys in self.keys.items():
+            for key in keys:
                 self.holders.setdefault(key, []).append(node)
 
-    def maker(self, value: fx.Node) -> fx.Node:
-        """The first that holds the block of `value`; all others only look at it."""
-        return min(self._holders(value), key=self.position.__getitem__)
+    def overwrites(self, calls: Mapping[fx.Node, Call] = NO_CALLS) -> dict[fx.Node, Call]:
+        """See the function `overwrites`."""
+        with contextlib.ExitStack() as chains:
+            for end in calls:
+                chains.enter_context(self.as_one(end, replaced_ops(end)))
+            found = {node: self.overwriting_call(node, calls.get(node)) for node in self.ops}
+        return {node: call for node, call in found.items() if call is not None}
 
-    def run_with(self, node: fx.Node, others: Iterable[fx.Node]) -> None:
-        """Let what `others` read be read where `node` runs."""
-        for other in others:
-            self.position[other] = self.position[node]
+    @contextlib.contextmanager
+    def as_one(self, end: fx.Node, replaced: Collection[fx.Node]) -> Iterator[None]:
+        """Within it, the ops `replaced` run where `end` does."""
+        before = {node: self.position[node] for node in replaced}
+        self.position.update(dict.fromkeys(replaced, self.position[end]))
+        yield
+        self.position.update(before)
 
-    def ends_with(self, value: fx.Node, reader: fx.Node, reads: Sequence[fx.Node] | None = None) -> bool:
-        """Whether `reader` is the last that reads the block of `value`, and reads nothing else of it; it may
-        read `value` itself as often as it likes where `reads` are all that it reads."""
-        if not _keys(value) or any(key in self.returned for key in _keys(value)):
+    def overwriting_call(self, node: fx.Node, call: Call | None = None) -> Call | None:
+        """What a node calls to write its result over an input; None where it may not.
+
+        It may write over a value of the backward pass that nothing reads later. It may write over a forward
+        value only if backward reads nothing later that depends on the value: then no plan recomputes it.
+        `call` is what runs in place of the node's own op.
+        """
+        if call is not None and call.target is in_chunks:
+            for place, value in enumerate(call.args[1]):
+                if self._may_replace(value, node, reads=call.args[1]) and self._is_made_backward(value):
+                    return Call(in_chunks, call.args, {"over": place})
+            return None
+        for place in WITH_OUT[node.target][1] if node.target in WITH_OUT else ():
+            value = node.args[place]
+            if not isinstance(value, fx.Node) or not self._may_replace(value, node):
+                continue
+            if self._is_made_backward(value) or (
+                node.target in LOSS_GRADIENTS and self._is_never_recomputed(value, node)
+            ):
+                return overwriting(node.target, place, node.args, dict((call or node).kwargs))
+        return None
+
+    def affected_by(self, end: fx.Node, replaced: Collection[fx.Node]) -> set[fx.Node]:
+        """Other ops whose `overwriting_call` can depend on whether `replaced` run where `end` does: readers
+        of the same storages, and ops that ask what else depends on a forward value."""
+        touched = [source for node in replaced for source in (node, *node.all_input_nodes)]
+        keys = {key for node in touched for key in self.keys[node]}
+        readers = {user for key in keys for holder in self.holders[key] for user in holder.users}
+        return readers.union(self.loss_gradients) - self.forward - {end, *replaced}
+
+    def _may_replace(self, value: fx.Node, reader: fx.Node, *, reads: Sequence[fx.Node] = ()) -> bool:
+        """Whether the result of `reader` fits over `value`, and `reader` is the last to read its storage.
+
+        A reader that lists all its `reads` may read `value` several times."""
+        keys, holders = self.keys[value], self._holders(value)
+        if not keys or any(key in self.returned for key in keys):
             return False
-        holders = self._holders(value)
         if any(node.op != "call_function" for node in holders):
             return False
         others = [source for source in reads or reader.all_input_nodes if source is not value]
-        if any(source in holders for source in others) or (reads is None and _count(reader, value) > 1):
+        is_read_twice = not reads and sum(arg is value for arg in reader.args) > 1
+        if is_read_twice or any(source in holders for source in others):
             return False
         last = max(self.position[user] for node in holders for user in node.users)
-        return last == self.position[reader]
+        return last == self.position[reader] and _fits_over(value, reader)
 
-    def is_forgotten(self, value: fx.Node, reader: fx.Node, forward: set[fx.Node]) -> bool:
-        """Whether nothing that is made of a forward value is read in backward after `reader`."""
+    def _is_made_backward(self, value: fx.Node) -> bool:
+        """Whether the first node that refers to the storage of `value` runs in backward."""
+        return min(self._holders(value), key=self.position.__getitem__) not in self.forward
+
+    def _is_never_recomputed(self, value: fx.Node, reader: fx.Node) -> bool:
+        """Whether backward reads nothing after `reader` that depends on a forward value."""
         stack, seen = self._holders(value), set[fx.Node]()
         while stack:
             node = stack.pop()
             for user in node.users:
-                if user in forward and user not in seen:
+                if user in self.forward and user not in seen:
                     seen.add(user)
                     stack.append(user)
                 elif user.op != "output" and self.position[user] > self.position[reader]:
@@ -225,82 +202,72 @@ class _Storages:
         return True
 
     def _holders(self, value: fx.Node) -> list[fx.Node]:
-        keys = _keys(value)
+        keys = self.keys[value]
         return list(dict.fromkeys(itertools.chain.from_iterable(self.holders[key] for key in keys)))
 
 
 def _keys(node: fx.Node) -> list[int]:
-    """The blocks that a node's value refers to, and those that it took the place of."""
-    return [storage_key(tensor) for tensor in (*_tensors(node), *stands_for(node))]
+    """The storages that a node's value refers to, and those of the removed nodes that it stands for."""
+    return [*storages_of(node), *map(storage_key, stands_for(node))]
 
 
-def _tensors(node: fx.Node) -> Iterator[Tensor]:
-    for leaf in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            yield leaf
+def _fits_over(value: fx.Node, result: fx.Node) -> bool:
+    """Whether a result has the dtype and strides of a value, and kernels go through memory in the same order.
 
-
-def _same(value: fx.Node, result: fx.Node) -> bool:
-    """Whether a result fits exactly over a value, and is computed in the same order in memory, unless that
-    does not matter: `alpha` of a sum is a second rounding."""
+    That order does not matter for ops that round once; `alpha` of a sum is a second rounding.
+    """
     here, there = value.meta.get("val"), result.meta.get("val")
     if not isinstance(here, Tensor) or not isinstance(there, Tensor) or here.dtype is not there.dtype:
         return False
     layout = layout_of(here)
-    alike = [
-        (tensor.shape, tensor.stride())
+    orders = {
+        tensor.stride()
         for source in result.all_input_nodes
-        for tensor in _tensors(source)
-        if tensor.shape == here.shape
-    ]
+        for tensor in iter_tensors(source.meta.get("val"))
+        if tensor.layout is torch.strided and tensor.shape == here.shape
+    }
     in_any_order = result.target in (*ROUND_ONCE, *LOSS_GRADIENTS) and not result.kwargs
-    return layout is not None and layout == layout_of(there) and (in_any_order or len(set(alike)) == 1)
-
-
-def _count(reader: fx.Node, value: fx.Node) -> int:
-    return sum(arg is value for arg in reader.args)
+    return layout is not None and layout == layout_of(there) and (in_any_order or len(orders) == 1)
 
 
 def add_chunked_remats(
-    analysis: Analysis, state: GraphAnalysis, ops: Sequence[fx.Node], written_over: Mapping[fx.Node, Call]
+    analysis: Analysis, state: GraphAnalysis, order: BackwardOrder, written_over: Collection[fx.Node]
 ) -> None:
-    """Add remats to the backward ops `ops` of a graph, which run in this order; `written_over` is what they
-    call where they do so one by one.
+    """Add to the last op of each chain in backward the remats that run the chain in chunks.
 
-    A chain is left out where another op could not write over what it reads any more, and where it would read
-    what the step changes in place.
+    `written_over` are the ops that write over an input where all ops run one by one. A chain is left out
+    where it takes another op the value to write over, and where it reads what the step changes in place.
     """
     done: set[fx.Node] = set()
-    for end in reversed(ops):
-        fit = [] if end in done or state.rank.get(end) is None else chain_rules(end)
-        if not fit:
+    for end in reversed(order.ops):
+        rules = [] if end in done or end not in state.rank else chain_rules(end)
+        if not rules:
             continue
-        inner = replaced_ops(end)
-        done.update(inner)
-        ran = [node for node in ops if node not in inner]
-        remats = []
-        for rule in fit:
-            call = rule.call(end, ())
-            over = overwrites(state.segment, ran, {end: call})
-            if {*over, end, *inner} == {*written_over, end, *inner}:
-                remats.append(_chunked_remat(analysis, state, end, call, rule.name, is_over=end in over))
+        replaced = replaced_ops(end)
+        done.update(replaced)
+        with order.as_one(end, replaced):
+            others = order.affected_by(end, replaced)
+            is_free = all((order.overwriting_call(op) is None) == (op not in written_over) for op in others)
+            found = [_chunked_remat(analysis, state, end, rule, order) for rule in rules] if is_free else []
         rank = state.rank[end]
-        analysis.nodes[rank] = replace(analysis.nodes[rank], remats=tuple(r for r in remats if r))
+        remats = tuple(remat for remat in found if remat is not None)
+        analysis.nodes[rank] = replace(analysis.nodes[rank], remats=remats)
 
 
 def _chunked_remat(
-    analysis: Analysis, state: GraphAnalysis, end: fx.Node, call: Call, rule: str, *, is_over: bool
+    analysis: Analysis, state: GraphAnalysis, end: fx.Node, rule: RematRule, order: BackwardOrder
 ) -> Remat | None:
-    node = analysis.nodes[state.rank[end]]
+    call = rule.call(end, ())
     sources: dict[fx.Node, None] = {}
     fx.node.map_arg((call.args, call.kwargs), sources.setdefault)
     if any(state.changed.intersection(state.holds[source]) for source in sources):
         return None
-    saved_bytes = sum(analysis.storages[made].nbytes for made in node.makes) if is_over else 0
+    node = analysis.nodes[state.rank[end]]
+    is_over = order.overwriting_call(end, call) is not None
     return Remat(
-        rule=rule,
+        rule=rule.name,
         reads=tuple(state.rank[source] for source in sources),
         holds=node.holds,
         makes=node.makes,
-        workspace_bytes=-saved_bytes,
+        workspace_bytes=-sum(analysis.storages[made].nbytes for made in node.makes) if is_over else 0,
     )

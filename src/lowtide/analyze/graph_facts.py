@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lowtide.analyze.analysis import Analysis, GraphAnalysis, GraphNode, module_path, source_line
-from lowtide.analyze.backward_facts import add_chunked_remats, backward_order, overwrites
+from lowtide.analyze.backward_facts import BackwardOrder, add_chunked_remats, backward_order
 from lowtide.analyze.gradient_facts import (
     add_earlier_gradients,
     add_gradients,
@@ -145,7 +145,8 @@ def _backward(
     # what the loss runs, and where updates stand, is eager's own
     ops = backward_order(state.segment) if state.in_model and not updates else captured
     eager_place = {node: 1 + i for i, node in enumerate(captured)} if ops != captured else {}
-    written_over = overwrites(state.segment, ops) if state.in_model else {}
+    order = BackwardOrder(state.segment, ops)
+    written_over = order.overwrites() if state.in_model else {}
     grads = updatable_inputs(state.segment, updates)
     places = update_places(state.segment, [(node, node.all_input_nodes) for node in ops], grads)
     for place, node in enumerate(ops):
@@ -155,7 +156,7 @@ def _backward(
         for index in places.get(place, ()):
             add_update(analysis, state, index=index, grad=grads[index], inside_bytes=updates)
     if state.in_model:
-        add_chunked_remats(analysis, state, ops, written_over)
+        add_chunked_remats(analysis, state, order, written_over)
     held = [grad for index, grad in enumerate(state.grads) if index not in grads]
     _add_output(analysis, state, held, Region.BACKWARD)
     add_gradients(analysis, state)

@@ -1,7 +1,4 @@
-"""Collect the graphs that torch traces of a model, and hand stand-ins of their results on.
-
-How many bytes a graph holds at once when it runs, from its fake values alone.
-"""
+"""Collect the graphs that torch traces of a model, and hand stand-ins of their results on."""
 
 import contextlib
 import functools
@@ -10,7 +7,6 @@ from typing import Any, Self
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from lowtide.errors import CaptureError
 from lowtide.facts import Kind, Region
@@ -18,6 +14,7 @@ from lowtide.facts.gpus import Gpu
 from lowtide.facts.sharding import Passage
 from lowtide.ops.absent_gpu import use_gpu_attention, use_gpu_autocast
 from lowtide.ops.calls import call_of, value_of
+from lowtide.ops.live_ranges import live_bytes
 from lowtide.ops.random_ops import draw_high
 from lowtide.torch_compat import aot_autograd, dispatch, dynamo
 from lowtide.torch_compat.aot_autograd import Orders
@@ -150,7 +147,9 @@ class Collector:
         assert isinstance(outputs, (list, tuple))
         values = [_returned(node) if isinstance(node, fx.Node) else node for node in outputs]
         mutated = segment.mutated_inputs
-        self.forward_bytes = max(self.forward_bytes, peak_bytes(module.graph))
+        inputs = [node for node in module.graph.nodes if node.op in ("placeholder", "get_attr")]
+        ops = [node for node in module.graph.nodes if node not in inputs]
+        self.forward_bytes = max(self.forward_bytes, *live_bytes(ops, uncounted=inputs))
         if self.real:
             draw_high(module)
 
@@ -345,39 +344,3 @@ def _forward_alone(segment: Segment) -> fx.GraphModule:
     graph.output([new[value] if isinstance(value, fx.Node) else value for value in outputs])
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
     return aot_autograd.graph_module(segment.joint, graph)
-
-
-def peak_bytes(graph: fx.Graph) -> int:
-    """Largest sum of living storages, inputs left out: they are there anyway."""
-    last_use = {source: node for node in graph.nodes for source in node.all_input_nodes}
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    for source, node in last_use.items():
-        dying.setdefault(node, []).append(source)
-    holders: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    inputs: set[int] = set()
-    live = peak = 0
-    for node in graph.nodes:
-        storages = _storages(node)
-        if node.op in ("placeholder", "get_attr"):
-            inputs.update(storages)
-            continue
-        for key, nbytes in storages.items():
-            if key not in inputs and not holders.get(key):
-                sizes[key] = nbytes
-                live += nbytes
-            holders[key] = holders.get(key, 0) + 1
-        peak = max(peak, live)
-        for gone in [*dying.get(node, ()), *([] if node in last_use else [node])]:
-            if gone.op in ("placeholder", "get_attr"):
-                continue
-            for key in _storages(gone):
-                holders[key] -= 1
-                if key not in inputs and not holders[key]:
-                    live -= sizes[key]
-    return peak
-
-
-def _storages(node: fx.Node) -> dict[int, int]:
-    tensors = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-    return {storage_key(tensor): int(tensor.untyped_storage().nbytes()) for tensor in tensors}
