@@ -152,11 +152,14 @@ def test_the_same_graph_is_compiled_once(traced: list[str]) -> None:
     lowtide.checkpoint(planned, rows(), budget="85%", loss=both)
     before = len(traced)
     assert same(train(planned, both), train(plain, both))
-    assert len(traced) == before + 1, "the counter changed, and is an input from its second value on"
+    # from its second value on the counter is an input. torch 2.13 ends a graph at the comparison. torch 2.15
+    # compares inside of one graph: that is tried, traced with its loss for a plan of its own, and compiled
+    settled = len(traced)
+    assert settled - before in (1, 4)
     assert same(train(planned, both), train(plain, both))
-    assert len(traced) == before + 2, "now the input is doubled"
+    assert len(traced) == settled + 1, "now the input is doubled"
     assert same(train(planned, both), train(plain, both))
-    assert len(traced) == before + 2, "the counter changed, but the graph did not"
+    assert len(traced) == settled + 1, "the counter changed, but the graph did not"
 
 
 def test_a_profile_keeps_no_model() -> None:

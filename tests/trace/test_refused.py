@@ -57,7 +57,7 @@ def _breaks_then_raises(x: torch.Tensor) -> torch.Tensor:
     [
         (_raises, ValueError, "ValueError at .*: my own trouble"),
         (_misses, AttributeError, "no_such_thing"),
-        (_does_not_fit, RuntimeError, "10x6 and 3x3"),
+        (_does_not_fit, RuntimeError, r"10(x|, )6\W.*\W3(x|, )3"),
         (_breaks_then_raises, KeyError, "late"),
     ],
 )
@@ -71,7 +71,7 @@ def test_the_users_own_error(
     assert type(caught.value.__cause__) is kind
     first_line = function.__code__.co_firstlineno
     assert any(f"{__file__}:{first_line + line}: " in str(caught.value) for line in (1, 2)), caught.value
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "FakeTensor" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 

@@ -42,6 +42,7 @@ POINTWISE = frozenset(
         aten.abs.default,
         aten.add.Scalar,
         aten.add.Tensor,
+        aten.alias.default,
         aten.clamp.default,
         aten.clamp_min.default,
         aten.cos.default,

@@ -51,6 +51,7 @@ __all__ = ["BackendCompilerFailed", "InternalTorchDynamoError", "TorchDynamoExce
 GRAPHS_PER_FUNCTION = 256
 
 
+FAILED_NODE = "Dynamo failed to run FX node"
 STRUCTURED_TRACE = "torch.__trace"
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 """The function that a Dynamo graph calls where a block of autocast begins."""
@@ -324,6 +325,15 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def inner_error(error: BaseException) -> BaseException | None:
+    """What Dynamo wrapped in an error; None for an error that is not Dynamo's. torch 2.15 wraps what an op
+    raises on fake tensors in an error of the same class, with all arguments in its text."""
+    is_dynamos = isinstance(error, TorchDynamoException) or str(error).startswith(FAILED_NODE)
+    if not is_dynamos:
+        return None
+    return getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
 
 
 @contextlib.contextmanager

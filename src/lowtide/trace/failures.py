@@ -64,11 +64,8 @@ def explained(what: str) -> Iterator[None]:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """What torch's compiler wrapped."""
-    while isinstance(error, dynamo.TorchDynamoException):
-        inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-        if inner is None:
-            break
+    """The error inside of all that torch's compiler wrapped around it."""
+    while (inner := dynamo.inner_error(error)) is not None:
         error = inner
     return error
 
