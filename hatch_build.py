@@ -13,7 +13,7 @@ NATIVE = Path("src/lowtide/planning/native")
 class NativeBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         folder = Path(self.root) / NATIVE
-        made = runpy.run_path(str(folder / "build.py"))["build"](folder)
+        made = runpy.run_path(str(folder / "__init__.py"))["build"](folder)
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"

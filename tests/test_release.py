@@ -11,7 +11,7 @@ import pytest
 from synthetic import chain
 
 import lowtide
-from lowtide.planning.native.build import library_name
+from lowtide.planning.native import library_name
 from lowtide.profiles import Profile
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 from strategies import steps
 from test_simulate import reference
 
-from lowtide.planning.search.dropped_storages import DroppedStorages
-from lowtide.planning.search.remat_sets import remats_in, retain_only, schedule_of
-from lowtide.planning.search.table import make_table
+from lowtide.planning.search.dropped_storages import DroppedStorages, retain_only
+from lowtide.planning.search.table import make_table, remats_in, schedule_of
 from lowtide.planning.simulate import simulate
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from strategies import StepBuilder, steps
 
 from lowtide.errors import LowtideError
-from lowtide.planning.native import library
-from lowtide.planning.native.build import SOURCE, library_name
+from lowtide.planning.native import SOURCE, library, library_name
 from lowtide.planning.planner import Planner
 from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.simulate import simulate

@@ -32,7 +32,7 @@ from lowtide.experiments.interpolate_step import (
 from lowtide.experiments.interpolate_workspace import Insides
 from lowtide.facts import Run, Step
 from lowtide.ops.calls import OpCost
-from lowtide.planning.bounds.curve import Bounds
+from lowtide.planning.bounds.lower_bounds import Bounds
 from lowtide.planning.search.table import make_table
 from lowtide.plans import Plan
 from lowtide.profiles import Profile

@@ -124,7 +124,7 @@ def solve_graph(graph: AbstractGraph, *, budget_bytes: int, moves: int | None = 
     order = _search(graph, budget_bytes, enough if moves is None else moves)
     figures = graph.problem.evaluate(order, budget_bytes)
     if figures.excess_bytes:
-        held = graph.problem.held(order)
+        held = graph.problem.live_bytes(order)
         raise BudgetTooSmall(
             budget_bytes=budget_bytes,
             floor_bytes=figures.peak_bytes,

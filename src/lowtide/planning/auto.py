@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
 
-from lowtide.planning.bounds.curve import Bounds
+from lowtide.planning.bounds.lower_bounds import Bounds
 from lowtide.planning.native.library import Figures
 from lowtide.planning.representative import Point, Spread
-from lowtide.planning.search.archive import Archive, Entry
+from lowtide.planning.search.archive import Archive, ArchiveEntry
+from lowtide.planning.search.dropped_storages import retain_only
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.remat_sets import RematSet, retain_only
 from lowtide.planning.search.step_problem import StepProblem
+from lowtide.planning.search.table import RematSet
 from lowtide.planning.simulate import Timeline
 
 NUM_LEVELS = 16
@@ -78,9 +79,9 @@ class Auto:
         `spread` has those of a shorter step, where blocks are equal."""
         self._steps, self._bounds, self._suggest, self._spread = steps, bounds, suggest, spread
         self._uses = frozenset(steps.table.uses)
-        self._timelines: dict[int, tuple[Entry, Timeline]] = {}
-        self._rungs: dict[int, list[Entry]] = {}
-        self.archive: Archive[Entry] = Archive()
+        self._timelines: dict[int, tuple[ArchiveEntry, Timeline]] = {}
+        self._rungs: dict[int, list[ArchiveEntry]] = {}
+        self.archive: Archive[ArchiveEntry] = Archive()
         self._found = self.archive
         for plan in (frozenset(), *others):
             order = steps.sequence(plan)
@@ -97,13 +98,13 @@ class Auto:
             self._keep_the_best_of(levels)
         self._checked(self.archive, self.archive.entries[0].peak_bytes)
 
-    def timeline(self, entry: Entry) -> Timeline:
+    def timeline(self, entry: ArchiveEntry) -> Timeline:
         """What the simulator says of a plan."""
         if id(entry) not in self._timelines:
             self._timelines[id(entry)] = entry, self._steps.timeline(entry.order)
         return self._timelines[id(entry)][1]
 
-    def best(self, budget_bytes: int) -> Entry | None:
+    def best(self, budget_bytes: int) -> ArchiveEntry | None:
         """The cheapest plan whose peak is at most `budget_bytes`.
 
         Of two kinds, each of which is never dearer for a larger budget: all that was found for the levels,
@@ -113,7 +114,7 @@ class Auto:
         rung = self._last_rung(budget_bytes)
         return rung if rung is not None and (found is None or rung.seconds < found.seconds) else found
 
-    def _checked(self, archive: Archive[Entry], budget_bytes: int) -> Entry | None:
+    def _checked(self, archive: Archive[ArchiveEntry], budget_bytes: int) -> ArchiveEntry | None:
         """The best plan of an archive, once the simulator agrees about its bytes."""
         while (entry := archive.best(budget_bytes)) is not None:
             peak_bytes = self.timeline(entry).peak_bytes
@@ -122,7 +123,7 @@ class Auto:
             archive.replace(entry, replace(entry, peak_bytes=peak_bytes))
         return entry
 
-    def _last_rung(self, budget_bytes: int) -> Entry | None:
+    def _last_rung(self, budget_bytes: int) -> ArchiveEntry | None:
         entry = self._checked(self.archive, budget_bytes)
         above = self.archive.above(budget_bytes)
         if entry is None or above is None:
@@ -137,7 +138,7 @@ class Auto:
             rungs.append(self._rung(rungs[-1], above, levels[len(rungs)], search=search))
         return [rung for rung, level in zip(rungs, levels, strict=False) if level <= budget_bytes][-1]
 
-    def _rung(self, last: Entry, above: Entry, level: int, *, search: bool) -> Entry:
+    def _rung(self, last: ArchiveEntry, above: ArchiveEntry, level: int, *, search: bool) -> ArchiveEntry:
         """A plan within `level`, dearer than `above` and cheaper than `last`; else that one."""
         known = self._found.best(level)
         best = last if known is None or known.seconds >= last.seconds else known
@@ -154,7 +155,9 @@ class Auto:
             best = self._cheapest(best, tried, least_seconds=above.seconds)
         return best if self.timeline(best).peak_bytes <= level else last
 
-    def _cheapest(self, best: Entry, tried: list[tuple[Figures, Ints]], *, least_seconds: float) -> Entry:
+    def _cheapest(
+        self, best: ArchiveEntry, tried: list[tuple[Figures, Ints]], *, least_seconds: float
+    ) -> ArchiveEntry:
         """The cheapest of `best` and of those that fit and add at least `least_seconds`."""
         fit = [self._entry(figures, order) for figures, order in tried if not figures.excess_bytes]
         return min([best, *(e for e in fit if e.seconds >= least_seconds)], key=lambda e: e.seconds)
@@ -185,7 +188,7 @@ class Auto:
             if not self._lower(lowest, level):
                 failures += 1
 
-    def _lower(self, lowest: Entry, level: int) -> bool:
+    def _lower(self, lowest: ArchiveEntry, level: int) -> bool:
         """Whether some search finds a plan within `level`; the archive gets all that is lower than `lowest`.
 
         Some searches keep nothing as less: among fewer ways they find what the others miss.
@@ -247,7 +250,7 @@ class Auto:
                 self.archive.add(entry)
 
     def _improve(
-        self, level: int, start: Entry, *, warmth: float, seed: int = 1, moves: int | None = None
+        self, level: int, start: ArchiveEntry, *, warmth: float, seed: int = 1, moves: int | None = None
     ) -> None:
         """Let the archive have what a search for `level` finds, if it is better than what it has."""
         known = self.archive.best(level)
@@ -301,8 +304,8 @@ class Auto:
         for moment in self._bounds.tightest(level, 1):
             cut = moment.fullest(level)
             if cut is not None:
-                kept = self._uses - moment.not_held(cut)
-                plan = retain_only(self._steps.table, kept, self._bounds.brought_back(cut.packed))
+                kept = self._uses - moment.not_kept(cut)
+                plan = retain_only(self._steps.table, kept, self._bounds.remats_of_packed(cut.packed))
                 return [self._steps.sequence(plan)]
         return []
 
@@ -335,8 +338,8 @@ class Auto:
             return _moves(self._spread.num_ops)
         return _moves(len(self._steps.problem.seconds))
 
-    def _entry(self, figures: Figures, order: Ints) -> Entry:
-        return Entry(figures.peak_bytes, self._steps.added_seconds(order), order)
+    def _entry(self, figures: Figures, order: Ints) -> ArchiveEntry:
+        return ArchiveEntry(figures.peak_bytes, self._steps.added_seconds(order), order)
 
 
 def _moves(num_ops: int) -> int:

@@ -5,8 +5,8 @@ from itertools import accumulate
 from math import isqrt
 
 from lowtide.facts import Node, Region
-from lowtide.planning.search.remat_sets import RematSet, retain_only, schedule_of
-from lowtide.planning.search.table import Table
+from lowtide.planning.search.dropped_storages import retain_only
+from lowtide.planning.search.table import RematSet, Table, schedule_of
 from lowtide.planning.simulate import simulate
 
 

@@ -35,11 +35,10 @@ from numpy.typing import NDArray
 from lowtide.facts import Activation, TransferSpeed
 from lowtide.planning.activations import NANOSECOND, activations
 from lowtide.planning.offload.offload_sets import Swaps, with_fetches
-from lowtide.planning.search.dropped_storages import DroppedStorages
+from lowtide.planning.search.dropped_storages import DroppedStorages, retain_only
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.remat_sets import RematSet, retain_only
 from lowtide.planning.search.step_problem import StepProblem
-from lowtide.planning.search.table import Table
+from lowtide.planning.search.table import RematSet, Table
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +240,7 @@ def policy_with_swap(steps: StepProblem, swaps: Swaps, link: TransferSpeed, *, b
     chosen: list[Candidate] = []
     swapped: set[int] = set()
     order = best = plain
-    held = steps.problem.held(order)
+    held = steps.problem.live_bytes(order)
     lowest = int(held.max(initial=0))
     while held.max(initial=0) > budget_bytes and (recomputable or swappable):
         free.after = _end_of_peak(steps, order, held, budget_bytes)
@@ -261,7 +260,7 @@ def policy_with_swap(steps: StepProblem, swaps: Swaps, link: TransferSpeed, *, b
         swappable = [a for a in swappable if a.storage != taken]
         recomputable = [c for c in recomputable if c.activation.storage != taken]
         order = _sequence(steps, swaps, {c.activation.storage for c in chosen}, swapped)
-        held = steps.problem.held(order)
+        held = steps.problem.live_bytes(order)
         if held.max(initial=0) < lowest:
             lowest, best = int(held.max(initial=0)), order
     return best

@@ -12,7 +12,7 @@ from lowtide.garbage import collector_paused
 from lowtide.planning import baselines, mu_two
 from lowtide.planning.activations import activations
 from lowtide.planning.auto import Auto
-from lowtide.planning.bounds.curve import Bounds
+from lowtide.planning.bounds.lower_bounds import Bounds
 from lowtide.planning.decisions import decide, floor_hint
 from lowtide.planning.representative import Spread, representative
 from lowtide.planning.schedules import (
@@ -23,10 +23,9 @@ from lowtide.planning.schedules import (
     runs_of_schedules,
     without_needless_runs,
 )
-from lowtide.planning.search.archive import Entry
-from lowtide.planning.search.remat_sets import RematSet, schedule_of
+from lowtide.planning.search.archive import ArchiveEntry
 from lowtide.planning.search.step_problem import StepProblem
-from lowtide.planning.search.table import Table, make_table
+from lowtide.planning.search.table import RematSet, Table, make_table, schedule_of
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
 from lowtide.units import size_and_bytes
 
@@ -120,7 +119,7 @@ class Planner:
         """What a plan holds and costs; what may stand elsewhere does so for `budget_bytes`."""
         return simulate(self.step, without_needless_runs(self.step, schedule_of(self.table, plan)))
 
-    def _best_timeline(self, entry: Entry, budget_bytes: int) -> Timeline:
+    def _best_timeline(self, entry: ArchiveEntry, budget_bytes: int) -> Timeline:
         """Of `auto`, or of `mu-two` where that is cheaper for once."""
         other = next((prefix for prefix in self.prefixes if prefix.peak_bytes <= budget_bytes), None)
         if other is not None and other.recompute_seconds < entry.seconds:

@@ -23,9 +23,8 @@ from lowtide.facts import Node, Region, Remat, Step
 from lowtide.planning.native.library import Figures
 from lowtide.planning.repeated_blocks import Repeat, find_repeats
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.remat_sets import RematSet, Rerun
 from lowtide.planning.search.step_problem import StepProblem
-from lowtide.planning.search.table import Table
+from lowtide.planning.search.table import RematSet, Rerun, Table
 
 Some = TypeVar("Some", Node, Remat)
 

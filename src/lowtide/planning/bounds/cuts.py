@@ -43,7 +43,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TimePoint:
     """The moment when `rank` runs first: `fixed_bytes` are held whatever a plan does, `always` those of
     them that are needed later; the rest is a network of holding and making anew.
 
@@ -174,9 +174,9 @@ def components(size: int, tails: NDArray[np.int32], heads: NDArray[np.int32]) ->
             return label
 
 
-def moment(needs: Needs, rank: int) -> Moment:
+def time_point(needs: Needs, rank: int) -> TimePoint:
     """The network at the first run of `rank`."""
-    return _Network(needs, rank).moment()
+    return _Network(needs, rank).time_point()
 
 
 class _Arc(NamedTuple):
@@ -201,7 +201,7 @@ class _Network:
         self.always: set[int] = set()
         self.here = self._held_by_the_run()
 
-    def moment(self) -> Moment:
+    def time_point(self) -> TimePoint:
         needs, rank = self.needs, self.rank
         table = needs.table
         wanted: list[int] = []
@@ -221,7 +221,7 @@ class _Network:
         fixed = table.static_bytes + table.plain[rank].workspace_bytes + needs.pinned_bytes[rank]
         fixed += sum(needs.nbytes[s] for s in self.here | self.always)
         later = (s for s in self.here if needs.next_read(s, rank) is not None)
-        return Moment(
+        return TimePoint(
             rank=rank,
             fixed_bytes=fixed,
             always=tuple(sorted(self.always.union(later))),

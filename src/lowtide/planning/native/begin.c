@@ -62,7 +62,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     }
     double weight = 0.0;
     for (int s = 0; s < p->num_storages; s++) {
-        if (p->pinned[s] || p->way_ptr[s] == p->way_ptr[s + 1]) continue;
+        if (p->pinned[s] || p->remat_ptr[s] == p->remat_ptr[s + 1]) continue;
         weight += (double)p->nbytes[s] + 1e-3;
         state->weights[state->num_candidates] = weight;
         state->candidates[state->num_candidates++] = s;

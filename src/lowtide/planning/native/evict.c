@@ -16,17 +16,17 @@ static int classes_served(const State *state, int storage, int op) {
 }
 
 /* Some op that brings a storage back for some classes of readers; -1 where none does. */
-static int some_way(State *state, int storage, int classes) {
+static int some_remat(State *state, int storage, int classes) {
     const Problem *p = state->p;
-    const int32_t *ways = p->ways + p->way_ptr[storage];
-    const int count = p->way_ptr[storage + 1] - p->way_ptr[storage];
-    if (!is_split(state, storage)) return ways[pick(state, count)];
+    const int32_t *remats = p->remats + p->remat_ptr[storage];
+    const int count = p->remat_ptr[storage + 1] - p->remat_ptr[storage];
+    if (!is_split(state, storage)) return remats[pick(state, count)];
     int fitting = 0;
-    for (int i = 0; i < count; i++) fitting += !(classes & ~classes_served(state, storage, ways[i]));
+    for (int i = 0; i < count; i++) fitting += !(classes & ~classes_served(state, storage, remats[i]));
     if (!fitting) return -1;
     int left = pick(state, fitting);
     for (int i = 0;; i++)
-        if (!(classes & ~classes_served(state, storage, ways[i])) && !left--) return ways[i];
+        if (!(classes & ~classes_served(state, storage, remats[i])) && !left--) return remats[i];
 }
 
 /* Whether a storage is there at event `at` for some class of readers, or made between that and `target`. */
@@ -62,11 +62,11 @@ static void gather(State *state, int at, int target, int op, int depth, double c
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int s = p->reads[j];
         if (depth + state->num_gathered >= MAX_GATHERED) break;
-        if (p->way_ptr[s] == p->way_ptr[s + 1] || is_there(state, s, at, target, p->read_classes[j]) || draw(state) > chain)
+        if (p->remat_ptr[s] == p->remat_ptr[s + 1] || is_there(state, s, at, target, p->read_classes[j]) || draw(state) > chain)
             continue;
-        const int way = some_way(state, s, p->read_classes[j]);
-        if (way < 0 || state->mark[way] == state->stamp || !may_stand(state, target, way)) continue;
-        gather(state, at, target, way, depth + 1, chain);
+        const int remat = some_remat(state, s, p->read_classes[j]);
+        if (remat < 0 || state->mark[remat] == state->stamp || !may_stand(state, target, remat)) continue;
+        gather(state, at, target, remat, depth + 1, chain);
     }
     state->gathered[state->num_gathered++] = op;
 }
@@ -75,11 +75,11 @@ static void gather(State *state, int at, int target, int op, int depth, double c
    the chance `chain`; the classes of readers that this serves. */
 static int bring_all(State *state, int storage, int classes, int at, int target, double chain) {
     if (target == TAIL) return 0;
-    const int way = some_way(state, storage, classes);
-    if (way < 0 || !may_stand(state, target, way)) return 0;
+    const int remat = some_remat(state, storage, classes);
+    if (remat < 0 || !may_stand(state, target, remat)) return 0;
     state->stamp++;
     state->num_gathered = 0;
-    gather(state, at, target, way, 0, chain);
+    gather(state, at, target, remat, 0, chain);
     const int first = state->num_changes;
     for (int j = 0; j < state->num_gathered; j++) bring(state, state->gathered[j], target);
     const int last = state->num_changes;
@@ -89,7 +89,7 @@ static int bring_all(State *state, int storage, int classes, int at, int target,
         if (is_needless(state, e)) discard(state, e);
         else discard_behind(state, e);
     }
-    return classes_served(state, storage, way);
+    return classes_served(state, storage, remat);
 }
 
 /* Free all blocks of a split storage that are idle at event `at`; whether there was any. */

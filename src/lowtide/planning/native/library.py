@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lowtide.errors import LowtideError
 from lowtide.facts.files import cache_folder
-from lowtide.planning.native.build import SOURCE, build, library_name
+from lowtide.planning.native import SOURCE, build, library_name
 
 
 def find_or_build(source: Path = SOURCE) -> Path:

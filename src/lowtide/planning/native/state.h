@@ -1,11 +1,11 @@
 /* What is planned, and a sequence of runs as it is searched. */
 
-/* See `Problem` in lowtide/planning/anneal/problem.py. Lists of lists are flat, with a `_ptr` of starts. */
+/* See `Problem` in lowtide/planning/search/problem.py. Lists of lists are flat, with a `_ptr` of starts. */
 typedef struct {
     int32_t num_first, num_ops, num_storages, num_views;
     const int32_t *read_ptr, *reads;   /* by op: storages */
     const int32_t *make_ptr, *makes;   /* by op: storages */
-    const int32_t *way_ptr, *ways;     /* by storage: ops that bring it back */
+    const int32_t *remat_ptr, *remats;     /* by storage: ops that bring it back */
     const int32_t *vread_ptr, *vreads; /* by op: views */
     const int32_t *view_ptr, *views;   /* by storage: views of it */
     const double *seconds, *view_seconds;

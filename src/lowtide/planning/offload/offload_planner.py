@@ -26,7 +26,7 @@ from lowtide.planning.planner import Planner
 from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.remat_sets import RematSet, schedule_of
+from lowtide.planning.search.table import RematSet, schedule_of
 from lowtide.planning.simulate import Timeline, simulate
 
 NUM_LEVELS = 24

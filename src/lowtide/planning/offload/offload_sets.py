@@ -84,7 +84,7 @@ class Swaps:
 
     def rows(self, order: Ints) -> Iterator[tuple[int, Ints]]:
         """Sequences with more and more values offloaded, and what each should hold at most."""
-        held = self._steps.problem.held(order).copy()
+        held = self._steps.problem.live_bytes(order).copy()
         idle = self.idle(order)
         least_bytes = int(held.max(initial=0)) // SMALLEST_PART
         idle = [value for value in idle if value.nbytes > least_bytes]

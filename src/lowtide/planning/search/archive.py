@@ -12,7 +12,7 @@ from lowtide.planning.search.problem import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class ArchiveEntry:
     """A plan as a sequence of ops of the step's problem."""
 
     peak_bytes: int

@@ -1,19 +1,43 @@
-"""Peak and added seconds of a step while storages are dropped one by one.
+"""Schedules that retain some storages and drop the others, at once or one by one.
 
-A dropped value is recomputed once, right before the first backward node that needs it, and all later readers
-share that second run: the same schedule as `remat_sets.retain_only`. One more drop changes only the blocks
-near it, so that a planner can ask for the peak after each drop. `peak_bytes` equals the full simulation.
+A dropped value is recomputed once, right before the first backward node that needs it; all later readers
+share that second run. `retain_only` gives the remats for a set of retained storages. `DroppedStorages`
+gives peak and seconds after each drop; a drop changes only the blocks near it, and `peak_bytes` equals the
+full simulation.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Region
-from lowtide.planning.search.remat_sets import RematSet
-from lowtide.planning.search.table import Table
+from lowtide.planning.search.table import RematSet, Rerun, Table
+
+
+def retain_only(
+    table: Table, kept: Iterable[int], instead: Mapping[int, int] = MappingProxyType({})
+) -> RematSet:
+    """Retain the storages `kept` and those that cannot be recomputed; recompute the others once.
+
+    A value is recomputed right before the first backward node that needs it, for all later readers as well.
+    `instead` maps a rank to the remat to take for it, where that is not the preferred one.
+    """
+    retained = set(kept)
+    need = list(table.first_need)
+    found: set[Rerun] = set()
+    for rank in table.readers_first:
+        remat = instead.get(rank, table.recompute[rank])
+        slot = need[rank]
+        if remat is None or slot == table.size or retained.issuperset(table.own[rank]):
+            continue
+        found.add((slot, remat))
+        for read in table.remats[remat].reads:
+            if slot < need[read] and table.may_recompute(read, slot):
+                need[read] = slot
+    return frozenset(found)
 
 
 class Block:

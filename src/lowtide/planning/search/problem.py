@@ -122,7 +122,7 @@ class Problem:
     """Ops `0..num_first-1` are the first runs in their order, the others bring storages back.
 
     Lists of lists are flat: those of op `i` are `reads[read_ptr[i]:read_ptr[i + 1]]`. `slot[i]` is for a
-    first run the segment whose ops may run right before it, for others their own; `ways` are the ops that
+    first run the segment whose ops may run right before it, for others their own; `remats` are the ops that
     bring a storage back. An `optional` op runs only where something reads what it makes. `may_move` are
     first runs that may change places. Op `i` reads its storages through the views `vreads`; after a storage
     came back, those of its `views` that are read take `view_seconds` each.
@@ -136,8 +136,8 @@ class Problem:
     reads: Ints
     make_ptr: Ints
     makes: Ints
-    way_ptr: Ints
-    ways: Ints
+    remat_ptr: Ints
+    remats: Ints
     vread_ptr: Ints
     vreads: Ints
     view_ptr: Ints
@@ -203,16 +203,16 @@ class Problem:
 
     def without(self, ops: frozenset[int]) -> "Problem":
         """The same where searches put none of `ops` into a sequence."""
-        ends = self.way_ptr.tolist()
-        ways = [self.ways[first:last].tolist() for first, last in pairwise(ends)]
-        way_ptr, flat = _flat([[op for op in some if op not in ops] for some in ways])
-        return replace(self, way_ptr=way_ptr, ways=flat)
+        ends = self.remat_ptr.tolist()
+        remats = [self.remats[first:last].tolist() for first, last in pairwise(ends)]
+        remat_ptr, flat = _flat([[op for op in some if op not in ops] for some in remats])
+        return replace(self, remat_ptr=remat_ptr, remats=flat)
 
     def evaluate(self, order: Ints, budget_bytes: int) -> Figures:
         """What a sequence holds and adds."""
         return evaluate(self.native, order, budget_bytes)[0]
 
-    def held(self, order: Ints) -> NDArray[np.int64]:
+    def live_bytes(self, order: Ints) -> NDArray[np.int64]:
         """Bytes at every run of a sequence."""
         return evaluate(self.native, order, 0)[1]
 
@@ -223,8 +223,8 @@ _POINTERS = (
         "reads",
         "make_ptr",
         "makes",
-        "way_ptr",
-        "ways",
+        "remat_ptr",
+        "remats",
         "vread_ptr",
         "vreads",
         "view_ptr",
@@ -286,16 +286,16 @@ def flatten(
     rows = [*first, *again]
     used = sorted({s for row in rows for s in (*row.reads, *row.makes)} | {view.storage for view in views})
     number = {storage: i for i, storage in enumerate(used)}
-    ways: list[list[int]] = [[] for _ in used]
+    remats: list[list[int]] = [[] for _ in used]
     for op, row in enumerate(again, start=len(first)):
         for storage in row.makes:
-            ways[number[storage]].append(op)
+            remats[number[storage]].append(op)
     by_storage: list[list[int]] = [[] for _ in used]
     for i, view in enumerate(views):
         by_storage[number[view.storage]].append(i)
     read_ptr, reads = _flat([[number[s] for s in row.reads] for row in rows])
     make_ptr, makes = _flat([[number[s] for s in row.makes] for row in rows])
-    way_ptr, flat_ways = _flat(ways)
+    remat_ptr, flat_remats = _flat(remats)
     vread_ptr, vreads = _flat([list(row.views) for row in rows])
     view_ptr, flat_views = _flat(by_storage)
     several = classes or {}
@@ -305,8 +305,8 @@ def flatten(
         reads=reads,
         make_ptr=make_ptr,
         makes=makes,
-        way_ptr=way_ptr,
-        ways=flat_ways,
+        remat_ptr=remat_ptr,
+        remats=flat_remats,
         vread_ptr=vread_ptr,
         vreads=vreads,
         view_ptr=view_ptr,

@@ -10,8 +10,7 @@ import numpy as np
 from lowtide.facts import Region, Run
 from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.problem import Classes, Ints, OpRow, Problem, View, flatten, single_classes
-from lowtide.planning.search.remat_sets import RematSet, Rerun, demanded, remats_in
-from lowtide.planning.search.table import StorageValues, Table
+from lowtide.planning.search.table import RematSet, Rerun, StorageValues, Table, demanded, remats_in
 from lowtide.planning.simulate import Timeline, simulate
 
 REPAIR_MOVES, REPAIR_MOVES_PER_OP = 6000, 2
@@ -174,7 +173,7 @@ class StepProblem:
             for run, nbytes in zip(plain.runs, plain.bytes_held, strict=True)
             if nodes[run.rank].region is Region.OPTIMIZER
         ]
-        last = self.problem.held(self.sequence(()))[-1]
+        last = self.problem.live_bytes(self.sequence(()))[-1]
         self.problem.workspace_bytes[self.problem.num_first - 1] = max(0, max(held, default=0) - int(last))
 
     def sequence(self, plan: Iterable[Rerun]) -> Ints:

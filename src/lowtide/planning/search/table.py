@@ -1,19 +1,26 @@
-"""A step as plain lists and tuples, the form that the planners' inner loops need.
+"""A step as plain tuples for the inner loops of planners: ops, sets of remats, storages behind values.
 
-Storages instead of values: which storages a run needs, through which views, and which remats serve.
+A schedule is a set of remats, each before a backward node (its *slot*). Every such set is a valid schedule: a
+run reads the latest earlier run of each node that it needs, and a node on demand runs where a remat reads it.
 
-A value refers to storages; a view or a part of a tuple makes none of its own. So whoever reads a value
-needs a block of its storages, made by a first run or by a remat, and, after a remat, the views on the
-way again. Bounds and annealing both think so: they choose blocks, and the views follow.
+A value refers to storages; a view or a part of a tuple makes no storage. So a reader of a value needs a
+block of each of its storages, made by a first run or by a remat, and after a remat the views on the way
+once more. Bounds and annealing choose blocks, and the views follow (`StorageValues`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lowtide.facts import Node, Region, Remat, Step
+from lowtide.facts import Node, Region, Remat, Run, Step
 from lowtide.planning.activations import Uses, storage_uses
 from lowtide.planning.simulate import recompute_slots, tuple_of
+
+Rerun = tuple[int, int]
+"""(slot, number of a remat)"""
+
+RematSet = frozenset[Rerun]
+"""All that a schedule brings back: each remat, and the backward node before which it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +197,41 @@ def _topological(step: Step) -> list[int]:
                 done.add(rank)
                 order.append(rank)
     return order
+
+
+def schedule_of(table: Table, remats: Iterable[Rerun]) -> tuple[Run, ...]:
+    """All runs of the step in their order, with these remats."""
+    by_slot: dict[int, list[int]] = {}
+    for slot, remat in remats:
+        by_slot.setdefault(slot, []).append(remat)
+    absent = table.on_demand - demanded(table, remats)
+    order: list[Run] = []
+    for slot in range(table.size):
+        for remat in sorted(by_slot.get(slot, ()), key=table.place.__getitem__):
+            order.append(Run(table.remats[remat].rank, table.remats[remat].rule))
+        if slot not in absent:
+            order.append(Run(slot))
+    return tuple(order)
+
+
+def demanded(table: Table, remats: Iterable[Rerun]) -> set[int]:
+    """Ranks on demand that these remats read."""
+    if not table.on_demand:
+        return set()
+    return {read for _, remat in remats for read in table.remats[remat].reads if read in table.on_demand}
+
+
+def remats_in(table: Table, runs: Sequence[Run]) -> RematSet:
+    """The remats of a schedule, each before the next first run. KeyError where the step has no such remat."""
+    numbers = {(op.rank, op.rule): number for number, op in enumerate(table.remats)}
+    found: set[Rerun] = set()
+    slot = table.size
+    for run in reversed(runs):
+        if run.is_first:
+            slot = run.rank
+        else:
+            found.add((slot, numbers[run.rank, run.rule]))
+    return frozenset(found)
 
 
 @dataclass(frozen=True)

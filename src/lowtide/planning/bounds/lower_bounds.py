@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from functools import cached_property
 from math import floor, inf
 
-from lowtide.planning.bounds.cuts import Cut, Moment, moment
+from lowtide.planning.bounds.cuts import Cut, TimePoint, time_point
 from lowtide.planning.bounds.needs import needs_of
 from lowtide.planning.search.table import Table
 from lowtide.planning.simulate import plain_runs, simulate
 
-NUM_MOMENTS = 24
+NUM_TIME_POINTS = 24
 NUM_CUTS = 12
 """Prices for each moment; more are of no use for most."""
 NUM_TIGHT = 8
@@ -30,10 +30,10 @@ NUM_RICHER = 3
 """Cuts that do not fit whose parts are tried in the room that one leaves which does."""
 
 
-class Tangents:
+class TangentCurve:
     """What the cuts of one moment say about every budget."""
 
-    def __init__(self, at: Moment) -> None:
+    def __init__(self, at: TimePoint) -> None:
         self.at = at
         self._cuts: dict[float, Cut] = {}
         self.most, self.leanest = at.everything(), at.leanest()
@@ -95,7 +95,7 @@ class Tangents:
             found = self.at.between(found, richer, budget_bytes - self.at.fixed_bytes)
         return found
 
-    def not_held(self, cut: Cut) -> frozenset[int]:
+    def not_kept(self, cut: Cut) -> frozenset[int]:
         """Storages that a cut could hold, and does not hold as they are."""
         return self._choice.difference(cut.kept).union(cut.packed)
 
@@ -139,17 +139,17 @@ class Bounds:
     def __init__(self, table: Table) -> None:
         self.table = table
         self._needs = needs_of(table)
-        self._known: dict[int, Tangents] = {}
+        self._known: dict[int, TangentCurve] = {}
         self._proven: dict[int, float] = {}
 
-    def at(self, rank: int) -> Tangents:
+    def at(self, rank: int) -> TangentCurve:
         """The cuts at the first run of `rank`."""
         if rank not in self._known:
-            self._known[rank] = Tangents(moment(self._needs, rank))
+            self._known[rank] = TangentCurve(time_point(self._needs, rank))
         return self._known[rank]
 
     @cached_property
-    def moments(self) -> list[Tangents]:
+    def time_points(self) -> list[TangentCurve]:
         """The moments that are looked at: of every part of the step, the one that holds most."""
         return [self.at(rank) for rank in self._ranks]
 
@@ -159,30 +159,30 @@ class Bounds:
         live = {run.rank: int(nbytes) for run, nbytes in zip(plain.runs, plain.bytes_held, strict=True)}
         first, last = self._needs.span
         ranks = [rank for rank in range(first, last + 1) if rank not in self.table.on_demand]
-        parts = min(NUM_MOMENTS, len(ranks))
+        parts = min(NUM_TIME_POINTS, len(ranks))
         return [
             max(ranks[i * len(ranks) // parts : (i + 1) * len(ranks) // parts], key=lambda r: (live[r], -r))
             for i in range(parts)
         ]
 
-    def brought_back(self, packed: Iterable[int]) -> dict[int, int]:
+    def remats_of_packed(self, packed: Iterable[int]) -> dict[int, int]:
         """By rank, the remats that bring these storages back from what is kept instead of them."""
         numbers = [self._needs.keeping[storage].remat for storage in sorted(packed)]
         return {self.table.remats[number].rank: number for number in numbers}
 
-    def tightest(self, budget_bytes: int, count: int) -> list[Tangents]:
+    def tightest(self, budget_bytes: int, count: int) -> list[TangentCurve]:
         """The moments with the largest bounds for a budget."""
-        reachable = [found for found in self.moments if found.least_bytes <= budget_bytes]
+        reachable = [found for found in self.time_points if found.least_bytes <= budget_bytes]
         return sorted(reachable, key=lambda found: -found.seconds(budget_bytes))[:count]
 
     def seconds(self, budget_bytes: int) -> float:
         """No schedule within `budget_bytes` adds less; infinite where none is within it."""
         if budget_bytes < self.floor_bytes:
             return inf
-        if not self.moments:
+        if not self.time_points:
             return 0.0
         if budget_bytes not in self._proven:
-            best = max(self.moments, key=lambda found: found.seconds(budget_bytes))
+            best = max(self.time_points, key=lambda found: found.seconds(budget_bytes))
             self._proven[budget_bytes] = best.best_seconds(budget_bytes)
         return self._proven[budget_bytes]
 
