@@ -20,8 +20,7 @@ from lowtide.facts.serial import solution_to_dict
 from lowtide.facts.sizes import parse_size
 from lowtide.offload import open_store
 from lowtide.optim.joined_optimizers import join_optimizers
-from lowtide.parallel.agreement import plan_together
-from lowtide.parallel.ranks import Ranks, counting_buckets, ranks_of
+from lowtide.parallel.ranks import Ranks, count_buckets, plan_together, ranks_of
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
@@ -222,7 +221,7 @@ def profile(
         line.stage("measuring its ops")
         count = progress or line.count
         if gpu is not None:
-            return Profile(counting_buckets(estimated_costs(captured, gpu), model, group), loop=training.loop)
+            return Profile(count_buckets(estimated_costs(captured, gpu), model, group), loop=training.loop)
         if mode == "run":
             tensors = user_tensors(model, batch)
             step, known = run_costs(
@@ -233,7 +232,7 @@ def profile(
                 captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
         step = training.with_link(step, cache=cache)
-    return Profile(counting_buckets(step, model, group), known, loop=training.loop, traced=captured.traced)
+    return Profile(count_buckets(step, model, group), known, loop=training.loop, traced=captured.traced)
 
 
 def _gpu_named(name: str) -> Gpu:
@@ -292,7 +291,7 @@ def checkpoint(
         def make(captured: Captured) -> Plan:
             line.stage("measuring its ops")
             step, known = measure_costs(captured, progress=line.count)
-            step = counting_buckets(training.with_link(step), model, ranks)
+            step = count_buckets(training.with_link(step), model, ranks)
             line.stage("planning")
             found = Profile(step, known, loop=training.loop, traced=captured.traced)
             return found.plan(budget, planner, executor=executor)

@@ -116,9 +116,8 @@ class Plan:
         of the wrapper's, or all), each has to call this, with the same plan.
         """
         from lowtide.optim.joined_optimizers import join_optimizers
-        from lowtide.parallel.agreement import check_together
         from lowtide.parallel.rank_failure import guard_ranks
-        from lowtide.parallel.ranks import ranks_of
+        from lowtide.parallel.ranks import check_together, ranks_of
         from lowtide.runtime.apply import apply_plan
         from lowtide.torch_compat.ddp import unwrapped
         from lowtide.trace.identity import identify_model

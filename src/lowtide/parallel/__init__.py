@@ -1,7 +1,11 @@
-"""Several processes that train one model, each with a batch of its own: one plan for all of them.
+"""Several processes that train one model: DistributedDataParallel, FSDP2, or a simulation of FSDP2.
 
-`ranks`: who they are, and how they work and fail together. `agreement`: one plan, checked on every rank.
-`buckets`: what sending gradients takes. `lost`: which rank failed, where others wait for it. torch's own
-names for all this are in `torchside/ddp.py`; gradients leave a backward pass as they come by
-`running/handover.py`.
+Each file belongs to a stage of the data flow, and imports only from this stage and those before it:
+
+- `exchange` (planning): what a process allocates to exchange parameters and gradients
+- `simulated_sharding` (trace): how FSDP2 would shard a model over processes that are not there
+- `fsdp_units` (trace): compile a sharded model unit by unit
+- `sharded_step` (analyze): a captured step with shards and exchanges
+- `ranks` (plans): who trains a model together, one plan for all, buckets of DistributedDataParallel
+- `rank_failure` (runtime): name the rank that failed in a step
 """

@@ -1,8 +1,8 @@
-"""Compile a model unit by unit, where some of its modules exchange parameters with other processes.
+"""Compile a model unit by unit, where its modules exchange parameters with other processes (FSDP2).
 
-FSDP2 gathers a unit's parameters in hooks around its forward, outside of any graph. So every unit's own
-forward is compiled apart: the hooks run as they are, and a graph reads whatever parameters stand there when
-it is called. Units with equal code share their graphs.
+FSDP2 gathers the parameters of a unit in hooks around the unit's forward, outside of any graph. So the
+forward of every unit is compiled on its own. The hooks run as they are, and a graph reads the parameters that
+the module has when the graph is called. Units with equal code share their graphs.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from lowtide.torch_compat.modules import ROUTE, call_model, own_call
 from lowtide.trace.compile_settings import compiled
 
 Watch = Callable[[int, bool, Any], None]
-"""Told of every unit's call by its number, before (True) with its arguments and after it (False) with its
-result."""
+"""Called for every call of a unit, by the unit's number: before it with True and its arguments, after it with
+False and its result."""
 
 
 def compiled_model(
@@ -30,9 +30,10 @@ def compiled_model(
     units: Sequence[nn.Module] = (),
     watch: Watch | None = None,
 ) -> "dynamo.Compiled | CompiledUnits":
-    """A function `(model, args, kwargs)` that calls `model` through graphs of `backend`, which outlives it.
+    """A function `(model, args, kwargs)` that calls `model` through graphs of `backend`.
 
-    With `units`, or where `fully_shard` made some, each of them has graphs of its own.
+    With `units`, or where `fully_shard` made some, each unit has its own graphs. `backend` has to outlive the
+    function.
     """
     units = units or fsdp2.units_of(model)
     if units:
@@ -41,7 +42,7 @@ def compiled_model(
 
 
 class CompiledUnits:
-    """What `dynamo.Compiled` is for a whole model, for one of units; the model itself is the outermost."""
+    """As `dynamo.Compiled`, for a model of units; the model itself is the outermost unit."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class CompiledUnits:
 
     @contextlib.contextmanager
     def _routed(self, unit: nn.Module, number: int | None) -> Iterator[None]:
-        """Let a unit's call run without torch.compile, but its forward through graphs."""
+        """Run a unit's call, with its hooks, without torch.compile, and its forward through graphs."""
         attributes = vars(unit)
         names = ("forward", ROUTE)
         before = {name: attributes[name] for name in names if name in attributes}
@@ -93,7 +94,7 @@ class CompiledUnits:
             attributes.update(before)
 
     def _compiled_forward(self, unit: nn.Module) -> Callable[..., Any]:
-        """A unit's forward, compiled once for all units with the same code."""
+        """The forward of a unit, compiled once for all units with the same code."""
         forward = unit.forward
         own = forward.__func__ if inspect.ismethod(forward) and forward.__self__ is unit else None
         if own is None:
@@ -105,7 +106,7 @@ class CompiledUnits:
 
     @property
     def seconds(self) -> float:
-        """That tracing has taken so far."""
+        """Seconds of tracing so far."""
         return sum(each.seconds for each in self._compiled.values())
 
     def is_tracing(self, *_functions: Callable[..., Any]) -> bool:
@@ -113,11 +114,11 @@ class CompiledUnits:
         return False
 
     def forget(self) -> None:
-        """Drop all that was compiled so far."""
+        """Drop all compiled code."""
         for each in self._compiled.values():
             each.forget()
 
     def look_again(self) -> None:
-        """While a failed call is handled: let torch trace what it gave up on."""
+        """While a failed call is handled: let torch trace again the code that it gave up on."""
         for each in self._compiled.values():
             each.look_again()

@@ -1,17 +1,20 @@
-"""The processes that train one model together: who they are, and how they work and fail together.
+"""The processes that train one model: who they are, how they agree on one plan, and what DDP's buckets take.
 
-They talk through the store of their process group, whatever its backend, so that whoever waits for a rank
-can tell which one it is.
+    rank 0: capture ─┐                 ┌─ plan ─┐
+    rank 1: capture ─┼─ same model?   ─┤        ├─ all ranks have the plan
+    rank 2: capture ─┘                 └────────┘
 
-What sending gradients to other processes takes, and how a step counts it.
+The first rank of those with equal graphs makes the plan. Ranks talk through the store of their process group,
+whatever its backend, so that a rank which waits knows for which one.
 """
 
+import hashlib
 import json
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,43 +23,54 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide.errors import LowtideError, RankError
+from lowtide.analyze.captured_step import Captured
+from lowtide.errors import LowtideError, PlanMismatch, RankError
 from lowtide.facts import Step
+from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.planning.schedules import with_buckets
+from lowtide.plans import Plan
 from lowtide.torch_compat import ddp, dispatch, fsdp2
+from lowtide.trace.model_call import Loop
 from lowtide.units import format_size
 
 T = TypeVar("T")
+Identity = Sequence[tuple[str, str]]
+
+BATCH = "batch"
+"""The one part of an identity in which ranks may differ."""
+BUCKETS_NOTE = "{size} are counted for buckets of gradients, as DistributedDataParallel has them{why}"
+
+logger = logging.getLogger("lowtide")
 
 _rounds: Counter[str] = Counter()
-"""How often the ranks of a group, by its name, have met so far: the same number in each of them."""
+"""By name of a group, how often its ranks have met: the same number on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of a group, as one of them sees it; `divided` where each holds a part of the model."""
+    """The processes of a group, seen from one of them; `sharded` where each has a shard of the model."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
-    divided: bool = False
+    sharded: bool = False
 
 
 def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
-    """Who trains `model`: the processes of `group`, else of `group_for(model)`; None for a process alone."""
+    """The processes that train `model`, those of `group` or of `group_for(model)`; None for one process."""
     if not dist.is_available() or not dist.is_initialized():
         _check_alone()
         return None
     group = group or group_for(model)
     size = dist.get_world_size(group)
-    divided = isinstance(model, nn.Module) and bool(fsdp2.units_of(model))
-    return Ranks(group, dist.get_rank(group), size, divided) if size > 1 else None
+    sharded = isinstance(model, nn.Module) and bool(fsdp2.units_of(model))
+    return Ranks(group, dist.get_rank(group), size, sharded) if size > 1 else None
 
 
 def group_for(model: nn.Module) -> dist.ProcessGroup:
-    """The processes of a model's DistributedDataParallel, or those that it is divided among, else all."""
-    divided = fsdp2.group_of(model) if isinstance(model, nn.Module) else None
-    return divided or ddp.default_group(model)
+    """The group of a model's DistributedDataParallel, or that it is sharded over, else of all processes."""
+    sharded = fsdp2.group_of(model) if isinstance(model, nn.Module) else None
+    return sharded or ddp.default_group(model)
 
 
 def _check_alone() -> None:
@@ -69,11 +83,78 @@ def _check_alone() -> None:
         )
 
 
-def together(ranks: Ranks, work: Callable[[], T], *, tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
-    """Do `work` on every rank; its result here, and what each rank tells of its own (plain data).
+def plan_together(
+    ranks: Ranks,
+    *,
+    capture: Callable[[], Captured],
+    settings: Identity,
+    make: Callable[[Captured], Plan],
+    loop: Loop,
+) -> Plan:
+    """The plan that `make` gives on the first rank of those with the same graphs.
 
-    Where it fails on one rank, that raises its own error and all others a `RankError`. So does a rank that
-    does not come within the group's time-out.
+    All ranks capture, since a model may talk to the others while it is captured. A difference in the model or
+    in the user's `settings` stops all ranks; their batches may differ.
+    """
+    captured, told = together(
+        ranks, capture, tell=lambda c: [[*c.step.identity, *settings], c.step.fingerprint]
+    )
+    _check_same([dict(identity) for identity, _ in told])
+    graphs = [fingerprint for _, fingerprint in told]
+    maker = graphs.index(graphs[ranks.rank])
+    made, plans = together(
+        ranks,
+        lambda: make(captured) if maker == ranks.rank else None,
+        tell=lambda plan: None if plan is None else solution_to_dict(plan.solution),
+    )
+    if maker != ranks.rank:
+        made = Plan(solution_from_dict(plans[maker]), loop=loop, traced=captured.traced)
+    assert made is not None
+    return made
+
+
+def check_together(ranks: Ranks, plan: Plan, check: Callable[[], None]) -> None:
+    """Stop all ranks where `check` fails on one of them, or where two have different plans for equal graphs.
+
+    Ranks of a sharded model may each have planned their own profile.
+    """
+    is_own = ranks.sharded and plan.step is not None
+    _, told = together(
+        ranks, check, tell=lambda _: ["" if is_own else _digest(plan), plan.solution.fingerprint]
+    )
+    first: dict[str, int] = {}
+    for rank, (found, graphs) in enumerate(told):
+        if not found:
+            continue
+        other = first.setdefault(graphs, rank)
+        if told[other][0] != found:
+            raise PlanMismatch(
+                f"rank {rank} has another plan than rank {other} for the same step (hash {found} "
+                f"instead of {told[other][0]}): load the same file on every rank, or let "
+                "lowtide.checkpoint(), called on all of them, make one plan and send it"
+            )
+
+
+def _digest(plan: Plan) -> str:
+    data = json.dumps(solution_to_dict(plan.solution), sort_keys=True)
+    return hashlib.sha256(data.encode()).hexdigest()[:16]
+
+
+def _check_same(identities: Sequence[dict[str, Any]]) -> None:
+    for rank, identity in enumerate(identities):
+        for what, value in identities[0].items():
+            if what != BATCH and identity.get(what) != value:
+                raise PlanMismatch(
+                    f"rank {rank} has the {what} '{identity.get(what)}', and rank 0 '{value}': all ranks "
+                    "train one model. Give them the same, or a process_group of those that do"
+                )
+
+
+def together(ranks: Ranks, work: Callable[[], T], *, tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
+    """Do `work` on every rank; its result here, and what each rank tells of its own result (plain data).
+
+    Where `work` fails on one rank, this rank raises its own error and all others a `RankError`. So they do
+    where a rank does not come within the group's time-out.
     """
     name = ddp.name_of(ranks.group)
     _rounds[name] += 1
@@ -120,14 +201,9 @@ def _told(ranks: Ranks, store: Any, place: str) -> list[Any]:
     return told
 
 
-logger = logging.getLogger("lowtide")
-
-TOLD = "{size} are counted for buckets of gradients, as DistributedDataParallel has them{why}"
-
-
-def counting_buckets(step: Step, model: nn.Module, ranks: Ranks | None) -> Step:
-    """The same step with the buckets of a model that is wrapped in DistributedDataParallel, or that is one of
-    several replicas and so will be."""
+def count_buckets(step: Step, model: nn.Module, ranks: Ranks | None) -> Step:
+    """The same step with the buckets of a model that is wrapped in DistributedDataParallel, or that will be,
+    since it is one of several replicas."""
     buckets, why = ddp.Buckets(), ""
     if isinstance(model, DistributedDataParallel):
         buckets = ddp.buckets_of(model)
@@ -139,7 +215,7 @@ def counting_buckets(step: Step, model: nn.Module, ranks: Ranks | None) -> Step:
         )
     if not buckets.nbytes:
         return step
-    note = TOLD.format(size=format_size(buckets.nbytes), why=why)
+    note = BUCKETS_NOTE.format(size=format_size(buckets.nbytes), why=why)
     logger.info(note)
     counted = with_buckets(step, bucket_bytes=buckets.nbytes, gradients_in_buckets=buckets.hold_gradients)
     return replace(counted, notes=(*counted.notes, note))

@@ -1,4 +1,4 @@
-"""A model as FSDP2 would divide it among many processes, without any of them."""
+"""How FSDP2 would shard a model over many processes, found in one process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ SHARDS = ("fsdp2",)
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSharding:
-    """A division that is only thought of: its units, the model first, and how they share parameters.
+    """The units of a model, the model itself first, and how FSDP2 would shard them.
 
-    `stored_dtype` is what parameters are stored in, where that is not the type that computes.
+    `stored_dtype` is the dtype of the shards, where parameters compute in another one.
     """
 
     units: tuple[nn.Module, ...]
@@ -38,11 +38,11 @@ def simulate_sharding(
     reduce_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> SimulatedSharding:
-    """What `fully_shard` on every block and then on the model would make of it, on `ranks` processes.
+    """The sharding by `fully_shard` on every block, and then on the model, on `ranks` processes.
 
-    `blocks` are those of `blocks_of(model)` unless given. For a `MixedPrecisionPolicy`, the model is given in
-    its `param_dtype`, parameters are stored in `stored_dtype`, and gradients reduced in `reduce_dtype`.
-    `backend`: `gloo` holds copies of what it exchanges, others do not; without it, gloo on the CPU.
+    `blocks` default to `blocks_of(model)`. For a `MixedPrecisionPolicy`, give the model in its `param_dtype`;
+    shards are stored in `stored_dtype`, and gradients are reduced in `reduce_dtype`. `backend` defaults to
+    gloo on the CPU, which makes copies of all that it exchanges, and to nccl elsewhere, which makes none.
     """
     if shard not in SHARDS:
         raise LowtideError(f"there is no way to shard called '{shard}': choose one of {', '.join(SHARDS)}")
@@ -66,7 +66,7 @@ def simulate_sharding(
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Modules of one class that stand side by side in a list, a dict or a sequence, the outermost ones."""
+    """The outermost modules that have siblings of the same class in a list, a dict or a sequence."""
     found: list[nn.Module] = []
     waiting = [model]
     while waiting:
@@ -144,20 +144,20 @@ def simulated_optimizer(
     *,
     simulated: SimulatedSharding,
 ) -> torch.optim.Optimizer:
-    """The optimizer over one process's shards of the parameters.
+    """The optimizer over one process's shards of the parameters, which are fake tensors.
 
-    `tables` are keyed by `id(parameter)`; each shard gets its parameter's entry.
+    `tables` are keyed by `id(parameter)`; each shard gets the entry of its parameter.
     """
     mode = FakeTensorMode()
-    parts: dict[int, torch.Tensor] = {}
+    shards: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
         with mode:
-            part = torch.empty(
+            shard = torch.empty(
                 _shard_shape(parameter, simulated.sharding.ranks),
                 dtype=_stored(parameter, simulated.stored_dtype),
                 device=parameter.device,
             )
-        parts[id(parameter)] = part.requires_grad_(parameter.requires_grad)
+        shards[id(parameter)] = shard.requires_grad_(parameter.requires_grad)
     for known in tables:
-        known.update({id(part): known[key] for key, part in parts.items() if key in known})
-    return shadow_of(optimizer, parts, mode)
+        known.update({id(shard): known[key] for key, shard in shards.items() if key in known})
+    return shadow_of(optimizer, shards, mode)
