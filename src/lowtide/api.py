@@ -160,7 +160,7 @@ def profile(
     list of those that step one after the other. `loss`: a function
     of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
     tensors. `accumulate`: gradients of earlier micro-batches are there when the step begins, as in a loop
-    that calls backward() several times before the optimizer's step. `reserve`: bytes that are held besides,
+    that calls backward() several times before the optimizer's step. `reserve`: bytes that are live besides,
     such as those of another model. Ops are timed one at a time, within `memory_limit`, and remembered on
     disk unless `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)`
     is called instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs

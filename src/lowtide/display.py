@@ -1,4 +1,4 @@
-"""What the library is doing, in one line on stderr, where somebody is looking.
+"""What the library is doing, in one line on stderr, on a terminal or in a notebook.
 
 A terminal has a bar, a notebook the same as text; elsewhere nothing is shown. The line goes when the work
 ends, fails or is interrupted.
@@ -26,7 +26,7 @@ class Display:
         self._task = bar.add_task("", total=None) if bar is not None else None
 
     def stage(self, text: str) -> None:
-        """What is being done from here on; how far it is, nobody knows yet."""
+        """What is being done from here on, without a count so far."""
         if self._bar is not None and self._task is not None:
             self._bar.reset(self._task, description=text, total=None)
 

@@ -64,7 +64,7 @@ def test_the_answer_is_told_in_eighty_columns(run_lowtide, finds):
     assert "~14" in table[1] and "+20.0 %" in table[2]
     assert "largest batch size without a plan: 8 (10 samples/s)\n" in stdout
     assert "largest batch size with a plan: 20, 2.5 times as large (8.33 samples/s, −16.7 %)\n" in stdout
-    assert "no plan exists from 24 on; in between none was found, and nobody knows\n" in stdout
+    assert "no plan exists from 24 on; between, no plan was found and none is ruled out\n" in stdout
     assert "fastest: 8 (10 samples/s)\n" in stdout
     said = " ".join(stdout.split())
     assert "batch size 9 without a plan: measured 9.00 GiB" in said and "above the budget" in said

@@ -78,7 +78,7 @@ def test_the_page_shows_the_store(case):
     assert "<code>disk:/scratch</code>" in page
     assert page.count("<polyline") == 2
     assert '<option value="OFFLOAD">' in page
-    assert "Let go after" in page
+    assert "Freed after" in page
     assert WAIT in page
     tile = next(tile for tile in plan_tiles(solution, None) if tile.label == "Offloaded")
     assert "disk:/scratch" in tile.note

@@ -104,7 +104,7 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def compare_exit(found: "Sequence[MethodResult]") -> Exit:
-    """What became of lowtide's own plans: wrong results are worse than a crash, that than too much memory."""
+    """The worst outcome of lowtide's own plans: wrong results, then a crash, then too much memory."""
     plans = [result for result in found if result.kind == "plan"]
     ran = [result for result in plans if result.peak_bytes is not None]
     if any(not result.row.exact for result in ran):
@@ -122,12 +122,12 @@ def compare_data(found: "Sequence[MethodResult]", *, finished: bool, name: str) 
 
 
 def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[RenderableType]:
-    plain = next((result.peak_bytes for result in found if result.kind == "eager"), None)
+    baseline = next((result.peak_bytes for result in found if result.kind == "eager"), None)
     rows = [
         (
             result.method,
             size(result.peak_bytes),
-            percent(result.peak_bytes / plain - 1) if plain and result.peak_bytes else UNKNOWN,
+            percent(result.peak_bytes / baseline - 1) if baseline and result.peak_bytes else UNKNOWN,
             _time(result.time_ratio, result.noise),
             result.row.verdict_text,
         )

@@ -134,9 +134,9 @@ def _capture_lines(found: "CaptureCheckup") -> list[str]:
 def _plan_lines(found: "PlanCheckup | Failed") -> list[str]:
     if isinstance(found, Failed):
         return [f"  plan: {_said(found)}"]
-    (plain, planned), (plain_measured, measured) = found.predicted_peak_bytes, found.measured_peak_bytes
+    (baseline, planned), (baseline_measured, measured) = found.predicted_peak_bytes, found.measured_peak_bytes
     return [
-        f"  peak without a plan: predicted {size(plain)}, measured {size(plain_measured)}",
+        f"  peak without a plan: predicted {size(baseline)}, measured {size(baseline_measured)}",
         f"  peak with a plan: predicted {size(planned)}, measured {size(measured)}, "
         f"budget {size(found.budget_bytes)}",
         f"  results: {_results(found)}",

@@ -21,6 +21,9 @@ from lowtide.zoo.catalog import CATALOG
 if TYPE_CHECKING:
     from lowtide.planning.abstract import AbstractGraph, GraphSolution
 
+KEYS = {"live while idle": "holds", "rematerialized": "brought back"}
+"""Keys of `explain --json` that are not the words of its table."""
+
 
 @command
 def explain(
@@ -51,7 +54,7 @@ def explain(
         terminal.note(f"{beside} is of another step: only the decision is shown")
         step = None
     rows = explain_rows(solution, decision, step)
-    terminal.data(dict(rows))
+    terminal.data({KEYS.get(label, label): value for label, value in rows})
     terminal.show(table("", ("", ""), rows))
 
 
@@ -84,7 +87,7 @@ def solve(
         str,
         typer.Option(
             metavar="SIZE",
-            help="Most bytes to hold: 8GiB, a number, or 80% of the plain order's peak.",
+            help="Largest peak: 8GiB, a number, or 80% of the baseline's, which runs each node once.",
             show_default=False,
         ),
     ],
@@ -98,7 +101,7 @@ def solve(
 ) -> None:
     """Find the cheapest order of runs of an abstract graph that fits into a budget. Needs no torch.
 
-    An order may run a node again; every run reads the latest earlier run of each parent. Takes
+    An order may recompute a node; every run reads the latest earlier run of each parent. Takes
     seconds up to a few hundred nodes, a minute for thousands. Exits with 3 when no order is found that fits.
     """
     from lowtide.facts.serial import save_json
@@ -134,13 +137,13 @@ def _data(graph: "AbstractGraph", solution: "GraphSolution") -> dict[str, Any]:
 
 
 def _tables(graph: "AbstractGraph", solution: "GraphSolution") -> list[RenderableType]:
-    plain, again = graph.peak_bytes, len(solution.order) - len(graph.nbytes)
+    baseline, again = graph.peak_bytes, len(solution.order) - len(graph.nbytes)
     share = solution.extra_cost / solution.total_cost if solution.total_cost else 0.0
     rows = [
-        ("budget", size(solution.budget_bytes), _of(solution.budget_bytes, plain)),
-        ("peak", size(solution.peak_bytes), _of(solution.peak_bytes, plain)),
-        ("peak of the plain order", size(plain), ""),
-        ("no order holds less than", size(graph.floor_bytes), _of(graph.floor_bytes, plain)),
+        ("budget", size(solution.budget_bytes), _of(solution.budget_bytes, baseline)),
+        ("peak", size(solution.peak_bytes), _of(solution.peak_bytes, baseline)),
+        ("baseline peak", size(baseline), "each node runs once"),
+        ("no order has a lower peak than", size(graph.floor_bytes), _of(graph.floor_bytes, baseline)),
         ("cost added", f"{solution.extra_cost:.6g}", f"{100 * share:+.3f} % of {solution.total_cost:.6g}"),
         ("runs", len(solution.order), f"{again} more than there are nodes"),
     ]
@@ -148,4 +151,4 @@ def _tables(graph: "AbstractGraph", solution: "GraphSolution") -> list[Renderabl
 
 
 def _of(nbytes: int, whole: int) -> str:
-    return f"{100 * nbytes / whole:.2f} % of the plain order" if whole else ""
+    return f"{100 * nbytes / whole:.2f} % of the baseline" if whole else ""

@@ -39,8 +39,8 @@ def fit(
         str,
         typer.Option(
             metavar="SIZE,...",
-            help="Most bytes to hold at any moment: 8GiB, 500MB or a number. Several, as in 2GB,4GB, share "
-            "what is captured and measured.",
+            help="Largest peak that the step may have: 8GiB, 500MB or a number. Several, as in 2GB,4GB, "
+            "share captures and measurements.",
             show_default=False,
             callback=bytes_budgets,
         ),
@@ -64,12 +64,11 @@ def fit(
 ) -> None:
     """Find the largest batch that fits into a budget, without and with a plan, and the fastest.
 
-    All is predicted, and no size is tried by running out of memory. With a plan, it is the largest size that
-    one was found for, and it is said from which size on none can exist. Then the largest size is trained for
-    a few steps with its plan, and the first that does not fit without one; what does not fit into this
-    machine is not, and is said. With --device all is estimated, and nothing is trained. With several
-    budgets, --json gives a list. Exits with 3 where no size fits or a measured peak is above its budget,
-    with 4 when results differ.
+    All sizes are predicted: none is tried by running out of memory. "With a plan" is the largest size that a
+    plan was found for; from which size on no plan can exist is said, too. Then two sizes are trained for a
+    few steps, if this machine can hold them: the largest with its plan, and the first that does not fit
+    without one. With --device all is estimated and nothing is trained. With several budgets, --json gives a
+    list. Exits with 3 where no size fits or a measured peak is above its budget, with 4 when results differ.
     """
     given = {
         Grows.BATCH_SIZE: batch_size,
@@ -149,7 +148,7 @@ def fit_tables(found: "Fit", *, name: str) -> list[RenderableType]:
         )
         for row in found.rows
     ]
-    columns = (f"{found.vary}>", "peak without>", "with>", "step>", "recompute>", f"{found.unit}/s>")
+    columns = (f"{found.vary}>", "baseline peak>", "planned>", "step>", "recompute>", f"{found.unit}/s>")
     lines = [
         f"largest {found.vary} without a plan: {_largest_plain(found)}",
         f"largest {found.vary} with a plan: {_largest(found)}",
@@ -159,7 +158,7 @@ def fit_tables(found: "Fit", *, name: str) -> list[RenderableType]:
     if found.fastest is not None:
         lines.append(f"fastest: {found.fastest.size}{_speed(found, found.fastest.size)}")
     if any(not row.profiled for row in found.rows):
-        lines.insert(0, "~ told from the sizes around it; its plan may need less than the budget")
+        lines.insert(0, "~ interpolated from the sizes around it; its plan may need less than the budget")
     return [
         table(f"{name} in {size(found.budget_bytes)}, predicted", columns, rows),
         *map(Text, lines),
@@ -192,11 +191,11 @@ def _proven(found: "Fit", no_plan_above: int) -> str:
     first = no_plan_above + found.multiple_of
     if no_plan_above == found.largest:
         return f"no plan exists from {first} on"
-    return f"no plan exists from {first} on; in between none was found, and nobody knows"
+    return f"no plan exists from {first} on; between, no plan was found and none is ruled out"
 
 
 def _speed(found: "Fit", at: int, *, than: int = 0) -> str:
-    """The throughput at a size, and how much more that is than at another; empty where nobody knows."""
+    """The throughput at a size, and how much more that is than at another; empty where it is not known."""
     speeds = {row.size: row.per_second for row in found.rows}
     speed, other = speeds.get(at), speeds.get(than)
     if speed is None:

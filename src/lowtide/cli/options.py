@@ -76,7 +76,7 @@ def _files(incomplete: str, suffix: str, *, end: str = "", folders: bool = True)
 
 
 def _budget(text: str) -> str:
-    """Refuse what cannot be a budget before any work is done for it; the peak is known only later."""
+    """Refuse what cannot be a budget before any work is done; the peak is known only later."""
     return _read(text, lambda: parse_budget(text, whole=1 << 60))
 
 
@@ -184,7 +184,7 @@ Budget = Annotated[
     str,
     typer.Option(
         metavar="SIZE",
-        help="Most bytes to hold at any moment: 8GiB, 500MB, a number, or 60% of the peak without recompute.",
+        help="Largest peak that the step may have: 8GiB, 500MB, a number, or 60% of the baseline's peak.",
         show_default=False,
         callback=_budget,
     ),
@@ -200,15 +200,15 @@ MemoryLimit = Annotated[
 Mode = Annotated[
     ProfileMode,
     typer.Option(
-        help="ops: time each distinct op alone, in little memory. run: run the whole step for real, which "
-        "takes the step's memory."
+        help="ops: time each distinct op alone, in little memory. run: run the whole step, which takes "
+        "its memory."
     ),
 ]
 Ranks = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Plan for one process of so many that share the parameters of a TARGET. None of them is needed.",
+        help="Plan for one of so many processes that share the parameters of a TARGET; none has to run.",
     ),
 ]
 Shard = Annotated[
@@ -225,21 +225,21 @@ Device = Annotated[
         show_default=False,
     ),
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew, even if it was before.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Time every op anew: use no earlier times.")]
 StepInBackward = Annotated[
     bool,
     typer.Option(
         "--step-in-backward",
-        help="Update each parameter as soon as its gradient is final, and free that. Not for loops that clip "
-        "by norm, scale the loss or accumulate gradients.",
+        help="Update each parameter as soon as its gradient is final, and free the gradient. Not for loops "
+        "that clip by norm, scale the loss or accumulate gradients.",
     ),
 ]
 Offload = Annotated[
     str,
     typer.Option(
         metavar="STORE",
-        help="Let activations wait outside of memory: disk:FOLDER, a folder on a local disk; or host, the "
-        "host's memory, for a model on an accelerator.",
+        help="Let activations wait outside of device memory: disk:FOLDER, a folder on a local disk; or host, "
+        "the host's memory, for a model on an accelerator.",
         callback=_offload,
     ),
 ]
@@ -247,11 +247,13 @@ Swap = Annotated[str, typer.Option(hidden=True, callback=_offload)]
 Executor = Annotated[
     ExecutorName,
     typer.Option(
-        help="Who runs the graphs. eager: their ops, one by one. inductor: what Inductor compiles of them, "
-        "which needs a C++ compiler."
+        help="What runs the graphs. eager: op by op. inductor: code that Inductor compiles, which needs a "
+        "C++ compiler."
     ),
 ]
-TimedRuns = Annotated[int, typer.Option(min=0, help="Steps to time, without and with the plan in turn.")]
+TimedRuns = Annotated[
+    int, typer.Option(min=0, help="Steps to time, of the baseline and of the plan in turn.")
+]
 Planner = Annotated[
     str,
     typer.Option(

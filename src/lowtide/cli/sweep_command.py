@@ -162,12 +162,12 @@ def sweep_tables(rows: Sequence[SweepRow], *, name: str) -> list[RenderableType]
         for row in rows
         if row.planned.seconds_median is not None or row.baseline.seconds_median is not None
     ]
-    columns = ("batch>", "budget>", "peak without>", "peak with>", "memory>", "recompute>", "results")
+    columns = ("batch>", "budget>", "baseline peak>", "planned peak>", "memory>", "recompute>", "results")
     tables: list[RenderableType] = [table(f"{name}: peak memory", columns, peaks)]
     if any(_is_predicted(row) for row in rows):
         tables.append(Text("~ predicted, not measured\n"))
     if times:
-        tables.append(table(f"{name}: step time", ("batch>", "without>", "with>", "time>"), times))
+        tables.append(table(f"{name}: step time", ("batch>", "baseline>", "planned>", "time>"), times))
         tables.append(Text(HOW_TIMED))
     return tables
 

@@ -122,7 +122,7 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
     figures = [
         ("budget", size(solution.budget_bytes), ""),
         ("predicted peak", size(solution.peak_bytes), f"{percent(saved)}, at '{solution.peak_node}'"),
-        ("peak without recompute", size(solution.baseline_peak_bytes), ""),
+        ("baseline peak", size(solution.baseline_peak_bytes), ""),
         *_floor(solution),
         (
             "recompute" if solution.offload is None else "time added",

@@ -32,7 +32,7 @@ from lowtide.facts.sizes import BadSize
 
 
 class UsageError(LowtideError):
-    """What was typed makes no sense together."""
+    """Options that contradict each other."""
 
 
 class Exit(IntEnum):
@@ -108,7 +108,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 def claim_folder(folder: Path | None, names: Sequence[str], *, force: bool) -> Path | None:
     """The folder to write into, made if missing; files that are there are kept unless `force`.
 
-    Asked before the work starts, so that nobody waits for minutes to learn it.
+    Checked before the work starts, which may take minutes.
     """
     if folder is None:
         return None
@@ -128,7 +128,7 @@ def claim_folder(folder: Path | None, names: Sequence[str], *, force: bool) -> P
 
 NOTE = "note: "
 PIPE_WIDTH = 160
-"""Columns of a table that goes to a file or a pipe, where nobody knows the width of the reader."""
+"""Columns of a table that goes to a file or a pipe, whose reader has a width that is not known here."""
 
 
 def _stdout() -> Console:
@@ -181,7 +181,7 @@ class Terminal:
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """Show that something is going on, where somebody is looking."""
+        """Show that something is going on, on a terminal."""
         if self.quiet or not self.err.is_terminal:
             yield
             return
@@ -190,7 +190,7 @@ class Terminal:
 
     @contextmanager
     def counting(self, text: str) -> Iterator[Callable[[int, int], None]]:
-        """A bar for work that tells `(done, total)`, where somebody is looking."""
+        """A bar for work that tells `(done, total)`, on a terminal."""
         if self.quiet or not self.err.is_terminal:
             yield lambda done, total: None
             return

@@ -102,7 +102,7 @@ def _data(
 def _tables(data: dict[str, Any]) -> list[RenderableType]:
     """Some twenty rows of the curve, with every measured one among them; what was measured takes the place
     of a column."""
-    points, plain = data["points"], data["baseline_peak_bytes"]
+    points, baseline = data["points"], data["baseline_peak_bytes"]
     stride = max(1, -(-len(points) // MAX_ROWS))
     shown = [
         point
@@ -113,7 +113,7 @@ def _tables(data: dict[str, Any]) -> list[RenderableType]:
     rows = [
         (
             size(point["peak_bytes"]),
-            percent(point["peak_bytes"] / plain - 1),
+            percent(point["peak_bytes"] / baseline - 1),
             *(() if measured else (duration(point["recompute_seconds"]),)),
             percent(point["overhead"]),
             _at_least(point, data["step_seconds"]),

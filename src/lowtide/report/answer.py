@@ -42,7 +42,7 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
     if measurement and measurement.exact is False:
         return Verdict(
             tone="bad",
-            headline="Results differ from the plain step",
+            headline="Results differ from the baseline",
             why=f"{len(measurement.differences)} differences: {_blame(measurement)}. "
             f"Peak {size(peak)} ({basis}) for a budget of {budget}.",
         )
@@ -90,7 +90,7 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
         Tile(
             label="Peak memory",
             value=size(after),
-            note=f"{basis}; {size(before)} without the plan",
+            note=f"{basis}; {size(before)} baseline",
         ),
         Tile(
             label="Saved",
@@ -133,7 +133,7 @@ def _offloaded(solution: Solution) -> list[Tile]:
 def _time_added(solution: Solution, measurement: Measurement | None) -> Tile:
     simulated = percent(solution.overhead)
     if measurement is None or measurement.overhead is None:
-        return Tile(label="Time added", value=simulated, note="simulated, recompute over plain step")
+        return Tile(label="Time added", value=simulated, note="simulated, recompute over the baseline")
     if is_noisy(measurement.overhead, measurement.noise):
         value = added(measurement.overhead, measurement.noise)
         note = f"measured {value}: the machine was too busy; {simulated} simulated"
@@ -147,9 +147,7 @@ def _exactness(measurement: Measurement | None) -> Tile:
     if measurement is None or measurement.exact is None:
         return Tile(label="Results", value="not compared", note="lowtide verify compares", tone="warn")
     if measurement.exact:
-        return Tile(
-            label="Results", value="exact", note="equal to the plain step to the last bit", tone="good"
-        )
+        return Tile(label="Results", value="exact", note="equal to eager to the last bit", tone="good")
     if measurement.recompute_exact:
         return Tile(
             label="Results", value="differ", note=f"{Results.UNLIKE_EAGER}; listed below", tone="warn"
@@ -167,7 +165,7 @@ _CAVEATS = {
 
 def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
     """Up to which batch size the step fits, without and with the plan; for budgets that are a share of
-    each size's own peak, which no plain step keeps, how many sizes the plan brings below them.
+    each size's own peak, which no baseline keeps, how many sizes the plan brings below them.
     """
     wrong = [row.batch_size for row in rows if row.exact is False]
     if wrong:
@@ -193,9 +191,9 @@ def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
 
 def _one_budget(without: Sequence[SweepRow], fitting: Sequence[SweepRow]) -> str:
     largest = max(fitting, key=lambda row: row.batch_size)
-    plain = f"{max(row.batch_size for row in without)} without" if without else "none fits without"
+    baseline = f"{max(row.batch_size for row in without)} without" if without else "none fits without"
     budget = f" (budget {size(largest.budget_bytes)})" if largest.budget_bytes is not None else ""
-    return f"Fits up to batch size {largest.batch_size} with the plan, {plain}{budget}"
+    return f"Fits up to batch size {largest.batch_size} with the plan, {baseline}{budget}"
 
 
 def _within(peak_bytes: int | None, budget_bytes: int | None) -> bool:

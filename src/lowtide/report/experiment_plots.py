@@ -33,7 +33,7 @@ def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     heights = [(row.baseline.peak_bytes, row.planned.peak_bytes, row.budget_bytes) for row in rows]
     largest = max((height or 0 for row in heights for height in row), default=0)
     unit, scale = byte_unit(largest)
-    for column, (label, colour) in enumerate((("without", style.BEFORE), ("with the plan", style.AFTER))):
+    for column, (label, colour) in enumerate((("baseline", style.BEFORE), ("with the plan", style.AFTER))):
         for measured in (True, False):
             found = [
                 (index, peak / scale)
@@ -76,7 +76,7 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     ]
     largest = max(tops, default=0.0)
     unit, scale = time_unit(largest)
-    for column, (label, colour) in enumerate((("without", style.BEFORE), ("with the plan", style.AFTER))):
+    for column, (label, colour) in enumerate((("baseline", style.BEFORE), ("with the plan", style.AFTER))):
         runs = [
             (index, step.seconds_median, step.seconds_spread or 0.0)
             for index, row in enumerate(timed)
@@ -155,10 +155,10 @@ def plot_tradeoff(
         lw=1.6, label="with offload (simulated)" if without_offload else "simulated",
     )  # fmt: skip
     if without_offload and step_seconds:
-        plain = sorted(without_offload, key=lambda point: (point.peak_bytes, point.recompute_seconds))
+        others = sorted(without_offload, key=lambda point: (point.peak_bytes, point.recompute_seconds))
         axes.plot(
-            [point.peak_bytes / scale for point in plain],
-            [100 * point.recompute_seconds / step_seconds for point in plain],
+            [point.peak_bytes / scale for point in others],
+            [100 * point.recompute_seconds / step_seconds for point in others],
             "-o", color=style.RECOMPUTE, markersize=4, lw=1.6, label="without offload (simulated)",
         )  # fmt: skip
     bounds = [point.lower_bound_seconds for point in ordered]
@@ -187,7 +187,7 @@ def plot_tradeoff(
             ls=_DASHES,
             label=f"budget {size(budget_bytes)}",
         )
-    label_axes(axes, f"peak memory ({unit})", "time added (% of the plain step)")
+    label_axes(axes, f"peak memory ({unit})", "time added (% of the baseline)")
     legend(axes)
     return figure
 

@@ -16,7 +16,7 @@ from lowtide.report.style import duration, short_source, size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """Ranks of nodes. `again` are runs that a plan adds to bring it back, each with its position, and
+    """Ranks of nodes. `again` are runs that a plan adds to rematerialize it, each with its position, and
     `again_from` what those read that stands since the forward pass."""
 
     maker: int
@@ -58,7 +58,7 @@ class Neighbourhoods:
         )
 
     def _chain(self, ranks: Sequence[int]) -> tuple[Run, ...]:
-        """The runs that bring these values back, with those that they read of what is brought back, too."""
+        """The runs that rematerialize these values, with the rematerialized values that they read."""
         found: dict[int, Run] = {}
         waiting = list(ranks)
         while waiting:
@@ -109,7 +109,7 @@ def explain_rows(solution: Solution, decision: Decision, step: Step | None = Non
         ("activation", f"{decision.name}, {size(decision.nbytes)}" + _in(decision.module)),
         ("decision", f"{decision.action}: {decision.reason}"),
         ("adds", duration(decision.seconds) if decision.action is not Action.RETAINED else "nothing"),
-        ("holds", f"{size(decision.held_bytes)} of {size(decision.nbytes)} while nobody reads it"),
+        ("live while idle", f"{size(decision.held_bytes)} of {size(decision.nbytes)}"),
         (
             "idle",
             f"from op {decision.last_forward_use}, the last in forward that reads it, "
@@ -129,7 +129,7 @@ def explain_rows(solution: Solution, decision: Decision, step: Step | None = Non
     if around.again:
         said = dict(step.rules)
         runs = [f"{step.nodes[run.rank].name} ({said.get(run.rule, run.rule)})" for run in around.again]
-        rows.append(("brought back", f"by {_short(runs)}, from {_names(step, around.again_from)}"))
+        rows.append(("rematerialized", f"by {_short(runs)}, from {_names(step, around.again_from)}"))
     return rows
 
 

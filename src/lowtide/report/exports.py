@@ -61,10 +61,10 @@ TRADEOFF_OFFLOAD_COLUMNS = ("num_offloaded",)
 
 
 def write_node_stats(path: Path, step: Step, timeline: Timeline) -> Path:
-    """`node_stats.csv`: one row per node of the plain step.
+    """`node_stats.csv`: one row per node of the baseline.
 
-    Peak memory is all that is held while the node runs (`timeline` of the plain order); active
-    memory is the node's own share: what it reads, holds and needs inside.
+    Peak memory is every live byte while the node runs (`timeline` of the baseline); active memory is the
+    node's own share: what it reads, makes and needs inside.
     """
     rows = (
         (
@@ -154,7 +154,7 @@ def write_compare(path: Path, rows: Sequence[CompareRow]) -> Path:
 def write_tradeoff(
     path: Path, points: Sequence[TradeoffPoint], *, step_seconds: float, device: str = "cpu"
 ) -> Path:
-    """`tradeoff.csv`: one row per plan; `overhead` is recompute time over the plain step's time. Where some
+    """`tradeoff.csv`: one row per plan; `overhead` is recompute time over the baseline's time. Where some
     plan offloads, a last column counts what each does."""
     offloads = any(point.offloaded for point in points)
     cells = (
@@ -247,8 +247,8 @@ def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, 
 def _events(step: Step, timeline: Timeline, pid: int) -> list[dict[str, Any]]:
     threads = _threads(pid, timeline)
     waits = run_waits(timeline)
-    held = {LABELS[kind]: timeline.bytes_by_kind[kind].tolist() for kind in STACK}
-    held["total"] = timeline.bytes_held.tolist()
+    live = {LABELS[kind]: timeline.bytes_by_kind[kind].tolist() for kind in STACK}
+    live["total"] = timeline.bytes_held.tolist()
     events: list[dict[str, Any]] = []
     shown: dict[str, int] = {}
     now = 0.0
@@ -261,18 +261,18 @@ def _events(step: Step, timeline: Timeline, pid: int) -> list[dict[str, Any]]:
         begin = now
         now += max(run.seconds, _SHORTEST)
         node = run.node
-        args = {"op": node.op, "rank": node.rank, "position": position, "bytes held": held["total"][position]}
+        args = {"op": node.op, "rank": node.rank, "position": position, "bytes held": live["total"][position]}
         args |= {key: value for key, value in (("module", node.module), ("source", node.source)) if value}
         place = (pid, threads[run.part])
         events.append(_slice(node.name, run.part, place=place, span=(begin, now), args=args))
-        for label, values in held.items():
+        for label, values in live.items():
             # A counter keeps its value until the next event, so only changes are written.
             if shown.get(label) != values[position]:
                 shown[label] = values[position]
                 events.append(_counter(label, pid, round(begin * _MICROSECONDS, 3), values[position]))
     events += _transfers(step, timeline, pid, threads)
     end = round(now * _MICROSECONDS, 3)
-    events += [_counter(label, pid, end, shown.get(label, 0)) for label in held]
+    events += [_counter(label, pid, end, shown.get(label, 0)) for label in live]
     return events
 
 

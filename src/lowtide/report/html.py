@@ -54,13 +54,13 @@ def render_report(
 ) -> str:
     """The page for whatever is given; a section without data is left out.
 
-    `before` and `after` are timelines of the plain order and of the plan's schedule. `activations`
+    `before` and `after` are timelines of the baseline and of the plan's schedule. `activations`
     give the sizes of those that `tradeoff` names; a solution's decisions serve as well.
     `without_offload` is the curve of the same step without its store, beside `tradeoff`.
     `step_seconds` is only needed for a trade-off curve without `step` and `solution`. `unfinished` says
     what is missing where the page was written before the work was over.
     """
-    plain_seconds = step_seconds or (solution.step_seconds if solution else step.seconds if step else 0.0)
+    baseline_seconds = step_seconds or (solution.step_seconds if solution else step.seconds if step else 0.0)
     points = sorted(tradeoff, key=lambda point: (point.peak_bytes, point.recompute_seconds))
     decisions = sorted(solution.decisions, key=_decision_order) if solution else []
     data = page_data(
@@ -71,7 +71,7 @@ def render_report(
         tradeoff=points,
         without_offload=without_offload,
         activations=activations or decisions,
-        step_seconds=plain_seconds,
+        step_seconds=baseline_seconds,
     )
     if step is not None and before is not None and solution:
         data["around"] = pack_around(step, solution.schedule.runs, decisions)
@@ -83,8 +83,8 @@ def render_report(
     if compare:
         verdicts.append(compare_verdict(compare))
     use = store_use(step, after) if step is not None else None
-    holders = _holders(step, before, after)
-    held_tree = by_module(holders)
+    live = _live(step, before, after)
+    live_tree = by_module(live)
     sheet = Markup(_text("vendor/uplot/uPlot.min.css") + _text("templates/style.css"))
     scripts = [_text("vendor/uplot/uPlot.iife.min.js"), *(_text(f"templates/{name}") for name in _SCRIPTS)]
     return (
@@ -108,7 +108,7 @@ def render_report(
             regions=_regions(step) if step else [],
             tradeoff=points,
             without_offload=without_offload,
-            step_seconds=plain_seconds,
+            step_seconds=baseline_seconds,
             how_timed=style.HOW_TIMED,
             sweep=sweep,
             sweep_whole=_largest(
@@ -124,11 +124,11 @@ def render_report(
             decisions=decisions,
             offloads=any(decision.action is Action.OFFLOAD for decision in decisions),
             breakdown=_breakdown(before, after),
-            holders=holders[:MOST_TENSORS],
-            num_holders=len(holders),
-            held_tree=held_tree,
-            held_sources=by_source(holders),
-            held_boxes=flame(held_tree),
+            live=live[:MOST_TENSORS],
+            num_live=len(live),
+            live_tree=live_tree,
+            live_sources=by_source(live),
+            live_boxes=flame(live_tree),
             time_groups=_time_groups(step, after if after is not None else before) if step else [],
             time_parts=[(str(part), _PART_COLOURS[part]) for part in times.PARTS],
             notes=list(
@@ -189,8 +189,8 @@ def _regions(step: Step) -> list[str]:
     return [str(region) for region in Region if region in present]
 
 
-def _holders(step: Step | None, before: Timeline | None, after: Timeline | None) -> list[LiveTensor]:
-    """What is there at the peak of the plan, or else of the plain step as eager runs it."""
+def _live(step: Step | None, before: Timeline | None, after: Timeline | None) -> list[LiveTensor]:
+    """What is live at the peak of the plan, or else of the baseline as eager runs it."""
     if step is not None and after is not None:
         return live_at_peak(step, after)
     return live_at_peak(as_eager(step), before) if step is not None and before is not None else []

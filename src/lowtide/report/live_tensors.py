@@ -1,4 +1,4 @@
-"""Who holds the memory at a peak: every tensor with what keeps it, by module and by line of source."""
+"""Which tensors are live at a peak, and what keeps each live: by module and by line of source."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ NARROWEST = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTensor:
-    """A tensor that is there at the peak; what an op writes over counts as less than no bytes."""
+    """A tensor that is live at the peak; a block that an op writes over counts with negative bytes."""
 
     name: str
     kind: Kind
@@ -26,7 +26,7 @@ class LiveTensor:
 
 @dataclass(slots=True, kw_only=True)
 class Branch:
-    """A module and what it holds at the peak, its own parts included."""
+    """A module and its live tensors at the peak, those of its submodules included."""
 
     name: str
     nbytes: int = 0
@@ -50,7 +50,7 @@ class Box:
 
 
 def live_at_peak(step: Step, timeline: Timeline) -> list[LiveTensor]:
-    """All that is held at the peak of `timeline`, the largest first; adds up to its bytes."""
+    """Everything that is live at the peak of `timeline`, the largest first; adds up to its bytes."""
     if not timeline.runs:
         return []
     at, last = timeline.peak_position, len(timeline.runs) - 1
@@ -72,9 +72,9 @@ def live_at_peak(step: Step, timeline: Timeline) -> list[LiveTensor]:
             continue
         run = timeline.runs[start]
         maker = step.nodes[run.rank]
-        again = ", made again" if is_again(step, run) else ""
+        again = ", rematerialized" if is_again(step, run) else ""
         reader = step.nodes[timeline.runs[end].rank].name
-        kept = "held to the end of the step" if storage.pinned and end == last else f"read last by {reader}"
+        kept = "live to the end of the step" if storage.pinned and end == last else f"read last by {reader}"
         rows.append(
             LiveTensor(
                 name=storage.name,
@@ -115,7 +115,7 @@ def by_module(rows: Iterable[LiveTensor]) -> Branch:
 
 
 def _folded(branches: dict[str, Branch]) -> dict[str, Branch]:
-    """Modules that only hold one other go together with it: `encoder.layers`."""
+    """Join a module with its only submodule: `encoder.layers`."""
     found = {}
     for branch in branches.values():
         while len(branch.branches) == 1 and not branch.tensors:

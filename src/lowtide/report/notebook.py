@@ -35,7 +35,7 @@ def plan_rows(solution: Solution) -> Rows:
     return [
         ("budget", size(solution.budget_bytes)),
         ("peak", f"{size(solution.peak_bytes)}, predicted, at '{solution.peak_node}'"),
-        ("without it", f"{size(solution.baseline_peak_bytes)} ({percent(saved)})"),
+        ("baseline", f"{size(solution.baseline_peak_bytes)} ({percent(saved)})"),
         (
             "time added",
             f"{duration(solution.recompute_seconds)} ({percent(solution.overhead)}), "
@@ -75,7 +75,7 @@ def card(title: str, rows: Sequence[tuple[str, str]], picture: str = "") -> str:
 
 
 def timeline_svg(shown: Timeline, *, other: Timeline | None = None, budget_bytes: int | None = None) -> str:
-    """Bytes held over the ops of `shown`, by kind; the total of `other` as a line, the budget as another."""
+    """Live bytes over the ops of `shown`, by kind; the total of `other` as a line, the budget as another."""
     if not shown.runs:
         return ""
     top = max(shown.peak_bytes, other.peak_bytes if other else 0, budget_bytes or 0, 1)
@@ -94,7 +94,7 @@ def timeline_svg(shown: Timeline, *, other: Timeline | None = None, budget_bytes
         below = above
     if other is not None:
         points = _points(other.bytes_held[_columns(other.bytes_held)], top)
-        drawn.append(_line(points, style.BEFORE, "without a plan"))
+        drawn.append(_line(points, style.BEFORE, "baseline"))
     if budget_bytes is not None:
         y = _y(budget_bytes, top)
         drawn.append(_line([f"{LEFT},{y:.1f}", f"{WIDTH},{y:.1f}"], style.BUDGET, "budget"))
@@ -105,7 +105,7 @@ def timeline_svg(shown: Timeline, *, other: Timeline | None = None, budget_bytes
         for value in (0, top // 2, top)
     ]
     peak = f"peak {size(shown.peak_bytes)} at {shown.peak_node}"
-    caption = f"bytes held over {len(shown.runs)} ops, simulated; {peak}"
+    caption = f"live bytes over {len(shown.runs)} ops, simulated; {peak}"
     drawn.append(
         Markup('<text x="{}" y="{}" font-size="11" fill="#777">{}</text>').format(LEFT, HEIGHT - 6, caption)
     )
@@ -116,10 +116,10 @@ def timeline_svg(shown: Timeline, *, other: Timeline | None = None, budget_bytes
     )
 
 
-def _columns(held: Bytes) -> Bytes:
-    """Positions to draw: all, or of every few the one that holds most."""
-    edges = np.linspace(0, len(held), min(len(held), MOST_POINTS) + 1).astype(np.int64)
-    return np.array([low + held[low:high].argmax() for low, high in pairwise(edges)], dtype=np.int64)
+def _columns(live: Bytes) -> Bytes:
+    """Positions to draw: all, or of every few the highest."""
+    edges = np.linspace(0, len(live), min(len(live), MOST_POINTS) + 1).astype(np.int64)
+    return np.array([low + live[low:high].argmax() for low, high in pairwise(edges)], dtype=np.int64)
 
 
 def _points(values: Bytes, top: int) -> list[str]:

@@ -54,7 +54,7 @@ def script_json(data: object) -> Markup:
     return Markup(text)
 
 
-WITHOUT, WITH = "without a plan", "with the plan"
+WITHOUT, WITH = "baseline", "with the plan"
 
 
 def page_data(
@@ -106,7 +106,7 @@ def _timeline(step: Step, before: Timeline, after: Timeline | None) -> dict[str,
 
 
 def _way(step: Step, timeline: Timeline, label: str) -> dict[str, Any]:
-    """One way to run the step; `methods` say how a value is brought back, empty for first runs."""
+    """One way to run the step; `methods` say how a value is rematerialized, empty for first runs."""
     said = dict(step.rules)
     return {
         "label": label,

@@ -63,9 +63,12 @@ def write_plots(
     if activations:
         figures["activation_sizes"] = plot_activation_sizes(activations)
     if tradeoff:
-        plain_seconds = step_seconds or (step.seconds if step is not None else 0.0)
+        baseline_seconds = step_seconds or (step.seconds if step is not None else 0.0)
         figures["tradeoff"] = plot_tradeoff(
-            tradeoff, step_seconds=plain_seconds, budget_bytes=budget_bytes, without_offload=without_offload
+            tradeoff,
+            step_seconds=baseline_seconds,
+            budget_bytes=budget_bytes,
+            without_offload=without_offload,
         )
     if sweep:
         figures["peak_by_batch_size"] = plot_peak_by_batch_size(sweep)

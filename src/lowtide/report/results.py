@@ -68,9 +68,9 @@ class StepMeasurement:
 class Measurement:
     """The step without and with the plan, run in turn in one process.
 
-    `noise` is how far off `overhead` may be, None where nobody can tell. `exact` is None where nobody
+    `noise` is how far off `overhead` may be, None for a single run. `exact` is None where results were not
     compared. `differences` name what was not equal to the last bit. `recompute_exact`: it is equal to the
-    captured graph without any recompute, so that the plan is not to blame for differences.
+    captured graph without any recompute, so that the plan does not cause the differences.
     `notes` say where peaks disagree, and why.
     """
 
@@ -85,7 +85,7 @@ class Measurement:
 
     @property
     def overhead(self) -> float | None:
-        """Share of the plain step's measured time that the plan adds."""
+        """Share of the baseline's measured time that the plan adds."""
         return relative_increase(self.baseline.seconds_median, self.planned.seconds_median)
 
 
@@ -104,7 +104,7 @@ class SweepRow:
     """One batch size, without (`baseline`) and with (`planned`) recompute.
 
     `why` says why it does not fit or failed. `noise`, `exact` and `recompute_exact` are as in
-    `Measurement`; `predicted_overhead` is recompute time over the plain step's time.
+    `Measurement`; `predicted_overhead` is recompute time over the baseline's time.
     """
 
     batch_size: int
@@ -124,7 +124,7 @@ class SweepRow:
 
     @property
     def overhead(self) -> float | None:
-        """Share of the plain step's measured time that the plan adds."""
+        """Share of the baseline's measured time that the plan adds."""
         return relative_increase(self.baseline.seconds_median, self.planned.seconds_median)
 
     @property
@@ -167,8 +167,8 @@ class CompareRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeoffPoint:
-    """One plan of the curve. `recomputed` names the activations that it makes again, `offloaded` those that
-    leave for a store.
+    """One plan of the curve. `recomputed` and `offloaded` name the activations that a plan recomputes and
+    offloads.
 
     `measured_noise` is how far off `measured_overhead` may be. No plan with such a peak adds less than
     `lower_bound_seconds`.

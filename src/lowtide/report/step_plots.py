@@ -52,16 +52,16 @@ def plot_node_seconds(step: Step) -> "Figure":
 
 
 def plot_node_memory(step: Step, timeline: Timeline) -> "Figure":
-    """Bytes held while each node of the plain step runs, and the part it reads, makes or needs itself."""
+    """Live bytes while each node of the baseline runs, and the node's own: what it reads, makes and needs."""
     figure, (whole, part) = new_panels("Memory while each op runs (simulated)", (3, 2), height=5.5)
     own = np.array([active_bytes(step, step.nodes[rank]) for rank in timeline.order])
     positions = np.arange(len(timeline.order))
-    for axes, held, label, colour in (
-        (whole, timeline.bytes_held, "all held", style.AFTER),
+    for axes, live, label, colour in (
+        (whole, timeline.bytes_held, "all live", style.AFTER),
         (part, own, "the op's own", style.RECOMPUTE),
     ):
-        unit, scale = byte_unit(float(held.max(initial=0)))
-        axes.vlines(positions, 0, held / scale, colors=colour, lw=0.6, rasterized=_is_dense(positions))
+        unit, scale = byte_unit(float(live.max(initial=0)))
+        axes.vlines(positions, 0, live / scale, colors=colour, lw=0.6, rasterized=_is_dense(positions))
         axes.set_ylim(bottom=0)
         axes.set_ylabel(f"{label} ({unit})", color=MUTED, fontsize=10)
     _mark_regions(whole, step, timeline.order)
@@ -91,7 +91,7 @@ def plot_activation_sizes(activations: Sequence[Activation]) -> "Figure":
 
 
 def plot_memory_by_rank(step: Step, timeline: Timeline) -> "Figure":
-    """Bytes held at every op, stacked by kind, with the borders of the regions."""
+    """Live bytes at every op, stacked by kind, with the borders of the regions."""
     figure, axes = new_figure("Memory over the step, by kind (simulated)")
     scale = _stack(axes, timeline, np.arange(len(timeline.order) + 1))
     _mark_regions(axes, step, timeline.order)
@@ -104,7 +104,7 @@ def plot_memory_by_rank(step: Step, timeline: Timeline) -> "Figure":
 def plot_before_after(
     step: Step, before: Timeline, after: Timeline, *, budget_bytes: int | None = None
 ) -> "Figure":
-    """The timeline with the plan by kind, and the plain step's total as a line over it."""
+    """The timeline with the plan by kind, and the baseline's total as a line over it."""
     figure, axes = new_figure("Memory over the step, without and with the plan (simulated)", height=5)
     times_before, times_after = _starts(step, before), _starts(step, after)
     scale = _stack(axes, after, times_after)
@@ -114,7 +114,7 @@ def plot_before_after(
         where="post",
         color=INK,
         lw=1.4,
-        label="total without",
+        label="baseline",
     )
     # a budget far above the peaks would leave them no room
     shown = budget_bytes if budget_bytes and budget_bytes <= 2 * before.peak_bytes else None
@@ -130,7 +130,7 @@ def plot_before_after(
 
 
 def plot_transfers(use: StoreUse) -> "Figure":
-    """Bytes sent to the store and back up to every moment, and the moments at which the step waits."""
+    """Bytes sent to the store and back up to every time point, and where the step waits."""
     title = f"Bytes to the store and back ({100 * use.hidden_share:.0f} % of the transfer time hidden)"
     figure, axes = new_figure(title)
     unit, scale = byte_unit(max(use.store_bytes, use.read_bytes))
@@ -153,8 +153,8 @@ def plot_transfers(use: StoreUse) -> "Figure":
 
 
 def plot_peak_breakdown(before: Timeline, after: Timeline | None = None) -> "Figure":
-    """What the memory is at its highest moment, by kind."""
-    runs = [("without", before)] + ([("with the plan", after)] if after is not None else [])
+    """Live bytes at the peak, by kind."""
+    runs = [("baseline", before)] + ([("with the plan", after)] if after is not None else [])
     figure, axes = new_figure("Memory at the peak, by kind (simulated)", height=1.9 + 0.6 * len(runs))
     unit, scale = byte_unit(before.peak_bytes)
     left = np.zeros(len(runs))
@@ -189,16 +189,16 @@ def _stack(axes: "Axes", timeline: Timeline, places: np.ndarray) -> int:
     unit, scale = byte_unit(timeline.peak_bytes)
     bottom = np.zeros(len(places))
     for kind in style.STACK:
-        held = _closed(timeline.bytes_by_kind[kind]) / scale
-        if held.any():
+        live = _closed(timeline.bytes_by_kind[kind]) / scale
+        if live.any():
             axes.fill_between(
-                places, bottom, bottom + held, step="post", lw=0, rasterized=_is_dense(places),
+                places, bottom, bottom + live, step="post", lw=0, rasterized=_is_dense(places),
                 color=style.COLOURS[kind], label=style.LABELS[kind],
             )  # fmt: skip
-        bottom = bottom + held
+        bottom = bottom + live
     axes.set_ylim(0, 1.1 * timeline.peak_bytes / scale)
     axes.set_xlim(places[0], places[-1])
-    axes.set_ylabel(f"bytes held ({unit})", color=MUTED, fontsize=10)
+    axes.set_ylabel(f"live bytes ({unit})", color=MUTED, fontsize=10)
     return scale
 
 

@@ -136,7 +136,7 @@ class TransferBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUse:
-    """What a step sends to a store: all transfers in their order, and the bytes sent up to every moment."""
+    """What a step sends to a store: all transfers in their order, and the bytes sent so far."""
 
     store: str
     moves: tuple[TransferBar, ...]

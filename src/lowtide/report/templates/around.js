@@ -5,7 +5,7 @@ addEventListener("DOMContentLoaded", () => {
   const page = JSON.parse(document.getElementById("report-data").textContent);
   if (!panel || !page.around) return;
   const { names } = page.timeline, flat = Decode.integers(page.around);
-  // For every decision: maker, then made from, read in forward, read in backward, made again, made again from.
+  // For every decision: maker, then made from, read in forward, read in backward, rematerialized, rematerialized from.
   const all = [];
   for (let at = 0; at < flat.length;) {
     const maker = flat[at++], lists = [];
@@ -55,7 +55,7 @@ addEventListener("DOMContentLoaded", () => {
     if (!one) return;
     const from = plain(some(one.from)), forward = plain(some(one.forward)), backward = plain(some(one.backward));
     const name = row.cells[0].textContent;
-    const before = picture("Without the plan", [from, [{ name, ...orange }], [...forward, ...backward]],
+    const before = picture("Baseline", [from, [{ name, ...orange }], [...forward, ...backward]],
       [...each(from, (i) => [0, i, 1, 0]), ...each([...forward, ...backward], (i) => [1, 0, 2, i])]);
     let after;
     if (action === "RETAINED") {
@@ -67,7 +67,7 @@ addEventListener("DOMContentLoaded", () => {
       const sources = plain(some(one.againFrom));
       const gap = Math.max(from.length, forward.length, 1) + 1, pad = (list) => [...Array(Math.max(0, gap - list.length)).fill(null)];
       const dashed = { name, colour: "none", extra: { "stroke-dasharray": "4 3" } };
-      after = picture(away ? "With the plan: waits in the store" : "With the plan: let go, and made again",
+      after = picture(away ? "With the plan: offloaded to the store" : "With the plan: freed and recomputed",
         [[...from, ...pad(from), ...sources], [dashed, ...pad([1]), ...again], [...forward, ...pad(forward), ...backward]],
         [...each(from, (i) => [0, i, 1, 0]), ...each(forward, (i) => [1, 0, 2, i]),
           ...each(sources, (i) => [0, gap + i, 1, gap]), ...each(backward, (i) => [1, gap + again.length - 1, 2, gap + i])]);

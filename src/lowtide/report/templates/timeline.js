@@ -32,7 +32,7 @@ addEventListener("DOMContentLoaded", () => {
   const after = data.after ? load(data.after) : null;
   const longest = after || before;
 
-  // Position of every plain run in the schedule with recomputes: there the plain step waits for them.
+  // Position of every run of the baseline in the schedule with recomputes: there the baseline waits for them.
   const aligned = () => {
     const own = before.order.map((_, i) => i);
     if (!after) return own;
@@ -66,7 +66,7 @@ addEventListener("DOMContentLoaded", () => {
     xs.push(at.end); positionBefore.push(before.order.length - 1); positionAfter.push(Math.max(0, numAfter - 1));
   };
   const positions = (run) => (run === before ? positionBefore : positionAfter);
-  // A way to run the step that has ended holds nothing more to show.
+  // A timeline that has ended has nothing more to show.
   const ended = (run, i) => axis === "time" && xs[i] >= run.start.at(-1) && run !== longest;
   const series = () => {
     const columns = [xs];
@@ -241,7 +241,7 @@ addEventListener("DOMContentLoaded", () => {
     const runs = after ? [["before", before, positionBefore[i]], ["after", after, positionAfter[i]]] : [["before", before, positionBefore[i]]];
     const [first, second] = runs.map(([, run, p]) => ({ run, p }));
     const same = second && first.run.order[first.p] === second.run.order[second.p] && !second.run.again[second.p];
-    who.replaceChildren(...(same ? [describeRun(after, second.p, "both ways")] : runs.map(([, run, p]) => describeRun(run, p, run.label))));
+    who.replaceChildren(...(same ? [describeRun(after, second.p, "baseline and plan")] : runs.map(([, run, p]) => describeRun(run, p, run.label))));
     for (const cell of cells) {
       const found = runs.find(([key]) => key === cell.dataset.run);
       if (!found) continue;

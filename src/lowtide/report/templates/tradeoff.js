@@ -61,7 +61,7 @@ addEventListener("DOMContentLoaded", () => {
       { label: "simulated", stroke: () => Theme.colour("--accent"), width: 2, spanGaps: true, points: dots(6) },
       { label: "measured", stroke: () => Theme.colour("--before"), width: 2, paths: () => null, points: { ...dots(9), width: 2 } },
       { label: "no plan adds less", stroke: () => Theme.colour("--muted"), width: 1, dash: [4, 4], spanGaps: true, points: { show: false } },
-      { label: "without swap", stroke: () => Theme.colour("--recompute"), width: 2, spanGaps: true, points: { ...dots(5), fill: () => Theme.colour("--card") } },
+      { label: "without offload", stroke: () => Theme.colour("--recompute"), width: 2, spanGaps: true, points: { ...dots(5), fill: () => Theme.colour("--card") } },
     ],
     axes: [
       byteAxis({ label: "peak memory", labelSize: 22, labelFont: "12px system-ui" }),
@@ -98,7 +98,7 @@ addEventListener("DOMContentLoaded", () => {
     slider.setAttribute("aria-valuetext", words);
     const added = [...at.gone].filter((i) => !from.gone.has(i));
     const kept = [...from.gone].filter((i) => !at.gone.has(i));
-    const than = index + 1 < points.length ? "in the next plan with more memory" : "in the plain step";
+    const than = index + 1 < points.length ? "in the next plan with more memory" : "in the baseline";
     fill(byId("tradeoff-added"), byId("tradeoff-added-head"), added, `${brought} here, kept ${than}`);
     byId("tradeoff-same").hidden = added.length + kept.length > 0 || index + 1 === points.length;
     fill(byId("tradeoff-kept"), byId("tradeoff-kept-head"), kept, `Kept here, ${brought.toLowerCase()} ${than}`);
