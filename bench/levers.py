@@ -130,7 +130,7 @@ def _transfers(plan: lowtide.Plan) -> list[str]:
 
 def draw(target: str, *, swap: str, path: Path) -> None:
     """What every budget costs, with and without the store, in one picture."""
-    from lowtide.experiments.curve import curves_of, point_of
+    from lowtide.experiments.measured import curves_of, point_of
     from lowtide.report.experiment_plots import plot_tradeoff
 
     profile = profiled(target, "+ swap", swap)

@@ -20,7 +20,7 @@ from torch import nn
 import lowtide
 from lowtide.cli import terminal
 from lowtide.errors import CannotMoveToFreshProcess
-from lowtide.experiments import contenders, machine_memory
+from lowtide.experiments import contenders, machine
 from lowtide.verification import verify_plan
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +126,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 ERRORS = {
     error.__name__
-    for module in (lowtide.errors, terminal, contenders, machine_memory)
+    for module in (lowtide.errors, terminal, contenders, machine)
     for error in vars(module).values()
     if isinstance(error, type) and issubclass(error, lowtide.LowtideError)
 } | {"BadParameter"}

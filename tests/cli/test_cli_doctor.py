@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from lowtide.cli.terminal import Exit
-from lowtide.experiments import checkup, environment_checks
+from lowtide.experiments import checkup, machine
 from lowtide.experiments.checkup import CaptureCheckup, OffloadCheckup, PlanCheckup
-from lowtide.experiments.environment_checks import Note
+from lowtide.experiments.machine import Note
 from lowtide.facts import TransferSpeed
 
 CAPTURED = CaptureCheckup(identity="a processor", num_ops=100, timing_noise=0.07, notes=())
@@ -53,11 +53,9 @@ def finds(monkeypatch):
         for name, found in (("check_capture", captured), ("check_plan", plan), ("check_offload", swap)):
             monkeypatch.setattr(checkup, name, answer(found))
         checks = {"torch": "2.13.0", **checks}
-        monkeypatch.setattr(environment_checks, "WITH_TORCH", {})
-        monkeypatch.setattr(
-            environment_checks, "CHECKS", {name: answer(found) for name, found in checks.items()}
-        )
-        monkeypatch.setattr(environment_checks, "why_no_cuda", lambda: "torch sees no CUDA device here")
+        monkeypatch.setattr(machine, "WITH_TORCH", {})
+        monkeypatch.setattr(machine, "CHECKS", {name: answer(found) for name, found in checks.items()})
+        monkeypatch.setattr(machine, "why_no_cuda", lambda: "torch sees no CUDA device here")
 
     return let
 

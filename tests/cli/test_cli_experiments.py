@@ -14,7 +14,7 @@ from lowtide.cli import sources
 from lowtide.cli.output_files import after_run, save_profile
 from lowtide.cli.sweep_command import sweep_exit
 from lowtide.cli.terminal import Exit
-from lowtide.experiments import compare_methods, curve, machine_memory, sweep_rows
+from lowtide.experiments import compare_methods, machine, measured, sweep_rows
 from lowtide.experiments.compare_methods import MethodResult
 from lowtide.profiles import Profile
 from lowtide.report.results import Results, StepMeasurement, SweepRow, SweepStatus
@@ -38,7 +38,7 @@ def profile_file(profile, tmp_path):
 def no_model(monkeypatch, profile):
     """Every TARGET has the same made-up profile."""
     monkeypatch.setattr(sources, "profile_target", lambda spec, terminal, **_: profile)
-    monkeypatch.setattr(machine_memory, "available_bytes", lambda device: None)
+    monkeypatch.setattr(machine, "available_bytes", lambda device: None)
 
 
 def rows_of(path):
@@ -86,11 +86,11 @@ def test_tradeoff_without_measuring_needs_no_torch(profile_file):
 def test_tradeoff_shows_measured_points(run_lowtide, profile_file, monkeypatch, wrong, failed, code):
     def measure_points(spec, plans, *, count, timed_runs, progress):
         assert spec == SPEC and count == 2
-        points = [curve.point_of(plan) for plan in plans]
+        points = [measured.point_of(plan) for plan in plans]
         points[-1] = replace(points[-1], measured_peak_bytes=123 << 20, measured_overhead=0.25)
-        return curve.Curve(points, wrong, failed)
+        return measured.Curve(points, wrong, failed)
 
-    monkeypatch.setattr(curve, "measure_points", measure_points)
+    monkeypatch.setattr(measured, "measure_points", measure_points)
     found, stdout, _ = run_lowtide("tradeoff", profile_file, "--points", "5", "--measure", "2")
     assert found == code and "123.0 MiB" in stdout and "+25.0 %" in stdout
     assert all(text in stdout for text in (*wrong, *failed))
@@ -103,8 +103,8 @@ def test_tradeoff_needs_to_know_what_to_measure(run_lowtide, profile, tmp_path):
 
 
 def test_a_step_that_does_not_fit_is_not_measured(run_lowtide, profile_file, monkeypatch):
-    monkeypatch.setattr(machine_memory, "available_bytes", lambda device: 1 << 20)
-    monkeypatch.setattr(curve, "measure_points", lambda *_, **__: pytest.fail("must not run"))
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(measured, "measure_points", lambda *_, **__: pytest.fail("must not run"))
     code, stdout, stderr = run_lowtide("tradeoff", profile_file, "--points", "3")
     assert code == Exit.DONE and "peak against time added" in stdout
     assert "no plan is measured: the step without one needs" in stderr

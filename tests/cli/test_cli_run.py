@@ -20,7 +20,7 @@ from lowtide.cli.output_files import load_plan, load_profile
 from lowtide.cli.tables import outcome_data, outcome_exit, outcome_tables, verdict
 from lowtide.cli.terminal import Exit
 from lowtide.errors import BudgetTooSmall, FreshProcessError
-from lowtide.experiments import machine_memory, measured
+from lowtide.experiments import machine, measured
 from lowtide.experiments.measured import Outcome, measurement_of
 from lowtide.profiles import Profile
 from lowtide.verification import measure_step, verify_plan
@@ -323,7 +323,7 @@ def test_run_where_only_the_plan_fits_measures_it_alone(run_lowtide, budget, mon
 
 def test_run_where_nothing_fits_leaves_profile_plan_and_report(run_lowtide, budget, monkeypatch, tmp_path):
     monkeypatch.setattr(verify_plan, "verify", lambda *_, **__: pytest.fail("must not run"))
-    monkeypatch.setattr(machine_memory, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
     out = tmp_path / "out"
     code, stdout, _ = run_lowtide(
         "run", "users_model.py:make", "-b", "512", "--budget", budget, "-o", str(out)

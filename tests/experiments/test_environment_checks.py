@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from lowtide.errors import FreshProcessError, LowtideError, UnsupportedTorch
-from lowtide.experiments import environment_checks
-from lowtide.experiments.environment_checks import Note
+from lowtide.experiments import machine
+from lowtide.experiments.machine import Note
 from lowtide.planning.native import library
 from lowtide.torch_compat import inductor, versions
 from lowtide.verification import fresh_process
 from lowtide.zoo import build
 
-CHECKS = {**environment_checks.CHECKS, **environment_checks.WITH_TORCH}
+CHECKS = {**machine.CHECKS, **machine.WITH_TORCH}
 
 
 def told(name):
@@ -106,9 +106,9 @@ def test_a_full_disk_is_not_the_models_fault(monkeypatch):
 
 
 def test_little_memory(monkeypatch):
-    monkeypatch.setattr(environment_checks, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 30)
     assert "end other programs" in told("memory")
-    monkeypatch.setattr(environment_checks, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 40)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 30, 1 << 30))
     assert "ulimit -v unlimited" in told("memory")
 
@@ -137,7 +137,7 @@ def test_a_file_called_torch(monkeypatch):
 
 
 def test_no_transformers(monkeypatch):
-    monkeypatch.setattr(environment_checks.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda _: None)
     assert "pip install lowtide[models]" in told("transformers")
 
 
@@ -166,11 +166,11 @@ def test_no_cuda(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert environment_checks.why_no_cuda() == "torch sees no CUDA device here: it is built without CUDA"
+    assert machine.why_no_cuda() == "torch sees no CUDA device here: it is built without CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert "with CUDA_VISIBLE_DEVICES=0: nvidia-smi says" in environment_checks.why_no_cuda()
+    assert "with CUDA_VISIBLE_DEVICES=0: nvidia-smi says" in machine.why_no_cuda()
     monkeypatch.setattr(torch.cuda, "is_available", no_driver)
-    assert environment_checks.why_no_cuda().endswith(": Found no NVIDIA driver on your system.")
+    assert machine.why_no_cuda().endswith(": Found no NVIDIA driver on your system.")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert environment_checks.why_no_cuda() == ""
+    assert machine.why_no_cuda() == ""

@@ -7,10 +7,10 @@ from torch import nn
 
 from lowtide import api
 from lowtide.errors import LowtideError
-from lowtide.experiments import machine_memory
+from lowtide.experiments import machine
 from lowtide.experiments import trial as trial_module
 from lowtide.experiments.contenders import Contender, plan_method, repeated_blocks, switch_for
-from lowtide.experiments.machine_memory import NotEnoughMemory, check_memory, needed_bytes, why_not
+from lowtide.experiments.machine import NotEnoughMemory, check_memory, needed_bytes, why_not
 from lowtide.experiments.trial import ROUNDING, Mistake, judge, run_trial
 from lowtide.report.results import Results, with_why
 from lowtide.torch_compat.inductor import has_compiler
@@ -180,17 +180,17 @@ def test_mistakes_in_words(found, unlike_eager, words):
 def test_memory_is_asked_for_before_anything_runs(monkeypatch):
     step = make_case().step
     need = needed_bytes(step, peak_bytes=1000)
-    assert need > machine_memory.MARGIN_BYTES + 1000
+    assert need > machine.MARGIN_BYTES + 1000
     for available, fits in ((need, True), (need - 1, False), (None, True)):
-        monkeypatch.setattr(machine_memory, "available_bytes", lambda device, free=available: free)
+        monkeypatch.setattr(machine, "available_bytes", lambda device, free=available: free)
         assert (why_not(step, peak_bytes=1000) == "") is fits
-    monkeypatch.setattr(machine_memory, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
     with pytest.raises(NotEnoughMemory, match=r"the step does not fit .* 1.0 MiB are free"):
         check_memory(step, peak_bytes=1000, what="the step")
 
 
 def test_the_kernel_tells_what_is_free():
-    assert machine_memory.available_bytes() > 1 << 20
+    assert machine.available_bytes() > 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_container_may_leave_less(tmp_path, line, folder, files):
     for name, text in {**files, "memory.stat": "anon 7\ninactive_file 50\n"}.items():
         (group / name).write_text(f"{text}\n".replace("\n\n", "\n"))
     (tmp_path / "cgroup").write_text(f"3:cpu,cpuacct:/other\n{line}\n")
-    assert machine_memory._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == [650]
+    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == [650]
     for name in files:
         (group / name).write_text("max\n")
-    assert machine_memory._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == []
+    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == []

@@ -10,7 +10,7 @@ from lowtide.cli.compare_command import compare_exit
 from lowtide.cli.terminal import Exit
 from lowtide.errors import FreshProcessError, TargetError
 from lowtide.experiments import compare_methods, measured, sweep_rows, trial
-from lowtide.experiments.curve import distinct_plans, measure_points, spread_over
+from lowtide.experiments.measured import distinct_plans, measure_points, spread_over
 from lowtide.experiments.trial import ContenderTrial, Mistake
 from lowtide.profiles import Profile
 from lowtide.report.results import Results, SweepStatus

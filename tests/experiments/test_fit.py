@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from interpolated import find_fit, step_at
 from torch import nn
 
 import lowtide
 from lowtide.experiments import fit_search
-from lowtide.experiments.fit import Vary, find_fit
-from lowtide.experiments.interpolate_step import step_at
+from lowtide.experiments.fit import Vary
 from lowtide.profiling.devices import OpTiming
 from lowtide.zoo.targets import Target
 
@@ -75,15 +75,15 @@ def test_rows_tell_the_throughput_of_sizes_in_between(found, budget_bytes):
     assert repr(found).startswith("Fit(budget=") and len(repr(found)) < 140
 
 
-def test_a_size_on_paper_is_the_captured_one():
+def test_an_interpolated_size_is_the_captured_one():
     steps = {size: profile(size).step for size in (32, 64, 116)}
     captured = steps.pop(116)
-    on_paper = step_at(116, steps, degree=1)
-    assert [s.nbytes for s in on_paper.storages] == [s.nbytes for s in captured.storages]
+    interpolated = step_at(116, steps, degree=1)
+    assert [s.nbytes for s in interpolated.storages] == [s.nbytes for s in captured.storages]
     assert step_at(116, {32: steps[32]}, degree=1) is None
 
 
-def test_few_sizes_are_captured_and_the_others_told_from_them(found, budget_bytes):
+def test_few_sizes_are_captured_and_the_others_interpolated(found, budget_bytes):
     captured = []
 
     def source(size):
@@ -132,7 +132,7 @@ def test_times_are_measured_at_one_size_and_scaled_to_others(budget_bytes, monke
     assert sizes == {1, 8, WIDTH, 4 * WIDTH}  # the first size, and what is as large at all of them
 
 
-def test_sizes_that_the_model_refuses_are_not_looked_at(caplog):
+def test_sizes_that_the_model_refuses_are_not_profiled(caplog):
     class Positions(nn.Module):
         """Takes sequences from 100 to 300."""
 
@@ -151,7 +151,7 @@ def test_sizes_that_the_model_refuses_are_not_looked_at(caplog):
 
     found = find_fit(source, budget="1MiB", vary=Vary(multiple_of=10, name="length"), check=False)
     assert (found.largest_plain, found.largest, found.most) == (300, 300, 300)
-    assert "no length from 310 on is looked at, since that one is refused" in caplog.text
+    assert "no length from 310 on is profiled, since the model refuses that one" in caplog.text
     with pytest.raises(lowtide.CaptureError, match="too short"):
         find_fit(source, budget="1MiB", vary=Vary(name="length"), check=False)
 
@@ -240,7 +240,7 @@ def test_multiples_and_a_limit(budget_bytes):
 
 
 def test_what_the_machine_cannot_hold_is_said_and_not_run(budget_bytes, monkeypatch):
-    monkeypatch.setattr("lowtide.experiments.machine_memory.available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("lowtide.experiments.machine.available_bytes", lambda device: 1 << 20)
     monkeypatch.setattr(fit_search, "run_plain", lambda *_, **__: pytest.fail("must not run"))
     found = lowtide.fit(make, budget=budget_bytes)
     assert all(check.measured_peak_bytes is None and "are free" in check.reason for check in found.checks)
@@ -277,7 +277,7 @@ def test_a_step_whose_ops_change_with_the_size_is_found_by_halving(budget_bytes)
     assert peaks[0] <= 40_000 < peaks[1]
 
 
-def test_sizes_with_other_ops_than_those_around_them_are_not_told_from_these():
+def test_sizes_are_not_interpolated_from_sizes_with_other_ops():
     class Deeper(nn.Module):
         def __init__(self):
             super().__init__()

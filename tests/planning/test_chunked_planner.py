@@ -6,7 +6,7 @@ import pytest
 from synthetic import Net
 
 from lowtide.errors import BudgetTooSmall
-from lowtide.experiments.profiled_sizes import Probe
+from lowtide.experiments.profiled_sizes import SizeInBudget
 from lowtide.facts import Region, Remat, Run, Step
 from lowtide.planning.chunked_planner import ChunkedPlanner, has_other_ways, step_by, without_dearer
 from lowtide.planning.planner import Planner
@@ -131,5 +131,5 @@ def test_what_is_proven_of_a_budget_holds_for_all_ways() -> None:
     profile = Profile(formulas())
     assert profile.floor_bound_bytes is not None
     assert profile.floor_bound_bytes <= profile.floor_bytes < profile.bounds.floor_bytes
-    assert Probe(profile=profile, budget_bytes=profile.floor_bytes).fits
-    assert Probe(profile=profile, budget_bytes=profile.floor_bound_bytes - 1).has_none
+    assert SizeInBudget(profile=profile, budget_bytes=profile.floor_bytes).fits
+    assert SizeInBudget(profile=profile, budget_bytes=profile.floor_bound_bytes - 1).has_none

@@ -13,7 +13,7 @@ import typer
 from lowtide import __version__
 from lowtide.cli.options import command
 from lowtide.cli.terminal import Exit, Terminal, one_line
-from lowtide.experiments import environment_checks
+from lowtide.experiments import machine as machine_checks
 from lowtide.report.style import added, percent, size
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def doctor(terminal: Terminal) -> None:
     terminal.note("about two minutes; close what else keeps the machine busy")
     machine = _machine()
     terminal.show_lines(*(f"{name}: {value}" for name, value in machine.items()))
-    checks = _checks(terminal, environment_checks.CHECKS)
+    checks = _checks(terminal, machine_checks.CHECKS)
     if isinstance(checks["torch"], Failed):
         devices: dict[str, Any] = {"cpu": NO_TORCH}
         terminal.show_lines(f"cpu: {NO_TORCH}")
     else:
-        checks |= _checks(terminal, environment_checks.WITH_TORCH)
+        checks |= _checks(terminal, machine_checks.WITH_TORCH)
         devices = _devices(terminal)
     terminal.data(
         {
@@ -98,7 +98,7 @@ def _devices(terminal: Terminal) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name in DEVICES:
-        why_not = environment_checks.why_no_cuda() if name == "cuda" else ""
+        why_not = machine_checks.why_no_cuda() if name == "cuda" else ""
         found[name] = f"not run: {why_not}" if why_not else _device(terminal, name)
         if why_not:
             terminal.show_lines(f"{name}: {found[name]}")
@@ -166,7 +166,7 @@ def _results(found: "PlanCheckup | OffloadCheckup") -> str:
 def _said(found: Any) -> str:
     if isinstance(found, Failed):
         return f"FAILED: {found}"
-    return f"NOTE: {found}" if isinstance(found, environment_checks.Note) else str(found)
+    return f"NOTE: {found}" if isinstance(found, machine_checks.Note) else str(found)
 
 
 def _plain(found: Any) -> Any:

@@ -16,7 +16,8 @@ from lowtide.report.style import UNKNOWN, duration, percent, size
 from lowtide.zoo.targets import TargetSpec, check_target
 
 if TYPE_CHECKING:
-    from lowtide.experiments.fit import Check, Fit, FitRow, Source, Vary
+    from lowtide.experiments.fit import Check, Fit, FitRow, Vary
+    from lowtide.experiments.profiled_sizes import Source
     from lowtide.profiles import Profile
 
 

@@ -184,7 +184,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outco
     """All other files; the report comes last, so that its being there means that all are."""
     step, before = profile.step, profile.timeline
     after = simulate(step, plan.solution.schedule.runs)
-    from lowtide.experiments.curve import curves_of, point_of
+    from lowtide.experiments.measured import curves_of, point_of
 
     plans, without_offload = curves_of(profile, points=CURVE_POINTS)
     curve = [point_of(plan) for plan in plans]

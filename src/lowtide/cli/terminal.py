@@ -27,7 +27,7 @@ from rich.text import Text
 
 from lowtide import display
 from lowtide.errors import BudgetTooSmall, FreshProcessError, LowtideError
-from lowtide.experiments.machine_memory import NotEnoughMemory
+from lowtide.experiments.machine import NotEnoughMemory
 from lowtide.facts.sizes import BadSize
 
 

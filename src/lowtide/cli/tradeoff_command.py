@@ -11,14 +11,14 @@ from lowtide.cli.options import OptionalBatchSize, OutputOptions, Source, TimedR
 from lowtide.cli.sources import StepOptions, offers, open_source
 from lowtide.cli.terminal import Exit, Terminal, table
 from lowtide.errors import TargetError
-from lowtide.experiments.machine_memory import why_not
+from lowtide.experiments.machine import why_not
 from lowtide.facts.gpus import gpu_behind
 from lowtide.report.style import HOW_TIMED, added, duration, percent, size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lowtide.experiments.curve import Curve
+    from lowtide.experiments.measured import Curve
     from lowtide.profiles import Profile
     from lowtide.report.results import TradeoffPoint
 
@@ -49,7 +49,7 @@ def tradeoff(
     plots and a report. Exits with 4 when a measured plan's results differ, with 1 when measuring one failed.
     """
     from lowtide.cli.output_files import PLOTS, REPORT, say_written
-    from lowtide.experiments.curve import Curve, curves_of, measure_points, point_of
+    from lowtide.experiments.measured import Curve, curves_of, measure_points, point_of
 
     out = output.claim(CSV, JSON, REPORT, PLOTS)
     profile, spec, name = open_source(source, terminal, step, batch_size=batch_size)

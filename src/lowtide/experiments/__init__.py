@@ -1,10 +1,9 @@
 """Experiments on one target, each a function that tells its progress and returns frozen records.
 
-- `sweep`: batch sizes; `curve`: peak against time; `compare`: other ways to save memory
-- `fit`, `fit_search`, `fit_records`, `probe`, `guess`: the largest and the fastest size
-- `sizes`: those that are looked at for it
-- `between`, `inside`: a step of a size that nobody captured, and what its ops hold inside
-- `checkup`, `surroundings`: a small model on this machine; what it stands on there
-- `contenders`, `trial`, `mistakes`: those ways, one of them tried, what it got wrong
-- `measured`, `whole_run`, `machine`: a plan or a step run for real, if this machine can hold it
+- `sweep_rows`: batch sizes side by side
+- `fit`: the largest and the fastest size in a budget; `fit_search`: the search for one budget;
+  `profiled_sizes`: the sizes that it profiles; `interpolate`: sizes that were not captured
+- `compare_methods`: other methods to save memory; `contenders`: these methods; `trial`: one of them tried
+- `measured`: plans, and points of a trade-off curve, run for real
+- `checkup`: a small model on this machine; `machine`: its memory, and all that lowtide depends on
 """

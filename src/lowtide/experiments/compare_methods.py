@@ -10,7 +10,7 @@ from typing import Any
 
 from lowtide.errors import BudgetTooSmall, FreshProcessError
 from lowtide.experiments.contenders import Contender, NotApplicable, plan_method
-from lowtide.experiments.machine_memory import check_memory
+from lowtide.experiments.machine import check_memory
 from lowtide.experiments.trial import ContenderTrial, try_method
 from lowtide.profiles import Profile
 from lowtide.report.results import CompareRow, Results

@@ -1,20 +1,118 @@
 """How large a batch fits into a budget, without and with a plan, and which size is the fastest.
 
-No step is run to find out (`fit_search`). What was found can then be measured.
+`fit` and its results. No step is run to find out (`fit_search`). The answer can then be measured.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, overload
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, overload
 
 from lowtide import api
-from lowtide.experiments.fit_records import MOST, Budgets, Check, Fit, FitRow, Vary, budget_bytes_of
-from lowtide.experiments.fit_search import Search
-from lowtide.experiments.profiled_sizes import Profiler, Sizes, Source, Working
+from lowtide.errors import LowtideError
+from lowtide.facts.sizes import parse_size
 from lowtide.profiles import Profile
+from lowtide.units import format_size
 from lowtide.zoo.targets import TargetSpec, call_factory
 
-__all__ = ["MOST", "Check", "Fit", "FitRow", "Source", "Vary", "find_fit", "find_fits", "fit"]
+if TYPE_CHECKING:
+    from lowtide.experiments.profiled_sizes import Profiler, Source, Working
+
+MOST = 1 << 20
+"""No larger size is considered, unless said otherwise."""
+
+Budgets = list[str] | list[int] | list[str | int] | tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vary:
+    """What grows: its `name`, the `unit` of throughput, and the `amount` of that unit in a step of some size.
+
+    `degree`: that of the polynomial by which bytes grow. All sizes are multiples of `multiple_of`.
+    """
+
+    name: str = "batch size"
+    unit: str = "samples"
+    amount: Callable[[int], int] = lambda size: size
+    degree: int = 1
+    multiple_of: int = 1
+    most: int = MOST
+
+    def __post_init__(self) -> None:
+        if self.multiple_of < 1:
+            raise LowtideError(f"sizes cannot be multiples of {self.multiple_of}: say 1 or more")
+        if self.most < self.multiple_of:
+            raise LowtideError(
+                f"there is no multiple of {self.multiple_of} up to {self.most}: allow larger sizes"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitRow:
+    """One size that fits, all of it predicted. `peak_bytes` and `recompute_seconds` are with a plan that
+    meets the budget, or without any where none is needed. A size that was not `profiled` itself has
+    interpolated figures, and its peak is at most `peak_bytes`.
+    """
+
+    size: int
+    plain_peak_bytes: int
+    peak_bytes: int
+    step_seconds: float
+    recompute_seconds: float
+    per_second: float | None
+    profiled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The result of running a size. `exact` is None where nothing was compared; where nothing was measured,
+    `reason` says why. `planned`: with its plan, else without any.
+    """
+
+    size: int
+    planned: bool
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None = None
+    exact: bool | None = None
+    differences: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What fits into a budget; made by `lowtide.fit`.
+
+    `largest_plain` fits without a plan, and the next size does not, by prediction; 0 where none fits.
+    `largest` is the largest size for which a plan was found. It is proven that no plan exists above
+    `no_plan_above`; between the two it is unknown; None where nothing is proven, or nothing larger was
+    considered. No plan of the smallest profiled size needs less than `lowest_bytes`. No size above `most` was
+    considered. `rows` are by size, `checks` were measured.
+    """
+
+    budget_bytes: int
+    vary: str
+    unit: str
+    multiple_of: int
+    most: int
+    largest_plain: int
+    largest: int
+    lowest_bytes: int
+    no_plan_above: int | None = None
+    rows: tuple[FitRow, ...] = field(default=(), repr=False)
+    checks: tuple[Check, ...] = field(default=(), repr=False)
+
+    @property
+    def fastest(self) -> FitRow | None:
+        """Of the rows that fit, the one with the highest predicted throughput; the smallest of equals."""
+        fitting = [row for row in self.rows if row.per_second is not None]
+        return max(fitting, key=lambda row: (row.per_second, -row.size), default=None)
+
+    def __repr__(self) -> str:
+        fastest = "" if self.fastest is None else f", fastest={self.fastest.size}"
+        return (
+            f"Fit(budget={format_size(self.budget_bytes)}, {self.vary}: largest without a plan="
+            f"{self.largest_plain}, largest={self.largest}{fastest}, {len(self.rows)} rows)"
+        )
 
 
 @overload
@@ -53,13 +151,13 @@ def fit(
     """The largest batch size that fits into `budget`, without and with a plan, and the fastest one.
 
     `factory(batch_size)` returns `(model, batch)`, `(model, batch, optimizer)` or `(model, batch, optimizer,
-    loss)`; whatever its argument makes larger is what grows. Sizes are captured and profiled, not run, and
-    predicted: without a plan, the largest size fits and the next does not; with one, it is the largest that a
-    plan was found for, and `no_plan_above` says how much further anybody could go. It is taken for granted
-    that a larger size needs more memory. With `check`, the largest size with its plan, and the first one that
-    does not fit without, are then trained for a few steps, if this machine can hold them. Only multiples of
-    `multiple_of` up to `most` are looked at; say it where a model does not take all sizes. A list of budgets
-    gives a list, and what is captured serves all of them.
+    loss)`; its argument may be any size that makes the step larger. Sizes are captured and profiled, not run:
+    the result is predicted. Without a plan, the largest size fits and the next does not. With one, `largest`
+    is the largest size that a plan was found for, and above `no_plan_above` there is none. A larger size is
+    taken to need more memory. With `check`, the largest size with its plan, and the first one that does not
+    fit without, are then trained for a few steps, if this machine can hold them. Only multiples of
+    `multiple_of` up to `most` are considered; say it where a model does not take all sizes. A list of budgets
+    gives a list, and captured sizes serve all of them.
     """
     found = find_fits(
         lambda size: call_factory(factory, _name(factory), batch_size=size, seed=seed),
@@ -70,43 +168,44 @@ def fit(
     return found if isinstance(budget, (list, tuple)) else found[0]
 
 
-def find_fit(
-    source: Callable[[int], Source],
-    *,
-    budget: str | int,
-    vary: Vary,
-    check: bool = True,
-    profile: Profiler | None = None,
-    working: Working = lambda _: nullcontext(),
-) -> Fit:
-    """`fit` for anything that can be profiled at a size. `working` is told what takes long."""
-    [found] = find_fits(source, budgets=[budget], vary=vary, check=check, profile=profile, working=working)
-    return found
-
-
 def find_fits(
-    source: Callable[[int], Source],
+    source: "Callable[[int], Source]",
     *,
     budgets: Sequence[str | int],
     vary: Vary,
     check: bool = True,
-    profile: Profiler | None = None,
-    working: Working = lambda _: nullcontext(),
+    profile: "Profiler | None" = None,
+    working: "Working" = lambda _: nullcontext(),
 ) -> list[Fit]:
-    """`find_fit` for several budgets, in their order: what is captured and measured serves all of them."""
+    """`fit` for anything that can be profiled at a size, for several budgets in their order.
+
+    `working` is told what takes long.
+    """
+    from lowtide.experiments.fit_search import Search
+    from lowtide.experiments.profiled_sizes import ProfiledSizes
+
     budgets_bytes = [budget_bytes_of(budget) for budget in budgets]
-    sizes = Sizes(source=source, vary=vary, profile=profile or _profile, working=working)
+    sizes = ProfiledSizes(source=source, vary=vary, profiler=profile or _profile, working=working)
     found = {}
-    # the largest first, whose sizes tell of those between, and not beyond
+    # the largest first: sizes are interpolated better than extrapolated
     for budget_bytes in sorted(set(budgets_bytes), reverse=True):
         found[budget_bytes] = Search(sizes=sizes, budget_bytes=budget_bytes).answer(check=check)
     return [found[budget_bytes] for budget_bytes in budgets_bytes]
 
 
-def _profile(source: Source) -> Profile:
+def _profile(source: "Source") -> Profile:
     target = source.load() if isinstance(source, TargetSpec) else source
     return api.profile(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
 
 
 def _name(factory: Callable[[int], Any]) -> str:
     return getattr(factory, "__name__", type(factory).__name__)
+
+
+def budget_bytes_of(budget: str | int) -> int:
+    """Bytes of a budget that is the same for all sizes."""
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        raise LowtideError(
+            f"'{budget}' is a share of one size's own peak, and here sizes differ: write bytes, such as 8GiB"
+        )
+    return parse_size(budget)

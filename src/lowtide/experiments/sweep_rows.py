@@ -8,7 +8,7 @@ from typing import Any
 
 from lowtide import api
 from lowtide.errors import BudgetTooSmall, LowtideError
-from lowtide.experiments.machine_memory import why_not
+from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
 from lowtide.facts.sizes import parse_budget
 from lowtide.profiles import Profile

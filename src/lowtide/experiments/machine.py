@@ -1,8 +1,9 @@
-"""What lowtide stands on, looked at before anything is planned: each check is a function of one line.
+"""What this machine offers: memory for a step, and all that lowtide depends on.
 
-A check says what it found, as a `Note` where something is amiss and lowtide works all the same; it raises
-where lowtide, or a part of it, does not work here. Whatever needs torch imports it itself: without torch, the
-others still have their say.
+`check_memory` asks whether a step fits before it is run. `CHECKS` are those of `lowtide doctor`: each says in
+one line what it found, as a `Note` where something is amiss and lowtide works all the same; it raises where
+lowtide, or a part of it, does not work here. A check that needs torch imports it itself: without torch, the
+others still work.
 """
 
 import importlib.util
@@ -13,11 +14,19 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from lowtide.errors import LowtideError
-from lowtide.experiments.machine_memory import available_bytes
 from lowtide.facts.files import temporary_folder
+from lowtide.facts.gpus import gpu_behind
 from lowtide.units import format_size
+
+MARGIN_BYTES = 1 << 30
+"""For Python, torch's own libraries and the compilation of a model."""
+
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""The limit and what is used of it, for the second and for the first kind of control groups."""
 
 LITTLE_BYTES = 2 << 30
 """Of memory: torch, its libraries and compiling a small model take about half of it."""
@@ -27,8 +36,87 @@ BUSY_SHARE = 0.5
 """Of the cores, kept busy by others before anything starts."""
 
 
+class ProcessMemory(Protocol):
+    """A step, or a solution for one."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def static_bytes(self) -> int: ...
+
+
+class NotEnoughMemory(LowtideError):
+    """A step needs more memory than the machine has free."""
+
+
+def available_bytes(device: str = "cpu") -> int | None:
+    """Memory that a new process can take without swapping; None where the system does not tell."""
+    if device != "cpu" and gpu_behind(device) is None:
+        import torch
+
+        from lowtide.profiling.devices import device_for
+
+        return device_for(torch.device(device)).free_bytes()
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*found, *_left_to_containers()], default=None)
+
+
+def _left_to_containers(groups: Path = CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What the control groups of this process, one within the other, still allow, where they set a limit."""
+    lines = of_process.read_text().splitlines() if of_process.exists() else []
+    left = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = groups / "memory" if controllers else groups
+        own = root / name.lstrip("/")
+        left += [_left(folder) for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return [nbytes for nbytes in left if nbytes is not None]
+
+
+def _left(group: Path) -> int | None:
+    """Bytes below a control group's limit; pages of files count as free, since the kernel gives them up."""
+    for limit, current in CGROUP_FILES:
+        if (group / limit).exists() and (group / current).exists():
+            most = (group / limit).read_text().strip()
+            if not most.isdigit():
+                return None
+            return max(0, int(most) - int((group / current).read_text()) + _file_pages(group))
+    return None
+
+
+def _file_pages(group: Path) -> int:
+    stat = group / "memory.stat"
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def needed_bytes(step: ProcessMemory, *, peak_bytes: int) -> int:
+    """Memory to run a step and compare its results: its peak, a copy of what it starts from, a margin."""
+    return peak_bytes + step.static_bytes + MARGIN_BYTES
+
+
+def why_not(step: ProcessMemory, *, peak_bytes: int) -> str:
+    """Why this machine cannot run the step, in words; empty when it can."""
+    needed, available = needed_bytes(step, peak_bytes=peak_bytes), available_bytes(step.device)
+    if available is None or needed <= available:
+        return ""
+    return f"needs {format_size(needed)}, and {format_size(available)} are free"
+
+
+def check_memory(step: ProcessMemory, *, peak_bytes: int, what: str) -> None:
+    """Refuse to run what does not fit."""
+    reason = why_not(step, peak_bytes=peak_bytes)
+    if reason:
+        raise NotEnoughMemory(f"{what} does not fit into this machine: it {reason}. Try a smaller batch")
+
+
 class Note(str):
-    """A finding that stops nobody, and that a reader should know."""
+    """A finding that does not stop lowtide, and that a reader should know."""
 
     __slots__ = ()
 
@@ -108,7 +196,7 @@ def fresh_processes() -> str:
 
 def memory() -> str:
     free_bytes, (limit_bytes, _) = available_bytes(), resource.getrlimit(resource.RLIMIT_AS)
-    text = "nobody says how much is free" if free_bytes is None else f"{format_size(free_bytes)} free"
+    text = "the system does not tell" if free_bytes is None else f"{format_size(free_bytes)} free"
     if free_bytes is not None and free_bytes < LITTLE_BYTES:
         return Note(
             f"{text}: with less than {format_size(LITTLE_BYTES)}, checks may fail: end other programs"
@@ -178,7 +266,7 @@ WITH_TORCH: dict[str, Callable[[], str]] = {
     "transformers": transformers,
     "inductor": inductor,
 }
-"""Those that say nothing where torch does not work."""
+"""Left out where torch does not work."""
 
 
 def why_no_cuda() -> str:
