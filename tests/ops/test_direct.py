@@ -1,5 +1,7 @@
 """Ops that are called directly: the same op runs, and gives the same."""
 
+import operator
+
 import pytest
 import torch
 from torch import fx, nn
@@ -68,6 +70,37 @@ def test_a_graph_calls_its_ops_without_torch_around_them(monkeypatch) -> None:
     args = [MATRIX]
     assert torch.equal(run(args)[0], -MATRIX * MATRIX)
     assert not args
+
+
+def test_every_kind_of_argument_arrives() -> None:
+    seen = []
+
+    def look(*args, **kwargs):
+        seen.append((args, kwargs))
+        return args[0]
+
+    root = nn.Module()
+    root.inner = nn.Module()
+    root.inner.constant = MATRIX
+    graph = fx.Graph()
+    value = graph.placeholder("op_0")  # a name that the code may use itself
+    graph.placeholder("unread")
+    constant = graph.get_attr("inner.constant")
+    options = {
+        "dtype": torch.float64,
+        "where": {"a": [value, (1,)]},
+        "size": float("inf"),
+        "cut": slice(1, None),
+    }
+    looked = graph.call_function(look, (value, constant, "text", True, None, ()), options)
+    row = graph.call_function(operator.getitem, (looked, 0))
+    graph.output((row, [value, 3]))
+    row, (same, three) = direct_function(fx.GraphModule(root, graph))([BATCH, MATRIX])
+    assert row.data_ptr() == BATCH[0].data_ptr() and same is BATCH and three == 3
+    ((args, kwargs),) = seen
+    assert args[0] is BATCH and args[1] is MATRIX and args[2:] == ("text", True, None, ())
+    assert kwargs["where"]["a"][0] is BATCH and kwargs["where"]["a"][1] == (1,)
+    assert (kwargs["dtype"], kwargs["size"], kwargs["cut"]) == (torch.float64, float("inf"), slice(1, None))
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.3, 0.9, 1.0])

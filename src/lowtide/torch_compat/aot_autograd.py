@@ -30,7 +30,6 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.graph import _BoxedCodeGen
 from torch.fx.graph_module import _forward_from_src
 from torch.fx.node import has_side_effect
 
@@ -228,12 +227,6 @@ def has_own_checkpoint(node: fx.Node) -> bool:
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A graph as a module whose code is written when it is first run or read: most graphs never are."""
     return _LazyGraphModule(root, graph)
-
-
-def boxed_code(graph: fx.Graph) -> Any:
-    """The Python code of a graph that takes its inputs as one list, which it empties."""
-    graph.set_codegen(_BoxedCodeGen())
-    return graph.python_code(root_module="self")
 
 
 def function_from(source: str, names: dict[str, Any]) -> Callable[..., Any]:
