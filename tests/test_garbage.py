@@ -1,4 +1,4 @@
-"""Python's collector of cycles rests while a plan is made, and is as it was afterwards."""
+"""Python's garbage collector rests while graphs and plans are made, and is as it was afterwards."""
 
 import gc
 
@@ -6,40 +6,45 @@ import pytest
 from synthetic import chain
 
 from lowtide.errors import BudgetTooSmall
+from lowtide.garbage import NEW_OBJECTS, rarely_collected
 from lowtide.planning.planner import Planner
 
 
 @pytest.fixture
-def collections():
-    """What the collector does, though it would look for cycles after every few records."""
-    found = []
+def threshold():
     before = gc.get_threshold()
-    gc.set_threshold(10, 10, 10)
-    gc.callbacks.append(watch := lambda phase, info: found.append(phase))
-    yield found
-    gc.callbacks.remove(watch)
+    yield gc.set_threshold
     gc.set_threshold(*before)
 
 
-def test_no_cycles_are_looked_for_while_a_plan_is_made(collections):
+def test_garbage_is_looked_for_rarely_and_then_as_before() -> None:
+    before = gc.get_threshold()
+    with rarely_collected():
+        with rarely_collected():
+            assert gc.get_threshold()[0] == NEW_OBJECTS
+        assert gc.get_threshold()[0] == NEW_OBJECTS
+    assert gc.get_threshold() == before
+
+
+def test_a_user_without_collections_keeps_it_so(threshold) -> None:
+    threshold(0)
+    with rarely_collected():
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold()[0] == 0
+
+
+def test_nothing_is_collected_while_a_plan_is_made(threshold):
     step = chain(length=12)
-    budget_bytes = Planner(step).plain.peak_bytes - 1000
-    collections.clear()
-    Planner(step).solve(budget_bytes=budget_bytes)
-    during = len(collections)
-    records = [[] for _ in range(1000)]
-    assert len(collections) > during + 10, len(records)
-    assert during < 10  # for what stands between the calls
-
-
-@pytest.mark.parametrize("enabled", (True, False))
-def test_the_collector_is_as_it_was_also_where_no_plan_fits(enabled):
-    desk = Planner(chain(length=12))
-    if not enabled:
-        gc.disable()
+    found = []
+    threshold(10, 10, 10)
+    gc.callbacks.append(watch := lambda phase, info: found.append(phase))
     try:
+        desk = Planner(step)
+        found.clear()
         with pytest.raises(BudgetTooSmall):
             desk.solve(budget_bytes=1)
-        assert gc.isenabled() == enabled
+        during = len(found)
     finally:
-        gc.enable()
+        gc.callbacks.remove(watch)
+    assert during < 10  # for what stands between the calls
+    assert gc.get_threshold() == (10, 10, 10)

@@ -1,13 +1,11 @@
 """What torch and Python would do without anybody asking for it, while graphs are made."""
 
-import gc
 import logging
 import operator
 
 import torch
 from torch import fx, nn
 
-from lowtide.garbage import NEW_OBJECTS, rarely_collected
 from lowtide.ops.direct import direct_function
 from lowtide.torch_compat import aot_autograd, dynamo
 from lowtide.trace.segments import Segment
@@ -19,26 +17,6 @@ def _sum_graph() -> fx.Graph:
     one, other = graph.placeholder("one"), graph.placeholder("other")
     graph.output([graph.call_function(operator.add, (one, other))])
     return graph
-
-
-def test_garbage_is_looked_for_rarely_and_then_as_before() -> None:
-    before = gc.get_threshold()
-    with rarely_collected():
-        with rarely_collected():
-            assert gc.get_threshold()[0] == NEW_OBJECTS
-        assert gc.get_threshold()[0] == NEW_OBJECTS
-    assert gc.get_threshold() == before
-
-
-def test_a_user_without_collections_keeps_it_so() -> None:
-    before = gc.get_threshold()
-    gc.set_threshold(0)
-    try:
-        with rarely_collected():
-            assert gc.get_threshold()[0] == 0
-        assert gc.get_threshold()[0] == 0
-    finally:
-        gc.set_threshold(*before)
 
 
 def test_the_structured_trace_can_find_out_that_nobody_reads_it() -> None:

@@ -1,11 +1,12 @@
 """Frozen records that the stages exchange, and how they are written. Nothing here knows torch.
 
 - `step`: one training step: nodes, storages, remats, graphs, activations
-- `plan`: what a planner answers: runs, decisions, the solution
+- `plan`: a planner's answer: schedule, decisions, solution; names of planners and executors
 - `sharding`: how parameters are divided among processes
-- `serial`: both as JSON and back
-- `sizes`: bytes as people write them; `units`: as they read them
-- `files`: files that are never half written
+- `gpus`: published figures of GPUs
+- `sizes`: sizes and budgets as people write them
+- `serial`: steps and solutions as JSON and back
+- `files`: files written whole or not at all, and where caches go
 """
 
 from lowtide.facts.plan import Decision, Offload, Reserve, Schedule, Solution

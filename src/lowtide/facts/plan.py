@@ -1,6 +1,5 @@
-"""Where offloaded values go, as the user says it.
-
-What a plan is: decisions, a schedule of runs, and what a step needs besides its own graphs.
+"""What a planner answers: a schedule of runs, a decision for each activation, and the bytes besides the
+graphs.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from lowtide.facts.step import Action, Graph, Run, TransferSpeed
 
 @dataclass(frozen=True, slots=True)
 class OffloadTarget:
-    """`kind` is `disk`, with a `folder`, or `host`."""
+    """Where offloaded values go: `kind` is `disk`, with a `folder`, or `host`."""
 
     kind: str
     folder: str = ""
@@ -44,21 +43,21 @@ def offload_text(offload: str, swap: str) -> str:
 
 
 PLANNERS = ("auto", "mu-two", "none", "all", "every-block", "sqrt")
-"""Names of the planners; `none` recomputes nothing, `all` whatever can be."""
+"""Names of the planners. `none` recomputes nothing, `all` recomputes every value that can be."""
 
 EXECUTORS = ("eager", "inductor")
-"""Who can run a plan's graphs: the ops one by one, or what Inductor compiles of them."""
+"""What runs a plan's graphs: the ops one by one, or the code that Inductor compiles of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a plan does with one activation, what that holds and costs, and why, in words.
+    """What a plan does with one activation, its bytes and seconds, and the reason in words.
 
-    Of its `nbytes`, `held_bytes` stay in memory between its last use in the forward pass and its first in
-    the backward pass. `seconds` is what bringing it back adds to the step (0 when it is simply held),
-    `method` how that is done, `times` how often. `recompute_seconds`: what computing it again takes, in
-    this plan where it does so, else alone. Of one that is offloaded, `released_after` and `fetched_before`
-    are the names of the nodes between which it is only on the store.
+    Of its `nbytes`, `held_bytes` stay live between its last forward use and its first backward use.
+    `seconds`: what its rematerialization adds to the step, 0 for a retained one; `method`: the remat rule;
+    `times`: how often. `recompute_seconds`: the time to recompute it, in this plan where it is recomputed,
+    else alone. `released_after` and `fetched_before` name the nodes between which an offloaded activation
+    is on the store only.
     """
 
     name: str
@@ -81,7 +80,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """All runs of a step in their order. Every run reads the latest earlier run of each node it needs."""
+    """All runs of a step in order. Every run reads the latest earlier run of each node that it needs."""
 
     runs: tuple[Run, ...]
 
@@ -93,17 +92,17 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """What a step needs besides the model's own graphs: known bytes for planning other batch shapes.
+    """Bytes that a step needs besides the model's graphs, to plan for other batch shapes.
 
-    `optimizer_peak_bytes` are held inside the optimizer's step, when the backward pass is over.
-    `loss_bytes` is the most that a loss outside of the model holds at once of what it makes, the
-    gradients that it hands over included; all that is between the forward and the backward pass.
-    Of these, `loss_kept_bytes` stay to the end of the step, gradients of the model's outputs apart.
-    `loss_input_bytes` are there all along: the loss's own targets, and inputs that nothing reads.
-    `batch_bytes` is what the model reads of the batch that all this was found for.
-    `earlier_gradient_bytes` are gradients of earlier micro-batches, there until the backward pass ends.
-    `bucket_bytes` are those of the buckets in which gradients go to other processes; they are all that is
-    held of the gradients, where `gradients_in_buckets`.
+    `optimizer_peak_bytes` are live inside the optimizer's step, after the backward pass.
+    `loss_bytes`: the most that a loss outside of the model makes and keeps live at once, between forward and
+    backward; gradients of the model's outputs included. Of these, `loss_kept_bytes` stay live to the end of
+    the step, the gradients of the model's outputs not counted.
+    `loss_input_bytes` are live all along: the targets of the loss, and inputs that nothing reads.
+    `batch_bytes`: what the model reads of the batch that these figures were found for.
+    `earlier_gradient_bytes`: gradients of earlier micro-batches, live until the backward pass ends.
+    `bucket_bytes`: buckets in which gradients go to other processes. Where `gradients_in_buckets`, no other
+    memory holds gradients.
     """
 
     optimizer_state_bytes: int = 0
@@ -119,8 +118,11 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """What a plan moves to a store and back: `store_bytes` at most, in `transfer_seconds`, for which the step
-    waits `stall_seconds`; the rest is hidden behind its compute, which is `slowed_seconds` longer for it."""
+    """The transfers of a plan: `store_bytes` at most on the store, `transfer_seconds` in all.
+
+    The step waits `stall_seconds` for them; the rest hides behind compute, which takes `slowed_seconds`
+    longer.
+    """
 
     transfer_speed: TransferSpeed
     store_bytes: int
@@ -133,16 +135,15 @@ class Offload:
 class Solution:
     """A planner's answer for one step and one budget; all bytes are simulated.
 
-    `floor_bytes` is the lowest peak that any plan was found to reach, None where nobody searched for it.
-    `lower_bound_seconds` is proven: no plan within the budget adds less, by whatever methods, with the step's
-    nodes in their order. So is `floor_bound_bytes`: no plan has a lower peak. None where nobody knows, as in
-    plans of earlier versions.
-    `eager`: nothing needs as little as eager PyTorch itself, so that the plan is to leave the model to it.
-    `step_in_backward`: the optimizer updates every parameter as soon as its gradient is final.
-    `holds_outputs` is that of the step. `optimizer_chunk_bytes`: the optimizer's step takes so much of
-    the parameters at a time, since all at once do not fit; 0 where they do. `executor` runs the graphs, one
-    of `EXECUTORS`; `peak_bytes` is that of its code. `offload` is there where values may leave for a store;
-    waiting for them is among `recompute_seconds`. `gradient_strides` are those of the step.
+    `floor_bytes`: the lowest peak that any plan was found to reach, None where the planner did not search
+    for it. `lower_bound_seconds` is proven: no plan within the budget adds less, by any remats, with the
+    step's nodes in their order. `floor_bound_bytes` is proven: no plan has a lower peak. Both are None
+    where nothing is proven, as in plans of earlier versions. `eager`: no plan needs as little as eager
+    PyTorch itself, so the model is left to eager. `step_in_backward`: the optimizer updates every parameter
+    as soon as its gradient is final. `optimizer_chunk_bytes`: the optimizer's step takes so many bytes of
+    parameters at a time, 0 for all. `executor` runs the graphs, one of `EXECUTORS`; `peak_bytes` is the
+    peak of its code. `offload` is set where values may be offloaded; stalls are part of
+    `recompute_seconds`. `holds_outputs` and `gradient_strides` are those of the step.
     """
 
     planner: str
@@ -174,8 +175,8 @@ class Solution:
 
     @property
     def gap(self) -> float | None:
-        """How far above the cheapest plan this one is at most: 0.1 for a tenth. None where nothing but 0 is
-        proven, or nothing at all."""
+        """How far this plan is above the cheapest one at most: 0.1 for a tenth. None where no bound above 0
+        is proven."""
         if self.recompute_seconds == 0:
             return 0.0
         if not self.lower_bound_seconds:
@@ -192,5 +193,5 @@ class Solution:
 
     @property
     def overhead(self) -> float:
-        """Recompute time as a fraction of the plain step's time."""
+        """Recompute time as a fraction of the time of the step without recompute."""
         return self.recompute_seconds / self.step_seconds if self.step_seconds else 0.0

@@ -1,7 +1,7 @@
-"""How the parameters of a model are divided among processes: what each of them holds and exchanges.
+"""How the parameters of a model are divided among processes (FSDP2).
 
-A unit is a module that `fully_shard` was called on: its parameters are gathered before its forward and its
-backward pass, given back after them, and its gradients are reduced when its backward pass is over.
+A unit is a module that `fully_shard` was called on: its parameters are all-gathered before its forward and
+its backward pass and resharded after each; its gradients are reduce-scattered when its backward pass ends.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from typing import NamedTuple
 class Part:
     """One parameter of a unit. All bytes are padded to the same size on every process.
 
-    `shard_bytes` are stored here, `whole_bytes` those of the gathered parameter in the type that computes;
-    `reduced_bytes` the whole gradient in the type that is reduced, `gradient_bytes` this process's part of
-    it in the type that the optimizer reads. `cast_bytes`: what is gathered, where its type is not the
-    stored one.
+    `shard_bytes` are stored here. `whole_bytes`: the gathered parameter, in the dtype of the computation.
+    `cast_bytes`: the input of the all-gather, where its dtype is not the stored one. `reduced_bytes`: the
+    whole gradient, in the dtype of the reduction. `gradient_bytes`: this process's shard of it, in the
+    optimizer's dtype.
     """
 
     name: str
@@ -30,9 +30,9 @@ class Part:
 class Unit:
     """A module whose parameters are gathered together.
 
-    `frees_after_forward`: it gives them back after the forward pass, and gathers them again for backward.
-    `root` is the index of the outermost unit around it. `prefetches_forward` and `prefetches_backward` are
-    the units that the user wants gathered ahead; None is the default, the unit before it in backward.
+    `frees_after_forward`: it reshards after forward and gathers again for backward. `root`: index of the
+    outermost unit around it. `prefetches_forward` and `prefetches_backward`: units that the user wants
+    gathered ahead; None is the default, the previous unit in backward.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """The units of a model on `ranks` processes, those outside first.
+    """The units of a model on `ranks` processes, outer units first.
 
-    `gather_copies` and `reduce_copies`: how many more copies of what is gathered or reduced the
-    communication library holds inside. `kept_reductions`: how many inputs of reductions are kept until a
-    later one needs their place.
+    `gather_copies` and `reduce_copies`: how many more copies of a gathered or reduced buffer the
+    communication library keeps. `kept_reductions`: how many inputs of reductions stay live until a later
+    one needs the place.
     """
 
     ranks: int

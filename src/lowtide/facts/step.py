@@ -1,7 +1,6 @@
-"""One training step as frozen records.
+"""One training step as frozen records: nodes in the order they run, and the storages that they make.
 
-A training step is a list of nodes in the order they run, and the storages they make. Bytes
-belong to storages; a view, a `getitem` or a `detach` makes none and only holds one longer.
+Bytes belong to storages. A view, a `getitem` or a `detach` makes no storage; it extends a live range.
 """
 
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 UPDATE = "update"
-"""The op of a node that stands for the optimizer's step for one parameter, inside the backward pass."""
+"""The op of a node that is the optimizer's step for one parameter, inside the backward pass."""
 
 
 class Region(StrEnum):
@@ -31,9 +30,9 @@ class Kind(StrEnum):
 
 
 class Action(StrEnum):
-    """What becomes of an activation between its last use in the forward pass and its first in backward.
+    """What a plan does with an activation between its last forward use and its first backward use.
 
-    One that is offloaded leaves for a store outside of the device's memory and is read back.
+    An offloaded activation is copied out of the device's memory and read back.
     """
 
     RETAINED = "RETAINED"
@@ -45,10 +44,10 @@ class Action(StrEnum):
 class Storage:
     """A block of memory.
 
-    `static`: there before the step and after it (parameters, buffers, the batch, optimizer state).
-    `pinned`: made during the step and held to its end, read or not (gradients, what the model returns).
-    Any other is freed after the last read of the last value that holds it; in eager PyTorch, those that are
-    `pinned_in_eager` are held to the end (gradients that a step in backward uses at once).
+    `static`: live before the step and after it (parameters, buffers, the batch, optimizer state).
+    `pinned`: made during the step and live to its end, read or not (gradients, outputs of the model).
+    Any other storage is freed after the last read of the last value that refers to it.
+    `pinned_in_eager`: live to the end in eager PyTorch only (gradients that a step in backward uses at once).
     `extra_eager_bytes`: how much larger eager PyTorch's own version is (a dropout mask of floats).
     """
 
@@ -64,11 +63,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remat:
-    """One way to bring a forward node's value back in the backward pass: what it reads, makes and costs.
+    """One way to rematerialize a forward node's value in the backward pass: what it reads, makes and costs.
 
-    `rule` is the name of the remat rule behind it (`lowtide.remat`), `action` what a plan that takes it
-    does with the value. `makes` are storage ids of the original: a second run makes a second block of
-    the same size.
+    `rule` names the remat rule (`lowtide.remat`). `action`: what a plan that takes this remat does with the
+    value. `makes` are storage ids of the first run: a second run makes a second block of the same size.
     """
 
     rule: str
@@ -82,21 +80,19 @@ class Remat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One op (or one input) of the step.
+    """One op, or one input, of the step.
 
-    `reads` are ranks of nodes whose values it needs. `holds` are the storages its own value refers
-    to: those it `makes`, and those it shares with what it reads. `workspace_bytes` are held inside
-    the op only; less than none where it writes its result over what it reads last. `remats` are the
-    ways to bring its value back, the one to prefer first; where there is
-    none, `fixed` says why. `on_demand`: it makes what a remat keeps from the forward pass, and runs only
-    in schedules where such a remat reads it. `movable`, of those: it lets go of a value whose copy to the
-    store began when the value was made, waits for that copy, and may run at any place from its rank to the
-    end of its segment's forward part.
-    `estimated` marks times that were scaled from a smaller or similar op instead of measured.
-    `extra_eager_bytes`: how much more eager PyTorch's own version holds inside; negative for less.
-    `eager_reads` are ranks whose values eager holds until here as well, as a formula of autograd does with
-    what it makes on its way. `eager_place`: eager runs the backward ops of a segment that have one in the
-    order of these, where a plan runs them in that of their ranks.
+    `reads`: ranks of the nodes whose values it needs. `holds`: the storages that its value refers to, those
+    it `makes` and those it shares with its reads. `workspace_bytes` are live inside the op only; negative
+    where the op writes its result over its last read. `remats`: how to rematerialize its value, the
+    preferred remat first; where there is none, `fixed` says why. `on_demand`: makes what a remat keeps from
+    the forward pass, and runs only where such a remat reads it. `movable`, of nodes on demand: releases a
+    value whose copy to the store began when the value was made, and waits for that copy. Such a node may
+    run anywhere from its rank to the end of its segment's forward part. `estimated`: its time was scaled
+    from a smaller or similar op instead of measured. `extra_eager_bytes`: how much more is live inside
+    eager PyTorch's own version; negative for less. `eager_reads`: ranks whose values stay live until here
+    in eager, as inside an autograd formula. `eager_place`: eager runs the backward ops of a segment that
+    have one in this order; a plan, by rank.
     """
 
     rank: int
@@ -127,17 +123,17 @@ class Node:
 
     @property
     def recompute(self) -> Remat | None:
-        """Its preferred remat that computes the value again, if any does."""
+        """Its preferred remat that computes the value again, if there is one."""
         return next((remat for remat in self.remats if remat.action is Action.RECOMPUTE), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSpeed:
-    """The way to the store of offloaded values: one transfer at a time in each direction.
+    """The speed of transfers to a store and back: one transfer at a time in each direction.
 
-    A transfer takes `latency_seconds` and its bytes over the direction's bandwidth. `store` names it as
-    the user did: `disk:/scratch`. `slows_compute` is how many seconds longer the step computes for each of
-    transfers beside it, since copies need some of the processor, too.
+    A transfer takes `latency_seconds` and its bytes over the direction's bandwidth. `store` as the user wrote
+    it: `disk:/scratch`. `slows_compute`: seconds that the step computes longer for each second of a transfer
+    beside it, since copies need some of the processor.
     """
 
     store: str
@@ -154,7 +150,7 @@ class TransferSpeed:
 
 
 class Run(NamedTuple):
-    """One run of the node at `rank`: its first, or a rematerialization by a `rule`."""
+    """One run of the node at `rank`: its first run, or a rematerialization by a `rule`."""
 
     rank: int
     rule: str = ""
@@ -165,7 +161,7 @@ class Run(NamedTuple):
 
 
 class GraphRun(NamedTuple):
-    """One run of an op of a single graph: the same as `Run`, by the op's `position` in that graph."""
+    """One run of an op of a single graph: a `Run` by the op's `position` in that graph."""
 
     position: int
     rule: str = ""
@@ -179,15 +175,16 @@ class GraphRun(NamedTuple):
 class Graph:
     """One captured graph of a step, in the order they run; segment `i` of the nodes is graph `i`.
 
-    `inputs` are what it reads of the batch, each with its layout: `input_ids int64[4x128]`.
-    Of its `num_outputs` outputs, the first `num_mutated` are new values of its inputs; the caller holds
-    `returned` to the end of the step, and `missing` get no gradient; the gradients of the others take
-    `tangent_bytes`. Gradients of its inputs `apart` leave it as the terms of a sum.
-    `in_model` is False for the loss, which runs eagerly. A plan fills `schedule`: what the graph's
-    backward pass runs, in order; positions count its forward ops and then its backward ops.
-    `structure` is the same for the same ops with other shapes; `later_bytes` is the most that the model's
-    graphs after it hold at once of what they make. `releases` are (op, after) for the values that are
-    offloaded: that of forward op `op` is let go right after forward op `after` has run.
+    `inputs`: its reads of the batch, each with dtype and shape: `input_ids int64[4x128]`.
+    Of its `num_outputs` outputs, the first `num_mutated` are new values of its inputs. The caller keeps the
+    outputs `returned` live to the end of the step. Outputs `missing` get no gradient; the tangents of the
+    others take `tangent_bytes`. Gradients of the inputs `apart` leave the graph as the terms of a sum.
+    `in_model` is False for the loss, which runs eagerly.
+    `schedule`, set in a plan: the runs of the backward pass in order; positions count the forward ops, then
+    the backward ops. `releases`, set in a plan: (op, after) for each offloaded value; the value of forward op
+    `op` is released right after forward op `after`.
+    `structure` is equal for the same ops with other shapes. `later_bytes`: the most bytes that the model's
+    later graphs make and keep live at once.
     """
 
     fingerprint: str
@@ -207,11 +204,11 @@ class Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One training step: nodes in the order they run, `nodes[i].rank == i`, storages by id.
+    """One training step: nodes in the order they run, `nodes[i].rank == i`; storages by id.
 
     Forward nodes come first, then backward, then optimizer; inputs of a region stand at its head.
-    A model with graph breaks has several segments, run 0, 1, 2 forward and 2, 1, 0 backward; a
-    forward node can only be run again inside the backward part of its own segment.
+    A model with graph breaks has several segments. They run 0, 1, 2 in forward and 2, 1, 0 in backward, and a
+    forward node is rematerialized only inside the backward part of its own segment.
     `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
     `rules` are (name, description) of the remat rules of its remats. `holds_outputs`: the loop keeps the
     model's outputs live, besides the loss, to the end of the backward pass. `transfer_speed` is set where
@@ -241,21 +238,21 @@ class Step:
 
     @property
     def static_bytes(self) -> int:
-        """What is there from the start of the step to its end."""
+        """Bytes that are live from the start of the step to its end."""
         return sum(storage.nbytes for storage in self.storages if storage.static)
 
     @property
     def first_backward_rank(self) -> int:
-        """Rank where the forward region ends."""
+        """The rank where the forward region ends."""
         return sum(node.region is Region.FORWARD for node in self.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """A forward storage that backward reads again; ranks are those of the plain step.
+    """A forward storage that backward reads again; ranks are those of the step without recompute.
 
-    Between `last_forward_use` and `first_backward_use` it is held but idle: those idle bytes are
-    all that a plan can win back. The recompute fields assume that all others are retained.
+    Between `last_forward_use` and `first_backward_use` it is live but idle: only these idle bytes can be
+    saved by a plan. The recompute fields assume that all other activations are retained.
     """
 
     name: str

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import UPDATE, Activation, Graph, GraphRun, Offload, Reserve, Run, Schedule, Solution, Step
 from lowtide.facts.plan import PLANNERS
-from lowtide.garbage import collector_paused
+from lowtide.garbage import rarely_collected
 from lowtide.planning import baselines, mu_two
 from lowtide.planning.activations import activations
 from lowtide.planning.auto import Auto
@@ -59,7 +59,7 @@ class StepSchedules(NamedTuple):
 class Planner:
     """Plans for one step. What serves every budget is worked out once, when first needed."""
 
-    @collector_paused()
+    @rarely_collected()
     def __init__(self, step: Step) -> None:
         self.step = step
         self.table = make_table(step)
@@ -81,7 +81,7 @@ class Planner:
         return StepProblem(self.table, self.plain)
 
     @cached_property
-    @collector_paused()
+    @rarely_collected()
     def auto(self) -> Auto:
         table = self.table
         lowest = min(range(len(self.prefixes)), key=lambda last: self.prefixes[last].peak_bytes)
@@ -165,7 +165,7 @@ class Planner:
         order = self.problem.repaired(runs, budget_bytes=budget_bytes)
         return None if order is None else self.problem.timeline(order)
 
-    @collector_paused()
+    @rarely_collected()
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
         """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
 
