@@ -17,14 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.torch_compat.dispatch import (
-    FakeTensor,
-    FakeTensorMode,
-    StorageWeakRef,
-    TorchDispatchMode,
-    iter_tensors,
-    storage_key,
-)
+from lowtide.torch_compat.dispatch import FakeTensor, FakeTensorMode, LiveBytes
 from lowtide.torch_compat.fsdp2 import local
 from lowtide.torch_compat.modules import forget_step_hooks
 
@@ -238,7 +231,7 @@ def estimate(optimizer: Optimizer, trained: Container[int]) -> OptimizerEstimate
         fresh, fresh_parameters = small_optimizer(optimizer, trained)
         _train(small, parameters)
         random_gradients(parameters)
-        with _LiveBytes(tensors_of(small)) as live:
+        with LiveBytes(tensors_of(small)) as live:
             _step(small, parameters)
     own_bytes = sum(parameter.nbytes for parameter in parameters)
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -251,36 +244,6 @@ def estimate(optimizer: Optimizer, trained: Container[int]) -> OptimizerEstimate
         trained=frozenset(id(parameter) for parameter in fresh_parameters),
         small_state_bytes=state_bytes,
     )
-
-
-class _LiveBytes(TorchDispatchMode):
-    """The most bytes of `tensors` and of ops' results that are live at once, above those at the start."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = 0
-        self._live: dict[int, tuple[int, StorageWeakRef]] = {}
-        for tensor in tensors:
-            self._add(tensor)
-        self._start_bytes = self._bytes()
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._live[storage_key(tensor)] = (storage.nbytes(), StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-
-    def _bytes(self) -> int:
-        return sum(nbytes for nbytes, _ in self._live.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self._live = {key: one for key, one in self._live.items() if not one[1].expired()}  # type: ignore[no-untyped-call]
-        before = {storage_key(tensor) for tensor in iter_tensors((args, kwargs))}
-        result = func(*args, **kwargs)
-        for tensor in iter_tensors(result):
-            if storage_key(tensor) not in before:
-                self._add(tensor)
-        self.peak_bytes = max(self.peak_bytes, self._bytes() - self._start_bytes)
-        return result
 
 
 def _train(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:

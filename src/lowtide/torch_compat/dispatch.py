@@ -1,7 +1,7 @@
 """Tensors and ops below autograd: storages, fake tensors, dispatch modes, kernels in Python, schemas.
 
 - tensors: `storage_key`, `iter_tensors`, `map_leaves`; `FakeTensor` and its mode
-- modes, which see every op of a thread: `active_modes`, `without_modes`, `real_tensors`
+- modes, which see every op of a thread: `active_modes`, `without_modes`, `real_tensors`, `LiveBytes`
 - the dispatcher: `dispatch_state`; `recording` and `below_autograd` switch autograd inside of an op
 - tracing: `traced_by` and `whole_ops` say by which ops an op is traced
 - schemas: `schema_of`, `packet_of`, `can_decompose`
@@ -9,9 +9,10 @@
 
 import contextlib
 import functools
+import itertools
 import re
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,42 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from iter_tensors(item)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of `tensors` and of ops' results that are live at once, above those at the start."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._live: dict[int, tuple[int, StorageWeakRef]] = {}
+        for tensor in iter_tensors(tensors):
+            self._note(tensor)
+        self._start_bytes = self._bytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {storage_key(tensor) for tensor in iter_tensors((args, kwargs))}
+        self.add([tensor for tensor in iter_tensors(result) if storage_key(tensor) not in known])
+        return result
+
+    def add(self, tensors: Iterable[Tensor], sizes: Iterable[int] = (), *, inside_bytes: int = 0) -> None:
+        """Count results of an op, of at least these `sizes`, and bytes that are live only inside of it."""
+        self._bytes()  # forgets freed storages, since a new one may have the same key
+        made = [tensor for tensor in tensors if storage_key(tensor) not in self._live]
+        for tensor, nbytes in zip(made, itertools.chain(sizes, itertools.repeat(0)), strict=False):
+            self._note(tensor, nbytes)
+        if made:
+            self.peak_bytes = max(self.peak_bytes, self._bytes() - self._start_bytes + inside_bytes)
+
+    def _note(self, tensor: Tensor, nbytes: int = 0) -> None:
+        storage = tensor.untyped_storage()
+        nbytes = max(nbytes, storage.nbytes())
+        self._live[storage_key(tensor)] = (nbytes, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+
+    def _bytes(self) -> int:
+        self._live = {key: (n, ref) for key, (n, ref) in self._live.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+        return sum(nbytes for nbytes, _ in self._live.values())
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:

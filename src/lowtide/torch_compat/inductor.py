@@ -40,9 +40,8 @@ from lowtide.torch_compat.aot_autograd import graph_module
 from lowtide.torch_compat.dispatch import (
     FakeTensor,
     FakeTensorMode,
+    LiveBytes,
     OpOverload,
-    StorageWeakRef,
-    TorchDispatchMode,
     iter_tensors,
     map_leaves,
     storage_key,
@@ -156,7 +155,7 @@ class CompiledGraph:
         call = types.FunctionType(code.__code__, {**code.__globals__, **STUBS, **kernels})
         calls = self._opaque.calls_of(module)
         held = {number: costs(node) for number, node in calls.items()}
-        with _mode_of(inputs), torch.no_grad(), _Rise(inputs, held) as rise:
+        with _mode_of(inputs), torch.no_grad(), _LiveBytesOfOpaque(inputs, held) as rise:
             results = call(runner, inputs)
         return list(results), int(rise.peak_bytes)
 
@@ -196,43 +195,21 @@ def _at_work() -> Iterator[None]:
         ) from error
 
 
-class _Rise(TorchDispatchMode):
-    """Counts the bytes that ops make, less those of `inputs` that are gone; `costs` has those of opaque calls
-    by their numbers."""
+class _LiveBytesOfOpaque(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts opaque calls by their `costs`, which are keyed by the calls' numbers."""
 
     def __init__(self, inputs: Iterable[Any], costs: Mapping[int, Bytes]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(inputs)
         self._costs = costs
-        self._live: dict[int, tuple[int, StorageWeakRef]] = {}
-        self.peak_bytes = 0
-        for tensor in iter_tensors(inputs):
-            self._note(tensor)
-        self._first_bytes = self._live_bytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        costs, results = Bytes((), 0), result
         if func is torch.ops.lowtide.opaque.default:
             costs = self._costs[args[2]]
-            results = result[1:]  # its token has no bytes
-        self._live_bytes()  # forgets what is gone, since a new storage may have the same key
-        made = [tensor for tensor in iter_tensors(results) if storage_key(tensor) not in self._live]
-        for tensor, nbytes in itertools.zip_longest(made, costs.made[: len(made)], fillvalue=0):
-            assert isinstance(tensor, Tensor)
-            self._note(tensor, nbytes)
-        if made:
-            held = self._live_bytes() - self._first_bytes + costs.inside
-            self.peak_bytes = max(self.peak_bytes, held)
+            self.add(iter_tensors(result[1:]), costs.made, inside_bytes=costs.inside)  # a token has no bytes
+        else:
+            self.add(iter_tensors(result))
         return result
-
-    def _note(self, tensor: Tensor, nbytes: int = 0) -> None:
-        storage = tensor.untyped_storage()
-        nbytes = max(nbytes, storage.nbytes())
-        self._live[storage_key(tensor)] = (nbytes, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-
-    def _live_bytes(self) -> int:
-        self._live = {key: (n, ref) for key, (n, ref) in self._live.items() if not ref.expired()}  # type: ignore[no-untyped-call]
-        return sum(nbytes for nbytes, _ in self._live.values())
 
 
 def doubles(values: Sequence[Any]) -> list[Any]:
