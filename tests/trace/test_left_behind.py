@@ -1,8 +1,10 @@
 """Capturing leaves nothing behind: not in the model, not in torch's settings, not in memory."""
 
+import contextlib
 import gc
 import logging
 import random
+import types
 import warnings
 import weakref
 from typing import Any
@@ -17,6 +19,7 @@ import lowtide
 from lowtide.analyze.captured_step import capture
 from lowtide.errors import CaptureError
 from lowtide.trace import trace_model as segments
+from lowtide.trace.user_state import untouched
 
 
 class Stateful(nn.Module):
@@ -155,3 +158,22 @@ def test_a_planned_model_goes_with_its_owner() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_generators_of_every_accelerator_are_given_back(monkeypatch):
+    forked = []
+
+    @contextlib.contextmanager
+    def fork_rng(devices, device_type=None):
+        forked.append((device_type, list(devices)))
+        yield
+
+    class OnAccelerators(nn.Linear):
+        def parameters(self, recurse=True):
+            devices = ("cpu", "xpu:1", "cuda:0", "xpu:1")
+            return iter([types.SimpleNamespace(device=torch.device(device)) for device in devices])
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    with untouched(OnAccelerators(2, 2)):
+        pass
+    assert forked == [(None, []), ("cuda", [torch.device("cuda:0")]), ("xpu", [torch.device("xpu:1")])]

@@ -121,6 +121,12 @@ def inductor_decompositions() -> Any:
     return select_decomp_table
 
 
+def is_compiled_graph(node: Any) -> bool:
+    """Whether a node of autograd is the backward pass of a graph that AOTAutograd compiled."""
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and function.__module__ == runtime_wrappers.__name__
+
+
 def is_guarded_by_aot() -> bool:
     """Asked while a graph is compiled: whether AOTAutograd made assumptions that torch has to check in every
     call, about inputs that share memory."""

@@ -33,11 +33,6 @@ def creation_order(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-def is_compiled(node: Any) -> bool:
-    """Whether a node of autograd is the backward pass of a compiled graph."""
-    return "CompiledFunction" in type(node).__name__
-
-
 def is_leaf_node(node: Any) -> bool:
     """Whether a node of autograd adds to the `.grad` of a tensor, its `variable`."""
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
@@ -57,6 +52,12 @@ def saved_values(node: Any) -> Iterator[Any]:
 
 def autocast_is_on() -> bool:
     return bool(torch._C._is_any_autocast_enabled())
+
+
+def autocast_settings() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """For every type of device that autocast knows: whether autocast is on, and what it casts to."""
+    kinds: list[str] = torch._C._autocast_supported_devices()
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def autocast_off() -> AbstractContextManager[None]:

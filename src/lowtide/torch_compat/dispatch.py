@@ -171,8 +171,9 @@ def dispatch_state() -> str:
     own beside it."""
     keys = torch._C.DispatchKey
     beside = torch._C.DispatchKeySet(keys.Python) | torch._C.DispatchKeySet(keys.PythonTLSSnapshot)
-    for name in ("AutocastCPU", "AutocastCUDA"):
-        beside = beside | torch._C.DispatchKeySet(getattr(keys, name))
+    for name in dir(keys):
+        if name.startswith("Autocast"):
+            beside = beside | torch._C.DispatchKeySet(getattr(keys, name))
     included = torch._C._dispatch_tls_local_include_set() - beside
     return f"{included} {torch._C._dispatch_tls_local_exclude_set() - beside}"
 

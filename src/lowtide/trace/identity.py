@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.facts import Graph, Kind
 from lowtide.ops.calls import target_name
-from lowtide.torch_compat import dispatch, dynamo
+from lowtide.torch_compat import autograd_engine, dispatch, dynamo
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.fsdp2 import gathered, local
 from lowtide.trace.model_call import tensors_in
@@ -102,7 +102,7 @@ def _setting() -> tuple[Hashable, ...]:
         dispatch.dispatch_state(),
         dispatch.onednn_is_enabled(),
         torch.is_autocast_cache_enabled(),
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        *autograd_engine.autocast_settings(),
     )
 
 

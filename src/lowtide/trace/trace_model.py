@@ -33,6 +33,9 @@ from lowtide.units import format_size
 
 logger = logging.getLogger("lowtide")
 
+DOES_NOT_FIT = (RuntimeError, ValueError, IndexError)
+"""What torch raises where a loss gets an output of another shape than its targets."""
+
 
 def trace(
     model: nn.Module,
@@ -254,12 +257,19 @@ def _without_loss(executions: list[Execution], returned: frozenset[tuple[int, in
 def _loss_if_it_fits(
     loss: Callable[[Any], torch.Tensor] | None, output: Any, collector: Collector
 ) -> torch.Tensor | None:
-    """The loss of an output that it was not made for: targets of another batch, say, do not fit."""
+    """The loss of an output that it was not made for; None where targets of another batch do not fit."""
     if loss is None:
         return None
+    failed_ops = dynamo.FailedOps.count
     try:
         value = _compiled(loss, collector)(output)
-    except Exception:
+    except Exception as error:
+        if dynamo.FailedOps.count == failed_ops and not isinstance(failures.first_cause(error), DOES_NOT_FIT):
+            logger.warning(
+                "the loss cannot be captured for this batch (%s): the batch is planned without its loss, as "
+                "if every output got a gradient",
+                failures.describe(error),
+            )
         return None
     return value if isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1 else None
 

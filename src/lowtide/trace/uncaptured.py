@@ -16,7 +16,7 @@ import torch
 
 from lowtide.facts import Region
 from lowtide.ops.calls import Call, signature
-from lowtide.torch_compat import autograd_engine, dispatch
+from lowtide.torch_compat import aot_autograd, autograd_engine, dispatch
 from lowtide.torch_compat.dispatch import iter_tensors, map_leaves, storage_key
 
 SMALL_BYTES = 1024
@@ -268,12 +268,12 @@ def held_outside(
     """
     nodes = _nodes(results)
     graphs = sorted(
-        autograd_engine.creation_order(node) for node in nodes if autograd_engine.is_compiled(node)
+        autograd_engine.creation_order(node) for node in nodes if aot_autograd.is_compiled_graph(node)
     )
     held: dict[int, int] = {}
     seen: set[int] = set()
     for node in nodes:
-        if autograd_engine.is_compiled(node):
+        if aot_autograd.is_compiled_graph(node):
             continue
         before = bisect(graphs, autograd_engine.creation_order(node)) if len(graphs) == num_graphs else 0
         for tensor in iter_tensors(list(autograd_engine.saved_values(node))):

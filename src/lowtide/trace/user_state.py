@@ -7,7 +7,7 @@ import operator
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -39,7 +39,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     generators = [(each, each.get_state()) for each in _generators(containers)]
     try:
-        with torch.random.fork_rng(devices=_accelerators(model)):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            for device in _accelerators(model):
+                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
             yield
     finally:
         random.setstate(python)
@@ -103,6 +106,7 @@ def _inside(container: Container) -> Iterable[Any]:
     return itertools.chain.from_iterable(container.items()) if isinstance(container, dict) else container
 
 
-def _accelerators(model: nn.Module) -> list[int]:
+def _accelerators(model: nn.Module) -> list[torch.device]:
+    """The devices, other than the CPU, that the model is on."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    return sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
