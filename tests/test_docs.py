@@ -111,6 +111,38 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), f"#{anchor} of {path} in {page.name}"
 
 
+FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]*(?:\.(?:py|c|h)|/))`")
+"""A file or folder of the repository in backticks: `planning/auto.py`, `remat/`, `bench/results.py`."""
+
+
+USERS = ("file.py", "train.py", "plots/")
+
+
+def named_files(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    return [name for name in FILE.findall(text) if name not in USERS]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    missing = [
+        name for name in named_files(page) if not any((place / name).exists() for place in (ROOT, SOURCE))
+    ]
+    assert not missing, f"{page.name} names {missing}"
+
+
+def test_files_are_found_in_pages() -> None:
+    assert {"facts/", "parallel/exchange.py"} <= set(named_files(ROOT / "docs" / "architecture.md"))
+
+
+def test_every_file_of_a_folder_is_in_its_list() -> None:
+    """A folder's `__init__.py` names each of its files, and no other."""
+    for folder in (SOURCE / "cli", SOURCE / "report"):
+        listed = re.findall(r"^- (.+?):", (folder / "__init__.py").read_text(), re.M)
+        names = {name for line in listed for name in re.findall(r"`(\w+)`", line)}
+        assert names == {path.stem for path in folder.glob("*.py")} - {"__init__"}, folder.name
+
+
 def test_every_page_is_listed() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     listed = {line for tree in re.findall(r"```{toctree}\n(.*?)```", index, re.S) for line in tree.split()}

@@ -62,7 +62,7 @@ BUDGET = "#b3261e"
 
 
 UNKNOWN = "–"
-HOW_TIMED = "Times are medians of runs in turn, baseline and plan; the time added is the second median over the first."
+HOW_TIMED = "Times are medians of runs in turn, baseline and plan; time added is the second over the first."
 MOST_NOISE = 0.25
 """Of the step's time; a figure that may be off by more tells nothing of the step, however large it is."""
 
