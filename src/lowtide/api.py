@@ -18,7 +18,7 @@ from lowtide.facts.gpus import GPUS, Gpu
 from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
 from lowtide.facts.serial import solution_to_dict
 from lowtide.facts.sizes import parse_size
-from lowtide.offload import open_store
+from lowtide.offload.offload_store import open_store
 from lowtide.optim.joined_optimizers import join_optimizers
 from lowtide.parallel.ranks import Ranks, count_buckets, plan_together, ranks_of
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding

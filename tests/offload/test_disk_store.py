@@ -15,9 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import StoreError
-from lowtide.offload import finish_offload, finish_prefetch, start_offload, start_prefetch, store_number
 from lowtide.offload.disk_store import PAGE_BYTES, DiskStore, Slots, whole_pages
-from lowtide.offload.offload_store import bytes_of
+from lowtide.offload.offload_store import (
+    bytes_of,
+    finish_offload,
+    finish_prefetch,
+    start_offload,
+    start_prefetch,
+    store_number,
+)
 
 
 @pytest.fixture

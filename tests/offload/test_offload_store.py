@@ -4,8 +4,9 @@ import pytest
 
 from lowtide.errors import LowtideError, StoreError
 from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
-from lowtide.offload import offload_store, open_store, warn_if_in_memory
+from lowtide.offload import offload_store
 from lowtide.offload.disk_store import DiskStore
+from lowtide.offload.offload_store import open_store, warn_if_in_memory
 
 
 def test_a_folder_and_the_host_are_understood(tmp_path):

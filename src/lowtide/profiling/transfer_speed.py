@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide.facts import Step, TransferSpeed
 from lowtide.facts.plan import OffloadTarget
-from lowtide.offload import OffloadHandle, OffloadStore, open_store, warn_if_in_memory
+from lowtide.offload.offload_store import OffloadHandle, OffloadStore, open_store, warn_if_in_memory
 from lowtide.ops.calls import OpCost
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.devices import Device, device_for

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from lowtide.facts import Action
-from lowtide.offload import finish_offload, finish_prefetch, start_offload, start_prefetch
+from lowtide.offload.offload_store import finish_offload, finish_prefetch, start_offload, start_prefetch
 from lowtide.ops.calls import Call
 from lowtide.ops.schema import read_in_backward
 from lowtide.remat.rule import Blocks, Kept, RematRule

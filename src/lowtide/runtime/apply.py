@@ -5,7 +5,7 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.facts.plan import parse_offload
-from lowtide.offload import OffloadStore, open_store
+from lowtide.offload.offload_store import OffloadStore, open_store
 from lowtide.optim.joined_optimizers import inner_optimizers
 from lowtide.optim.split_check import check_split
 from lowtide.optim.split_step import SplitStep

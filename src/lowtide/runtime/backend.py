@@ -10,7 +10,7 @@ from torch import fx
 
 from lowtide.analyze.gradient_sums import casts_of, specialised, sums_in_casts, sums_inside, sums_of
 from lowtide.facts import Graph, GraphRun, Kind
-from lowtide.offload import OffloadStore, store_number
+from lowtide.offload.offload_store import OffloadStore, store_number
 from lowtide.ops.gradient_terms import with_gradient_terms
 from lowtide.optim.step_in_backward import StepInBackward, taking_updates
 from lowtide.runtime.backward import Backward, FirstCalls

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts import Kind
-from lowtide.offload import OffloadStore
+from lowtide.offload.offload_store import OffloadStore
 from lowtide.optim.split_step import SplitStep
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
