@@ -142,7 +142,7 @@ def _cost(call: Call, known: dict[str, tuple[float, int, bool]]) -> tuple[float,
 def row(name: str, ranks: int, desk: RepeatedGraphsPlanner, budget_bytes: int) -> dict[str, str]:
     step: Step = desk.step
     lowest = desk.floor()
-    chosen = desk.pick(budget_bytes)
+    chosen = desk.best(budget_bytes)
     return {
         "model": name,
         "ranks": str(ranks),

@@ -22,8 +22,9 @@ import lowtide
 from levers_measure import _step, _waits
 from lowtide.facts.sizes import parse_budget
 from lowtide.offload import disk_store
-from lowtide.planning.offload.offload_planner import OffloadPlanner
+from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.simulate import simulate
+from lowtide.planning.variants import offload_alone
 from lowtide.zoo.targets import TargetSpec
 
 COLUMNS = (
@@ -61,9 +62,9 @@ def row(spec: TargetSpec, *, mib_per_second: float, budget: str, folder: Path, s
             offload=f"disk:{folder}",
             cache=False,
         )
-        desk = OffloadPlanner(found.step)
+        desk = planner_for(found.step)
         budget_bytes = parse_budget(budget, whole=desk.eager_peak_bytes)
-        entry = desk.alone.best(budget_bytes)
+        entry = desk.problem.once(offload_alone).best(budget_bytes)
         if entry is None:
             raise SystemExit(f"offloading alone does not meet {budget}")
         timeline = simulate(desk.step, entry.runs)

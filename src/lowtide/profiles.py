@@ -14,7 +14,6 @@ from lowtide.facts.sizes import parse_budget
 from lowtide.planning.activations import activations
 from lowtide.planning.allocator import reserved_for
 from lowtide.planning.bounds.lower_bounds import Bounds
-from lowtide.planning.offload.offload_planner import OffloadPlanner
 from lowtide.planning.planner import Planner
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import as_eager, eager_timeline
@@ -117,9 +116,7 @@ class Profile:
 
         `offload=False`: plans that use no store, where the profile has one; `swap` is its earlier name.
         """
-        desk = self._desk
-        if isinstance(desk, OffloadPlanner) and not (offload and swap):
-            desk = desk.without
+        desk = self._desk if offload and swap else self._desk.without_offload
         return [self._as_plan(solution) for solution in desk.tradeoff(points=points)]
 
     def to_csv(self, folder: str | Path) -> list[Path]:

@@ -10,8 +10,9 @@ from synthetic import chain
 
 from lowtide.facts import Action, Activation, Decision, Run, Schedule, Solution, Step, TransferSpeed
 from lowtide.planning.activations import activations
-from lowtide.planning.offload.offload_planner import OffloadPlanner
+from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.variants import offload_alone
 from lowtide.report.results import (
     CompareRow,
     Environment,
@@ -57,8 +58,8 @@ def store_case() -> dict[str, Any]:
     """A step, its plain timeline, a solution that waits for its store, and its timeline."""
     link = TransferSpeed(store="disk:/scratch", write_bytes_per_second=1e9, read_bytes_per_second=1e9)
     step = with_swap(chain(length=8, nbytes=MIB), link)
-    desk = OffloadPlanner(step)
-    lowest = desk.alone.entries[0]
+    desk = planner_for(step)
+    lowest = desk.problem.once(offload_alone).entries[0]
     after = simulate(step, lowest.runs)
     solution = desk._solution("auto", after, lowest.peak_bytes)
     assert solution.offload is not None

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from lowtide.facts import Action, Kind, Node, Region, Remat, Run, Step, Storage, TransferSpeed
-from lowtide.planning.offload.transfer_model import with_releases
 from lowtide.planning.schedules import demanded
 from lowtide.planning.simulate import recompute_slots
+from lowtide.planning.transfer_model import with_releases
 
 
 @dataclass

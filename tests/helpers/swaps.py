@@ -6,9 +6,9 @@ from plans_by_hand import by_hand
 
 import lowtide
 from lowtide.facts import Offload, Region, Run, Schedule, Step
-from lowtide.planning.offload.transfer_model import last_forward_reads, with_releases
 from lowtide.planning.schedules import graph_schedules
 from lowtide.planning.simulate import recompute_slots, simulate
+from lowtide.planning.transfer_model import last_forward_reads, with_releases
 
 
 def swapped(found: lowtide.Profile, *, delay: int = 0, ahead: int = 0) -> lowtide.Plan:

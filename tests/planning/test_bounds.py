@@ -224,8 +224,9 @@ def test_no_sequence_of_any_step_is_below_its_bound(step):
     desk = Planner(step)
     low, high = desk.bounds.floor_bytes, desk.plain.peak_bytes
     for part in range(4):
-        figures, _ = desk.problem.problem.anneal(
-            desk.problem.sequence(()), budget_bytes=low + (high - low) * part // 4, moves=1000, warmth=1.0
+        search = desk.problem.search_problem
+        figures, _ = search.problem.anneal(
+            search.sequence(()), budget_bytes=low + (high - low) * part // 4, moves=1000, warmth=1.0
         )
         assert figures.peak_bytes >= low
         assert desk.bounds.seconds(figures.peak_bytes) <= figures.seconds + 1e-9

@@ -6,10 +6,10 @@ import pytest
 from synthetic import Net, transformer
 
 from lowtide.facts import Kind
-from lowtide.planning import planner
+from lowtide.planning import auto
+from lowtide.planning.auto import Auto, spread_of
 from lowtide.planning.planner import Planner
-from lowtide.planning.repeated_blocks import find_repeats
-from lowtide.planning.representative import TILE, representative
+from lowtide.planning.repeated_blocks import TILE, find_repeats, representative
 from lowtide.planning.search.problem import Problem
 from lowtide.planning.simulate import plain_runs, simulate
 
@@ -90,7 +90,7 @@ def test_the_search_does_not_grow_with_the_number_of_equal_layers(monkeypatch):
 
     def moves_for(count):
         tried.clear()
-        assert Planner(layers(count)).auto
+        Planner(layers(count)).problem.once(Auto)
         return sum(tried)
 
     monkeypatch.setattr(Problem, "anneal", counted)
@@ -102,18 +102,19 @@ def test_plans_are_as_good_as_of_a_search_among_all_layers(monkeypatch, odd):
     """Also where one layer is nearly equal: its row ends there."""
     step = layers(72, odd=odd)
     desk = Planner(step)
-    assert desk.spread is not None
+    assert spread_of(desk.problem) is not None
     found = [seconds_at(desk, share) for share in SHARES]
     assert found == sorted(found)
-    monkeypatch.setattr(planner, "representative", lambda step: None)
+    monkeypatch.setattr(auto, "representative", lambda step: None)
     alone = Planner(step)
     assert sum(found) <= 1.01 * sum(seconds_at(alone, share) for share in SHARES)
 
 
 def test_what_a_spread_plan_holds_is_what_the_simulator_says():
     desk = Planner(layers(60))
-    assert len(desk.spread.points) > 5
-    for point in desk.spread.points:
-        timeline = desk.problem.timeline(point.order)
+    spread = spread_of(desk.problem)
+    assert len(spread.points) > 5
+    for point in spread.points:
+        timeline = desk.problem.search_problem.timeline(point.order)
         assert timeline.peak_bytes == point.peak_bytes
         assert timeline.added_seconds == pytest.approx(point.seconds)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from strategies import StepBuilder, orders, release_places, steps
 
 from lowtide.facts import Graph, Run, TransferSpeed
-from lowtide.planning.offload.transfer_model import last_forward_reads, released_after, walk, with_releases
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate
+from lowtide.planning.transfer_model import last_forward_reads, released_after, walk, with_releases
 
 LINK = TransferSpeed(store="disk:/x", write_bytes_per_second=10, read_bytes_per_second=20, latency_seconds=1)
 

@@ -28,8 +28,9 @@ import typer
 from lowtide.cli.terminal import claim_folder, session
 from lowtide.errors import LowtideError
 from lowtide.facts.gpus import GPUS
-from lowtide.facts.plan import PLANNERS, parse_offload
+from lowtide.facts.plan import parse_offload
 from lowtide.facts.sizes import BadSize, parse_budget, parse_size
+from lowtide.planning.registry import planner_names
 from lowtide.zoo.catalog import CATALOG
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "none", "adam:fused", "adam:foreach", "adam:single")
@@ -46,7 +47,7 @@ def sources(incomplete: str) -> list[str]:
 
 
 def planners(incomplete: str) -> list[str]:
-    return _starting(PLANNERS, incomplete)
+    return _starting(planner_names(), incomplete)
 
 
 def devices(incomplete: str) -> list[str]:
@@ -116,9 +117,9 @@ def _offload(text: str) -> str:
 
 
 def _planner(name: str) -> str:
-    if name not in PLANNERS:
-        known = ", ".join(PLANNERS)
-        raise typer.BadParameter(f"there is no planner '{name}': choose one of {known}")
+    known = planner_names()
+    if name not in known:
+        raise typer.BadParameter(f"there is no planner '{name}': choose one of {', '.join(known)}")
     return name
 
 
@@ -257,7 +258,7 @@ TimedRuns = Annotated[
 Planner = Annotated[
     str,
     typer.Option(
-        help="auto, mu-two, none, all, every-block or sqrt.",
+        help=f"One of {', '.join(planner_names())}.",
         autocompletion=planners,
         callback=_planner,
     ),

@@ -42,9 +42,6 @@ def offload_text(offload: str, swap: str) -> str:
     return offload or swap
 
 
-PLANNERS = ("auto", "mu-two", "none", "all", "every-block", "sqrt")
-"""Names of the planners. `none` recomputes nothing, `all` recomputes every value that can be."""
-
 EXECUTORS = ("eager", "inductor")
 """What runs a plan's graphs: the ops one by one, or the code that Inductor compiles of them."""
 

@@ -18,20 +18,23 @@ same archive.
    never slower, whichever budgets are asked for and in whatever order.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
 
-from lowtide.planning.bounds.lower_bounds import Bounds
+from lowtide.garbage import rarely_collected
+from lowtide.planning import mu_two
+from lowtide.planning.baselines import every_block, retain_all, retain_none, square_root
 from lowtide.planning.native.library import Figures
-from lowtide.planning.representative import Point, Spread
+from lowtide.planning.planning_problem import PlanningProblem
+from lowtide.planning.repeated_blocks import Point, Spread, representative
 from lowtide.planning.search.archive import Archive, ArchiveEntry
 from lowtide.planning.search.dropped_storages import retain_only
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import RematSet
 from lowtide.planning.simulate import Timeline
 
+SEEDS = (retain_all, retain_none, every_block, square_root)
+"""Planners from whose answers the search starts, `mu-two` besides; never one that a package registers."""
 NUM_LEVELS = 16
 NUM_RUNGS = 12
 MOVES_PER_OP = 120
@@ -65,30 +68,23 @@ REFINE_MOVES = 4000
 
 
 class Auto:
-    """The plans of one step for all budgets."""
+    """The schedules of one step for all budgets, without offload."""
 
-    def __init__(
-        self,
-        steps: StepProblem,
-        bounds: Bounds,
-        others: Iterable[RematSet],
-        suggest: Callable[[int], RematSet | None],
-        spread: Spread | None = None,
-    ) -> None:
-        """`others` are plans that must not be better; `suggest` gives one for a level, if there is any;
-        `spread` has those of a shorter step, where blocks are equal."""
-        self._steps, self._bounds, self._suggest, self._spread = steps, bounds, suggest, spread
-        self._uses = frozenset(steps.table.uses)
+    @rarely_collected()
+    def __init__(self, problem: PlanningProblem) -> None:
+        self._problem, self._steps, self._bounds = problem, problem.search_problem, problem.bounds
+        self._spread = spread_of(problem)
+        self._uses = frozenset(problem.table.uses)
         self._timelines: dict[int, tuple[ArchiveEntry, Timeline]] = {}
         self._rungs: dict[int, list[ArchiveEntry]] = {}
         self.archive: Archive[ArchiveEntry] = Archive()
         self._found = self.archive
-        for plan in (frozenset(), *others):
-            order = steps.sequence(plan)
-            self.archive.add(self._entry(steps.problem.evaluate(order, 0), order))
-        for point in spread.points if spread is not None else ():
+        for remats in (*(seed(problem, 0) for seed in SEEDS), mu_two.lowest(problem)):
+            order = self._steps.sequence(remats)
+            self.archive.add(self._entry(self._steps.problem.evaluate(order, 0), order))
+        for point in self._spread.points if self._spread is not None else ():
             self.archive.add(self._entry(point.figures, point.order))
-        if steps.remats:
+        if self._steps.remats:
             levels = self._levels()
             self._walk_down(levels)
             self._look_for_the_floor()
@@ -97,6 +93,24 @@ class Auto:
             self._refine([level for level in levels if not self._is_solved(level)])
             self._keep_the_best_of(levels)
         self._checked(self.archive, self.archive.entries[0].peak_bytes)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The lowest peak that was found."""
+        return self.archive.entries[0].peak_bytes
+
+    def best_timeline(self, budget_bytes: int) -> Timeline | None:
+        """The cheapest schedule within `budget_bytes`; that of `mu-two` where it is cheaper for once."""
+        entry = self.best(budget_bytes)
+        if entry is None:
+            return None
+        prefixes = self._problem.once(mu_two.policy)
+        other = next((prefix for prefix in prefixes if prefix.peak_bytes <= budget_bytes), None)
+        if other is not None and other.recompute_seconds < entry.seconds:
+            remats = mu_two.first_within(self._problem, budget_bytes)
+            assert remats is not None
+            return self._problem.timeline(remats)
+        return self.timeline(entry)
 
     def timeline(self, entry: ArchiveEntry) -> Timeline:
         """What the simulator says of a plan."""
@@ -269,7 +283,7 @@ class Auto:
             starts.append(mixed.order)
         if not self._is_solved(level):
             starts += self._cut_orders(level)
-            suggested = self._suggest(level)
+            suggested = mu_two.first_within(self._problem, level)
             if suggested is not None:
                 starts.append(self._steps.sequence(suggested))
         tried = [
@@ -344,3 +358,13 @@ class Auto:
 
 def _moves(num_ops: int) -> int:
     return min(MOVES_PER_OP * num_ops, MANY_MOVES + FEW_PER_OP * num_ops)
+
+
+def spread_of(problem: PlanningProblem) -> Spread | None:
+    """The schedules of a step with fewer of the equal blocks, where this one has many."""
+    found = representative(problem.step)
+    if found is None:
+        return None
+    short = PlanningProblem(found.step)
+    orders = [entry.order for entry in short.once(Auto).archive.entries]
+    return Spread(found, short.search_problem, problem.search_problem, orders)

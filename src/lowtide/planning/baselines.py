@@ -1,31 +1,36 @@
-"""Plans that do not look at the budget: `none`, `all`, `every-block`, `sqrt`."""
+"""Planners that do not look at the budget: `none`, `all`, `every-block`, `sqrt`. `auto` starts from them."""
 
 from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from math import isqrt
 
 from lowtide.facts import Node, Region
-from lowtide.planning.search.dropped_storages import retain_only
-from lowtide.planning.search.table import RematSet, Table, schedule_of
-from lowtide.planning.simulate import simulate
+from lowtide.planning.planning_problem import PlanningProblem
+from lowtide.planning.search.table import RematSet, Table
 
 
-def retain_none(table: Table) -> RematSet:
+def retain_all(problem: PlanningProblem, budget_bytes: int) -> RematSet:
+    """Recompute nothing."""
+    return frozenset()
+
+
+def retain_none(problem: PlanningProblem, budget_bytes: int) -> RematSet:
     """Recompute everything that can be: only inputs and fixed values stay."""
-    return retain_only(table, ())
+    return problem.retaining(())
 
 
-def every_block(table: Table) -> RematSet:
+def every_block(problem: PlanningProblem, budget_bytes: int) -> RematSet:
     """Retain what passes from one block of the model to another, as `torch.utils.checkpoint` per block does.
 
-    Blocks are the numbered modules (`layers.3`); with several levels of numbers, the level with the
+    Blocks are the numbered modules (`layers.3`). Where blocks contain numbered blocks, the depth with the
     lowest peak is taken.
     """
+    table = problem.table
     forward = [node for node in table.step.nodes if node.region is Region.FORWARD]
     deepest = max((len(_numbers(node)) for node in forward), default=0)
-    plans: dict[RematSet, None] = {}
-    for level in range(max(1, deepest)):
-        blocks = [_block(node, level) for node in forward]
+    found: dict[RematSet, None] = {}
+    for depth in range(max(1, deepest)):
+        blocks = [_block(node, depth) for node in forward]
         kept = {
             storage
             for node in forward
@@ -33,10 +38,10 @@ def every_block(table: Table) -> RematSet:
             for storage in table.step.nodes[read].holds
             if read < len(forward) and blocks[read] != blocks[node.rank]
         }
-        plans[retain_only(table, kept)] = None
-    if len(plans) == 1:
-        return next(iter(plans))
-    return min(plans, key=lambda plan: simulate(table.step, schedule_of(table, plan)).peak_bytes)
+        found[problem.retaining(kept)] = None
+    if len(found) == 1:
+        return next(iter(found))
+    return min(found, key=lambda remats: problem.timeline(remats).peak_bytes)
 
 
 def _numbers(node: Node) -> list[int]:
@@ -45,28 +50,28 @@ def _numbers(node: Node) -> list[int]:
     return [i + 1 for i, part in enumerate(parts) if part.isdigit()]
 
 
-def _block(node: Node, level: int) -> str:
+def _block(node: Node, depth: int) -> str:
     parts = node.module.split(".")
     numbers = _numbers(node)
     if not numbers:
         return parts[0]
-    return ".".join(parts[: numbers[min(level, len(numbers) - 1)]])
+    return ".".join(parts[: numbers[min(depth, len(numbers) - 1)]])
 
 
-def square_root(table: Table) -> RematSet:
-    """Cut the forward pass into about √n parts of equal bytes, at narrow places, and retain the cuts."""
-    return cut_plan(table, isqrt(len(table.uses)) - 1)
+def square_root(problem: PlanningProblem, budget_bytes: int) -> RematSet:
+    """Cut the forward pass into about √n parts of equal bytes, and retain what crosses the cuts.
 
-
-def cut_plan(table: Table, num_cuts: int) -> RematSet:
-    """Retain what crosses `num_cuts` places, each the narrowest near its even share of the bytes."""
+    Each cut is at the narrowest rank near its even share of the bytes.
+    """
+    table = problem.table
+    num_cuts = isqrt(len(table.uses)) - 1
     made = [0] * (table.first_backward + 1)
     for use in table.uses.values():
         made[use.maker] += table.step.storages[use.storage].nbytes
     total = sum(made)
     kept: set[int] = set()
     if num_cuts < 1 or not total:
-        return retain_only(table, kept)
+        return problem.retaining(kept)
     lives = _forward_lives(table)
     widths = _crossing_bytes(table, lives)
     shares = [seen / total * (num_cuts + 1) for seen in accumulate(made[:-1])]
@@ -75,7 +80,7 @@ def cut_plan(table: Table, num_cuts: int) -> RematSet:
         if near:
             at = min(near, key=lambda rank: (widths[rank], abs(shares[rank] - cut), rank))
             kept |= {storage for storage, first, last in lives if first <= at < last}
-    return retain_only(table, kept)
+    return problem.retaining(kept)
 
 
 def _forward_lives(table: Table) -> list[tuple[int, int, int]]:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Action, Activation, Decision, Kind, Region, Remat, Run, Step
-from lowtide.planning.offload.transfer_model import is_fetch, released_after, value_of
 from lowtide.planning.search.table import Table
 from lowtide.planning.simulate import Timeline, extra_seconds, is_again, remat_of, source_of, stood_in_for
+from lowtide.planning.transfer_model import is_fetch, released_after, value_of
 from lowtide.units import format_size
 
 

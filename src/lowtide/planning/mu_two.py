@@ -1,28 +1,22 @@
-"""The greedy of μ-TWO (Purandare, Wasay, Jain, Idreos, MLSys 2023).
+"""The greedy of μ-TWO (Purandare, Wasay, Jain, Idreos, MLSys 2023), with and without its offload branch.
 
 Legend, paper to here: `recomp_srcs` sources, `recomp_time` recompute_seconds, `recomp_cnt` count,
-`total_recomp_time` total_seconds, `recompute_ratio` ratio. Algorithms: B `policy`, D `overhead`,
-E `update_chosen`, F `update_candidates`, G `DroppedStorages.peak_bytes` (the true simulator: temporaries of
-the recompute, lengthened lives, optimizer and aliases count). C and H, and B with its swap branch, are in
-`mu_two_swap.py`; here is what a step without a store needs.
+`total_recomp_time` total_seconds, `recompute_ratio` ratio, swap offload. Algorithms: B `policy`, and with
+offload `policy_with_offload`; C `offload_overhead`; D `overhead`; E `update_chosen`; F `update_candidates`;
+G `DroppedStorages.peak_bytes` (the true simulator: temporaries of the recompute, longer live ranges,
+optimizer and aliases count); H, where a value leaves and is prefetched, is `transfer_schedule`.
 
-Where the paper is silent: ties go to the larger, then the earlier activation; totals of those
-already chosen and every ratio are refreshed. Known weakness, kept: the ratio does not look where
-the peak is.
+Where the paper is silent: ties go to the larger, then the earlier activation; totals of those already chosen
+and every ratio are refreshed. Known weakness, kept: the ratio does not look where the peak is.
 
-The whole policy of μ-TWO, with its swap branch: each choice swaps or recomputes, whichever costs less.
+Departures of the offload branch from the paper: a candidate whose read cannot begin behind any op costs its
+whole transfer, and no more. Compute that hides one read hides no other: each direction has one transfer at a
+time, where C looks at each candidate alone. H looks at every op, not only outside of the peak interval.
+Writes, which the paper takes to be hidden, are placed and stall as reads do. Ties go to the longer idle, then
+the larger, then the earlier activation; where both branches cost the same, to offload.
 
-Algorithms, besides those of `mu_two.py`: B `policy_with_swap`, C `swap_overhead`; H, where a value is
-offloaded and prefetched, is `planning/placing.py`.
-
-Departures from the paper: a swap candidate whose read cannot begin behind any op still costs its whole
-transfer, and no more; compute that hides one read hides no other (one transfer at a time per direction,
-where the paper's C looks at each candidate alone); H looks for room at every op instead of outside of the
-peak interval alone; writes, which the paper takes to be hidden, are placed and stall as reads do; the peak is
-that of the true simulator. Ties go to the longer idle, then the larger, then the earlier activation, and
-where both branches cost the same to the swap, which leaves the compute alone.
-
-Its choices depend on the budget, through the peak interval. So, unlike `auto`, a larger budget can be slower.
+With offload, the choices depend on the budget, through the peak interval. So, unlike with `auto`, a larger
+budget can be slower.
 """
 
 from collections.abc import Iterable
@@ -33,12 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Activation, TransferSpeed
-from lowtide.planning.activations import NANOSECOND, activations
-from lowtide.planning.offload.offload_sets import Swaps, with_fetches
-from lowtide.planning.search.dropped_storages import DroppedStorages, retain_only
+from lowtide.planning.activations import NANOSECOND
+from lowtide.planning.offload_sets import offload_sets, with_fetches
+from lowtide.planning.planning_problem import PlanningProblem
+from lowtide.planning.search.dropped_storages import DroppedStorages
 from lowtide.planning.search.problem import Ints
 from lowtide.planning.search.step_problem import StepProblem
-from lowtide.planning.search.table import RematSet, Table
+from lowtide.planning.search.table import RematSet
+from lowtide.planning.simulate import Timeline
+from lowtide.planning.transfer_model import can_offload
 
 
 @dataclass(slots=True, eq=False)
@@ -108,14 +105,12 @@ def pick(candidates: list[Candidate]) -> Candidate:
     return max(candidates, key=lambda c: (c.ratio, c.activation.nbytes, -c.activation.creation_rank, c.name))
 
 
-def policy(table: Table, found: Iterable[Activation]) -> list[Prefix]:
-    """Algorithm B, run to its end: one prefix per choice. A budget takes the first that fits.
-
-    `found` are all activations of the step.
+def policy(problem: PlanningProblem) -> list[Prefix]:
+    """Algorithm B without offload, run to its end: one prefix per choice. A budget takes the first that fits.
 
     The choices do not depend on the budget, only where the loop stops does.
     """
-    recomputable = [a for a in found if not a.fixed]
+    recomputable = [a for a in problem.activations if not a.fixed]
     # sources that are never chosen change nothing, and those of long chains would be all parameters
     names = {a.name for a in recomputable}
     candidates = [
@@ -123,7 +118,7 @@ def policy(table: Table, found: Iterable[Activation]) -> list[Prefix]:
         for a in recomputable
     ]
     pool = Pool(candidates)
-    runs = DroppedStorages(table)
+    runs = DroppedStorages(problem.table)
     prefixes = [Prefix(-1, runs.peak_bytes(), 0.0)]
     while (t := pool.choose()) is not None:
         runs.drop(t.activation.storage)
@@ -184,10 +179,32 @@ class Pool:
                 self._readers.setdefault(source, {})[candidate.name] = None
 
 
-def plan_of(table: Table, prefixes: list[Prefix], last: int) -> RematSet:
-    """The plan after the choices up to `prefixes[last]`."""
-    dropped = {prefix.storage for prefix in prefixes[: last + 1]}
-    return retain_only(table, table.uses.keys() - dropped)
+def mu_two(problem: PlanningProblem, budget_bytes: int) -> RematSet | Timeline:
+    """The planner: the first choices that fit, or those with the lowest peak where none do."""
+    if can_offload(problem.step):
+        order = policy_with_offload(problem, budget_bytes)
+        return problem.placed(problem.search_problem.runs(order), budget_bytes)
+    found = first_within(problem, budget_bytes)
+    return lowest(problem) if found is None else found
+
+
+def first_within(problem: PlanningProblem, budget_bytes: int) -> RematSet | None:
+    """What to recompute after the fewest choices that fit; None where none do."""
+    for last, prefix in enumerate(problem.once(policy)):
+        if prefix.peak_bytes <= budget_bytes:
+            return _remats(problem, last)
+    return None
+
+
+def lowest(problem: PlanningProblem) -> RematSet:
+    """What to recompute after the choices with the lowest peak."""
+    prefixes = problem.once(policy)
+    return _remats(problem, min(range(len(prefixes)), key=lambda last: prefixes[last].peak_bytes))
+
+
+def _remats(problem: PlanningProblem, last: int) -> RematSet:
+    dropped = {prefix.storage for prefix in problem.once(policy)[: last + 1]}
+    return problem.retaining(problem.table.uses.keys() - dropped)
 
 
 @dataclass(slots=True)
@@ -213,43 +230,45 @@ class Prefetching:
             seconds -= taken
 
 
-def swap_overhead(activation: Activation, link: TransferSpeed, free: Prefetching) -> float:
+def offload_overhead(activation: Activation, speed: TransferSpeed, free: Prefetching) -> float:
     """Algorithm C: what of its read cannot hide behind ops between the peak interval and its use."""
     hidden = sum(free.seconds[rank] for rank in free.hideable(activation))
-    return max(0.0, link.read_seconds(activation.nbytes) - hidden)
+    return max(0.0, speed.read_seconds(activation.nbytes) - hidden)
 
 
 def longest_idle(candidates: list[Activation]) -> Activation:
     return max(candidates, key=lambda a: (a.inactive_seconds, a.nbytes, -a.creation_rank, a.name))
 
 
-def policy_with_swap(steps: StepProblem, swaps: Swaps, link: TransferSpeed, *, budget_bytes: int) -> Ints:
+def policy_with_offload(problem: PlanningProblem, budget_bytes: int) -> Ints:
     """Algorithm B: the sequence of its choices when it fits, or where it had its lowest peak."""
-    table = steps.table
-    found = activations(table.step)
+    speed = problem.step.transfer_speed
+    assert speed is not None
+    table, steps = problem.table, problem.search_problem
+    sets = problem.once(offload_sets)
     recomputable = [
-        Candidate(a.name, a, set(a.recompute_sources), a.recompute_seconds) for a in found if not a.fixed
+        Candidate(a.name, a, set(a.recompute_sources), a.recompute_seconds)
+        for a in problem.activations
+        if not a.fixed
     ]
     for candidate in recomputable:
         refresh(candidate)
-    plain = steps.sequence(())
-    swappable_storages = {s for value in swaps.idle(plain) for s in swaps.storages(value)}
-    swappable = [a for a in found if a.storage in swappable_storages]
-    nodes = table.step.nodes[table.first_backward :]
-    free = Prefetching({node.rank: node.seconds for node in nodes})
+    order = best = steps.sequence(())
+    idle = {s for value in sets.idle(order) for s in sets.storages(value)}
+    offloadable = [a for a in problem.activations if a.storage in idle]
+    free = Prefetching({node.rank: node.seconds for node in table.step.nodes[table.first_backward :]})
     chosen: list[Candidate] = []
-    swapped: set[int] = set()
-    order = best = plain
-    held = steps.problem.live_bytes(order)
-    lowest = int(held.max(initial=0))
-    while held.max(initial=0) > budget_bytes and (recomputable or swappable):
-        free.after = _end_of_peak(steps, order, held, budget_bytes)
-        swap = longest_idle(swappable) if swappable else None
+    offloaded: set[int] = set()
+    live = steps.problem.live_bytes(order)
+    lowest_bytes = int(live.max(initial=0))
+    while live.max(initial=0) > budget_bytes and (recomputable or offloadable):
+        free.after = _end_of_peak(steps, order, live, budget_bytes)
+        away = longest_idle(offloadable) if offloadable else None
         again = pick(recomputable) if recomputable else None
-        if swap is not None and (again is None or swap_overhead(swap, link, free) <= overhead(again)):
-            free.use_up(swap, link.read_seconds(swap.nbytes))
-            swapped.add(swap.storage)
-            taken = swap.storage
+        if away is not None and (again is None or offload_overhead(away, speed, free) <= overhead(again)):
+            free.use_up(away, speed.read_seconds(away.nbytes))
+            offloaded.add(away.storage)
+            taken = away.storage
         else:
             assert again is not None
             recomputable.remove(again)
@@ -257,23 +276,21 @@ def policy_with_swap(steps: StepProblem, swaps: Swaps, link: TransferSpeed, *, b
             chosen.append(again)
             update_candidates(again, recomputable, chosen)
             taken = again.activation.storage
-        swappable = [a for a in swappable if a.storage != taken]
+        offloadable = [a for a in offloadable if a.storage != taken]
         recomputable = [c for c in recomputable if c.activation.storage != taken]
-        order = _sequence(steps, swaps, {c.activation.storage for c in chosen}, swapped)
-        held = steps.problem.live_bytes(order)
-        if held.max(initial=0) < lowest:
-            lowest, best = int(held.max(initial=0)), order
+        dropped = {c.activation.storage for c in chosen}
+        order = steps.sequence(problem.retaining(table.uses.keys() - dropped))
+        order = with_fetches(
+            order, [v for v in sets.idle(order) if not offloaded.isdisjoint(sets.storages(v))]
+        )
+        live = steps.problem.live_bytes(order)
+        if live.max(initial=0) < lowest_bytes:
+            lowest_bytes, best = int(live.max(initial=0)), order
     return best
 
 
-def _sequence(steps: StepProblem, swaps: Swaps, dropped: set[int], swapped: set[int]) -> Ints:
-    order = steps.sequence(retain_only(steps.table, steps.table.uses.keys() - dropped))
-    values = [v for v in swaps.idle(order) if not swapped.isdisjoint(swaps.storages(v))]
-    return with_fetches(order, values)
-
-
-def _end_of_peak(steps: StepProblem, order: Ints, held: NDArray[np.int64], budget_bytes: int) -> int:
-    """The last rank during which more is held than the budget."""
-    over = np.flatnonzero(held > budget_bytes)
+def _end_of_peak(steps: StepProblem, order: Ints, live: NDArray[np.int64], budget_bytes: int) -> int:
+    """The last rank during which more bytes are live than the budget."""
+    over = np.flatnonzero(live > budget_bytes)
     first = [int(op) for op in order[: over[-1] + 1] if op < steps.problem.num_first]
     return steps.ranks[first[-1]] if first else -1

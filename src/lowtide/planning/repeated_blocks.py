@@ -1,20 +1,38 @@
-"""Equal blocks of a step: where the same ops follow each other again and again, layer by layer.
+"""Equal blocks of a step, a shorter step with few of them, and its schedules spread over all blocks.
 
-Ops are equal by what they are, make and cost, and by where what they read stands from them; names do not
-count. Blocks of a model are ranges of equal length in a row in the forward pass, and such ranges in the
-backward pass, in the opposite order.
+    forward   E [b b b b b b b b b b] H        E: embedding, H: head, b: equal blocks
+    shorter   E [b b b b b b b] H              the blocks in the middle are left out
 
-Shortcoming: blocks whose ops are interleaved with others, or that stand in another order in the backward
-pass, are not found.
+- `find_repeats`: where equal ops follow each other again and again, layer by layer. Ops are equal by what
+  they do, make and cost, and by the distance of what they read; names do not count. The blocks are ranges of
+  equal length in a row in the forward pass, and such ranges in the opposite order in the backward pass.
+- `representative`: the step without the blocks in the middle; the neighbours of the gap read each other. What
+  is best for one block is best for its copies, but for the bytes that are left in the end.
+- `Spread`: the schedules of the shorter step in the whole one. Each tile of blocks does what one tile does.
+  Between two schedules, a budget is used up by some blocks that follow the one and others that follow the
+  other. Only pairs between which no third schedule is better than any mixture count.
+
+Nothing relies on the shorter step but the places where the search begins: the bytes and seconds of a schedule
+are counted with all blocks.
+
+Shortcoming: blocks whose ops are interleaved with others, or that have another order in the backward pass,
+are not found.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Node, Region, Remat, Step
+from lowtide.planning.native.library import Figures
+from lowtide.planning.search.problem import Ints
+from lowtide.planning.search.step_problem import StepProblem
+from lowtide.planning.search.table import RematSet, Rerun, Table
 
 WINDOW = 8
 """Ops in a row that are equal where a block may begin again."""
@@ -136,3 +154,265 @@ def _runs_of(same: NDArray[np.bool_], least: int) -> list[tuple[int, int]]:
     """Ranges of at least so many places in a row that are true."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False]))))
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True) if b - a >= least]
+
+
+Some = TypeVar("Some", Node, Remat)
+
+TILE = 4
+"""Blocks that are repeated together: some of them can be brought back from what others keep."""
+HEAD, TAIL = 1, 2
+"""Blocks before and after those, which may differ from them as they stand at the ends."""
+MOST = 0.18
+"""Of the nodes of a step, how many a shorter one may have to be worth its search."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGap:
+    """What is left out: `tiles` times the tile, from `forward` and from `backward` on."""
+
+    repeat: Repeat
+    tiles: int
+    forward: int
+    backward: int
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """How many ranks a tile takes in the forward and in the backward pass."""
+        return TILE * self.repeat.forward.length, TILE * self.repeat.backward.length
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        one, two = self.steps
+        return self.forward + self.tiles * one, self.backward + self.tiles * two
+
+    def has(self, rank: int) -> bool:
+        one, two = self.ends
+        return self.forward <= rank < one or self.backward <= rank < two
+
+    def moved(self, rank: int, reader: int) -> int | None:
+        """What stands for a rank that is left out, for a reader that is not: the like of it in the nearest
+        block on the reader's side. None for readers outside of all blocks."""
+        repeat = self.repeat
+        if reader not in repeat.forward and reader not in repeat.backward:
+            return None
+        one, two = self.ends
+        if rank >= self.backward:
+            return rank - (two - self.backward)
+        is_before = reader < self.forward or reader >= two
+        return rank + (one - self.forward) * (1 if is_before else -1)
+
+
+class Representative:
+    """The shorter step, and how its plans are those of the whole one."""
+
+    def __init__(self, whole: Step, gaps: list[BlockGap], ranks: list[int]) -> None:
+        self._gaps, self._ranks = gaps, ranks
+        self.step = _shortened(whole, gaps, ranks)
+
+    @property
+    def most_blocks(self) -> int:
+        """Of those that are left out in a row."""
+        return TILE * max(gap.tiles for gap in self._gaps)
+
+    def spread(self, plan: RematSet, short: Table, whole: Table) -> list[list[Rerun]]:
+        """A plan of the shorter step as one of the whole: what is done outside of the blocks that are left
+        out, and in the `most_blocks` parts of those, from the last of a row to the first."""
+        parts: list[list[Rerun]] = [[] for _ in range(1 + self.most_blocks)]
+        for slot, number in sorted(plan):
+            rank = short.remats[number].rank
+            way = short.again[rank].index(number)
+            for part, where, what in self._copies(self._ranks[slot], self._ranks[rank]):
+                if where >= whole.first_backward and whole.may_run(what, where):
+                    parts[part].append((where, whole.again[what][way]))
+        return parts
+
+    def _copies(self, slot: int, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Where and what is run again in the whole step, for a run in the shorter one; and in which part."""
+        yield 0, slot, rank
+        for gap in self._gaps:
+            one, two = gap.steps
+            if gap.forward - one <= rank < gap.forward:
+                block = (rank + one - gap.forward) // gap.repeat.forward.length
+                for tile in range(gap.tiles):
+                    part = (TILE * (gap.tiles - tile) - 1 - block) * self.most_blocks // (TILE * gap.tiles)
+                    earlier = slot - (tile + 1) * two if slot in gap.repeat.backward else slot
+                    yield 1 + part, earlier, rank + (tile + 1) * one
+
+
+def representative(step: Step) -> Representative | None:
+    """A shorter step for one with many equal blocks; None where it would not be much shorter."""
+    gaps = [gap for repeat in find_repeats(step) if (gap := _gap(step, repeat)) is not None]
+    ranks = _kept_ranks(step, gaps)
+    num_nodes = sum(node.region is not Region.OPTIMIZER for node in step.nodes)
+    return Representative(step, gaps, ranks) if gaps and len(ranks) <= MOST * num_nodes else None
+
+
+def _gap(step: Step, repeat: Repeat) -> BlockGap | None:
+    """The most that can be left out of a row of blocks. Its backward part begins where its forward values are
+    first read."""
+    forward, backward = repeat.forward, repeat.backward
+    begin = forward.start + (HEAD + TILE) * forward.length
+    for tiles in range((min(forward.count, backward.count) - HEAD - TILE - TAIL) // TILE, 0, -1):
+        end = begin + tiles * TILE * forward.length
+        reading = (
+            rank
+            for rank in range(backward.start, backward.end)
+            if any(begin <= read < end for read in step.nodes[rank].reads)
+        )
+        found = BlockGap(repeat, tiles, begin, next(reading, backward.end))
+        if found.ends[1] <= backward.end:
+            return found
+    return None
+
+
+def _kept_ranks(step: Step, gaps: list[BlockGap]) -> list[int]:
+    """All but what is left out, the optimizer, and parameters of what is left out."""
+    kept = [
+        node
+        for node in step.nodes
+        if node.region is not Region.OPTIMIZER and not any(gap.has(node.rank) for gap in gaps)
+    ]
+    read = {read for node in kept for read in node.reads}
+    return [
+        node.rank
+        for node in kept
+        if node.reads or node.rank in read or not all(step.storages[s].static for s in node.holds)
+    ]
+
+
+def _shortened(step: Step, gaps: list[BlockGap], ranks: list[int]) -> Step:
+    new = {rank: i for i, rank in enumerate(ranks)}
+    maker = {s: (node.rank, i) for node in step.nodes for i, s in enumerate(node.makes)}
+    storages: dict[int, int] = {}
+
+    def rank_for(rank: int, reader: int) -> int | None:
+        """What a reader that is left has of a rank, as a rank of the whole step."""
+        if rank in new:
+            return rank
+        gap = next((gap for gap in gaps if gap.has(rank)), None)
+        found = None if gap is None else gap.moved(rank, reader)
+        if found is None or found not in new:
+            return None
+        # what is read across many blocks can end up anywhere
+        return found if len(step.nodes[found].makes) == len(step.nodes[rank].makes) else None
+
+    def storage_for(storage: int, reader: int) -> int | None:
+        made, place = maker.get(storage, (-1, 0))
+        rank = rank_for(made, reader) if made >= 0 else None
+        if rank is None:
+            return None
+        like = step.nodes[rank].makes[place]
+        return storages.setdefault(like, len(storages))
+
+    holds: list[tuple[int, ...]] = []
+
+    def short(one: Some, reader: int) -> Some:
+        reads = tuple(new[u] for read in one.reads if (u := rank_for(read, reader)) is not None)
+        makes = tuple(s for made in one.makes if (s := storage_for(made, reader)) is not None)
+        there = {s for read in reads for s in holds[read]}.union(makes)
+        held = tuple(s for held in one.holds if (s := storage_for(held, reader)) in there)
+        return replace(one, reads=reads, makes=makes, holds=held)
+
+    nodes: list[Node] = []
+    for i, rank in enumerate(ranks):
+        nodes.append(replace(short(step.nodes[rank], rank), rank=i, eager_reads=()))
+        holds.append(nodes[-1].holds)
+    for i, rank in enumerate(ranks):  # remats may read what comes later
+        if nodes[i].remats:
+            nodes[i] = replace(nodes[i], remats=tuple(short(way, rank) for way in nodes[i].remats))
+    made = sorted(storages, key=storages.__getitem__)
+    return replace(
+        step,
+        nodes=tuple(nodes),
+        storages=tuple(replace(step.storages[s], id=i) for i, s in enumerate(made)),
+        graphs=(),
+        optimizer_chunks=(),
+    )
+
+
+Parts = list[list[Rerun]]
+
+NUM_TRIES = 4
+"""Mixtures of two plans that are tried for a budget."""
+
+
+class Point(NamedTuple):
+    """A spread plan with its figures in the whole step."""
+
+    figures: Figures
+    parts: Parts
+    order: Ints
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.figures.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.figures.seconds
+
+
+class Spread:
+    """The plans of one shorter step in the whole one. `num_ops` are what there is to search for: the ops
+    without the copies that follow them."""
+
+    def __init__(
+        self, found: Representative, short: StepProblem, whole: StepProblem, orders: Iterable[Ints]
+    ) -> None:
+        self._whole = whole
+        self.num_ops = len(short.problem.seconds)
+        self._mixed: dict[int, Point | None] = {}
+        self._all = [found.spread(short.plan(order), short.table, whole.table) for order in orders]
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """All plans, by their peaks."""
+        return sorted((self._point(parts) for parts in self._all), key=lambda p: (p.peak_bytes, p.seconds))
+
+    def mixed(self, budget_bytes: int) -> Point | None:
+        """The plan that uses a budget up, of those that are mixed from the two around it."""
+        if budget_bytes not in self._mixed:
+            below = [point for point in self._best if point.peak_bytes <= budget_bytes]
+            above = [point for point in self._best if point.peak_bytes > budget_bytes]
+            if below and above:
+                self._mixed[budget_bytes] = self._mixture(below[-1], above[0], budget_bytes)
+            else:
+                self._mixed[budget_bytes] = below[-1] if below else None
+        return self._mixed[budget_bytes]
+
+    def _mixture(self, below: Point, above: Point, budget_bytes: int) -> Point:
+        found = below
+        low, high, most = 0, len(above.parts) - 1, above.peak_bytes
+        for _ in range(NUM_TRIES):
+            # bytes grow about evenly from block to block
+            share = (budget_bytes - found.peak_bytes) / (most - found.peak_bytes)
+            middle = low + int((high - low) * share)
+            if middle == low:
+                break
+            point = self._point([below.parts[0], *above.parts[1 : 1 + middle], *below.parts[1 + middle :]])
+            if point.peak_bytes <= budget_bytes:
+                low, found = middle, point
+            else:
+                high, most = middle, point.peak_bytes
+        return found
+
+    @cached_property
+    def _best(self) -> list[Point]:
+        """Those that no mixture of two others beats."""
+        found: list[Point] = []
+        for point in self.points:
+            if found and point.seconds >= found[-1].seconds:
+                continue
+            while len(found) > 1 and _slope(found[-2], found[-1]) >= _slope(found[-1], point):
+                found.pop()
+            found.append(point)
+        return found
+
+    def _point(self, parts: Parts) -> Point:
+        order = self._whole.sequence({run for part in parts for run in part})
+        return Point(self._whole.problem.evaluate(order, 0), parts, order)
+
+
+def _slope(one: Point, two: Point) -> float:
+    """Seconds for each byte; less than none, since more bytes take fewer seconds."""
+    return (two.seconds - one.seconds) / max(1, two.peak_bytes - one.peak_bytes)

@@ -18,14 +18,14 @@ from itertools import groupby
 
 import numpy as np
 
-from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.errors import LowtideError
 from lowtide.facts import GraphRun, Kind, Node, Region, Solution, Step, Storage
-from lowtide.facts.plan import PLANNERS
-from lowtide.planning.chunked_planner import ChunkedPlanner, has_other_ways, without_dearer
-from lowtide.planning.offload.offload_planner import OffloadPlanner, can_offload
 from lowtide.planning.planner import Planner, StepSchedules
+from lowtide.planning.registry import planner_names
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import Timeline, simulate
+from lowtide.planning.transfer_model import can_offload
+from lowtide.planning.variants import variants, without_dominated
 
 REST = "the rest of the step"
 
@@ -137,14 +137,8 @@ def planner_for(step: Step) -> Planner:
         raise LowtideError(
             "values cannot be offloaded where graphs run several times, as with FSDP2: leave 'offload' out"
         )
-    step = without_dearer(step)
-    if tied:
-        return RepeatedGraphsPlanner(step)
-    return ChunkedPlanner(step, _planner_of_one_way) if has_other_ways(step) else _planner_of_one_way(step)
-
-
-def _planner_of_one_way(step: Step) -> Planner:
-    return OffloadPlanner(step) if can_offload(step) else Planner(step)
+    step = without_dominated(step)
+    return RepeatedGraphsPlanner(step) if tied else Planner(step, variants(step))
 
 
 class RepeatedGraphsPlanner(Planner):
@@ -183,8 +177,7 @@ class RepeatedGraphsPlanner(Planner):
     def lowest(self) -> Timeline:
         return min((self._timeline(p) for p in self.picks[-3:]), key=lambda t: t.peak_bytes)
 
-    def pick(self, budget_bytes: int) -> Timeline | None:
-        """The cheapest way to run the step in that many bytes."""
+    def best(self, budget_bytes: int) -> Timeline | None:
         likely = [pick for pick in self.picks if pick.peak_bytes <= budget_bytes]
         for pick in (*likely, *(self.picks[-3:] if not likely else ())):
             timeline = self._timeline(pick)
@@ -205,20 +198,17 @@ class RepeatedGraphsPlanner(Planner):
         )
 
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
-        if planner in PLANNERS and planner not in TIED_PLANNERS:
+        if planner in planner_names() and planner not in TIED_PLANNERS:
             raise LowtideError(
                 f"planner '{planner}' does not plan models whose graphs run several times: "
                 f"choose one of {', '.join(TIED_PLANNERS)}"
             )
+        return super().solve(budget_bytes=budget_bytes, planner=planner)
+
+    def planned(self, planner: str, budget_bytes: int) -> Timeline:
         if planner != "auto":
-            return super().solve(budget_bytes=budget_bytes, planner=planner)
-        timeline = self.pick(budget_bytes)
-        if timeline is None:
-            lowest = self.floor()
-            raise BudgetTooSmall(
-                budget_bytes=budget_bytes, floor_bytes=lowest.floor_bytes, node=lowest.node, hint=lowest.hint
-            )
-        return self._solution(planner, timeline, budget_bytes)
+            return super().planned(planner, budget_bytes)
+        return self.best(budget_bytes) or self.lowest()
 
     @property
     def floor_bytes(self) -> int:

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.facts import UPDATE, Graph, GraphRun, Kind, Node, Region, Reserve, Run, Step, Storage
-from lowtide.planning.offload.transfer_model import (
+from lowtide.planning.simulate import Timeline, eager_runs, is_again, plain_runs, simulate, source_of, walked
+from lowtide.planning.transfer_model import (
     last_forward_reads,
     released_after,
     value_of,
     with_releases,
 )
-from lowtide.planning.simulate import Timeline, eager_runs, is_again, plain_runs, simulate, source_of, walked
 
 ENDS = ("placeholder", "output", UPDATE)
 """What is no op of a graph: its ends, and updates of parameters; its schedule does not count them."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Kind, Node, Region, Remat, Run, Step
-from lowtide.planning.offload.transfer_model import Traffic, walk
+from lowtide.planning.transfer_model import Traffic, walk
 
 Bytes = NDArray[np.int64]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.facts import Node, Region, Run, Step
-from lowtide.planning.offload.transfer_model import Traffic, Transfer
 from lowtide.planning.simulate import Timeline, is_again, source_of
+from lowtide.planning.transfer_model import Traffic, Transfer
 
 RECOMPUTE = "recompute"
 PARTS = (*Region, RECOMPUTE)

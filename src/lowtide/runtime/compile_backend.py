@@ -16,8 +16,9 @@ from torch import fx, nn
 
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind, Reserve
-from lowtide.facts.plan import EXECUTORS, PLANNERS
+from lowtide.facts.plan import EXECUTORS
 from lowtide.facts.sizes import parse_budget, parse_size
+from lowtide.planning.registry import planner_names
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.executor import InductorOps, executor_named, solve_compiled
@@ -28,7 +29,7 @@ from lowtide.trace.segments import Segment
 
 OPTIONS = {
     "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); else LOWTIDE_BUDGET",
-    "planner": f"one of {', '.join(PLANNERS)}",
+    "planner": f"one of {', '.join(planner_names())}",
     "executor": f"one of {', '.join(EXECUTORS)}",
     "reserve": "bytes held besides the graph: optimizer state, other models",
 }

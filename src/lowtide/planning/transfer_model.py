@@ -86,6 +86,11 @@ class _Open:
     end_seconds: float
 
 
+def can_offload(step: Step) -> bool:
+    """Whether some value of the step can leave device memory."""
+    return step.transfer_speed is not None and any(node.movable for node in step.nodes)
+
+
 def is_fetch(step: Step, run: Run) -> bool:
     """Whether a run reads a value back from the store."""
     if run.is_first:

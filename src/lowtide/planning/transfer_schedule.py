@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Run, Step, TransferSpeed
-from lowtide.planning.offload.transfer_model import is_fetch, last_forward_reads, swapped_bytes, value_of
 from lowtide.planning.simulate import Timeline, recompute_slots, simulate, source_of
+from lowtide.planning.transfer_model import is_fetch, last_forward_reads, swapped_bytes, value_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from synthetic import Net
 from lowtide.errors import BudgetTooSmall
 from lowtide.experiments.profiled_sizes import SizeInBudget
 from lowtide.facts import Region, Remat, Run, Step
-from lowtide.planning.chunked_planner import ChunkedPlanner, has_other_ways, step_by, without_dearer
 from lowtide.planning.planner import Planner
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.simulate import check_runs, plain_runs, simulate, stood_in_for
+from lowtide.planning.variants import variants, with_chunks, without_dominated
 from lowtide.profiles import Profile
 
 NBYTES = 1 << 20
@@ -54,7 +54,7 @@ def ends(step: Step) -> list[int]:
 
 def test_a_chain_stands_in_for_the_ops_between_it_and_what_it_reads() -> None:
     step = formulas()
-    assert has_other_ways(step) and isinstance(planner_for(step), ChunkedPlanner)
+    assert [v.name for v in variants(step)] == ["op by op, offload never", "smallest chunks, offload never"]
     (first, *_) = ends(step)
     inner = stood_in_for(step, Run(first, "slices"))
     assert [step.nodes[rank].op for rank in inner] == ["third_backward", "second_backward"]
@@ -113,14 +113,14 @@ def test_a_size_that_holds_more_and_is_hardly_faster_is_not_looked_at() -> None:
         large = replace(remat, rule="large", seconds=seconds * remat.seconds, workspace_bytes=10)
         nodes = list(step.nodes)
         nodes[node.rank] = replace(node, remats=(remat, large))
-        looked_at = without_dearer(replace(step, nodes=tuple(nodes))).nodes[node.rank].remats
+        looked_at = without_dominated(replace(step, nodes=tuple(nodes))).nodes[node.rank].remats
         assert (large in looked_at) is is_left
 
 
 def test_a_choice_is_a_step_of_its_own() -> None:
     step = formulas()
     choice = tuple(Run(rank, "slices") for rank in ends(step))
-    alone = simulate(step_by(step, choice), plain_runs(step))
+    alone = simulate(with_chunks(step, choice), plain_runs(step))
     inner = {rank for run in choice for rank in stood_in_for(step, run)}
     runs = [dict(choice).get(run.rank, "") for run in plain_runs(step)]
     same = [Run(run.rank, how) for run, how in zip(plain_runs(step), runs, strict=True)]
@@ -133,3 +133,11 @@ def test_what_is_proven_of_a_budget_holds_for_all_ways() -> None:
     assert profile.floor_bound_bytes <= profile.floor_bytes < profile.bounds.floor_bytes
     assert SizeInBudget(profile=profile, budget_bytes=profile.floor_bytes).fits
     assert SizeInBudget(profile=profile, budget_bytes=profile.floor_bound_bytes - 1).has_none
+
+
+def test_other_planners_know_what_auto_reaches_with_chunks() -> None:
+    planner = planner_for(formulas())
+    with pytest.raises(BudgetTooSmall, match="planner 'auto' meets this budget"):
+        planner.solve(budget_bytes=planner.floor_bytes, planner="none")
+    solution = planner.solve(budget_bytes=planner.eager_peak_bytes, planner="mu-two")
+    assert solution.floor_bound_bytes is not None and solution.floor_bound_bytes <= planner.floor_bytes

@@ -8,8 +8,8 @@ from synthetic import chain
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Action, Kind, TransferSpeed
 from lowtide.planning.activations import activations
-from lowtide.planning.mu_two import Prefetching, longest_idle, swap_overhead
-from lowtide.planning.offload.offload_planner import OffloadPlanner
+from lowtide.planning.mu_two import Prefetching, longest_idle, offload_overhead
+from lowtide.planning.repeated_graphs import planner_for
 
 
 def link(bandwidth: float) -> TransferSpeed:
@@ -37,14 +37,14 @@ def test_a_swap_costs_what_cannot_hide_behind_ops_after_the_peak_interval():
     compute = {node.rank: node.seconds for node in step.nodes[start:]}
     # a read takes 4 s; before the gradient of the third value there is nothing, then 3 s and 6 s
     free = Prefetching(dict(compute))
-    assert [swap_overhead(a, step.transfer_speed, free) for a in (third, second, first)] == [4, 1, 0]
+    assert [offload_overhead(a, step.transfer_speed, free) for a in (third, second, first)] == [4, 1, 0]
     # inside of the peak interval nothing can be prefetched
     free.after = second.first_backward_use - 1
-    assert [swap_overhead(a, step.transfer_speed, free) for a in (third, second, first)] == [4, 4, 1]
+    assert [offload_overhead(a, step.transfer_speed, free) for a in (third, second, first)] == [4, 4, 1]
     # compute that hides one read hides no other
     free = Prefetching(dict(compute))
     free.use_up(first, 4.0)
-    assert swap_overhead(second, step.transfer_speed, free) == pytest.approx(2.0)
+    assert offload_overhead(second, step.transfer_speed, free) == pytest.approx(2.0)
 
 
 def test_the_longest_idle_is_swapped_first():
@@ -59,7 +59,7 @@ def actions(solution) -> set[Action]:
 @pytest.mark.parametrize(("bandwidth", "action"), [(1e9, Action.OFFLOAD), (1e4, Action.RECOMPUTE)])
 def test_the_cheaper_branch_is_taken(bandwidth, action):
     step = with_swap(chain(length=8), link(bandwidth))
-    desk = OffloadPlanner(step)
+    desk = planner_for(step)
     solution = desk.solve(budget_bytes=desk.plain.peak_bytes * 7 // 10, planner="mu-two")
     assert solution.peak_bytes <= solution.budget_bytes
     assert actions(solution) == {action}
@@ -68,7 +68,7 @@ def test_the_cheaper_branch_is_taken(bandwidth, action):
 def test_both_branches_in_one_plan():
     """What can hide is swapped, and the rest recomputed."""
     step = with_swap(chain(length=12), link(1.2e8))
-    desk = OffloadPlanner(step)
+    desk = planner_for(step)
     found = [
         desk.solve(budget_bytes=desk.plain.peak_bytes * n // 20, planner="mu-two") for n in range(10, 19)
     ]
@@ -76,7 +76,7 @@ def test_both_branches_in_one_plan():
 
 
 def test_a_budget_that_it_does_not_reach_names_its_own_floor():
-    desk = OffloadPlanner(three(recomputable=False))
+    desk = planner_for(three(recomputable=False))
     with pytest.raises(BudgetTooSmall, match="what planner 'mu-two' reaches") as error:
         desk.solve(budget_bytes=10, planner="mu-two")
     reached = desk.solve(budget_bytes=error.value.floor_bytes, planner="mu-two")

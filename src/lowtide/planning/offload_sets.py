@@ -5,7 +5,7 @@ lies idle between two uses. Offloading it frees its bytes there and changes noth
 over a plan gives a whole row of plans, each with one more value on the store and a lower peak.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,10 +13,17 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.facts import Action
+from lowtide.facts import Action, Run, Step
+from lowtide.planning.planning_problem import PlanningProblem
+from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.search.step_problem import StepProblem
+from lowtide.planning.simulate import Timeline, simulate
+from lowtide.planning.transfer_schedule import placed
 
+NUM_LEVELS = 24
+"""Memory levels for which transfers are placed, from the baseline's peak to the lowest."""
+SLACK = 1.5
+"""How much longer transfers may take than they were measured, where the budget leaves bytes for that."""
 SMALLEST_PART = 1000
 """Values below this part of the peak are not worth a transfer of their own."""
 
@@ -32,11 +39,56 @@ class Idle:
     seconds: float
 
 
-class Swaps:
+@dataclass(frozen=True, slots=True, eq=False)
+class Offloading:
+    """A schedule with its transfers placed; of equally fast ones that which writes less is better."""
+
+    peak_bytes: int
+    seconds: float
+    store_bytes: int
+    runs: tuple[Run, ...]
+
+    @property
+    def price(self) -> tuple[float, int]:
+        return self.seconds, self.store_bytes
+
+
+def offload_sets(problem: PlanningProblem) -> "OffloadSets":
+    return OffloadSets(problem)
+
+
+class OffloadSets:
     """What can be offloaded in the sequences of one step."""
 
-    def __init__(self, steps: StepProblem) -> None:
-        self._steps = steps
+    def __init__(self, problem: PlanningProblem) -> None:
+        self._problem, self._steps = problem, problem.search_problem
+
+    def search(self, seeds: Iterable[Ints]) -> Archive[Offloading]:
+        """Offload values of each seed until it fits, for every memory level down to the lowest."""
+        cheapest = sorted(seeds, key=self._steps.added_seconds)
+        rows = [list(self.rows(seed)) for seed in cheapest]
+        low = min(peak_bytes for row in rows for peak_bytes, _ in row)
+        high = max(low, self._problem.baseline.peak_bytes)
+        levels = {high - (high - low) * i // (NUM_LEVELS - 1) for i in range(NUM_LEVELS)}
+        found: Archive[Offloading] = Archive()
+        for seed, row in zip(cheapest, rows, strict=True):
+            least_seconds = self._steps.added_seconds(seed)
+            for level in sorted(levels, reverse=True):
+                fits = next((order for peak_bytes, order in row if peak_bytes <= level), None)
+                known = found.best(level)
+                if fits is None or (known and known.seconds <= least_seconds):
+                    continue
+                timeline = self._problem.placed(self._steps.runs(fits), level)
+                assert timeline.traffic is not None
+                found.add(
+                    Offloading(
+                        timeline.peak_bytes,
+                        timeline.added_seconds,
+                        timeline.traffic.store_bytes,
+                        timeline.runs,
+                    )
+                )
+        return found
 
     @cached_property
     def ops(self) -> dict[int, int]:
@@ -147,3 +199,12 @@ def with_fetches(order: Ints, values: list[Idle]) -> Ints:
     at = sorted((value.next_use, value.op) for value in values)
     unique = list(dict.fromkeys(at))
     return np.insert(order, [position for position, _ in unique], [op for _, op in unique]).astype(np.int32)
+
+
+def with_slack(step: Step, found: Offloading, budget_bytes: int) -> Timeline:
+    """A schedule with its transfers further apart from their uses, where that costs nothing."""
+    timeline = simulate(step, found.runs)
+    careful = placed(step, found.runs, budget_bytes=budget_bytes, slack=SLACK)
+    # not where it is faster, either: then a larger budget could be slower
+    is_same = careful.added_seconds == timeline.added_seconds
+    return careful if is_same and careful.peak_bytes <= budget_bytes else timeline
