@@ -1,6 +1,7 @@
 """What every planner promises, on random steps and on steps shaped like real models."""
 
 import dataclasses
+import sys
 from random import Random
 
 import pytest
@@ -236,3 +237,51 @@ def test_a_bound_that_is_above_a_schedule_by_rounding_ends_no_plan(monkeypatch):
     monkeypatch.setattr(Bounds, "seconds", lambda *_: before.recompute_seconds * (1 + 1e-6))
     after = planner.solve(budget_bytes=planner.floor_bytes)
     assert after.lower_bound_seconds == after.recompute_seconds == before.recompute_seconds
+
+
+def resized(step, factor):
+    """The same ops on a batch of another size."""
+    storages = (
+        s if s.static else dataclasses.replace(s, nbytes=int(factor * s.nbytes)) for s in step.storages
+    )
+    return dataclasses.replace(step, storages=tuple(storages))
+
+
+@pytest.mark.parametrize("factor", (0.5, 0.9, 1.1, 1.15))
+def test_a_schedule_is_repaired_for_another_batch_size(shaped, factor):
+    budget = shaped.floor_bytes + (shaped.plain.peak_bytes - shaped.floor_bytes) // 3
+    runs = shaped.solve(budget_bytes=budget).schedule.runs
+    other = Planner(resized(shaped.step, factor))
+    found = other.problem.repaired(runs, budget_bytes=budget)
+    assert found is not None and found.peak_bytes <= budget
+    assert found.added_seconds <= 1.5 * other.solve(budget_bytes=budget).recompute_seconds
+    assert other.problem.repaired(runs, budget_bytes=other.bounds.floor_bytes - 1) is None
+
+
+def test_the_curve_rises_from_the_plain_step_to_the_floor(shaped):
+    curve = shaped.tradeoff(points=9)
+    assert len(curve) == 9
+    assert curve[0].recompute_seconds == 0
+    assert curve[-1].peak_bytes == shaped.floor().floor_bytes
+    seconds = [solution.recompute_seconds for solution in curve]
+    assert seconds == sorted(seconds)
+
+
+def test_a_chain_is_planned_far_below_the_square_root():
+    desk = Planner(chain(length=64))
+    assert desk.floor().floor_bytes <= 8 * 1000
+    with pytest.raises(BudgetTooSmall, match="planner 'auto' meets this budget"):
+        desk.solve(budget_bytes=8 * 1000, planner="sqrt")
+
+
+def test_a_chain_of_views_may_be_longer_than_the_stack_of_python():
+    build = StepBuilder()
+    source = build.given(8)
+    value = build.op("op", (source,), 100, 1)
+    for _ in range(sys.getrecursionlimit() + 200):
+        value = build.view(value)
+    wide = build.op("wide", (value,), 50, 1)
+    build.grad((build.grad((build.backward(), wide), 10, 1), value), 1, 1)
+    desk = Planner(build.step())
+    for planner in ("auto", "mu-two", "sqrt"):
+        desk.solve(budget_bytes=desk.plain.peak_bytes, planner=planner)
