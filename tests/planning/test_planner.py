@@ -258,22 +258,6 @@ def test_a_schedule_is_repaired_for_another_batch_size(shaped, factor):
     assert other.problem.repaired(runs, budget_bytes=other.bounds.floor_bytes - 1) is None
 
 
-def test_the_curve_rises_from_the_plain_step_to_the_floor(shaped):
-    curve = shaped.tradeoff(points=9)
-    assert len(curve) == 9
-    assert curve[0].recompute_seconds == 0
-    assert curve[-1].peak_bytes == shaped.floor().floor_bytes
-    seconds = [solution.recompute_seconds for solution in curve]
-    assert seconds == sorted(seconds)
-
-
-def test_a_chain_is_planned_far_below_the_square_root():
-    desk = Planner(chain(length=64))
-    assert desk.floor().floor_bytes <= 8 * 1000
-    with pytest.raises(BudgetTooSmall, match="planner 'auto' meets this budget"):
-        desk.solve(budget_bytes=8 * 1000, planner="sqrt")
-
-
 def test_a_chain_of_views_may_be_longer_than_the_stack_of_python():
     build = StepBuilder()
     source = build.given(8)
