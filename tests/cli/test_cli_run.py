@@ -21,10 +21,11 @@ from lowtide.cli.tables import outcome_data, outcome_exit, outcome_tables, verdi
 from lowtide.cli.terminal import Exit
 from lowtide.errors import BudgetTooSmall, FreshProcessError
 from lowtide.experiments import machine, measured
-from lowtide.experiments.measured import Outcome, measurement_of
+from lowtide.experiments.measured import Outcome
 from lowtide.profiles import Profile
 from lowtide.verification import measure_step, verify_plan
 from lowtide.verification.measure_step import Timing
+from lowtide.verification.verdict import measurement_of
 from lowtide.verification.verify_plan import Verification
 from lowtide.zoo.targets import TargetSpec, load_target
 

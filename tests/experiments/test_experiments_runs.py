@@ -14,7 +14,7 @@ from lowtide.experiments.measured import distinct_plans, measure_points, spread_
 from lowtide.experiments.trial import ContenderTrial, Mistake
 from lowtide.profiles import Profile
 from lowtide.report.results import Results, SweepStatus
-from lowtide.verification import verify_plan
+from lowtide.verification import measure_step, verify_plan
 from lowtide.verification.measure_step import Measured, Timing
 from lowtide.verification.verify_plan import Verification
 from lowtide.zoo.targets import TargetSpec
@@ -64,7 +64,7 @@ PLAIN = Measured(
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(verify_plan, "verify", verified)
-    monkeypatch.setattr(measured, "measure_step", lambda spec, *, timed_runs, resident: PLAIN)
+    monkeypatch.setattr(measure_step, "measure_step", lambda spec, *, timed_runs, resident: PLAIN)
     needs(monkeypatch, lambda peak_bytes: "")
 
 

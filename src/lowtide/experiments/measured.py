@@ -1,41 +1,36 @@
 """Steps and plans run for real, as far as this machine's memory goes.
 
 `run_plan`: one plan; `measure_points`: points of a trade-off curve; `profile_by_running`: a profile.
+Functions that run a model import torch themselves: the curve of a stored profile does not need it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from lowtide.analyze.captured_step import capture
 from lowtide.errors import FreshProcessError
-from lowtide.experiments.contenders import plan_method
 from lowtide.experiments.machine import check_memory, why_not
-from lowtide.experiments.trial import try_method
 from lowtide.facts import Action
 from lowtide.facts.sizes import parse_size
 from lowtide.planning.simulate import eager_runs, walked
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
-from lowtide.profiling.costing import MEMORY_LIMIT_BYTES
-from lowtide.profiling.whole_run import run_costs
 from lowtide.report.results import Measurement, Results, StepMeasurement, TradeoffPoint, with_why
 from lowtide.report.style import size
-from lowtide.trace.identity import user_tensors
-from lowtide.verification import verify_plan
-from lowtide.verification.measure_step import measure_step
-from lowtide.verification.verdict import measurement_of, step_measurement
-from lowtide.verification.verify_plan import Verification
 from lowtide.zoo.targets import Target, TargetSpec
+
+if TYPE_CHECKING:
+    from lowtide.verification.verify_plan import Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What running a plan found out. `verification` is None where the machine cannot hold the step without
-    the plan, and `reason` says so; the planned step is then measured alone, or not at all.
+    """The result of running a plan. `verification` is None where the machine cannot hold the step without the
+    plan, and `reason` says so; the planned step is then measured alone, or not at all.
     """
 
     measurement: Measurement
-    verification: Verification | None = None
+    verification: "Verification | None" = None
     reason: str = ""
 
 
@@ -44,6 +39,9 @@ def run_plan(spec: TargetSpec | Target, plan: Plan, *, timed_runs: int, resident
 
     Without `resident`, peaks are measured by torch's own count alone.
     """
+    from lowtide.verification import verify_plan
+    from lowtide.verification.verdict import measurement_of, step_measurement
+
     reason = why_not(plan.solution, peak_bytes=plan.baseline_peak_bytes)
     if not reason:
         result = verify_plan.verify(spec, plan, timed_runs=timed_runs, resident=resident)
@@ -64,6 +62,9 @@ def run_plan(spec: TargetSpec | Target, plan: Plan, *, timed_runs: int, resident
 
 def run_plain(spec: TargetSpec | Target, *, predicted: int, timed_runs: int) -> StepMeasurement:
     """The step without any plan, in fresh processes, its peak by torch's own count."""
+    from lowtide.verification.measure_step import measure_step
+    from lowtide.verification.verdict import step_measurement
+
     found = measure_step(spec, timed_runs=timed_runs, resident=False)
     return step_measurement(predicted=predicted, measured=found.peak_bytes, timing=found.timing)
 
@@ -71,7 +72,7 @@ def run_plain(spec: TargetSpec | Target, *, predicted: int, timed_runs: int) -> 
 def profile_by_running(
     target: Target,
     *,
-    memory_limit: str | int = MEMORY_LIMIT_BYTES,
+    memory_limit: str | int = "1GiB",
     cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
@@ -80,6 +81,10 @@ def profile_by_running(
 
     NotEnoughMemory, before anything is run, where this machine cannot hold the step.
     """
+    from lowtide.analyze.captured_step import capture
+    from lowtide.profiling.whole_run import run_costs
+    from lowtide.trace.identity import user_tensors
+
     captured = capture(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
     peak_bytes = walked(captured.step, eager_runs(captured.step)).peak_bytes
     check_memory(captured.step, peak_bytes=peak_bytes, what="running the step whole (--mode run)")
@@ -107,7 +112,7 @@ def point_of(plan: Plan) -> TradeoffPoint:
 
 
 def curves_of(profile: Profile, *, points: int) -> tuple[list[Plan], list[TradeoffPoint]]:
-    """The plans of a profile's curve; and the curve without its store, empty where it has none."""
+    """The plans of a profile's curve; and the curve without offload, empty where the profile has none."""
     plans = distinct_plans(profile.tradeoff(points=points))
     if profile.step.transfer_speed is None:
         return plans, []
@@ -122,7 +127,7 @@ def spread_over(count: int, total: int) -> list[int]:
 
 @dataclass(slots=True)
 class Curve:
-    """The points of a curve; what was not exact among the measured ones, and what failed, in words."""
+    """The points of a curve; and in words, which measured ones were not exact and which failed."""
 
     points: list[TradeoffPoint]
     wrong: list[str] = field(default_factory=list)
@@ -141,6 +146,9 @@ def measure_points(
 
     Each is measured in a fresh process, in turn with eager.
     """
+    from lowtide.experiments.contenders import plan_method
+    from lowtide.experiments.trial import try_method
+
     curve = Curve([point_of(plan) for plan in plans])
     chosen = spread_over(count, len(plans))
     for done, index in enumerate(chosen):
