@@ -15,11 +15,10 @@ from unittest import mock
 import lowtide
 from lowtide.facts.serial import solution_to_dict
 from lowtide.offload import disk_store
-from lowtide.verification.comparison import Start, _differences, planned, record
+from lowtide.verification.comparison import Start, differences, planned, record
 from lowtide.verification.fresh_process import run_fresh
-from lowtide.verification.measure_step import time_steps
+from lowtide.verification.measure_step import device_of, static_bytes, time_steps, train_step
 from lowtide.verification.peak import peak_above_start
-from lowtide.verification.train_step import device_of, static_bytes, train_step
 from lowtide.zoo.targets import Target, TargetSpec
 
 STEPS = 2
@@ -52,7 +51,7 @@ class Measure:
         target = planned(self.spec.load(), solution=solution)
         start = copy.copy(self._start)  # the same values and random state
         start.target = target
-        differences = _differences(target, start, self._expected)
+        found = [str(difference) for difference in differences(target, start, self._expected)]
         with _waits() as waits:
             timings = time_steps(
                 {"eager": _step(self.plain, holds), "planned": _step(target, holds)},
@@ -69,7 +68,7 @@ class Measure:
             self._eager_peaks[holds],
             timings["planned"].added_to(timings["eager"]) if timed_runs else None,
             _per_step(waits, timed_runs) if waits else None,
-            differences,
+            found,
         )
 
     def _peak(self, solution: dict[str, Any] | None, holds_outputs: bool, absent: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import lowtide
 from lowtide.runtime.runner import Runner, attach, remove, runner_of
-from lowtide.verification.train_step import train_step
+from lowtide.verification.measure_step import train_step
 from lowtide.zoo.targets import Target, TargetSpec
 
 COLUMNS = (

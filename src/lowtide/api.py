@@ -36,9 +36,8 @@ from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.identity import user_tensors
 from lowtide.trace.model_call import Loop, Loss, Optimizers
 from lowtide.verification.comparison import planned
-from lowtide.verification.measure_step import Measured, measure_here
+from lowtide.verification.measure_step import Measured, autocast_here, device_of, measure_here
 from lowtide.verification.measure_step import measure_step as measure_target
-from lowtide.verification.train_step import autocast_here, device_of
 from lowtide.verification.verify_plan import Verification, measure_plan
 from lowtide.verification.verify_plan import verify as verify_target
 from lowtide.zoo.targets import Target

@@ -4,7 +4,13 @@ Here `measure_step` takes a `Target`, and raises where its model cannot be sent 
 `measure_here` measures a copy in this one.
 """
 
-from lowtide.verification.measure_step import Measured, Timing, measure_here, measure_step
-from lowtide.verification.train_step import static_bytes, train_step
+from lowtide.verification.measure_step import (
+    Measured,
+    Timing,
+    measure_here,
+    measure_step,
+    static_bytes,
+    train_step,
+)
 
 __all__ = ["Measured", "Timing", "measure_here", "measure_step", "static_bytes", "train_step"]

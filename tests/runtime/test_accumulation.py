@@ -9,8 +9,8 @@ from budgets import between
 from torch import nn
 
 import lowtide
+from lowtide.verification.measure_step import static_bytes
 from lowtide.verification.peak import peak_above_start
-from lowtide.verification.train_step import static_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from lowtide.facts import Region, Run, Solution
 from lowtide.ops.random_ops import apply_mask, dropout_output, eager_dropout, replay_dropout
 from lowtide.planning.planner import Planner
 from lowtide.planning.schedules import ENDS
-from lowtide.runtime.rewrite import Rewritten, plain_schedule, rewrite
+from lowtide.runtime.rewrite import Rewritten, baseline_schedule, rewrite
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -186,7 +186,7 @@ def test_only_what_backward_reads_is_saved(cases: dict[str, Case], name: str) ->
 @pytest.mark.parametrize("name", CASES)
 def test_without_recompute_every_op_runs_once(cases: dict[str, Case], name: str) -> None:
     for segment in cases[name].captured.segments:
-        graphs = rewrite(segment, plain_schedule(segment))
+        graphs = rewrite(segment, baseline_schedule(segment))
         total = [n for n in segment.joint.graph.nodes if n.op not in ("placeholder", "output")]
         assert len(ops(graphs.forward)) + len(ops(graphs.backward)) == len(total)
 

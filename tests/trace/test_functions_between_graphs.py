@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.verification.measure_step import static_bytes, train_step
 from lowtide.verification.peak import peak_above_start
-from lowtide.verification.train_step import static_bytes, train_step
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from lowtide.torch_compat import aot_autograd as aot
 from lowtide.torch_compat import dynamo
 from lowtide.torch_compat.modules import call_model, set_route
 from lowtide.trace.compile_settings import compiled
-from lowtide.verification.comparison import BaselineSchedules, planned
+from lowtide.verification.comparison import baseline_schedules, planned
 from lowtide.zoo.targets import Target
 
 
@@ -82,7 +82,7 @@ def reference_for(method: Contender, target: Target) -> Switch | None:
     if method.kind == "plan":
         assert method.solution is not None
         executor = executor_named(solution_from_dict(method.solution).executor)
-        install(model, BaselineSchedules(method.solution), executor=executor)
+        install(model, baseline_schedules(method.solution), executor=executor)
         return _planned(model)
     return None
 

@@ -15,7 +15,7 @@ peak is torch's own count of bytes, which does not depend on what the process di
 
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,30 +24,30 @@ import torch
 from lowtide.experiments.contenders import Contender, Switch, reference_for, switch_for
 from lowtide.report.results import Results
 from lowtide.torch_compat import dynamo
-from lowtide.verification.comparison import Start, record, train
+from lowtide.verification.comparison import BUFFER, GRADIENT, PARAMETER, Start, differences, record
 from lowtide.verification.fresh_process import run_fresh
-from lowtide.verification.measure_step import WARM_UP_STEPS, Timing, time_steps
+from lowtide.verification.measure_step import (
+    WARM_UP_STEPS,
+    Timing,
+    device_of,
+    static_bytes,
+    time_steps,
+    train_step,
+)
 from lowtide.verification.peak import peak_above_start
-from lowtide.verification.train_step import device_of, static_bytes, train_step
 from lowtide.zoo.targets import Target, TargetSpec
 
 ROUNDING = 1e-3
 """The largest error, relative to the tensor's largest value, that still passes for rounding."""
-NEGLIGIBLE = 1e-5
-"""Gradients below this share of the model's largest are zero but for rounding."""
 
 SHAKEN = 10
 """So many times what the smallest change of the parameters does still passes for rounding."""
 
-GRADIENT, BUFFER, PARAMETER = "gradient of ", "buffer ", "parameter "
-
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """A tensor whose bits differ after `step`; `error` is relative, infinite where it cannot be said.
-
-    `shaken`: what the smallest change of the parameters does to that tensor in eager training.
-    """
+    """A difference from eager training, and what the smallest change of the parameters does there to the same
+    tensor (`shaken`)."""
 
     name: str
     step: int
@@ -63,13 +63,7 @@ class Mistake:
 
 def mistakes(target: Target, start: Start, expected: Sequence[Path]) -> list[Mistake]:
     """Train from `start` and compare with the results on disk; the first difference comes first."""
-    found: list[Mistake] = []
-    for step, (seen, path) in enumerate(
-        zip(train(target, start, len(expected)), expected, strict=True), start=1
-    ):
-        wanted = torch.load(path, mmap=True)
-        found += [Mistake(name, step, error) for name, error in _errors(wanted, seen)]
-    return found
+    return [Mistake(found.name, found.step, found.error) for found in differences(target, start, expected)]
 
 
 def shaken(target: Target, start: Start, expected: Path) -> dict[str, float]:
@@ -77,8 +71,7 @@ def shaken(target: Target, start: Start, expected: Path) -> dict[str, float]:
     to those of `start`; `expected` is that step from `start` itself."""
     moved = copy.copy(start)
     moved.tensors = [_next_to(tensor) for tensor in start.tensors]
-    wanted = torch.load(expected, mmap=True)
-    return {name: error for seen in train(target, moved, 1) for name, error in _errors(wanted, seen)}
+    return {found.name: found.error for found in differences(target, moved, [expected])}
 
 
 def weighed(found: Sequence[Mistake], sensitivity: Mapping[str, float]) -> list[Mistake]:
@@ -86,24 +79,8 @@ def weighed(found: Sequence[Mistake], sensitivity: Mapping[str, float]) -> list[
     return [replace(mistake, shaken=sensitivity.get(mistake.name, 0.0)) for mistake in found]
 
 
-def _errors(wanted: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
-    largest = max((_size(value) for name, value in wanted.items() if name.startswith(GRADIENT)), default=0.0)
-    for name in dict.fromkeys((*wanted, *seen)):
-        if name not in wanted or name not in seen or wanted[name].shape != seen[name].shape:
-            yield name, float("inf")
-        elif not torch.equal(wanted[name], seen[name]):
-            scale = max(_size(wanted[name]), NEGLIGIBLE * largest if name.startswith(GRADIENT) else 0.0)
-            off = (wanted[name].double() - seen[name].double()).abs().max().item()
-            exact_kind = not wanted[name].is_floating_point()
-            yield name, float("inf") if exact_kind or not scale else off / scale
-
-
 def _next_to(values: torch.Tensor) -> torch.Tensor:
     return values * (1 + torch.finfo(values.dtype).eps) if values.is_floating_point() else values
-
-
-def _size(value: torch.Tensor) -> float:
-    return value.double().abs().max().item() if value.numel() else 0.0
 
 
 def judge(found: Sequence[Mistake], *, num_gradients: int, unlike_eager: bool = False) -> tuple[Results, str]:

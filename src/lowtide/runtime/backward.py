@@ -12,7 +12,7 @@ from lowtide.ops.gradient_terms import return_terms
 from lowtide.ops.random_ops import drawing_from, random_state
 from lowtide.runtime.executor import Executor, ExecutorInParts, Parts
 from lowtide.runtime.graph_call import GradientGates, waiting_chain, with_handovers
-from lowtide.runtime.rewrite import Rewritten, plain_schedule, rewrite
+from lowtide.runtime.rewrite import Rewritten, baseline_schedule, rewrite
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.autograd_engine import silence_hooks
 from lowtide.trace.segments import Segment
@@ -153,7 +153,7 @@ class Backward:
         segment, start = self.first_calls.take(min(surprising))
         self.used(surprising)
         plain = specialised(segment, missing=missing, apart=self.apart)
-        rewritten = rewrite(plain, plain_schedule(plain), in_place=self.executor.in_place)
+        rewritten = rewrite(plain, baseline_schedule(plain), in_place=self.executor.in_place)
         forward = self.executor(rewritten.forward, _fake_inputs(rewritten.forward), is_backward=False)
         backward = self.executor(rewritten.backward, _fake_inputs(rewritten.backward), is_backward=True)
         given = args[self.rewritten.num_saved :]

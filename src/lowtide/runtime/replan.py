@@ -36,7 +36,7 @@ from lowtide.runtime.incomplete_steps import (
     step_of_call,
 )
 from lowtide.runtime.loop_watch import LiveLoss
-from lowtide.runtime.runner import CallSoFar
+from lowtide.runtime.runner import CallSoFar, Schedules
 from lowtide.torch_compat.ddp import Buckets
 from lowtide.torch_compat.dynamo import StartOver
 from lowtide.torch_compat.fsdp2 import units_of
@@ -55,7 +55,7 @@ PLANNED_GRAPHS = 1024
 """Schedules of graphs that came later and are kept; an older one is planned again when it comes back."""
 
 
-class Replanner:
+class Replanner(Schedules):
     """The schedule of every graph that comes: by the plan, or by a new solution for the same budget.
 
     Where a call begins with an unknown graph, the whole step is planned (`plan_call`), unless it is a known
@@ -86,14 +86,12 @@ class Replanner:
         offload = plan.solution.offload
         self.transfer_speed = None if offload is None else offload.transfer_speed
         self.loop = plan.loop or Loop(holds_outputs=plan.solution.holds_outputs)
-        self.orders = dict(plan.solution.gradient_strides)
         self.identity = identify_model(model)
         self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
         """the graphs of the user's own plan"""
         self.steps = {_structures(self.first): self.first}
         """of every structure, the graphs of the last step that was planned"""
-        self.graphs = _by_fingerprint(self.first)
-        """by the plan; empty where a step was another one than the plan counts on"""
+        super().__init__(self.first, plan.solution.gradient_strides)
         self.later: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._alike: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._dropped: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)

@@ -94,8 +94,8 @@ Keepers = dict[fx.Node, list[Kept]]
 """What methods keep, by the forward node that it is kept for."""
 
 
-def plain_schedule(segment: Segment) -> tuple[GraphRun, ...]:
-    """The schedule that brings nothing back."""
+def baseline_schedule(segment: Segment) -> tuple[GraphRun, ...]:
+    """The schedule that rematerializes nothing."""
     forward, backward = segment.forward_ops, segment.backward_ops
     return tuple(GraphRun(position) for position in range(len(forward), len(forward) + len(backward)))
 

@@ -8,7 +8,7 @@ lowtide were not there.
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
@@ -16,8 +16,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import fx, nn
 
+from lowtide.analyze.gradient_sums import specialised
 from lowtide.errors import CaptureError, LowtideError
-from lowtide.facts import Kind
+from lowtide.facts import Graph, Kind
 from lowtide.offload.offload_store import OffloadStore
 from lowtide.optim.split_step import SplitStep
 from lowtide.optim.step_in_backward import StepInBackward
@@ -26,6 +27,7 @@ from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.executor import EAGER_OPS, Executor
 from lowtide.runtime.loop_watch import LiveLoss, leave
 from lowtide.runtime.observer import EARLIER_GRADIENTS, LoopObserver, mark, ran_without_plan, unmark
+from lowtide.runtime.rewrite import baseline_schedule
 from lowtide.torch_compat import autograd_engine, ddp, dynamo
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
@@ -65,39 +67,44 @@ class CallSoFar:
     batch_bytes: int
 
 
-class Schedules(Protocol):
-    """Where a runner gets the schedule of a graph from.
+class Schedules:
+    """Where a runner gets the schedule of a graph from; here: graphs run as captured, without recompute.
 
-    `orders`: in which gradients come whose strides differ from their outputs'.
+    Of `graphs`, which gradients come is known. `orders`: in which gradients come whose strides differ from
+    their outputs'.
     """
 
-    orders: dict[str, str]
+    def __init__(self, graphs: Sequence[Graph] = (), orders: Iterable[tuple[str, str]] = ()) -> None:
+        self.graphs = {graph.fingerprint: graph for graph in graphs}
+        self.orders = dict(orders)
 
     def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
         """How `segment` runs. StartOver where `plan_call` has to tell, which needs that nothing ran yet."""
-        ...
+        graph = self.graphs.get(segment.fingerprint)
+        missing = frozenset(graph.missing if graph is not None else ())
+        apart = frozenset(graph.apart if graph is not None else ())
+        wanted = specialised(segment, missing=missing, apart=apart)
+        return GraphSchedule(baseline_schedule(wanted), missing, apart)
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Plan the step that this call of the model begins, without running it."""
-        ...
 
     @property
     def loss_is_unknown(self) -> bool:
         """Whether what the loop makes of the model's output is unknown."""
-        ...
+        return False
 
     def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
         """Whether schedules were dropped, because of what a loop made between forward and backward pass, or
         of outputs that the loss reads though the plan counts on no gradient for them, by graph."""
-        ...
+        return False
 
     def expect_calls(self) -> None:
         """Drop schedules, since several calls come before a backward pass, and the plan counts on one."""
-        ...
 
     def count_buckets(self, buckets: ddp.Buckets) -> bool:
         """Whether schedules were dropped, because the plan does not count the buckets of gradients."""
-        ...
+        return False
 
 
 class Runner:

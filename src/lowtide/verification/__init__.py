@@ -1,10 +1,9 @@
-"""What is true: measured peaks and times, and results compared with eager to the last bit.
+"""Measured peaks and times, and results compared with eager to the last bit.
 
-- `train_step`: the canonical step, and the bytes that are there before it
-- `peak`, `clock`: its peak by two methods; its time
-- `peak_notes`, `time_notes`, `verdict`: where peaks disagree; what time went into; the answer in words
-- `measure`: both in fresh processes
-- `fresh`, `child`: a function in a fresh process, and that process's side
-- `comparison`: a plan against eager, step by step
-- `verification`: a plan proven: its results, its peak and its time
+- `fresh_process`, `child`: run a function in a fresh process; that process's side
+- `peak`: the peak of a function, by two methods
+- `measure_step`: the canonical training step, its peak and its time
+- `comparison`: training with a plan and without it, from the same start, compared step by step
+- `verify_plan`: a plan proven: its results, its peak and its time
+- `verdict`: the answer in words, and notes on what was not measured well
 """

@@ -7,7 +7,7 @@ recompute, which tells whether it is the plan that makes results differ from eag
 
 import copy
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,28 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.analyze.gradient_sums import specialised
 from lowtide.errors import PlanMismatch
 from lowtide.facts.serial import solution_from_dict
 from lowtide.ops.random_ops import random_state, set_random_state
 from lowtide.optim.step_in_backward import UsedGradient
 from lowtide.plans import Plan, check_identity
 from lowtide.runtime.apply import apply_plan
-from lowtide.runtime.backend import GraphSchedule
 from lowtide.runtime.executor import EAGER_OPS, Executor, executor_named
-from lowtide.runtime.loop_watch import LiveLoss
-from lowtide.runtime.rewrite import plain_schedule
-from lowtide.runtime.runner import CallSoFar, attach, install, remove, runner_of
-from lowtide.torch_compat.ddp import Buckets
+from lowtide.runtime.runner import Schedules, attach, install, remove, runner_of
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.trace.identity import identify
 from lowtide.trace.model_call import call, loss_of, split_batch
-from lowtide.trace.segments import Segment
-from lowtide.verification.measure_step import Timing, time_steps
-from lowtide.verification.train_step import device_of, train_step
+from lowtide.verification.measure_step import Timing, device_of, time_steps, train_step
 from lowtide.zoo.targets import Target, TargetSpec
 
 COMPARED_STEPS = 3
+GRADIENT, BUFFER, PARAMETER = "gradient of ", "buffer ", "parameter "
+"""How the names of results begin."""
+
+NEGLIGIBLE = 1e-5
+"""Gradients below this share of the model's largest are zero but for rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,29 +80,35 @@ def compare(
                 expected = record(target, start, Path(folder) / "captured", steps)
             from_eager = _distance(expected, eager)
         planned(target, solution=solution)
-        differences = _differences(target, start, expected)
+        found = differences(target, start, expected)
         _check_graphs(target, solution)
         recompute_exact = True
-        if differences and executor is not EAGER_OPS:
+        if found and executor is not EAGER_OPS:
             recompute_exact = False
-        elif differences:
+        elif found:
             with _without_recompute(target, solution, executor):
                 captured = record(target, start, Path(folder) / "captured", steps)
             planned(target, solution=solution)
-            recompute_exact = not _differences(target, start, captured)
+            recompute_exact = not differences(target, start, captured)
         start.restore()
     return Comparison(
-        differences=tuple(differences),
+        differences=tuple(map(str, found)),
         recompute_exact=recompute_exact,
         timings=_time(target, timed_runs) if timed_runs else {},
         from_eager=from_eager,
     )
 
 
+def baseline_schedules(solution: dict[str, Any]) -> Schedules:
+    """Runs the captured graphs as they are, for the same gradients as a plan."""
+    found = solution_from_dict(solution)
+    return Schedules(found.graphs, found.gradient_strides)
+
+
 @contextmanager
 def _without_recompute(target: Target, solution: dict[str, Any], executor: Executor) -> Iterator[None]:
     """The target runs its captured graphs as they are."""
-    install(target.model, BaselineSchedules(solution), executor=executor)
+    install(target.model, baseline_schedules(solution), executor=executor)
     try:
         yield
     finally:
@@ -160,8 +164,8 @@ class Start:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = {f"parameter {name}": parameter.detach() for name, parameter in model.named_parameters()}
-    return named | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    named = {f"{PARAMETER}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return named | {f"{BUFFER}{name}": buffer for name, buffer in model.named_buffers()}
 
 
 def _random_states(target: Target) -> dict[str, torch.Tensor]:
@@ -180,7 +184,7 @@ def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.
         seen = {"loss": loss.detach()}
         for name, parameter in target.model.named_parameters():
             if parameter.grad is not None:
-                seen[f"gradient of {name}"] = parameter.grad
+                seen[f"{GRADIENT}{name}"] = parameter.grad
         del loss
         if target.optimizer is not None:
             target.optimizer.step()
@@ -198,14 +202,35 @@ def record(target: Target, start: Start, stem: Path, steps: int) -> list[Path]:
     return files
 
 
-def _differences(target: Target, start: Start, expected: list[Path]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor whose bits differ after `step`; `error` is relative to the tensor's largest value, infinite
+    where it cannot be said. `words` say what differs."""
+
+    name: str
+    step: int
+    error: float
+    words: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}, step {self.step}: {self.words}"
+
+
+def differences(target: Target, start: Start, expected: Sequence[Path]) -> list[Difference]:
+    """Train from `start` and compare with the results on disk; the first difference comes first."""
     found = []
-    for number, seen in enumerate(train(target, start, len(expected))):
-        wanted = torch.load(expected[number], mmap=True)
-        for name in (*wanted, *(name for name in seen if name not in wanted)):
+    for step, (seen, path) in enumerate(
+        zip(train(target, start, len(expected)), expected, strict=True), start=1
+    ):
+        wanted = torch.load(path, mmap=True)
+        gradients = [_largest(value) for name, value in wanted.items() if name.startswith(GRADIENT)]
+        least = NEGLIGIBLE * max(gradients, default=0.0)
+        for name in dict.fromkeys((*wanted, *seen)):
             words = _difference(wanted.get(name), seen.get(name))
             if words:
-                found.append(f"{name}, step {number + 1}: {words}")
+                scale = least if name.startswith(GRADIENT) else 0.0
+                error = _relative_error(wanted.get(name), seen.get(name), least=scale)
+                found.append(Difference(name, step, error, words))
     return found
 
 
@@ -222,44 +247,24 @@ def _difference(wanted: torch.Tensor | None, seen: torch.Tensor | None) -> str:
     return f"{int((wanted != seen).sum())} of {wanted.numel()} values differ, by up to {off.max().item():.3g}"
 
 
+def _relative_error(wanted: torch.Tensor | None, seen: torch.Tensor | None, *, least: float) -> float:
+    """`least` is the smallest value that counts as the tensor's largest."""
+    if wanted is None or seen is None or wanted.shape != seen.shape or not wanted.is_floating_point():
+        return float("inf")
+    scale = max(_largest(wanted), least)
+    off: float = (wanted.double() - seen.double()).abs().max().item()
+    return off / scale if scale else float("inf")
+
+
+def _largest(value: torch.Tensor) -> float:
+    return value.double().abs().max().item() if value.numel() else 0.0
+
+
 def _same_with_nan(wanted: torch.Tensor, seen: torch.Tensor) -> bool:
     """A model that trains to NaN is planned exactly when it does so in the same places."""
     if not wanted.is_floating_point():
         return False
     return bool(((wanted == seen) | (wanted.isnan() & seen.isnan())).all())
-
-
-class BaselineSchedules:
-    """Runs the captured graphs as they are, for the same gradients as a plan."""
-
-    def __init__(self, solution: dict[str, Any]) -> None:
-        found = solution_from_dict(solution)
-        self.graphs = {graph.fingerprint: graph for graph in found.graphs}
-        self.orders = dict(found.gradient_strides)
-
-    def schedule_of(self, segment: Segment, _so_far: CallSoFar) -> GraphSchedule:
-        graph = self.graphs.get(segment.fingerprint)
-        missing, apart = (frozenset(graph.missing), frozenset(graph.apart)) if graph else (frozenset(),) * 2
-        wanted = specialised(segment, missing=missing, apart=apart)
-        return GraphSchedule(schedule=plain_schedule(wanted), missing=missing, apart=apart)
-
-    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
-        """Nothing to plan."""
-
-    @property
-    def loss_is_unknown(self) -> bool:
-        return False
-
-    def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
-        """Nothing to plan."""
-        return False
-
-    def count_buckets(self, buckets: Buckets) -> bool:
-        """Nothing to plan."""
-        return False
-
-    def expect_calls(self) -> None:
-        """Nothing to plan."""
 
 
 def _time(target: Target, runs: int) -> dict[str, Timing]:

@@ -1,20 +1,28 @@
-"""The answer of a verification in a few lines: does it fit, is it exact, and what was not measured well.
+"""A verification in words: does the plan fit, is it exact, and what was not measured well.
 
-Where measured time holds what no prediction counts.
-
-What was measured, as the records that reports show.
+- `verdict`: the answer in a few lines
+- `prediction_note`, `agreement_note`, `fault_note`: where a prediction is off, where two measured peaks
+  disagree, where page faults take a good part of the time; empty where not
+- `measurement_of`: the record that reports show
 """
 
 from typing import TYPE_CHECKING
 
 from lowtide.report.results import Measurement, StepMeasurement
 from lowtide.report.style import NOT_BY_RECOMPUTING, is_noisy, size
+from lowtide.units import format_size
 
 if TYPE_CHECKING:
     from lowtide.verification.measure_step import Timing
     from lowtide.verification.verify_plan import Verification
 
 MAX_DIFFERENCES = 5
+PREDICTED_WITHIN = 0.01
+AGREE_WITHIN = 0.02
+SMALL_BYTES = 1 << 20
+"""Pages and the allocator's own blocks: below this the kernel's figure says nothing about a step."""
+LEAST_SHARE = 0.03
+"""Of a step's time: less is lost in what any machine is off by."""
 
 
 def verdict(result: "Verification") -> list[str]:
@@ -43,8 +51,32 @@ def kept(peak_bytes: int, budget_bytes: int) -> str:
     return f"peak: {size(peak_bytes)}, {over} the budget of {size(budget_bytes)}"
 
 
-LEAST_SHARE = 0.03
-"""Of a step's time: less is lost in what any machine is off by."""
+def prediction_note(which: str, *, predicted: int, measured: int, op: str) -> str:
+    """Empty where the prediction holds. `op` is what ran at the measured peak, if anybody knows."""
+    off = predicted / measured - 1 if measured else 0.0
+    if abs(off) <= PREDICTED_WITHIN:
+        return ""
+    at = f" at {op}" if op else ""
+    return (
+        f"the peak {which} was predicted as {format_size(predicted)}, {abs(off):.1%} "
+        f"{'above' if off > 0 else 'below'} the {format_size(measured)} that were measured{at}"
+    )
+
+
+def agreement_note(which: str, *, measured: int, resident: int | None) -> str:
+    """Empty where torch's count and the kernel's agree, or only one of them is there."""
+    if resident is None or abs(resident - measured) <= max(AGREE_WITHIN * measured, SMALL_BYTES):
+        return ""
+    why = (
+        "memory that torch does not count, such as buffers of libraries and of Python, or pages that were "
+        "given back late"
+        if resident > measured
+        else "blocks that torch asked for and never wrote to, or that took pages which were there before"
+    )
+    return (
+        f"the two measured peaks {which} disagree: torch counts {format_size(measured)}, the kernel "
+        f"{format_size(resident)} ({why})"
+    )
 
 
 def fault_note(without: "Timing | None", with_plan: "Timing | None") -> str:

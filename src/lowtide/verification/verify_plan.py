@@ -22,8 +22,7 @@ from lowtide.units import format_size
 from lowtide.verification.comparison import Comparison, compare, looped, planned
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.verification.measure_step import Measured, Timing, measure_here, measure_step
-from lowtide.verification.peak import agreement_note, prediction_note
-from lowtide.verification.verdict import fault_note, measurement_of, verdict
+from lowtide.verification.verdict import agreement_note, fault_note, measurement_of, prediction_note, verdict
 from lowtide.zoo.targets import Target, TargetSpec
 
 
