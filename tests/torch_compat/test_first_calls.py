@@ -1,11 +1,9 @@
 """The first call of a mathematical function runs on one thread."""
 
-from types import SimpleNamespace
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.runtime.runner import install
+from lowtide.runtime.runner import Runner, Schedules, install
 from lowtide.torch_compat.dispatch import FUNCTIONS, make_first_calls
 from lowtide.verification.fresh_process import run_fresh
 
@@ -40,5 +38,5 @@ def calls_made() -> int:
 def test_they_are_made_before_anything_is_measured_or_planned() -> None:
     assert run_fresh("test_first_calls:calls_made") == 1
     make_first_calls.cache_clear()
-    install(torch.nn.Linear(1, 1), SimpleNamespace(orders={}))
+    install(Runner(torch.nn.Linear(1, 1), Schedules()))
     assert calls_made() == 1

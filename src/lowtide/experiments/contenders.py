@@ -14,7 +14,7 @@ from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.ops.direct import direct_function
 from lowtide.plans import Plan
 from lowtide.runtime.executor import executor_named
-from lowtide.runtime.runner import attach, install, remove, runner_of
+from lowtide.runtime.runner import Runner, attach, install, remove, runner_of
 from lowtide.torch_compat import aot_autograd as aot
 from lowtide.torch_compat import dynamo
 from lowtide.torch_compat.modules import call_model, set_route
@@ -82,7 +82,7 @@ def reference_for(method: Contender, target: Target) -> Switch | None:
     if method.kind == "plan":
         assert method.solution is not None
         executor = executor_named(solution_from_dict(method.solution).executor)
-        install(model, baseline_schedules(method.solution), executor=executor)
+        install(Runner(model, baseline_schedules(method.solution), executor=executor))
         return _planned(model)
     return None
 

@@ -13,7 +13,7 @@ from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.plans import Plan, check_identity
 from lowtide.runtime.executor import Executor, executor_named
 from lowtide.runtime.replan import Replanner
-from lowtide.runtime.runner import install, runner_of
+from lowtide.runtime.runner import Runner, install, runner_of
 from lowtide.trace.identity import identify_model
 
 
@@ -42,7 +42,7 @@ def apply_plan(
     spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
     batch = dict(plan.solution.identity).get("batch")
     runs_by = executor or plan.executor or executor_named(plan.solution.executor)
-    install(
+    runner = Runner(
         model,
         Replanner(plan, model, updates=updates, executor=runs_by),
         spare_bytes=spare_bytes,
@@ -55,6 +55,7 @@ def apply_plan(
         traced=None if plan.solution.eager else plan.traced,
         store=_store_of(plan),
     )
+    install(runner)
     return model
 
 

@@ -5,7 +5,6 @@ backend that rewrites every captured graph by its plan; without gradients the mo
 lowtide were not there.
 """
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from lowtide.optim.split_step import SplitStep
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
 from lowtide.runtime.backend import Backend, GraphSchedule
-from lowtide.runtime.executor import EAGER_OPS, Executor
+from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
 from lowtide.runtime.loop_watch import LiveLoss, leave
 from lowtide.runtime.observer import EARLIER_GRADIENTS, LoopObserver, mark, ran_without_plan, unmark
 from lowtide.runtime.rewrite import baseline_schedule
@@ -37,7 +36,8 @@ from lowtide.trace.identity import Origin, describe_inputs, layouts, name_tensor
 from lowtide.trace.model_call import entrance, tensors_in
 from lowtide.trace.segments import Segment, TracedModel
 
-logger = logging.getLogger("lowtide")
+PLANNED_KINDS = 1024
+"""Kinds of calls that are known to be planned; an older one is looked at again."""
 
 
 class Guard(Protocol):
@@ -158,7 +158,8 @@ class Runner:
         # looked at in every step, and finding them anew takes ten times as long
         self._parameters = tuple(model.parameters())
         self._planned_situation = self._situation()
-        self._known = {(planned_batch, self._planned_situation)}
+        self._planned_kinds: RecentlyUsed[Any, bool] = RecentlyUsed(PLANNED_KINDS)
+        self._planned_kinds[planned_batch, self._planned_situation] = True
         self.compiled = compiled_model(model, self.backend)
         if traced is not None and traced.take(model) and self.backend.adopt(traced.graph):
             self.compiled = traced.compiled
@@ -260,9 +261,9 @@ class Runner:
         if not isinstance(self.compiled, CompiledUnits):
             return
         kind = (layouts((args, kwargs)), self._situation())
-        if kind not in self._known:
+        if not self._planned_kinds.get(kind):
             self._plan_call(args, kwargs, cause="another batch, or another setting of the model")
-            self._known.add(kind)
+            self._planned_kinds[kind] = True
 
     def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Where the model's own code raises for this batch, its exception is the user's, not ours."""
@@ -340,41 +341,15 @@ def _nbytes(batch: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(batch))
 
 
-def install(
-    model: nn.Module,
-    schedules: Schedules,
-    *,
-    spare_bytes: int | None = None,
-    executor: Executor = EAGER_OPS,
-    eager_batch: str | None = None,
-    planned_batch: str | None = None,
-    updates: StepInBackward | None = None,
-    split_step: SplitStep | None = None,
-    holds_outputs: bool = True,
-    traced: TracedModel | None = None,
-    store: OffloadStore | None = None,
-) -> Runner:
-    """Route `model`'s calls through a plan, in place."""
+def install(runner: Runner) -> None:
+    """Route the calls of the runner's model through its plan, in place of another plan."""
+    model = runner.model
     current = route_of(model)
     if current is not None and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
     remove(model)
-    runner = Runner(
-        model,
-        schedules,
-        spare_bytes=spare_bytes,
-        executor=executor,
-        eager_batch=eager_batch,
-        planned_batch=planned_batch,
-        updates=updates,
-        split_step=split_step,
-        holds_outputs=holds_outputs,
-        traced=traced,
-        store=store,
-    )
     attach(model, runner)
-    return runner
 
 
 def attach(model: nn.Module, runner: Runner) -> None:

@@ -23,7 +23,7 @@ from lowtide.optim.step_in_backward import UsedGradient
 from lowtide.plans import Plan, check_identity
 from lowtide.runtime.apply import apply_plan
 from lowtide.runtime.executor import EAGER_OPS, Executor, executor_named
-from lowtide.runtime.runner import Schedules, attach, install, remove, runner_of
+from lowtide.runtime.runner import Runner, Schedules, attach, install, remove, runner_of
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.trace.identity import identify
 from lowtide.trace.model_call import call, loss_of, split_batch
@@ -108,7 +108,7 @@ def baseline_schedules(solution: dict[str, Any]) -> Schedules:
 @contextmanager
 def _without_recompute(target: Target, solution: dict[str, Any], executor: Executor) -> Iterator[None]:
     """The target runs its captured graphs as they are."""
-    install(target.model, baseline_schedules(solution), executor=executor)
+    install(Runner(target.model, baseline_schedules(solution), executor=executor))
     try:
         yield
     finally:
