@@ -2,15 +2,19 @@
 (`GraphAnalysis`); and where in the user's model and source a graph node comes from."""
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
-from lowtide.facts import Node, Storage
+from lowtide.facts import Node, Region, Storage
 from lowtide.ops.calls import Call
 from lowtide.remat import Kept, RematRule
 from lowtide.trace.segments import Segment
+
+NO_GRAPH = -1
+"""The segment of nodes that belong to no graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,8 @@ class Analysis:
     the parameters that are updated in the backward pass. `kept` has the ranks that only a remat rule needs.
     `missing` and `apart` have, for each graph, the outputs without gradient and the inputs whose gradient
     leaves the graph as terms. `uncaptured_calls` are the ops of uncaptured code, by the rank of its node,
-    each with the bytes that stay live when the op ends.
+    each with the bytes that stay live when the op ends. `ends` has the last rank of each pass of a graph, and
+    `earlier` is the rank of the gradients of earlier micro-batches.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -44,6 +49,8 @@ class Analysis:
     apart: list[frozenset[int]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
+    ends: dict[tuple[Region, int], int] = field(default_factory=dict)
+    earlier: int | None = None
 
     def add_storage(self, **fields: Any) -> int:
         self.storages.append(Storage(id=len(self.storages), **fields))
@@ -52,6 +59,24 @@ class Analysis:
     def add_node(self, **fields: Any) -> int:
         self.nodes.append(Node(rank=len(self.nodes), **fields))
         return len(self.nodes) - 1
+
+    def renumber(self, rank: Mapping[int, int]) -> None:
+        """Give nodes their new ranks, after nodes of no graph were inserted among them."""
+
+        def new(ranks: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(rank[old] for old in ranks)
+
+        for place, node in enumerate(self.nodes):
+            if node.segment != NO_GRAPH:
+                remats = tuple(replace(remat, reads=new(remat.reads)) for remat in node.remats)
+                eager = new(node.eager_reads)
+                self.nodes[place] = replace(
+                    node, rank=place, reads=new(node.reads), eager_reads=eager, remats=remats
+                )
+        self.graph_nodes = {rank[old]: node for old, node in self.graph_nodes.items()}
+        self.kept = {rank[old]: kept for old, kept in self.kept.items()}
+        self.ends = {key: rank[old] for key, old in self.ends.items()}
+        self.earlier = None if self.earlier is None else rank[self.earlier]
 
 
 class GraphAnalysis:

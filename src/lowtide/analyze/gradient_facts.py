@@ -13,7 +13,6 @@ from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Execution, Trace
 from lowtide.trace.tangents import stands_for
 
-UNCAPTURED = "held by code outside of the graphs"
 EARLIER = "gradients of earlier micro-batches"
 
 
@@ -128,10 +127,10 @@ def add_gradients(analysis: Analysis, state: GraphAnalysis) -> None:
     analysis.nodes[end] = replace(analysis.nodes[end], makes=tuple(extra), holds=tuple(extra))
 
 
-def add_earlier_gradients(analysis: Analysis) -> int:
-    """The step begins with gradients of the micro-batches before it; their size is found last."""
+def add_earlier_gradients(analysis: Analysis) -> None:
+    """The step begins with gradients of earlier micro-batches; `add_up_gradients` finds their size."""
     made = analysis.add_storage(nbytes=0, kind=Kind.GRADIENT, name=EARLIER)
-    return analysis.add_node(
+    analysis.earlier = analysis.add_node(
         name=EARLIER,
         op="placeholder",
         region=Region.FORWARD,
@@ -142,14 +141,16 @@ def add_earlier_gradients(analysis: Analysis) -> int:
     )
 
 
-def add_up_gradients(analysis: Analysis, earlier: int) -> None:
-    """Let the gradients that the node `earlier` holds be there until the backward pass ends.
+def add_up_gradients(analysis: Analysis) -> None:
+    """Keep the gradients of earlier micro-batches live until the backward pass ends.
 
-    A graph hands all its gradients over at its end, and only then are they added up: until then both are
-    there. In eager each is added where it is made, and the earlier ones stay.
+    A graph hands all its gradients over at its end, where autograd adds them: until then both are live. In
+    eager each gradient is added where it is made, and the earlier ones stay.
     """
+    if analysis.earlier is None:
+        return
     own = dict.fromkeys(analysis.gradients.values())
-    (storage,) = analysis.nodes[earlier].makes
+    (storage,) = analysis.nodes[analysis.earlier].makes
     nbytes = sum(analysis.storages[made].nbytes for made in own)
     analysis.storages[storage] = replace(analysis.storages[storage], nbytes=nbytes)
     for made in own:
@@ -158,17 +159,16 @@ def add_up_gradients(analysis: Analysis, earlier: int) -> None:
     for rank, node in enumerate(analysis.nodes):
         inside = sum(analysis.storages[made].nbytes for made in node.makes if made in own)
         if inside:
-            extra = node.extra_eager_bytes + inside
-            analysis.nodes[rank] = replace(node, extra_eager_bytes=extra)
+            analysis.nodes[rank] = replace(node, extra_eager_bytes=node.extra_eager_bytes + inside)
     last = analysis.nodes[-1]
-    analysis.nodes[-1] = replace(last, reads=(*last.reads, earlier))
+    analysis.nodes[-1] = replace(last, reads=(*last.reads, analysis.earlier))
 
 
 def keep_earlier_gradients(analysis: Analysis) -> None:
-    """Eager's optimizer reads the gradients that were there first: all others were added to them."""
-    first, last = analysis.nodes[0], analysis.nodes[-1]
-    if first.name == EARLIER:
-        analysis.nodes[-1] = replace(last, eager_reads=(*last.eager_reads, first.rank))
+    """Eager's optimizer reads the earlier gradients, to which autograd added all others."""
+    if analysis.earlier is not None:
+        last = analysis.nodes[-1]
+        analysis.nodes[-1] = replace(last, eager_reads=(*last.eager_reads, analysis.earlier))
 
 
 def keep_live_in_formulas(analysis: Analysis, state: GraphAnalysis, *, only_eager: bool) -> None:
@@ -189,26 +189,6 @@ def keep_live_in_formulas(analysis: Analysis, state: GraphAnalysis, *, only_eage
         else:
             reads = tuple(dict.fromkeys((*last.reads, *held)))
             analysis.nodes[last.rank] = replace(last, reads=reads)
-
-
-def add_uncaptured_bytes(analysis: Analysis, states: list[GraphAnalysis], trace: Trace) -> None:
-    """What autograd keeps of code between graphs: from the end of the graph before it until that graph's own
-    backward pass begins; throughout, where there is no such graph."""
-    graphs = [state for state in states if state.segment.differentiable]
-    for before, nbytes in sorted(trace.outside_bytes.items()):
-        state = graphs[before - 1] if before else None
-        arrived = [state.rank[node] for node in state.tangents if node in state.rank] if state else []
-        made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=UNCAPTURED, static=not arrived)
-        if state is None or not arrived:
-            continue
-        end = next(
-            node.rank
-            for node in analysis.nodes
-            if (node.op, node.region, node.segment) == ("output", Region.FORWARD, state.index)
-        )
-        output, tangent = analysis.nodes[end], analysis.nodes[max(arrived)]
-        analysis.nodes[end] = replace(output, makes=(*output.makes, made), holds=(*output.holds, made))
-        analysis.nodes[tangent.rank] = replace(tangent, reads=(*tangent.reads, end))
 
 
 def pin_returned(analysis: Analysis, states: list[GraphAnalysis], trace: Trace) -> None:

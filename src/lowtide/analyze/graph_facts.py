@@ -19,7 +19,6 @@ from lowtide.analyze.gradient_facts import (
     add_earlier_gradients,
     add_gradients,
     add_tangent,
-    add_uncaptured_bytes,
     add_up_gradients,
     add_update,
     keep_live_in_formulas,
@@ -27,7 +26,7 @@ from lowtide.analyze.gradient_facts import (
 )
 from lowtide.analyze.gradient_sums import with_terms_apart
 from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
-from lowtide.analyze.uncaptured_facts import add_uncaptured_code
+from lowtide.analyze.uncaptured_facts import add_uncaptured_bytes, add_uncaptured_code
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Kind, Region, Remat
 from lowtide.ops.calls import Call, target_name
@@ -67,7 +66,8 @@ def analyze_graphs(
         GraphAnalysis(index, execution.segment, in_model=index < trace.num_in_model)
         for index, execution in enumerate(executions)
     ]
-    earlier = add_earlier_gradients(analysis) if accumulate else None
+    if accumulate:
+        add_earlier_gradients(analysis)
     repeated = _repeated(trace)
     for state, execution in zip(states, executions, strict=True):
         fixed = repeated.get(execution.segment.fingerprint, "")
@@ -80,8 +80,7 @@ def analyze_graphs(
         add_uncaptured_code(analysis, states, trace.outside)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
-    if earlier is not None:
-        add_up_gradients(analysis, earlier)
+    add_up_gradients(analysis)
     return analysis
 
 
@@ -351,8 +350,8 @@ def _nodes_in(arguments: Any) -> list[fx.Node]:
 def _add_output(
     analysis: Analysis, state: GraphAnalysis, values: list[fx.Node | None], region: Region
 ) -> None:
-    """The end of a graph: what it returns lives at least until here."""
-    analysis.add_node(
+    """The end of a pass of a graph, until which its results are live."""
+    analysis.ends[region, state.index] = analysis.add_node(
         name=f"{OUTPUT}_{region.value}" + (f"_{state.index}" if state.index else ""),
         op=OUTPUT,
         region=region,

@@ -1,89 +1,96 @@
-"""Code outside of the graphs in the facts of a step: nodes without ops between the graphs, which hold what
-such code was seen to hold."""
+"""Uncaptured code in the facts of a step: nodes without ops between the graphs, which keep live what the code
+kept live while it was watched."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from lowtide.analyze.analysis import Analysis, GraphAnalysis
-from lowtide.analyze.gradient_facts import EARLIER, UNCAPTURED
-from lowtide.facts import Kind, Node, Region
+from lowtide.analyze.analysis import NO_GRAPH, Analysis, GraphAnalysis
+from lowtide.facts import Kind, Region
+from lowtide.trace.segments import Trace
 from lowtide.trace.uncaptured import UncapturedCode, UncapturedPoint
 
-NO_GRAPH = -1
-"""The segment of nodes that belong to no graph."""
+NAME = "held by code outside of the graphs"
 
 
-def add_uncaptured_code(analysis: Analysis, states: list[GraphAnalysis], outside: UncapturedCode) -> None:
-    """Put what was seen between the graphs, and count all ranks anew."""
-    moments = {*outside.inside_bytes, *outside.alive, *outside.calls}
-    moments |= {moment for moment, _ in outside.gradients.values()}
-    moments |= {moment for stay in outside.stays for moment in stay if moment is not None}
+def add_uncaptured_bytes(analysis: Analysis, states: list[GraphAnalysis], trace: Trace) -> None:
+    """Add what autograd keeps of uncaptured code: live from the end of the graph before it until the backward
+    pass of that graph begins; throughout, where there is no such graph."""
+    graphs = [state for state in states if state.segment.differentiable]
+    for before, nbytes in sorted(trace.outside_bytes.items()):
+        state = graphs[before - 1] if before else None
+        arrived = [state.rank[node] for node in state.tangents if node in state.rank] if state else []
+        made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=NAME, static=not arrived)
+        if state is None or not arrived:
+            continue
+        end = analysis.ends[Region.FORWARD, state.index]
+        output, tangent = analysis.nodes[end], analysis.nodes[max(arrived)]
+        analysis.nodes[end] = replace(output, makes=(*output.makes, made), holds=(*output.holds, made))
+        analysis.nodes[tangent.rank] = replace(tangent, reads=(*tangent.reads, end))
+
+
+def add_uncaptured_code(analysis: Analysis, states: list[GraphAnalysis], code: UncapturedCode) -> None:
+    """Insert the time points that were seen between the graphs, and renumber all ranks."""
+    points = {*code.inside_bytes, *code.alive, *code.calls}
+    points |= {point for point, _ in code.gradients.values()}
+    points |= {point for stay in code.stays for point in stay if point is not None}
     outputs = {
         (state.index, place): state.rank[node]
         for state in states
         for place, node in enumerate(state.outputs)
         if node is not None
     }
-    places: dict[int, list[UncapturedPoint]] = {}
-    for moment in sorted(moments, key=lambda moment: moment.order):
-        places.setdefault(_place(analysis, moment), []).append(moment)
+    before: dict[int, list[UncapturedPoint]] = {}
+    for point in sorted(points, key=lambda point: point.order):
+        before.setdefault(_next_rank(analysis, point), []).append(point)
     old, analysis.nodes = analysis.nodes, []
     rank: dict[int, int] = {}
     made: dict[UncapturedPoint | None, list[int]] = {}
     for position, node in enumerate((*old, None)):
-        for moment in places.get(position, ()):
-            alive = [rank[outputs[place]] for place in outside.alive.get(moment, ()) if place in outputs]
-            _add(analysis, outside, moment, made, alive)
+        for point in before.get(position, ()):
+            alive = [rank[outputs[place]] for place in code.alive.get(point, ()) if place in outputs]
+            _add_point(analysis, code, point, made, alive)
         if node is not None:
             rank[node.rank] = len(analysis.nodes)
             analysis.nodes.append(node)
-    for place, node in enumerate(analysis.nodes):
-        if node.segment != NO_GRAPH:
-            analysis.nodes[place] = renumbered(node, rank)
-    analysis.graph_nodes = {rank[key]: place for key, place in analysis.graph_nodes.items()}
-    analysis.kept = {rank[key]: kept for key, kept in analysis.kept.items()}
+    analysis.renumber(rank)
 
 
-def _place(analysis: Analysis, moment: UncapturedPoint) -> int:
-    """The rank before which a moment is."""
-    last_graph = moment.graph if moment.region is Region.BACKWARD else moment.graph - 1
-    ends = [
-        node.rank
-        for node in analysis.nodes
-        if (node.op, node.region, node.segment) == ("output", moment.region, last_graph)
-    ]
-    if ends:
-        return ends[-1] + 1
-    is_first = analysis.nodes[0].name == EARLIER
-    return int(is_first) if moment.region is Region.FORWARD else len(analysis.nodes)
+def _next_rank(analysis: Analysis, point: UncapturedPoint) -> int:
+    """The rank of the first node after a time point."""
+    last_graph = point.graph if point.region is Region.BACKWARD else point.graph - 1
+    end = analysis.ends.get((point.region, last_graph))
+    if end is not None:
+        return end + 1
+    if point.region is Region.BACKWARD:
+        return len(analysis.nodes)
+    return 0 if analysis.earlier is None else analysis.earlier + 1
 
 
-def _add(
+def _add_point(
     analysis: Analysis,
-    outside: UncapturedCode,
-    moment: UncapturedPoint,
+    code: UncapturedCode,
+    point: UncapturedPoint,
     made: dict[UncapturedPoint | None, list[int]],
     alive: list[int],
 ) -> None:
-    for parameter, (first, nbytes) in outside.gradients.items():
-        if first == moment and parameter not in analysis.gradients:
-            storage = analysis.add_storage(nbytes=nbytes, kind=Kind.GRADIENT, name=UNCAPTURED, pinned=True)
+    for parameter, (first, nbytes) in code.gradients.items():
+        if first == point and parameter not in analysis.gradients:
+            storage = analysis.add_storage(nbytes=nbytes, kind=Kind.GRADIENT, name=NAME, pinned=True)
             analysis.gradients[parameter] = storage
-            _add_node(analysis, moment, makes=(storage,))
-    for stay, nbytes in outside.stays.items():
-        if stay.first == moment:
+            _add_node(analysis, point, makes=(storage,))
+    for stay, nbytes in code.stays.items():
+        if stay.first == point:
             pinned = stay.last is None
-            storage = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=UNCAPTURED, pinned=pinned)
-            made.setdefault(stay.last, []).append(_add_node(analysis, moment, makes=(storage,)))
-    reads = tuple(dict.fromkeys([*made.get(moment, ()), *alive]))
-    node = _add_node(analysis, moment, reads=reads, inside_bytes=outside.inside_bytes.get(moment, 0))
-    if moment in outside.calls:
-        analysis.uncaptured_calls[node] = outside.calls[moment]
+            storage = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=NAME, pinned=pinned)
+            made.setdefault(stay.last, []).append(_add_node(analysis, point, makes=(storage,)))
+    reads = tuple(dict.fromkeys([*made.get(point, ()), *alive]))
+    node = _add_node(analysis, point, reads=reads, inside_bytes=code.inside_bytes.get(point, 0))
+    if point in code.calls:
+        analysis.uncaptured_calls[node] = code.calls[point]
 
 
 def _add_node(
     analysis: Analysis,
-    moment: UncapturedPoint,
+    point: UncapturedPoint,
     *,
     reads: tuple[int, ...] = (),
     makes: tuple[int, ...] = (),
@@ -92,7 +99,7 @@ def _add_node(
     return analysis.add_node(
         name=f"outside_{len(analysis.nodes)}",
         op="outside",
-        region=moment.region,
+        region=point.region,
         kind=Kind.OTHER,
         segment=NO_GRAPH,
         reads=reads,
@@ -100,17 +107,4 @@ def _add_node(
         makes=makes,
         workspace_bytes=inside_bytes,
         fixed="runs outside of the graphs",
-    )
-
-
-def renumbered(node: Node, rank: Mapping[int, int]) -> Node:
-    """The same node where others have new ranks."""
-    return replace(
-        node,
-        rank=rank[node.rank],
-        reads=tuple(rank[read] for read in node.reads),
-        eager_reads=tuple(rank[read] for read in node.eager_reads),
-        remats=tuple(
-            replace(remat, reads=tuple(rank[read] for read in remat.reads)) for remat in node.remats
-        ),
     )

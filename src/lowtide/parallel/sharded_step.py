@@ -10,8 +10,7 @@ have no op and keep gathered and reduced storages live. A parameter's own storag
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from lowtide.analyze.analysis import Analysis
-from lowtide.analyze.uncaptured_facts import NO_GRAPH, renumbered
+from lowtide.analyze.analysis import NO_GRAPH, Analysis
 from lowtide.facts import Kind, Node, Region
 from lowtide.facts.sharding import Part, Sharding
 from lowtide.parallel.exchange import Exchange, ExchangeStep, exchange
@@ -55,11 +54,7 @@ def _insert(analysis: Analysis, exchanges: Exchange, gradients: Mapping[str, int
             step, region = item
             freed = [rank[holders[name]] for name in step.gradients if holders[name] in rank]
             _add(analysis, step, region, made, freed)
-    for place, node in enumerate(analysis.nodes):
-        if node.segment != NO_GRAPH:
-            analysis.nodes[place] = renumbered(node, rank)
-    analysis.graph_nodes = {rank[key]: place for key, place in analysis.graph_nodes.items()}
-    analysis.kept = {rank[key]: kept for key, kept in analysis.kept.items()}
+    analysis.renumber(rank)
 
 
 def _holders(analysis: Analysis, gradients: Mapping[str, int]) -> dict[str, int]:
