@@ -40,7 +40,11 @@ logger = logging.getLogger("lowtide")
 
 
 class RankGuard:
-    """One process of a group, which tells the others of its failures and reads theirs, until `close`."""
+    """One process of a group, which tells the others of its failures and reads theirs, until `close`.
+
+    Its thread answers roll calls over its own connection to the store, since the main thread may wait on the
+    other one. A forked process has no such thread: a worker that outlives its rank does not answer for it.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -48,13 +52,37 @@ class RankGuard:
         self.store = ddp.store_of(group)
         self.num_models = 0
         self._has_told = False
-        self._answering = _Answering(self.store.clone(), self.rank)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._answer_roll_calls, args=(self.store.clone(),), name="lowtide-rank", daemon=True
+        )
+        self._num_answered = _num_roll_calls(self.store)
+        self.store.set(_guarded(self.rank), b"yes")
+        self._thread.start()
+        # a daemon thread that is inside of torch when Python ends would abort the process
+        atexit.register(self._stop)
 
     def close(self) -> None:
         """No planned model of this process is left: other ranks must not take its silence for its end."""
-        self._answering.stop()
+        atexit.unregister(self._stop)
+        self._stop()
         if ddp.is_alive(self.group):
             self._write(_guarded(self.rank), b"")
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        if self._thread is not threading.current_thread():  # which may collect the last planned model
+            self._thread.join(PATIENCE_SECONDS)
+
+    def _answer_roll_calls(self, store: Any) -> None:
+        while not self._stopped.wait(POLL_SECONDS) and ddp.is_alive(self.group):
+            try:
+                roll_call = _num_roll_calls(store)
+                for number in range(self._num_answered + 1, roll_call + 1):
+                    store.set(_answer(self.rank, number), b"")
+                self._num_answered = roll_call
+            except RuntimeError:  # the store is gone, and with it every rank that would ask
+                return
 
     @contextmanager
     def watching(self, when: str) -> Iterator[None]:
@@ -124,39 +152,6 @@ class RankGuard:
         return not self.store.check([_guarded(rank)]) or not self.store.get(_guarded(rank))
 
 
-class _Answering:
-    """A thread that answers roll calls, over a connection of its own: the main thread may wait on the other.
-
-    A forked process has no such thread, so a worker that outlives its rank does not answer for it.
-    """
-
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
-        self._stopped = threading.Event()
-        self._answered = _num_roll_calls(store)
-        store.set(_guarded(rank), b"yes")
-        self._thread = threading.Thread(target=self._run, name="lowtide-rank", daemon=True)
-        self._thread.start()
-        # a daemon thread that is inside of torch when Python ends would abort the process
-        atexit.register(self.stop)
-
-    def stop(self) -> None:
-        atexit.unregister(self.stop)
-        self._stopped.set()
-        if self._thread is not threading.current_thread():  # which may collect the last planned model
-            self._thread.join(PATIENCE_SECONDS)
-
-    def _run(self) -> None:
-        while not self._stopped.wait(POLL_SECONDS):
-            try:
-                roll_call = _num_roll_calls(self._store)
-                for number in range(self._answered + 1, roll_call + 1):
-                    self._store.set(_answer(self._rank, number), b"")
-                self._answered = roll_call
-            except RuntimeError:  # the store is gone, and with it whoever would ask
-                return
-
-
 def _num_roll_calls(store: Any) -> int:
     return int(store.get(ROLL_CALLS)) if store.check([ROLL_CALLS]) else 0
 
@@ -176,7 +171,7 @@ _guards: dict[dist.ProcessGroup, RankGuard] = {}
 @contextmanager
 def _watching_backward() -> Iterator[None]:
     with ExitStack() as stack:
-        for guard in _guards.values():
+        for guard in list(_guards.values()):
             stack.enter_context(guard.watching("backward"))
         yield
 
