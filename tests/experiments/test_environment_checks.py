@@ -59,14 +59,14 @@ def test_a_planner_that_cannot_be_built(monkeypatch):
         raise LowtideError("install a C compiler")
 
     monkeypatch.setattr(library, "find_or_build", missing)
-    library._library.cache_clear()
+    library.load.cache_clear()
     assert refused("planner") == "install a C compiler"
 
 
 def test_a_planner_that_cannot_be_loaded(monkeypatch, tmp_path):
     (tmp_path / "native.lib").write_text("of another machine")
     monkeypatch.setattr(library, "find_or_build", lambda: tmp_path / "native.lib")
-    library._library.cache_clear()
+    library.load.cache_clear()
     assert f"remove {tmp_path / 'native.lib'}" in refused("planner")
 
 

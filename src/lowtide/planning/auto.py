@@ -24,12 +24,11 @@ from math import inf
 from lowtide.garbage import rarely_collected
 from lowtide.planning import mu_two
 from lowtide.planning.baselines import every_block, retain_all, retain_none, square_root
-from lowtide.planning.native.library import Figures
 from lowtide.planning.planning_problem import PlanningProblem
 from lowtide.planning.repeated_blocks import Point, Spread, representative
 from lowtide.planning.search.archive import Archive, ArchiveEntry
 from lowtide.planning.search.dropped_storages import retain_only
-from lowtide.planning.search.problem import Ints
+from lowtide.planning.search.problem import Figures, Ints
 from lowtide.planning.search.table import RematSet
 from lowtide.planning.simulate import Timeline
 

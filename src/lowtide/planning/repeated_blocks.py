@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Node, Region, Remat, Step
-from lowtide.planning.native.library import Figures
-from lowtide.planning.search.problem import Ints
+from lowtide.planning.search.problem import Figures, Ints
 from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import RematSet, Rerun, Table
 

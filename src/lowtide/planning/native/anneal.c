@@ -2,13 +2,12 @@
 
 /* The figures of a sequence: excess over the budget, peak, and seconds added. Runs that nobody needs count for
    nothing. `order` gets those that are left, `held` what each holds. Their number, or -1 without memory. */
-int lowtide_evaluate(const Problem *p, int32_t *order, int length, int64_t budget, int64_t *held, int64_t *excess,
-                     int64_t *peak, double *seconds) {
+int lowtide_evaluate(const Problem *p, int32_t *order, int length, int64_t budget, int64_t *held, Figures *figures) {
     State state;
     int left = -1;
     if (begin(&state, p, order, length, length + p->num_first + 8, budget, 1)) {
         left = write_order(&state, order);
-        *excess = state.excess, *peak = peak_of(&state), *seconds = state.seconds;
+        *figures = (Figures){state.excess, peak_of(&state), state.seconds};
         for (int e = next_of(&state, HEAD); e != TAIL; e = next_of(&state, e)) *held++ = held_at(&state, e);
     }
     end(&state);
@@ -19,8 +18,7 @@ int lowtide_evaluate(const Problem *p, int32_t *order, int length, int64_t budge
    excess, then by seconds, of those that add at least `least_seconds`. Ends before all `moves` where one within
    the budget adds no more than `enough_seconds`. Its length, or -1 without memory. */
 int lowtide_anneal(const Problem *p, int32_t *order, int length, int room, int64_t budget, int64_t moves, double heat,
-                   uint64_t seed, double least_seconds, double enough_seconds, double reorder, int64_t *excess,
-                   int64_t *peak, double *seconds) {
+                   uint64_t seed, double least_seconds, double enough_seconds, double reorder, Figures *figures) {
     State state;
     if (!begin(&state, p, order, length, room, budget, seed)) {
         end(&state);
@@ -77,7 +75,7 @@ int lowtide_anneal(const Problem *p, int32_t *order, int length, int room, int64
     }
     if (!state.failed) take_back(&state, state.since, state.num_since);
     const int failed = state.failed, best_length = failed ? 0 : write_order(&state, order);
-    *excess = best_excess, *peak = failed ? 0 : peak_of(&state), *seconds = best_seconds;
+    *figures = (Figures){best_excess, failed ? 0 : peak_of(&state), best_seconds};
     end(&state);
     return failed ? -1 : best_length;
 }

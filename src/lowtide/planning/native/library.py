@@ -1,9 +1,8 @@
-"""Find or build the compiled library, and call it with arrays of numpy."""
+"""Find, build and load the compiled library, for calls with arrays of numpy."""
 
 import ctypes
 import os
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lowtide.planning.native import SOURCE, build, library_name
 
 
 def find_or_build(source: Path = SOURCE) -> Path:
-    """The library beside its source or in the user's cache; built where it is in neither."""
+    """The library beside its source, or in the user's cache; built where neither has it."""
     name = library_name(source)
     beside = source.parent / name
     if beside.exists():
@@ -44,7 +43,8 @@ def find_or_build(source: Path = SOURCE) -> Path:
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
+    """The library, with the types of its functions."""
     path = find_or_build()
     try:
         loaded = ctypes.CDLL(str(path))
@@ -53,7 +53,14 @@ def _library() -> ctypes.CDLL:
             f"the compiled part of the planner cannot be loaded ({error}): remove {path}, so that it is "
             "built for this machine"
         ) from error
-    loaded.lowtide_min_cut.restype = ctypes.c_int64
+    array, integer, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    loaded.lowtide_min_cut.restype = long
+    loaded.lowtide_min_cut.argtypes = (integer, integer, array, array, array, array)
+    loaded.lowtide_evaluate.argtypes = (array, array, integer, long, array, array)
+    loaded.lowtide_anneal.argtypes = (
+        *(array, array, integer, integer, long, long),
+        *(real, ctypes.c_uint64, real, real, real, array),
+    )
     return loaded
 
 
@@ -63,104 +70,18 @@ def pointer(array: NDArray[Any]) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def min_cut(
-    num_vertices: int, tails: NDArray[np.int32], heads: NDArray[np.int32], capacities: NDArray[np.int64]
-) -> tuple[int, NDArray[np.bool_]]:
-    """The largest flow from vertex 0 to vertex 1, and which vertices are on the source's side of the cut."""
-    reached = np.zeros(num_vertices, dtype=np.bool_)
-    flow = _library().lowtide_min_cut(
-        ctypes.c_int(num_vertices),
-        ctypes.c_int(len(tails)),
-        pointer(tails),
-        pointer(heads),
-        pointer(capacities),
-        pointer(reached),
-    )
-    return _enough(flow), reached
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Of a sequence: bytes above the budget, summed over its runs; peak; seconds added."""
-
-    excess_bytes: int
-    peak_bytes: int
-    seconds: float
-
-
-class _Results:
-    """Where the library writes figures to."""
-
-    def __init__(self) -> None:
-        self._excess, self._peak, self._seconds = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_double()
-
-    @property
-    def places(self) -> tuple[Any, ...]:
-        return tuple(ctypes.byref(place) for place in (self._excess, self._peak, self._seconds))
-
-    @property
-    def figures(self) -> Figures:
-        return Figures(self._excess.value, self._peak.value, self._seconds.value)
-
-
-def evaluate(
-    problem: ctypes.Structure, order: NDArray[np.int32], budget_bytes: int
-) -> tuple[Figures, NDArray[np.int64]]:
-    """What a sequence holds and adds, and what is held at every run of it."""
-    places, held = _places(order)
-    results = _Results()
-    length = _library().lowtide_evaluate(
-        ctypes.byref(problem),
-        pointer(places),
-        ctypes.c_int(len(order)),
-        ctypes.c_int64(budget_bytes),
-        pointer(held),
-        *results.places,
-    )
-    return results.figures, held[: _enough(length)]
-
-
-def anneal(
-    problem: ctypes.Structure,
-    order: NDArray[np.int32],
-    *,
-    budget_bytes: int,
-    moves: int,
-    heat: float,
-    seed: int = 1,
-    least_seconds: float = 0.0,
-    enough_seconds: float = 0.0,
-    reorder: float = 0.0,
-) -> tuple[Figures, NDArray[np.int32]]:
-    """The best sequence that `moves` random changes of `order` lead to; see anneal.c."""
-    places, _ = _places(order)
-    results = _Results()
-    length = _library().lowtide_anneal(
-        ctypes.byref(problem),
-        pointer(places),
-        ctypes.c_int(len(order)),
-        ctypes.c_int(len(places)),
-        ctypes.c_int64(budget_bytes),
-        ctypes.c_int64(moves),
-        ctypes.c_double(heat),
-        ctypes.c_uint64(seed),
-        ctypes.c_double(least_seconds),
-        ctypes.c_double(enough_seconds),
-        ctypes.c_double(reorder),
-        *results.places,
-    )
-    return results.figures, places[: _enough(length)].copy()
-
-
-def _places(order: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Room for a sequence that grows from `order`, and for what it holds."""
-    room = 3 * len(order) + 1024
-    places = np.zeros(room, dtype=np.int32)
-    places[: len(order)] = order
-    return places, np.zeros(room, dtype=np.int64)
-
-
-def _enough(result: int) -> int:
+def enough_memory(result: int) -> int:
+    """What a function of the library returned; MemoryError where it had too little memory."""
     if result < 0:
         raise MemoryError("no memory left to plan")
     return result
+
+
+def min_cut(
+    num_vertices: int, tails: NDArray[np.int32], heads: NDArray[np.int32], capacities: NDArray[np.int64]
+) -> tuple[int, NDArray[np.bool_]]:
+    """The maximum flow from vertex 0 to vertex 1, and which vertices are on the source's side of the cut."""
+    reached = np.zeros(num_vertices, dtype=np.bool_)
+    arcs = (pointer(tails), pointer(heads), pointer(capacities))
+    flow = load().lowtide_min_cut(num_vertices, len(tails), *arcs, pointer(reached))
+    return enough_memory(flow), reached

@@ -19,6 +19,12 @@ typedef struct {
     int64_t static_bytes;
 } Problem;
 
+/* Of a sequence: bytes above the budget, summed over its runs; peak; seconds added. */
+typedef struct {
+    int64_t excess, peak;
+    double seconds;
+} Figures;
+
 #define LARGEST (INT64_MAX / 4)
 
 enum { HEAD = 0, TAIL = 1, CHUNK = 64, FILLED = 48, MAX_GATHERED = 48 };

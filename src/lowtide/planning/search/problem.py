@@ -13,14 +13,14 @@ search has fewer and larger moves; `sequences` puts their runs in.
 
 import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.native.library import Figures, anneal, evaluate, pointer
+from lowtide.planning.native.library import enough_memory, load, pointer
 from lowtide.planning.search.table import StorageValues
 
 NEAR = 0.01
@@ -117,21 +117,41 @@ def single_classes(classes: int) -> list[int]:
 Ints = NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of a sequence: bytes above the budget, summed over its runs; peak; seconds added."""
+
+    excess_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
+class _NativeFigures(ctypes.Structure):
+    _fields_ = (("excess", ctypes.c_int64), ("peak", ctypes.c_int64), ("seconds", ctypes.c_double))
+
+    @property
+    def figures(self) -> Figures:
+        return Figures(self.excess, self.peak, self.seconds)
+
+
 @dataclass(frozen=True)
 class Problem:
-    """Ops `0..num_first-1` are the first runs in their order, the others bring storages back.
+    """Ops `0..num_first-1` are the first runs in order, the others rematerialize storages.
 
-    Lists of lists are flat: those of op `i` are `reads[read_ptr[i]:read_ptr[i + 1]]`. `slot[i]` is for a
-    first run the segment whose ops may run right before it, for others their own; `remats` are the ops that
-    bring a storage back. An `optional` op runs only where something reads what it makes. `may_move` are
-    first runs that may change places. Op `i` reads its storages through the views `vreads`; after a storage
-    came back, those of its `views` that are read take `view_seconds` each.
+    Lists of lists are flat: op `i` has `reads[read_ptr[i]:read_ptr[i + 1]]`. `slot[i]`: of a first run, the
+    segment whose remats may run right before it; of a remat, its own segment. `remats` are the ops that
+    make a storage anew. An `optional` op runs only where another op reads what it makes. `may_move`: first
+    runs that may change places. Op `i` reads its storages through the views `vreads`; when a storage is
+    rematerialized, each of its `views` that is read later takes `view_seconds`.
 
-    Where some op brings a storage back for some of its readers only, these are of several `classes`, each a
-    bit: `read_classes` are those that a read needs, `make_classes` those that what is made serves.
+    A remat may serve some readers of a storage only. Such readers are of several `classes`, each a bit:
+    `read_classes` are those that a read needs, `make_classes` those that a made block serves.
+
+    The arrays stand in the order of `Problem` in native/state.h.
     """
 
     num_first: int
+    static_bytes: int
     read_ptr: Ints
     reads: Ints
     make_ptr: Ints
@@ -142,8 +162,8 @@ class Problem:
     vreads: Ints
     view_ptr: Ints
     views: Ints
-    view_seconds: NDArray[np.float64]
     seconds: NDArray[np.float64]
+    view_seconds: NDArray[np.float64]
     workspace_bytes: NDArray[np.int64]
     slot: Ints
     optional: NDArray[np.bool_]
@@ -153,24 +173,16 @@ class Problem:
     read_classes: NDArray[np.uint8]
     make_classes: NDArray[np.uint8]
     classes: NDArray[np.uint8]
-    static_bytes: int
 
     @cached_property
     def native(self) -> ctypes.Structure:
         """The same for the compiled search."""
-        found = _Native(
-            num_first=self.num_first,
-            num_ops=len(self.seconds),
-            num_storages=len(self.nbytes),
-            num_views=len(self.view_seconds),
-            static_bytes=self.static_bytes,
-        )
-        for name in _POINTERS:
-            setattr(found, name, pointer(getattr(self, name)))
-        return found
+        sizes = (self.num_first, len(self.seconds), len(self.nbytes), len(self.view_seconds))
+        return _NativeProblem(*sizes, *(pointer(getattr(self, name)) for name in _ARRAYS), self.static_bytes)
 
+    @cached_property
     def _mean_seconds(self) -> float:
-        """Of what brings a storage back."""
+        """Of a remat."""
         again = self.seconds[self.num_first :]
         return float(again.mean()) if len(again) and again.any() else 1.0
 
@@ -186,62 +198,62 @@ class Problem:
         enough_seconds: float = 0.0,
         reorder: float = 0.0,
     ) -> tuple[Figures, Ints]:
-        """The best sequence that `moves` random changes of `order` lead to: first by excess, then by seconds,
-        of those that add at least `least_seconds`; fewer moves where one adds at most `enough_seconds`.
-        Losses of about `warmth` of an op are taken at first."""
-        return anneal(
-            self.native,
-            order,
-            budget_bytes=budget_bytes,
-            moves=moves,
-            heat=warmth * self._mean_seconds(),
-            seed=seed,
-            least_seconds=least_seconds,
-            enough_seconds=enough_seconds,
-            reorder=reorder,
-        )
+        """The best sequence that `moves` random changes of `order` lead to: first by excess, then by seconds.
 
-    def without(self, ops: frozenset[int]) -> "Problem":
-        """The same where searches put none of `ops` into a sequence."""
-        ends = self.remat_ptr.tolist()
-        remats = [self.remats[first:last].tolist() for first, last in pairwise(ends)]
-        remat_ptr, flat = _flat([[op for op in some if op not in ops] for some in remats])
-        return replace(self, remat_ptr=remat_ptr, remats=flat)
+        Only sequences that add at least `least_seconds` count. The search ends early at one that fits and
+        adds at most `enough_seconds`. At first, it accepts losses of about `warmth` times the seconds of a
+        remat. `reorder` is the share of moves that only change places.
+        """
+        places, found = _with_room(order), _NativeFigures()
+        temperature = warmth * self._mean_seconds
+        length = load().lowtide_anneal(
+            ctypes.byref(self.native),
+            pointer(places),
+            *(len(order), len(places), budget_bytes, moves),
+            *(temperature, seed, least_seconds, enough_seconds, reorder),
+            ctypes.byref(found),
+        )
+        return found.figures, places[: enough_memory(length)].copy()
 
     def evaluate(self, order: Ints, budget_bytes: int) -> Figures:
-        """What a sequence holds and adds."""
-        return evaluate(self.native, order, budget_bytes)[0]
+        """Bytes and seconds of a sequence."""
+        return self._evaluated(order, budget_bytes)[0]
 
     def live_bytes(self, order: Ints) -> NDArray[np.int64]:
-        """Bytes at every run of a sequence."""
-        return evaluate(self.native, order, 0)[1]
+        """Live bytes at every run of a sequence."""
+        return self._evaluated(order, 0)[1]
+
+    def _evaluated(self, order: Ints, budget_bytes: int) -> tuple[Figures, NDArray[np.int64]]:
+        places, found = _with_room(order), _NativeFigures()
+        live = np.zeros(len(places), dtype=np.int64)
+        length = load().lowtide_evaluate(
+            ctypes.byref(self.native),
+            *(pointer(places), len(order), budget_bytes, pointer(live)),
+            ctypes.byref(found),
+        )
+        return found.figures, live[: enough_memory(length)]
+
+    def without(self, ops: frozenset[int]) -> "Problem":
+        """The same problem, whose searches put none of `ops` into a sequence."""
+        by_storage = [self.remats[first:last].tolist() for first, last in pairwise(self.remat_ptr.tolist())]
+        remat_ptr, remats = _flat([[op for op in some if op not in ops] for some in by_storage])
+        return replace(self, remat_ptr=remat_ptr, remats=remats)
 
 
-_POINTERS = (
-    *(
-        "read_ptr",
-        "reads",
-        "make_ptr",
-        "makes",
-        "remat_ptr",
-        "remats",
-        "vread_ptr",
-        "vreads",
-        "view_ptr",
-        "views",
-    ),
-    *("seconds", "view_seconds", "workspace_bytes", "slot", "optional", "may_move", "nbytes", "pinned"),
-    *("read_classes", "make_classes", "classes"),
-)
+def _with_room(order: Ints) -> Ints:
+    """`order` in an array with room for a sequence that grows from it."""
+    places = np.zeros(3 * len(order) + 1024, dtype=np.int32)
+    places[: len(order)] = order
+    return places
 
 
-_NUMBERS = ("num_first", "num_ops", "num_storages", "num_views")
+_ARRAYS = [spec.name for spec in fields(Problem) if spec.name not in ("num_first", "static_bytes")]
 
 
-class _Native(ctypes.Structure):
+class _NativeProblem(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in _NUMBERS),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int32) for name in ("num_first", "num_ops", "num_storages", "num_views")),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
         ("static_bytes", ctypes.c_int64),
     )
 
