@@ -282,14 +282,14 @@ def verification_tables(result: "Verification", *, name: str) -> list[Renderable
     """Two rows in each table, without and with the plan, and the verdict in words."""
     peaks = [
         (
-            "without",
+            "baseline",
             size(result.baseline_predicted_peak_bytes),
             size(result.baseline_measured_peak_bytes),
             size(result.baseline_resident_peak_bytes),
             "",
         ),
         (
-            "with",
+            "planned",
             size(result.predicted_peak_bytes),
             size(result.measured_peak_bytes),
             size(result.resident_peak_bytes),
@@ -297,13 +297,13 @@ def verification_tables(result: "Verification", *, name: str) -> list[Renderable
         ),
     ]
     times = [
-        ("without", _timing(result.baseline_step_timing), ""),
-        ("with", _timing(result.step_timing), added(result.overhead, result.noise)),
+        ("baseline", _timing(result.baseline_step_timing), ""),
+        ("planned", _timing(result.step_timing), added(result.overhead, result.noise)),
     ]
-    columns = ("plan", "predicted peak>", "measured peak>", "resident peak>", "memory>")
+    columns = ("step", "predicted peak>", "measured peak>", "resident peak>", "memory>")
     tables: list[RenderableType] = [table(f"{name}, peak memory", columns, peaks)]
     if result.step_timing is not None:
-        tables.append(table(f"{name}, step time", ("plan", "step>", "time>"), times))
+        tables.append(table(f"{name}, step time", ("step", "time>", "time added>"), times))
         tables.append(Text(HOW_TIMED))
     return [*tables, *(Text(line) for line in verdict(result))]
 

@@ -90,7 +90,7 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
         Tile(
             label="Peak memory",
             value=size(after),
-            note=f"{basis}; {size(before)} baseline",
+            note=f"{basis}; baseline {size(before)}",
         ),
         Tile(
             label="Saved",
