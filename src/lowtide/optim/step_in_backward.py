@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from lowtide.errors import Unsupported
 from lowtide.optim.joined_optimizers import Arguments, has_arguments, run_closure
 from lowtide.optim.split_step import take_step
-from lowtide.torch_compat.autograd_engine import gradient_hooks, graph_is_kept
+from lowtide.torch_compat.autograd_engine import ProcessPatch, gradient_hooks, graph_is_kept
 from lowtide.torch_compat.dispatch import tensor_without_memory, torch_function_off
-from lowtide.torch_compat.process_patch import ProcessPatch
 
 logger = logging.getLogger("lowtide")
 

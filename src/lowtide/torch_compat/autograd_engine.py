@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-
-from lowtide.torch_compat.process_patch import ProcessPatch
 
 
 def nodes_after_this() -> list[Any]:
@@ -87,6 +86,39 @@ def _probe(device: torch.device) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place."""
     return tensor._version
+
+
+class ProcessPatch:
+    """A function replaced in the whole process: `owner.name` is `wrap(original)` from the first `hold` until
+    the last holder is released.
+
+    A function that other code put over the replacement meanwhile stays, and with it the replacement, which
+    therefore has to pass calls on where there is no holder.
+    """
+
+    def __init__(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> None:
+        self.owner, self.name, self.wrap = owner, name, wrap
+        self._holders = 0
+        self._original: Any = None
+        self._replacement: Any = None
+
+    def hold(self, holder: object) -> "weakref.finalize[[], object]":
+        """Replace the function for `holder`; the result, when called, releases it, and so does its end."""
+        self._holders += 1
+        if self._holders == 1:
+            self._original = getattr(self.owner, self.name)
+            self._replacement = self.wrap(self._original)
+            setattr(self.owner, self.name, self._replacement)
+        release = weakref.finalize(holder, self._release)
+        release.atexit = False
+        return release
+
+    def _release(self) -> None:
+        self._holders -= 1
+        if self._holders == 0:
+            if getattr(self.owner, self.name) is self._replacement:
+                setattr(self.owner, self.name, self._original)
+            self._original = self._replacement = None
 
 
 def around_backward(context: Callable[[], AbstractContextManager[None]]) -> ProcessPatch:

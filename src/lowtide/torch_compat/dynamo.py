@@ -43,7 +43,7 @@ from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
 
 from lowtide.errors import LowtideError
-from lowtide.torch_compat.changing_numbers import compiled_with_numbers
+from lowtide.torch_compat.dynamo_values import compiled_with_numbers
 
 __all__ = ["BackendCompilerFailed", "InternalTorchDynamoError", "TorchDynamoException", "compile_lock"]
 

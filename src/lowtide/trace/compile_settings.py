@@ -13,16 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 from lowtide.garbage import rarely_collected
 from lowtide.ops import recurrent, traced_ops
 from lowtide.ops.recurrent import eager_runs_whole, traced_layers
-from lowtide.torch_compat import dispatch, dynamo
-from lowtide.torch_compat.changing_numbers import changing_numbers
+from lowtide.torch_compat import dispatch, dynamo, dynamo_paths, dynamo_values
 from lowtide.torch_compat.dispatch import grouped_products_of_any_type
-from lowtide.torch_compat.eager_paths import eager_answers
-from lowtide.torch_compat.graph_breaks import (
-    log_lines_after_graphs,
-    masked_writes_between_graphs,
-    resumed_loops,
-)
-from lowtide.torch_compat.traced_values import batch_values
 from lowtide.trace.uncaptured import unwatched
 
 P = ParamSpec("P")
@@ -57,12 +49,12 @@ def tracing() -> Iterator[None]:
         ),
         traced_ops.dropouts_by_number(),
         grouped_products_of_any_type(),
-        eager_answers(),
-        batch_values(),
-        changing_numbers(),
-        log_lines_after_graphs(),
-        resumed_loops(),
-        masked_writes_between_graphs(),
+        dynamo_paths.eager_answers(),
+        dynamo_values.batch_values(),
+        dynamo_values.changing_numbers(),
+        dynamo_paths.log_lines_after_graphs(),
+        dynamo_paths.resumed_loops(),
+        dynamo_paths.masked_writes_between_graphs(),
     ):
         yield
 

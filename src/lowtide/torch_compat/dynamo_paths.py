@@ -1,36 +1,29 @@
-"""Let a graph end inside of a loop over modules, and the next one go on with the rest of the loop.
+"""The path of model code under Dynamo: the path of eager, with as few graph breaks as can be.
 
-Dynamo would run a whole function without graphs where one of them ends inside of a loop. It can go on with
-what is left of a list, but not of a dict, which is what an `nn.ModuleList` loops over, and of what is left it
-cannot say which object an item is.
-
-A loop that itself asks for a shape that depends on data, as one over the experts of a layer that picks the
-tokens of each by `nonzero`, is left to eager from there on, with all that it calls: a few graphs for every
-round of it, and others in every step, would cost more than the step. Like `dynamo`, one of the files to read
-when torch changes.
-
-End a graph before `x[mask] = value` where the value is trained.
-
-How many rows the mask picks is only known from its values, and the gradient of `value` has as many. Dynamo
-does not see that coming: the whole graph would be made and fail in its backward pass, and then again in
-every function that calls this one, from the outermost to the innermost, twice each. Like `dynamo`, one of
-the files to read when torch changes.
-
-Let a model log a line in its forward without a break in the graph: it is logged when the graph has run.
-
-Like `dynamo`, one of the files to read when torch changes.
+- `eager_answers`: code that asks whether it is being compiled gets eager's answer. Libraries choose other ops
+  under torch.compile, which round otherwise.
+- `resumed_loops`: a graph may end inside of a loop over modules, and the next graph goes on with the rest of
+  the loop. Dynamo would run the whole function without graphs.
+- `masked_writes_between_graphs`: a graph ends before `x[mask] = value` where the value is trained. The
+  gradient of the value has as many rows as the mask picks. torch would fail only in the backward pass of the
+  whole graph, and then again in every function that calls this one.
+- `log_lines_after_graphs`: a forward may log a line without a graph break; the line comes after the graph.
 """
 
 import contextlib
 import sys
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo import external_utils, trace_rules
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
-from torch._dynamo.exc import Unsupported, unimplemented
+from torch._dynamo.exc import Unsupported, raise_observed_exception, unimplemented
 from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import AttrSource
@@ -41,6 +34,75 @@ from torch._dynamo.variables.iter import DictViewIterator
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+Handler = Callable[..., Any]
+
+COMPILING = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch.compiler.is_exporting,
+    torch._utils.is_compiling,
+    external_utils.is_compiling,
+)
+HINTS = (torch._dynamo.mark_static_address,)
+"""What libraries tell torch in eager for a later compilation; torch refuses to trace it."""
+CAPTURING = (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing)
+TORCH = str(Path(torch.__file__).parent)
+ASKERS = 3
+"""How many functions stand between the one that asks torch and the one that wants to know."""
+
+
+@contextlib.contextmanager
+def eager_answers() -> Iterator[None]:
+    """Answer code that is not torch's own as it is answered in eager."""
+    handlers: dict[Any, Handler] = TorchInGraphFunctionVariable._get_handlers()
+    answers: dict[Any, Handler] = {ask: _not_compiling(handlers[ask]) for ask in COMPILING}
+    answers |= dict.fromkeys(CAPTURING, _asked_now) | dict.fromkeys(HINTS, _nothing_done)
+    followed = dict.fromkeys((*CAPTURING, *HINTS), TorchInGraphFunctionVariable)
+    with contextlib.ExitStack() as allowed:
+        for hint in HINTS:
+            allowed.enter_context(unittest.mock.patch.object(hint, "_dynamo_forbidden", False))
+        with (
+            unittest.mock.patch.dict(handlers, answers),
+            unittest.mock.patch.dict(trace_rules.get_torch_obj_rule_map(), followed),
+        ):
+            yield
+
+
+def _not_compiling(torchs: Handler) -> Handler:
+    def answer(asked: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if tx.f_code.co_filename.startswith(TORCH) or _has_context_variable(tx):
+            return torchs(asked, tx, *args, **kwargs)
+        return VariableTracker.build(tx, False)
+
+    return answer
+
+
+def _has_context_variable(tx: Any) -> bool:
+    """Whether who asks owns a `ContextVar`: torch cannot follow one, hence the question."""
+    for _ in range(ASKERS):
+        if tx is None:
+            return False
+        owner = getattr(tx.symbolic_locals.get("self"), "value", None)
+        if any(isinstance(value, ContextVar) for value in getattr(owner, "__dict__", {}).values()):
+            return True
+        tx = tx.parent
+    return False
+
+
+def _nothing_done(_hint: Any, tx: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return VariableTracker.build(tx, None)
+
+
+def _asked_now(asked: Any, tx: Any) -> Any:
+    """The answer of now; where torch was built without the device, eager raises, and so does this."""
+    try:
+        answer = asked.value()
+    except Exception as error:
+        raise_observed_exception(RuntimeError, tx, args=[str(error)])
+    return VariableTracker.build(tx, answer)
+
 
 SHAPE_OF_DATA = "Dynamic shape operator"
 """torch's name for what a graph ended at."""
@@ -117,7 +179,7 @@ def _write(variable: Any, tx: Any, key: Any, value: Any) -> Any:
     trained = torch.is_grad_enabled() and _is_tensor(value, "requires_grad", True)
     if trained and any(_is_tensor(each, "dtype", torch.bool) for each in keys):
         unimplemented(
-            gb_type="Dynamic shape operator",
+            gb_type=SHAPE_OF_DATA,
             context="x[mask] = value",
             explanation="the gradient of the value has as many rows as the mask picks",
             hints=[],

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowtide.optim.step_in_backward import StepInBackward
-from lowtide.torch_compat.process_patch import ProcessPatch
+from lowtide.torch_compat.autograd_engine import ProcessPatch
 
 
 class Holder:

@@ -36,7 +36,7 @@ def calls_made() -> int:
 
 
 def test_they_are_made_before_anything_is_measured_or_planned() -> None:
-    assert run_fresh("test_first_calls:calls_made") == 1
+    assert run_fresh("test_dispatch:calls_made") == 1
     make_first_calls.cache_clear()
     install(Runner(torch.nn.Linear(1, 1), Schedules()))
     assert calls_made() == 1

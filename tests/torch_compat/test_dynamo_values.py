@@ -10,7 +10,7 @@ from training import differences, train, twin
 
 import lowtide
 from lowtide.runtime.runner import runner_of
-from lowtide.torch_compat import traced_values
+from lowtide.torch_compat import dynamo_values
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -185,7 +185,7 @@ def test_layers_that_may_be_dropped_are_not_taken_for_certain() -> None:
 
 
 def test_a_value_that_changes_with_every_batch_ends_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traced_values, "MAX_VALUES", 2)
+    monkeypatch.setattr(dynamo_values, "MAX_VALUES", 2)
 
     def read(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return x * float(mask.sum().item())
