@@ -1,19 +1,24 @@
-"""From a step and a budget to a schedule that fits. Knows no torch.
+"""From a step and a budget to a schedule that fits. Imports no torch.
 
-- `planner`: the planners by name, one `Desk` for each step
-- `simulate`: bytes and seconds of a schedule
-- `activations`: forward storages that backward reads again
-- `schedules`: a step's schedule as what each graph runs, and the bytes besides the graphs
-- `auto`, `mu_two`, `baselines`: how each planner chooses
-- `values`: which storages values refer to; `bounds`: how good a plan can be at best, proven
-- `anneal`: the search of `auto`, over sequences of runs; `native`: its inner loops, in C
-- `repeats`: equal blocks in a row; `representative`, `spread`: a step with few of them, and its plans in all
-- `search`: plans as sets of runs, and the archive of the best
-- `tied`, `parts`: one plan for all runs of a graph that runs several times
-- `link`: transfers to a store on one clock with the compute; `releases`, `placing`: where values leave and
-  come back; `swap_sets`, `swaps`: which do
-- `exchange`: what a process holds to exchange parameters and gradients with others
-- `collector`: planning without Python's collector of cycles
-- `decisions`, `hints`: a plan in words; what would lower the floor
+What a schedule is, and what it costs:
+
+- `simulate`: the live bytes and seconds of a schedule; `transfer_model`: its transfers to a store and back
+- `schedules`: the schedule of a step as one schedule for each graph, and the bytes besides the graphs
+- `activations`: the forward storages that backward reads again
+
+From a step to a solution:
+
+- `registry`: the planners by name; `planning_problem`: what each of them gets
+- `baselines`: `none`, `all`, `every-block`, `sqrt`; `mu_two`: `mu-two`
+- `variants`: `auto`, as one flat list of the forms of a step and a search over them
+- `auto`: the search of one form; `repeated_blocks`: where it starts in a step of many equal blocks
+- `offload_sets`: which values to offload; `transfer_schedule`: when their transfers begin and end
+- `search`: the search space and its annealing; `native`: its inner loops, in C; `bounds`: proven lower bounds
+- `planner`: the solutions of one step; `repeated_graphs`: one schedule for all runs of a graph
+- `decisions`: a solution in words, and what would lower the floor
+
+Beside them:
+
+- `allocator`: the bytes that a GPU's caching allocator reserves for a schedule
 - `abstract`: graphs of bytes and costs alone, for `lowtide solve`
 """

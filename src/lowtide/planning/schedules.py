@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from lowtide.facts import UPDATE, Graph, GraphRun, Kind, Node, Region, Reserve, Run, Step, Storage
 from lowtide.planning.simulate import Timeline, eager_runs, is_again, plain_runs, simulate, source_of, walked
 from lowtide.planning.transfer_model import (
@@ -62,11 +64,7 @@ def graph_schedules(step: Step, runs: Sequence[Run]) -> tuple[Graph, ...]:
     """The step's graphs with the schedule that `runs` give each of them; none for an abstract step."""
     if not step.graphs:
         return ()
-    position = {
-        rank: place
-        for segment in range(len(step.graphs))
-        for place, rank in enumerate(scheduled_ranks(step, segment))
-    }
+    position = {rank: place for ranks in scheduled_ranks(step) for place, rank in enumerate(ranks)}
     schedules: list[list[GraphRun]] = [[] for _ in step.graphs]
     for run in runs:
         node = step.nodes[run.rank]
@@ -97,14 +95,14 @@ def runs_of_schedules(
     ValueError when a graph has no such ops; `simulate` checks the rest.
     """
     scheduled: list[list[Run]] = []
-    for segment, schedule in enumerate(schedules):
-        ranks = scheduled_ranks(step, segment)
+    by_graph = scheduled_ranks(step)
+    for schedule, ranks in zip(schedules, by_graph, strict=False):
         if not all(0 <= run.position < len(ranks) for run in schedule):
             raise ValueError("the schedule is for a graph with more ops")
         scheduled.append([Run(ranks[run.position], run.rule) for run in schedule])
     wanted = demanded(step, itertools.chain.from_iterable(scheduled))
     forward = [n for n in step.nodes[: step.first_backward_rank] if not n.on_demand or n.rank in wanted]
-    runs = list(with_releases(step, _first_runs(forward), _places(step, releases)))
+    runs = list(with_releases(step, _first_runs(forward), _places(step, releases, by_graph)))
     rest = step.nodes[step.first_backward_rank :]
     for (region, segment), group in itertools.groupby(rest, key=lambda n: (n.region, n.segment)):
         nodes = list(group)
@@ -117,12 +115,11 @@ def runs_of_schedules(
     return tuple(runs)
 
 
-def _places(step: Step, releases: Sequence[Releases]) -> dict[int, int]:
+def _places(step: Step, releases: Sequence[Releases], by_graph: Sequence[Sequence[int]]) -> dict[int, int]:
     """By movable node, the rank after which it runs."""
     places = last_forward_reads(step)
     leave_of = {value_of(step, leave): leave for leave in places}
-    for segment, some in enumerate(releases):
-        ranks = scheduled_ranks(step, segment)
+    for some, ranks in zip(releases, by_graph, strict=False):
         for op, after in some:
             if not (op < len(ranks) and after < len(ranks) and ranks[op] in leave_of):
                 raise ValueError("the releases are for a graph with other ops")
@@ -131,20 +128,26 @@ def _places(step: Step, releases: Sequence[Releases]) -> dict[int, int]:
 
 
 def _later_bytes(step: Step, runs: Sequence[Run]) -> list[int]:
-    """For every graph, the most that those after it hold at once of what they make; not the loss."""
+    """For each graph of the model, the peak of what the graphs after it make; the loss does not count."""
     own = [index for index, graph in enumerate(step.graphs) if graph.in_model]
     found = [0] * len(step.graphs)
     if len(own) < 2:
         return found
     made = {s: node.segment for node in step.nodes if node.region is not Region.OPTIMIZER for s in node.makes}
-    for index in own[:-1]:
-        storages = tuple(
-            s if index < made.get(s.id, -1) <= own[-1] and not s.static else replace(s, nbytes=0)
-            for s in step.storages
-        )
-        timeline = simulate(replace(step, storages=storages), runs)
-        later = [step.nodes[run.rank].segment > index for run in runs]
-        found[index] = int(timeline.bytes_held[later].max(initial=0))
+    timeline = simulate(step, runs)
+    blocks: dict[int, list[tuple[int, int, int]]] = {}
+    for block in timeline.blocks:
+        blocks.setdefault(made.get(block[0], -1), []).append(block)
+    segments = np.array([step.nodes[run.rank].segment for run in runs])
+    change = np.zeros(len(runs) + 1, dtype=np.int64)
+    workspace = np.array(timeline.workspace_bytes, dtype=np.int64)
+    for index in range(own[-1] - 1, own[0] - 1, -1):
+        for storage, start, end in blocks.get(index + 1, ()):
+            change[start] += step.storages[storage].nbytes
+            change[end + 1] -= step.storages[storage].nbytes
+        if step.graphs[index].in_model:
+            live = change.cumsum()[:-1] + workspace
+            found[index] = int(live[segments > index].max(initial=0))
     return found
 
 
@@ -173,13 +176,16 @@ def _with_ends(step: Step, runs: Iterable[Run], ends: list[Run]) -> list[Run]:
     return found + ends
 
 
-def scheduled_ranks(step: Step, segment: int) -> list[int]:
-    """Ranks of a graph's ops as captured, forward and then backward: what positions in its schedule count."""
+def scheduled_ranks(step: Step) -> list[list[int]]:
+    """For each graph, the ranks of its ops as captured, forward and then backward: its schedule has positions
+    in this list."""
+    found: dict[tuple[int, Region], list[int]] = {}
+    for node in sorted(step.nodes, key=lambda node: node.eager_place):
+        if node.op not in ENDS and not node.on_demand:
+            found.setdefault((node.segment, node.region), []).append(node.rank)
     return [
-        node.rank
-        for region in (Region.FORWARD, Region.BACKWARD)
-        for node in sorted(step.nodes, key=lambda node: node.eager_place)
-        if node.segment == segment and node.region is region and node.op not in ENDS and not node.on_demand
+        found.get((graph, Region.FORWARD), []) + found.get((graph, Region.BACKWARD), [])
+        for graph in range(max([len(step.graphs), *(node.segment + 1 for node in step.nodes)]))
     ]
 
 

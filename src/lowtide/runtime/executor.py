@@ -259,7 +259,7 @@ def _rises(
     from lowtide.torch_compat.inductor import Bytes, doubles, storage_bytes
 
     wanted = specialised(segment, missing=frozenset(graph.missing), apart=frozenset(graph.apart))
-    ranks = scheduled_ranks(step, number)
+    ranks = scheduled_ranks(step)[number]
     ops = [*wanted.forward_ops, *wanted.backward_ops]
     for position, node in enumerate(ops):
         node.meta[POSITION] = position
