@@ -6,7 +6,7 @@ gives peak and seconds after each drop; a drop changes only the blocks near it, 
 full simulation.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Region
-from lowtide.planning.search.table import RematSet, Rerun, Table
+from lowtide.planning.search.table import Op, RematSet, Rerun, Table
 
 
 def retain_only(
@@ -51,39 +51,35 @@ class Block:
         self.holders: list[int] = [start]
 
 
+Touched = dict[Block, None]
+"""Blocks whose live range may change, in a fixed order."""
+
+
 class DroppedStorages:
     """The step with all storages retained except the dropped ones."""
 
     def __init__(self, table: Table) -> None:
-        self.table = table
-        self.width = table.width
+        self.table, self._width = table, table.width
         self.added_seconds = 0.0
-        self._runs: list[list[int]] = [
-            [] if rank in table.on_demand else [table.last_key(rank)] for rank in range(table.size)
-        ]
+        ranks = [rank for rank in range(table.size) if rank not in table.on_demand]
+        self._runs: list[list[int]] = [[] for _ in range(table.size)]
         """by rank, the keys of its runs: the first run, and a second one where the value is recomputed"""
-        self._readers: dict[int, list[int]] = {keys[0]: [] for keys in self._runs if keys}
+        self._readers: dict[int, list[int]] = {}
         self._held: dict[int, dict[int, Block]] = {}
+        """by key of a run, the blocks that its value refers to, by storage"""
         self._slot_runs: dict[int, list[int]] = {}
-        self._horizon = table.last_key(table.size - 1) if table.size else 0
         self._ending: dict[int, list[Block]] = {}
         # what each slot has more than the one before: a block is two entries, however long its live range
         self._change = np.zeros(table.size + 1, dtype=np.int64)
         self._change[0] = table.static_bytes
         self._extra = np.zeros(table.size, dtype=np.int64)
         self._stale = set(range(table.size))
-        self._make_first_runs()
+        touched: Touched = {}
+        for rank in ranks:
+            touched |= self._start_first(rank)
+        self._update(touched)
+        self.added_seconds = 0.0
         self._prepare_drops()
-
-    def _make_first_runs(self) -> None:
-        ranks = [rank for rank, keys in enumerate(self._runs) if keys]
-        for rank in ranks:
-            for read in self.table.plain[rank].reads:
-                self._readers[self._runs[read][0]].append(self._runs[rank][0])
-        for rank in ranks:
-            self._hold(self._runs[rank][0])
-        for block in {id(b): b for mine in self._held.values() for b in mine.values()}.values():
-            self._update_end(block)
 
     def _prepare_drops(self) -> None:
         table, step = self.table, self.table.step
@@ -153,138 +149,95 @@ class DroppedStorages:
     def _latest(self, rank: int, key: int) -> int:
         """Key of the run of `rank` that a run at `key` reads."""
         keys = self._runs[rank]
-        return keys[0] if len(keys) == 1 else keys[bisect_left(keys, key) - 1]
+        return keys[0] if len(keys) == 1 or key <= keys[1] else keys[1]
 
     def _uses(self, key: int) -> list[int]:
         """Keys of the runs that need the whole value of `key`.
 
         A remat that takes one part of a tuple again reads that part only, which has a block of its own.
         """
-        readers = self._readers[key]
-        if key not in self.table.tuple_keys:
+        readers, table = self._readers[key], self.table
+        if key not in table.tuple_keys:
             return readers
-        last = self.width - 1
-        return [k for k in readers if k % self.width == last or self.table.remat(k) not in self.table.parts]
+        return [k for k in readers if self._is_first(k) or table.remat(k) not in table.parts]
+
+    def _is_first(self, key: int) -> bool:
+        return key % self._width == self._width - 1
 
     def _insert(self, slot: int, remat: int) -> None:
-        table = self.table
-        key = table.key(slot, remat)
-        op = table.remats[remat]
-        rank = op.rank
-        assert table.segment[rank] == table.slot_segment[slot]
-        keys = self._runs[rank]
-        i = bisect_left(keys, key)
-        assert i > 0
-        assert i == len(keys) or keys[i] != key
-        previous = keys[i - 1]
-        keys.insert(i, key)
+        """Recompute a value in a slot; the later readers of its first run read the new run."""
+        op, key = self.table.remats[remat], self.table.key(slot, remat)
+        assert self.table.segment[op.rank] == self.table.slot_segment[slot]
+        (first,) = self._runs[op.rank]
+        readers = self._readers[first]
+        cut = bisect_right(readers, key)
+        self._readers[first], self._readers[key] = readers[:cut], readers[cut:]
+        self._runs[op.rank].append(key)
         insort(self._slot_runs.setdefault(slot, []), key)
-        self._stale.add(slot)
-        earlier = self._readers[previous]
-        cut = bisect_right(earlier, key)
-        moved = earlier[cut:]
-        self._readers[previous] = earlier[:cut]
-        self._readers[key] = moved
-        touched: dict[int, Block] = {id(b): b for b in self._held[previous].values()}
         for read in op.reads:
             if not self._runs[read]:
-                self._begin(read)
-            source = self._latest(read, key)
-            insort(self._readers[source], key)
-            for block in self._held[source].values():
-                touched[id(block)] = block
-        self._hold(key)
-        for block in self._held[key].values():
-            touched[id(block)] = block
-        self._rehold(moved, rank, touched)
-        for block in touched.values():
-            self._update_end(block)
-        self.added_seconds += op.seconds
+                self._update(self._start_first(read))
+        touched = dict.fromkeys(self._held[first].values()) | self._start(key, op)
+        self._rehold(self._readers[key], op.rank, touched)
+        self._update(touched)
 
     def _remove(self, slot: int, remat: int) -> None:
-        table = self.table
-        key = table.key(slot, remat)
-        op = table.remats[remat]
-        rank = op.rank
-        keys = self._runs[rank]
-        i = bisect_left(keys, key)
-        assert keys[i] == key
-        previous = keys[i - 1]
-        del keys[i]
-        mine = self._slot_runs[slot]
-        mine.remove(key)
-        if not mine:
-            del self._slot_runs[slot]
-        self._stale.add(slot)
+        """Undo `_insert`."""
+        op, key = self.table.remats[remat], self.table.key(slot, remat)
+        first, _ = self._runs[op.rank]
+        self._runs[op.rank].remove(key)
+        self._slot_runs[slot].remove(key)
         moved = self._readers.pop(key)
-        self._readers[previous].extend(moved)
-        self._readers[previous].sort()
-        touched: dict[int, Block] = {id(b): b for b in self._held[previous].values()}
-        self._rehold(moved, rank, touched)
+        self._readers[first] += moved
+        touched = dict.fromkeys(self._held[first].values())
+        self._rehold(moved, op.rank, touched)
+        self._update(touched | self._stop(key, op))
         for read in op.reads:
-            source = self._latest(read, key)
+            if read in self.table.on_demand and not self._readers[self._runs[read][0]]:
+                (unread,) = self._runs[read]
+                self._update(self._stop(unread, self.table.plain[read]))
+                self._runs[read] = []
+                del self._readers[unread]
+
+    def _start_first(self, rank: int) -> Touched:
+        key = self.table.last_key(rank)
+        self._runs[rank], self._readers[key] = [key], []
+        return self._start(key, self.table.plain[rank])
+
+    def _start(self, key: int, op: Op) -> Touched:
+        """Let a run read and make blocks; the blocks whose end may change."""
+        sources = [self._latest(read, key) for read in op.reads]
+        for source in sources:
+            insort(self._readers[source], key)
+        self._held[key] = mine = {
+            s: self._new_block(s, nbytes, pinned, key) for s, nbytes, pinned in op.fresh
+        }
+        for storage, providers in op.shared:
+            mine[storage] = self._find(key, storage, providers)
+            mine[storage].holders.append(key)
+        self._stale.add(key // self._width)
+        self.added_seconds += op.seconds
+        return dict.fromkeys(block for run in (*sources, key) for block in self._held[run].values())
+
+    def _stop(self, key: int, op: Op) -> Touched:
+        """Take a run out; the blocks whose end may change."""
+        sources = [self._latest(read, key) for read in op.reads]
+        for source in sources:
             self._readers[source].remove(key)
-            for block in self._held[source].values():
-                touched[id(block)] = block
+        touched = dict.fromkeys(block for run in (*sources, key) for block in self._held[run].values())
         for block in self._held.pop(key).values():
             block.holders.remove(key)
-            touched[id(block)] = block
-        for block in touched.values():
-            if block.holders:
-                self._update_end(block)
-            else:
-                self._forget(block)
-        for read in op.reads:
-            if read in table.on_demand and not self._readers[self._runs[read][0]]:
-                self._end(read)
+        self._stale.add(key // self._width)
         self.added_seconds -= op.seconds
+        return touched
 
-    def _begin(self, rank: int) -> None:
-        """Run on demand what a remat keeps from the forward pass; nobody reads it yet."""
-        table = self.table
-        key = table.last_key(rank)
-        op = table.plain[rank]
-        self._runs[rank], self._readers[key] = [key], []
-        for source in (self._runs[read][0] for read in op.reads):
-            insort(self._readers[source], key)
-            for block in self._held[source].values():
-                self._update_end(block)
-        self._hold(key)
-        self._stale.add(rank)
-        self.added_seconds += op.seconds
-
-    def _end(self, rank: int) -> None:
-        """Nobody reads any more what ran on demand."""
-        op = self.table.plain[rank]
-        (key,) = self._runs[rank]
-        self._runs[rank] = []
-        del self._readers[key]
-        for block in self._held.pop(key).values():
-            self._forget(block)
-        for source in (self._runs[read][0] for read in op.reads):
-            self._readers[source].remove(key)
-            for block in self._held[source].values():
-                self._update_end(block)
-        self._stale.add(rank)
-        self.added_seconds -= op.seconds
-
-    def _hold(self, key: int) -> None:
-        op = self.table.op(key)
-        mine: dict[int, Block] = {}
-        for storage, nbytes, pinned in op.fresh:
-            block = Block(storage, nbytes, pinned, key)
-            slot = key // self.width
-            self._change[slot] += nbytes
-            self._change[slot + 1] -= nbytes
-            self._stale.add(slot)
-            if key % self.width != self.width - 1:
-                self._ending.setdefault(key, []).append(block)
-            mine[storage] = block
-        for storage, providers in op.shared:
-            block = self._find(key, storage, providers)
-            block.holders.append(key)
-            mine[storage] = block
-        self._held[key] = mine
+    def _new_block(self, storage: int, nbytes: int, pinned: bool, key: int) -> Block:
+        block, slot = Block(storage, nbytes, pinned, key), key // self._width
+        self._change[slot] += nbytes
+        self._change[slot + 1] -= nbytes
+        if not self._is_first(key):
+            self._ending.setdefault(key, []).append(block)
+        return block
 
     def _find(self, key: int, storage: int, providers: tuple[int, ...]) -> Block:
         for read in providers:
@@ -296,7 +249,7 @@ class DroppedStorages:
             f"'{name}' holds storage {storage}, which it neither makes nor finds in what it reads"
         )
 
-    def _rehold(self, readers: Iterable[int], rank: int, touched: dict[int, Block]) -> None:
+    def _rehold(self, readers: Iterable[int], rank: int, touched: Touched) -> None:
         """The runs `readers` now read another run of `rank`: the blocks that they share with it may differ,
         and so may be those of their own readers."""
         todo = [(key, rank) for key in readers]
@@ -311,49 +264,51 @@ class DroppedStorages:
                         old.holders.remove(key)
                         block.holders.append(key)
                         mine[storage] = block
-                        touched[id(old)], touched[id(block)] = old, block
+                        touched[old] = touched[block] = None
                         changed = True
             if changed:
                 mine_rank = self.table.rank(key)
                 todo += [(reader, mine_rank) for reader in self._readers[key]]
 
-    def _update_end(self, block: Block) -> None:
+    def _update(self, touched: Touched) -> None:
+        for block in touched:
+            if block.holders:
+                self._move_end(block, self._end_of(block))
+            else:
+                self._move_end(block, block.start)
+                self._forget(block)
+
+    def _end_of(self, block: Block) -> int:
+        """Key of the last run that needs a block."""
         if block.pinned:
-            end = self._horizon
-        else:
-            end = block.start
-            for holder in block.holders:
-                # `last_use`, written out: nothing is asked more often
-                uses = self._uses(holder) if holder in self.table.tuple_keys else self._readers[holder]
-                if uses and uses[-1] > end:
-                    end = uses[-1]
-                elif holder > end:
-                    end = holder
-        old = block.end
-        if end == old:
-            return
-        width = self.width
-        first, last = old // width, end // width
-        if last != first:
+            return self.table.last_key(self.table.size - 1)
+        end = block.start
+        for holder in block.holders:
+            # without a call for most holders: nothing is asked more often
+            uses = self._uses(holder) if holder in self.table.tuple_keys else self._readers[holder]
+            last = uses[-1] if uses else holder
+            end = max(end, last, holder)
+        return end
+
+    def _move_end(self, block: Block, end: int) -> None:
+        if end != block.end:
+            first, last = block.end // self._width, end // self._width
             self._change[first + 1] += block.nbytes
             self._change[last + 1] -= block.nbytes
-        if old % width != width - 1:
-            self._ending[old].remove(block)
-        if end % width != width - 1:
-            self._ending.setdefault(end, []).append(block)
-        self._stale.add(first)
-        self._stale.add(last)
-        block.end = end
+            if not self._is_first(block.end):
+                self._ending[block.end].remove(block)
+            if not self._is_first(end):
+                self._ending.setdefault(end, []).append(block)
+            self._stale.update((first, last))
+            block.end = end
 
     def _forget(self, block: Block) -> None:
-        width = self.width
-        first, last = block.start // width, block.end // width
-        self._change[first] -= block.nbytes
-        self._change[last + 1] += block.nbytes
-        if block.end % width != width - 1:
-            self._ending[block.end].remove(block)
-        self._stale.add(first)
-        self._stale.add(last)
+        slot = block.start // self._width
+        self._change[slot] -= block.nbytes
+        self._change[slot + 1] += block.nbytes
+        if not self._is_first(block.start):
+            self._ending[block.start].remove(block)
+        self._stale.add(slot)
 
     def _extra_bytes(self, slot: int) -> int:
         """The peak of a slot above the bytes of all blocks that the slot's last run makes or finds."""
