@@ -1,12 +1,10 @@
 """Cost increase of the abstract planner on published rematerialisation graphs.
 
-usage: graph_table.py GRAPH.json...
-
-Prints a Markdown table: extra cost in % at 90, 80 and 70 % of the plain order's peak, and seconds.
+Prints a Markdown table: extra cost in % at 90, 80 and 70 % of the baseline peak, and seconds.
 The graphs themselves are not part of this repository.
 """
 
-import sys
+import argparse
 import time
 
 from lowtide.errors import BudgetTooSmall
@@ -16,9 +14,14 @@ SHARES = (90, 80, 70)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("graphs", nargs="+", metavar="GRAPH.json")
+    options = parser.parse_args()
     print("| graph | nodes | " + " | ".join(f"{share} %" for share in SHARES) + " | seconds |")
     print("|---|---|" + "---|" * (len(SHARES) + 1))
-    for path in sys.argv[1:]:
+    for path in options.graphs:
         graph = load_graph(path)
         cells, seconds = [], []
         for share in SHARES:
