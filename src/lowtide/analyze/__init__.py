@@ -1,1 +1,11 @@
-"""TODO"""
+"""From traced graphs to the facts of one training step: ranked nodes, storages, remats.
+
+- `captured_step`: the entry, `capture`: trace, analyze, add the optimizer
+- `graph_facts`: nodes and storages of the graphs, forward and backward
+- `analysis`: the facts while they are collected
+- `gradient_sums`: which gradients leave a graph as terms, so that autograd adds them in eager's order
+- `backward_facts`: the order of backward ops, writes over inputs, chains in chunks
+- `gradient_facts`: gradients that arrive at a graph, leave it, and accumulate
+- `uncaptured_facts`: code between the graphs
+- `optimizer_facts`: the optimizer's step, in backward, whole or split
+"""

@@ -1,4 +1,11 @@
-"""Capture one whole training step: forward, loss, backward and optimizer as one ranked list."""
+"""From a model and a batch to the facts of one training step, without running it.
+
+    model, batch ── trace ──> graphs ── analyze_graphs ──> nodes and storages of forward and backward
+                                                                |
+    Captured <── Step <── optimizer's ops <── shards <── tensors that no graph reads
+
+`capture` is the whole way. Costs come later: `with_costs` fills them in once `Captured.calls` are profiled.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -9,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from lowtide.analyze.analysis import Analysis, GraphNode
-from lowtide.analyze.gradient_sums import shares_gradients, summed_otherwise
+from lowtide.analyze.gradient_sums import shares_gradients, summed_inside_op
 from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.analyze.optimizer_facts import add_optimizer, pieces_of_step
 from lowtide.errors import CaptureError
@@ -35,7 +42,7 @@ from lowtide.trace.tangents import LAID_OUT_OTHERWISE, laid_out_otherwise
 from lowtide.trace.trace_model import trace
 
 SCALARS_BYTES = 1024
-OUTSIDE = (
+UNCAPTURED = (
     "the model or its loss runs differentiable code outside of its graphs that torch.compile does not follow"
 )
 NOT_COUNTED = "; what autograd keeps of it is counted, what it holds while its backward pass runs is not"
@@ -79,10 +86,13 @@ def capture(
 ) -> Captured:
     """Capture a step without running it. Needs the memory of the model, not of the step.
 
-    `step_in_backward`: the optimizer updates each parameter where its gradient is final. Without
-    `holds_outputs`, the loop lets go of all but the loss before the backward pass. With `simulated`, as
-    one of many processes would run it. With `offload`, there is a store that values can wait in. With
-    `gpu`, with the attention that torch has there: a step to look at, not to run.
+    - `accumulate`: the step begins with gradients of earlier micro-batches
+    - `reserve_bytes`: bytes that are live throughout, besides those of the step
+    - `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final
+    - `holds_outputs`: the loop keeps all outputs live to the end of the step, not the loss alone
+    - `simulated`: as one of many processes would run the step
+    - `offload`: the step has a store for offloaded values
+    - `gpu`: with the kernels that torch has on that GPU; such a step can be planned here, but not run
     """
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
@@ -111,20 +121,26 @@ def capture(
         )
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
         if gpu is not None:
-            captured = replace(captured, traced=None)  # what it calls runs on no CPU
-    if OUTSIDE + NOT_COUNTED in captured.step.notes:
+            captured = replace(captured, traced=None)  # it calls kernels that a CPU lacks
+    _warn(captured.step, traced)
+    return captured
+
+
+def _warn(step: Step, traced: Trace) -> None:
+    """Say what of a captured step is not counted, or may not be exact."""
+    if UNCAPTURED + NOT_COUNTED in step.notes:
         logger.warning(
             "%s, so budgets are kept only for the rest: lowtide.verify says what the whole takes",
-            OUTSIDE + NOT_COUNTED,
+            UNCAPTURED + NOT_COUNTED,
         )
-    elif OUTSIDE + COUNTED in captured.step.notes:
+    elif UNCAPTURED + COUNTED in step.notes:
         logger.warning(
             "%s. Another batch may take more there, and gradients of what it shares with the graphs may be "
             "summed in another order than in eager: lowtide.verify says what a step takes and whether it is "
             "exact",
-            OUTSIDE + COUNTED,
+            UNCAPTURED + COUNTED,
         )
-    if shared := summed_otherwise(traced):
+    if shared := summed_inside_op(traced):
         logger.warning(
             "the model breaks into %d graphs, and one of them uses %s in a recurrent layer before a later "
             "one uses it again: its gradients are summed in another order than in eager, so that the last "
@@ -132,7 +148,7 @@ def capture(
             traced.num_in_model,
             shared,
         )
-    elif shares_gradients(traced, [graph.missing for graph in captured.step.graphs]):
+    elif shares_gradients(traced, [graph.missing for graph in step.graphs]):
         logger.warning(
             "the model returns several views of one value that it also uses itself: the gradients of that "
             "value are summed in another order than in eager, so that the last bits can differ. "
@@ -140,17 +156,15 @@ def capture(
         )
     if laid_out_otherwise(traced):
         logger.warning(
-            "%s, and gradients of others that are laid out alike in no other: torch copies them into the "
-            "output's order first, eager goes on with them as they are, so that the last bits can differ. "
-            "lowtide.verify says whether they do; return outputs `.contiguous()`, or compute the loss in the "
-            "model's forward, to be exact",
+            "%s, but not for all outputs with these strides: torch copies such a gradient to the output's "
+            "strides, eager does not, so that the last bits can differ. lowtide.verify says whether they do; "
+            "return outputs `.contiguous()`, or compute the loss in the model's forward, to be exact",
             LAID_OUT_OTHERWISE,
         )
-    return captured
 
 
 def only_loss_live(traced: Trace) -> Trace:
-    """The same for a loop that holds nothing of the model's output but the loss."""
+    """The trace of a loop that keeps nothing of the model's output live but the loss."""
     return replace(traced, returned=traced.returned & traced.given)
 
 
@@ -165,10 +179,9 @@ def captured_step(
     offload: bool = False,
     on_gpu: bool = False,
 ) -> Captured:
-    """Facts and ops of analysed graphs, with all else that the step holds.
+    """The step of analyzed graphs, with everything else that is live in it: see `capture`.
 
-    `simulated`: the division of a model among processes that are not there. `on_gpu`: with the optimizer's
-    step as a GPU would run it.
+    `on_gpu`: the optimizer's step as a GPU would run it.
     """
     _add_unread(analysis, model, batch)
     if traced.sharding is not None:
@@ -267,21 +280,21 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
     if traced.num_in_model > 1:
         notes.append(f"the model breaks into {traced.num_in_model} graphs; nothing is recomputed across them")
     if traced.loss_outside or any(execution.from_outside for execution in traced.executions):
-        notes.append(OUTSIDE + (COUNTED if traced.outside_is_counted else NOT_COUNTED))
+        notes.append(UNCAPTURED + (COUNTED if traced.outside_is_counted else NOT_COUNTED))
     if traced.real_forward:
         notes.append("captured with one real forward pass, since the model's code reads tensor values")
     return tuple(notes)
 
 
 def _add_scalars(analysis: Analysis, traced: Trace) -> None:
-    """Python and autograd hold a few numbers around each graph that no graph shows."""
+    """Python and autograd keep a few numbers live around each graph."""
     for index in range(traced.num_in_model):
         name = f"scalars around graph {index}"
         analysis.add_storage(nbytes=SCALARS_BYTES, kind=Kind.OTHER, name=name, static=True)
 
 
 def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
-    """Tensors that no graph reads are there all the same: unused parameters, buffers, inputs."""
+    """Tensors that no graph reads take memory as well: unused parameters, buffers, inputs."""
     tensors = {id(t): local(t) for t in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
     known = {storage_key(tensors[key]) for key in analysis.inputs if key in tensors}
     for key, origin in name_tensors(model, batch).items():
@@ -293,7 +306,7 @@ def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
 
 
 def with_values(captured: Captured, values: Values) -> Captured:
-    """The same step, its ops called with other fake values of some nodes."""
+    """The same step, whose ops are called with other fake values of some nodes."""
     places = captured.graph_nodes
     own = {Run(rank): _own_call(place, values) for rank, place in places.items() if _calls_op(place)}
     others = {
@@ -321,7 +334,7 @@ def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
 
 
 def _calls_op(place: GraphNode) -> bool:
-    """Whether something is computed there that takes time: numbers take next to none."""
+    """Whether a node runs an op that takes time: an op on Python numbers takes next to none."""
     return place.node.op == "call_function" and not is_number(place.node.meta.get("val"))
 
 
@@ -335,8 +348,8 @@ def _remat_call(node: fx.Node, rule: str, values: Values) -> Call:
 
 
 def _filled(call: Call, values: Values) -> Call:
-    """A call with fake values for the nodes among its arguments, those given or else the captured ones,
-    and for what remat rules keep."""
+    """A call with fake values for the nodes and kept tensors among its arguments: those in `values`, or else
+    the captured ones."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
@@ -354,8 +367,8 @@ FREE: Cost = (0.0, 0, False)
 
 
 def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
-    """The step with the costs of every run filled in; a remat without one costs what its node does, and one
-    that offloads nothing but the waiting."""
+    """The step with the costs of every run. A remat without a cost of its own costs what its node does; a
+    transfer costs only the time that the step waits for it."""
     nodes = []
     for node in step.nodes:
         own = costs.get(Run(node.rank), (0.0, 0, node.estimated))

@@ -75,7 +75,7 @@ def with_terms_apart(trace: Trace, executions: Sequence[Execution]) -> list[Exec
     ]
 
 
-def summed_otherwise(trace: Trace) -> str:
+def summed_inside_op(trace: Trace) -> str:
     """A tensor whose gradient one op of a graph sums, and a later graph adds to, in words; empty for none.
 
     The loss is no graph of the plan: it runs as eager does.
