@@ -95,8 +95,9 @@ def wheel_of(dist: Path) -> Path:
 
 
 def test_the_version_is_the_changelogs() -> None:
-    newest = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
-    assert newest.split()[1] == lowtide.__version__
+    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    released = [heading for heading in headings if heading != "## Unreleased"]
+    assert released[0].split()[1] == lowtide.__version__
 
 
 def test_what_is_in_the_wheel(dist: Path) -> None:
