@@ -10,6 +10,7 @@ from lowtide.optim import split_check
 from lowtide.optim.optimizer_trace import trace_optimizer
 from lowtide.optim.shadow_optimizer import estimate
 from lowtide.optim.split_check import check_split, chunked_step_bytes
+from lowtide.torch_compat.modules import stepping_as_real
 from lowtide.verification.peak import peak_above_start
 
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 20)
@@ -126,6 +127,9 @@ def test_a_split_is_found_once(monkeypatch):
     for lr, times in ((0.0123, 3), (0.0123, 3), (0.0124, 6)):
         check_split(torch.optim.Adam(make_parameters(), lr=lr))
         assert len(found) == times
+    with stepping_as_real(on_gpu=True):
+        check_split(torch.optim.Adam(make_parameters(), lr=0.0124))
+    assert len(found) == 9, "on a GPU, another code is the default"
     for number in range(2 * split_check.MOST_KNOWN):
         check_split(torch.optim.SGD(make_parameters()[:1], lr=number))
     assert len(split_check._known) == split_check.MOST_KNOWN

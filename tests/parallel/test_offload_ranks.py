@@ -1,8 +1,8 @@
 """Processes of a DistributedDataParallel swap to one folder, each for itself."""
 
 import pytest
+from offload_ranks import trained
 from processes import on_processes
-from swap_ranks import trained
 
 pytestmark = pytest.mark.slow
 

@@ -25,6 +25,7 @@ from lowtide.optim.shadow_optimizer import (
     small_parameter,
 )
 from lowtide.optim.split_step import CHUNK_BYTES, StepChunk, chunks_of, step_for, step_in_rows, take_step
+from lowtide.torch_compat.modules import foreach_devices
 
 Optimizer = torch.optim.Optimizer
 
@@ -49,7 +50,8 @@ class StepSplit(NamedTuple):
 
 
 _known: dict[Any, StepSplit] = {}
-"""By class, settings and layouts of an optimizer, which decide a split; the oldest first."""
+"""By all that decides a split: class, settings and layouts of an optimizer, and where torch takes `foreach`.
+The oldest is first."""
 
 
 def check_split(optimizer: Optimizer) -> StepSplit:
@@ -111,7 +113,7 @@ def _known_split(optimizer: Optimizer) -> StepSplit:
         )
         for group in optimizer.param_groups
     ]
-    key = (type(optimizer), *groups)
+    key = (type(optimizer), foreach_devices(), *groups)
     if key not in _known:
         while len(_known) >= MOST_KNOWN:
             _known.pop(next(iter(_known)))

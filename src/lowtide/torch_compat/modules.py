@@ -64,12 +64,18 @@ def hooks_before_step(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return list(optimizer._optimizer_step_pre_hooks.values())
 
 
+def foreach_devices() -> tuple[str, ...]:
+    """The types of devices on which optimizers take `foreach` by default; `stepping_as_real` changes them."""
+    torchs: Any = import_module(Optimizer.__module__)
+    return tuple(torchs._get_foreach_kernels_supported_devices())
+
+
 @contextlib.contextmanager
 def stepping_as_real(*, on_gpu: bool) -> Iterator[None]:
     """Let optimizers over fake tensors choose between a loop and `foreach` as over real ones; with `on_gpu`,
     as over those of a GPU wherever they are. torch looks at the type and the device of parameters."""
     torchs: Any = import_module(Optimizer.__module__)
-    devices = [*torchs._get_foreach_kernels_supported_devices(), *(["cpu"] if on_gpu else [])]
+    devices = [*foreach_devices(), *(["cpu"] if on_gpu else [])]
     with unittest.mock.patch.multiple(
         torchs,
         _foreach_supported_types=[*torchs._foreach_supported_types, FakeTensor],
