@@ -2,7 +2,7 @@
 
 A compiler backend sees one graph and neither the optimizer nor what surrounds the model. Its budget
 covers the graph's own step: parameters, inputs, gradients, activations. Give the optimizer's state
-and whatever else is held as `reserve`, or use `lowtide.checkpoint`, which sees the whole step.
+and whatever else is live as `reserve`, or use `lowtide.checkpoint`, which sees the whole step.
 
 Where a script takes only the name of a backend, the environment variable LOWTIDE_BUDGET gives the budget.
 """
@@ -22,7 +22,7 @@ from lowtide.planning.registry import planner_names
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.executor import InductorOps, executor_named, solve_compiled
-from lowtide.runtime.incomplete_steps import step_of
+from lowtide.runtime.incomplete_steps import StepContext, step_of
 from lowtide.torch_compat import dynamo
 from lowtide.trace.identity import Origin
 from lowtide.trace.segments import Segment
@@ -31,7 +31,7 @@ OPTIONS = {
     "budget": "bytes, a size ('8GiB') or a share of the graph's own peak ('60%'); else LOWTIDE_BUDGET",
     "planner": f"one of {', '.join(planner_names())}",
     "executor": f"one of {', '.join(EXECUTORS)}",
-    "reserve": "bytes held besides the graph: optimizer state, other models",
+    "reserve": "bytes live besides the graph: optimizer state, other models",
 }
 
 
@@ -63,17 +63,16 @@ def lowtide(
     executor = executor_named(str(chosen.get("executor", "eager")))
 
     def schedule_graph(segment: Segment, _is_whole: bool) -> GraphSchedule:
-        step = step_of(
-            segment, nn.Module(), like=None, reserve=Reserve(optimizer_state_bytes=reserve), known=None
-        )
-        desk = planner_for(step)
-        budget = parse_budget(wanted, whole=desk.eager_peak_bytes)
+        context = StepContext(model=nn.Module(), reserve=Reserve(optimizer_state_bytes=reserve))
+        step = step_of(segment, context, like=None)
+        step_planner = planner_for(step)
+        budget = parse_budget(wanted, whole=step_planner.eager_peak_bytes)
         if isinstance(executor, InductorOps):
-            solution = solve_compiled(desk, segment, executor, budget_bytes=budget, planner=planner)
+            solution = solve_compiled(step_planner, segment, executor, budget_bytes=budget, planner=planner)
         else:
-            solution = desk.solve(budget_bytes=budget, planner=planner)
+            solution = step_planner.solve(budget_bytes=budget, planner=planner)
         (planned,) = solution.graphs
-        return GraphSchedule(schedule=planned.schedule, missing=frozenset(planned.missing))
+        return GraphSchedule.of(planned)
 
     return Backend(schedule_graph, origins=_origins, executor=executor)(graph, inputs)
 

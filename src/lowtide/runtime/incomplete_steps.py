@@ -6,7 +6,7 @@ loss_reserve_for   bytes reserved for a loss that was not given, until the first
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -32,35 +32,60 @@ from lowtide.trace.segments import Execution, Segment, Trace
 from lowtide.trace.trace_model import trace
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """What is known of a model's steps besides their graphs.
+
+    `update_bytes`: what the update of each parameter in the backward pass allocates. `several_calls` come
+    before a backward pass.
+    """
+
+    model: nn.Module
+    reserve: Reserve
+    known: KnownCosts | None = None
+    loop: Loop = field(default_factory=Loop)
+    update_bytes: Mapping[int, int] | None = None
+    transfer_speed: TransferSpeed | None = None
+    orders: Orders | None = None
+    several_calls: bool = False
+
+    def captured(self, traced: Trace, **options: Any) -> Captured:
+        """A traced step with its facts; `options` are those of `captured_step`."""
+        offload = self.transfer_speed is not None
+        accumulate = bool(self.reserve.earlier_gradient_bytes)
+        facts = analyze_graphs(traced, accumulate=accumulate, updates=self.update_bytes, offload=offload)
+        return captured_step(facts, traced, self.model, offload=offload, **options)
+
+    def costed(self, captured: Captured) -> Step:
+        """A captured step with costs from ops that were measured before, or measured now."""
+        known = self.known
+        step = measure_costs(captured)[0] if known is None else estimate_costs(captured, known)
+        return replace(step, transfer_speed=self.transfer_speed)
+
+
 def step_of(
     segment: Segment,
-    model: nn.Module,
+    context: StepContext,
     *,
     like: Graph | None,
     planned: Graph | None = None,
-    reserve: Reserve,
-    known: KnownCosts | None,
     optimizer: torch.optim.Optimizer | None = None,
-    held_bytes: int = 0,
+    live_bytes: int = 0,
     later_bytes: int = 0,
-    updates: Mapping[int, int] | None = None,
     is_whole: bool = True,
-    link: TransferSpeed | None = None,
-    is_called_again: bool = False,
 ) -> Step:
-    """The facts of a step around one graph, its times from ops measured before.
+    """The facts of a step around one graph.
 
-    Which outputs are returned and get a gradient is as in `like`; without it, all of them. `reserve` was
-    found for the graph `planned`; what the `optimizer` needs is in there, too, unless it is given.
-    `held_bytes` are there all along, `later_bytes` between the forward and the backward pass: those of
-    other graphs, of which there are none where `is_whole`. `link` leads to the store that values may wait in.
-    `is_called_again`: before the backward pass.
+    Which outputs are returned and get a gradient is as in `like`; without it, all of them. The reserve was
+    found for the graph `planned`, and has what the `optimizer` needs, unless that is given. Bytes of other
+    graphs, of which there are none where `is_whole`: `live_bytes` all along, `later_bytes` between the
+    forward and the backward pass.
     """
     tangents = frozenset(segment.tangents.values())
     returned = like.returned if like is not None else tuple(range(segment.num_forward_outputs))
     missing = frozenset(like.missing) if like is not None else frozenset()
     # without a like, a later graph may use whatever this one does
-    is_unknown = is_called_again or (like is None and not is_whole)
+    is_unknown = context.several_calls or (like is None and not is_whole)
     apart = sums_of(segment) if is_unknown else () if is_whole or like is None else like.apart
     traced = Trace(
         executions=[Execution(segment, apart=frozenset(apart))],
@@ -69,53 +94,29 @@ def step_of(
         num_in_model=1,
     )
     with dispatch.real_tensors():  # torch may be tracing
-        accumulate = bool(reserve.earlier_gradient_bytes)
-        analysis = analyze_graphs(traced, accumulate=accumulate, updates=updates, offload=link is not None)
-        captured = captured_step(analysis, traced, model, optimizer=optimizer, offload=link is not None)
-    step = replace(_with_costs(captured, known), transfer_speed=link)
-    besides = _besides(reserve, growth(step, like=planned, reserve=reserve), optimizer)
-    return _with_reserve(
-        step,
-        replace(
-            besides,
-            optimizer_state_bytes=besides.optimizer_state_bytes + held_bytes,
-            loss_bytes=besides.loss_bytes + later_bytes,
-        ),
-    )
+        captured = context.captured(traced, optimizer=optimizer)
+    step = context.costed(captured)
+    besides = _besides(context.reserve, growth(step, like=planned, reserve=context.reserve), optimizer)
+    state_bytes, loss_bytes = besides.optimizer_state_bytes + live_bytes, besides.loss_bytes + later_bytes
+    return _with_reserve(step, replace(besides, optimizer_state_bytes=state_bytes, loss_bytes=loss_bytes))
 
 
 @one_at_a_time
-def step_of_call(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    loop: Loop,
-    reserve: Reserve,
-    known: KnownCosts | None,
-    updates: Mapping[int, int] | None = None,
-    link: TransferSpeed | None = None,
-    orders: Orders | None = None,
-    is_called_again: bool = False,
-) -> Step:
-    """The facts of the step that a call of `model` begins, captured whole, without running it.
+def step_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], context: StepContext) -> Step:
+    """The facts of the step that a call of the model begins, captured whole, without running it.
 
-    What the loop does is taken from it as far as it is known and fits this call, else from `reserve`.
+    What the loop does is taken from the loop as far as it is known and fits this call, else from the reserve.
     """
-    traced = trace(model, args, kwargs, loss=loop.loss, any_loss=True, orders=orders)
+    loop = context.loop
+    traced = trace(context.model, args, kwargs, loss=loop.loss, any_loss=True, orders=context.orders)
     if not loop.holds_outputs:
         traced = only_loss_live(traced)
-    if is_called_again:
+    if context.several_calls:
         for execution in traced.executions[: traced.num_in_model]:
             execution.apart = frozenset(sums_of(execution.segment))
-    optimizer = optimizer_of(model, loop)
-    accumulate, offload = bool(reserve.earlier_gradient_bytes), link is not None
-    analysis = analyze_graphs(traced, accumulate=accumulate, updates=updates, offload=offload)
-    captured = captured_step(
-        analysis, traced, model, batch=(args, kwargs), optimizer=optimizer, offload=offload
-    )
-    step = replace(_with_costs(captured, known), transfer_speed=link)
-    besides = _besides(reserve, growth(step, like=None, reserve=reserve), optimizer)
+    optimizer = optimizer_of(context.model, loop)
+    step = context.costed(context.captured(traced, batch=(args, kwargs), optimizer=optimizer))
+    besides = _besides(context.reserve, growth(step, like=None, reserve=context.reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):
         besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=loop.reserve_bytes)
     return _with_reserve(step, besides)
@@ -143,10 +144,6 @@ def optimizer_of(model: nn.Module, loop: Loop) -> torch.optim.Optimizer | None:
     own = {id(parameter) for parameter in model.parameters()}
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return optimizer if all(id(parameter) in own for parameter in trained) else None
-
-
-def _with_costs(captured: Captured, known: KnownCosts | None) -> Step:
-    return measure_costs(captured)[0] if known is None else estimate_costs(captured, known)
 
 
 def growth(step: Step, *, like: Graph | None, reserve: Reserve) -> Fraction:
@@ -177,7 +174,7 @@ def _besides(reserve: Reserve, times: Fraction, optimizer: torch.optim.Optimizer
 
 
 def _with_reserve(step: Step, reserve: Reserve) -> Step:
-    """Add what the graphs do not show, where it is held: the optimizer's state and temporaries, the loss,
+    """Add what the graphs do not show, where it is live: the optimizer's state and temporaries, the loss,
     the buckets of gradients."""
     state, inputs, kept, temporaries = range(len(step.storages), len(step.storages) + 4)
     storages = (

@@ -28,6 +28,7 @@ from lowtide.runtime.executor import (
     solve_compiled,
 )
 from lowtide.runtime.incomplete_steps import (
+    StepContext,
     as_in,
     growth,
     leaves_for_loss,
@@ -70,43 +71,39 @@ class Replanner(Schedules):
         updates: StepInBackward | None = None,
         executor: Executor = EAGER_OPS,
     ) -> None:
-        self.model = model
-        self._executor = executor
-        self.plan = plan
-        self._update_bytes = (
-            {}
-            if updates is None
-            else update_bytes_of(updates.optimizers, within_parameters=updates.within_parameters)
-        )
-        """what the update of each parameter in the backward pass allocates"""
-        self.budget_bytes = plan.budget_bytes
-        self.planner = plan.planner
-        self.reserve = plan.solution.reserve
-        self.known_costs = plan.known
-        offload = plan.solution.offload
-        self.transfer_speed = None if offload is None else offload.transfer_speed
-        self.loop = plan.loop or Loop(holds_outputs=plan.solution.holds_outputs)
-        self.identity = identify_model(model)
         self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
         """the graphs of the user's own plan"""
+        super().__init__(self.first, plan.solution.gradient_strides)
+        self.plan = plan
+        self.budget_bytes = plan.budget_bytes
+        self._executor = executor
+        offload = plan.solution.offload
+        self._context = StepContext(
+            model=model,
+            reserve=plan.solution.reserve,
+            known=plan.known,
+            loop=plan.loop or Loop(holds_outputs=plan.solution.holds_outputs),
+            update_bytes=None
+            if updates is None
+            else update_bytes_of(updates.optimizers, within_parameters=updates.within_parameters),
+            transfer_speed=None if offload is None else offload.transfer_speed,
+            orders=self.orders,
+        )
+        self.identity = identify_model(model)
         self.steps = {_structures(self.first): self.first}
         """of every structure, the graphs of the last step that was planned"""
-        super().__init__(self.first, plan.solution.gradient_strides)
         self.later: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._alike: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._dropped: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
         self._peak_bytes = plan.peak_bytes
         self._told_of_executor = False
-        self._several_calls = False
         is_compiled = isinstance(executor, InductorOps)
         has_reserve = self.loss_is_unknown and not is_compiled and not units_of(model)
         self._loss_reserve = plan.loss_reserve if has_reserve else None
         if self._loss_reserve is not None:
             self.graphs = _by_fingerprint(self._loss_reserve.graphs)
             self._peak_bytes = self.budget_bytes  # at most, with the bytes that are reserved
-            self.reserve = replace(
-                self.reserve, loss_bytes=max(self.reserve.loss_bytes, self._loss_reserve.loss_bytes)
-            )
+            self._reserve(loss_bytes=max(self._context.reserve.loss_bytes, self._loss_reserve.loss_bytes))
 
     def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
         kind = segment.structure
@@ -136,15 +133,14 @@ class Replanner(Schedules):
     @property
     def loss_is_unknown(self) -> bool:
         outside = any(graph.tangent_bytes > SCALAR_BYTES for graph in self.first[-1:])
-        return (self.loop.loss is None and outside) or bool(self._dropped)
+        return (self._context.loop.loss is None and outside) or bool(self._dropped)
 
     def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
         reserved, self._loss_reserve = self._loss_reserve, None
         if reserved and loss and not used and leaves_for_loss(self.plan, loss.peak_bytes):
             self.graphs = _by_fingerprint(self.first)
             self.later.clear()
-            counted = self.plan.solution.reserve
-            self.reserve = replace(counted, loss_bytes=max(counted.loss_bytes, loss.peak_bytes))
+            self._reserve(loss_bytes=max(self.plan.solution.reserve.loss_bytes, loss.peak_bytes))
             self._peak_bytes = self.plan.peak_bytes
             self._alike.clear()
             logger.info("the loop's loss needs %s: the plan is as it was made", format_size(loss.peak_bytes))
@@ -157,7 +153,7 @@ class Replanner(Schedules):
                     f"the loop made {size_and_bytes(loss.peak_bytes)} between the forward and the backward "
                     f"pass, {size_and_bytes(more_bytes)} more than the plan counts"
                 )
-            self.reserve = replace(self.reserve, loss_bytes=loss.peak_bytes, loss_kept_bytes=loss.kept_bytes)
+            self._reserve(loss_bytes=loss.peak_bytes, loss_kept_bytes=loss.kept_bytes)
         for fingerprint, outputs in used.items():
             causes.append(
                 f"the loss reads output {min(outputs)} of the model, for which the plan counts on no gradient"
@@ -177,8 +173,12 @@ class Replanner(Schedules):
 
     def expect_calls(self) -> None:
         """From now on, several calls come before a backward pass: their gradients are added up one by one."""
-        self._several_calls = True
+        self._context = replace(self._context, several_calls=True)
         self._drop("several calls come before a backward pass")
+
+    def _reserve(self, **amounts: Any) -> None:
+        """Count other bytes besides the graphs from now on."""
+        self._context = replace(self._context, reserve=replace(self._context.reserve, **amounts))
 
     def _drop(self, cause: str) -> None:
         self._loss_reserve = None
@@ -189,15 +189,13 @@ class Replanner(Schedules):
         self._alike.clear()
 
     def count_buckets(self, buckets: Buckets) -> bool:
-        counted = self.reserve
+        counted = self._context.reserve
         more_bytes = buckets.nbytes - counted.bucket_bytes
         if counted.gradients_in_buckets and not buckets.hold_gradients:
             more_bytes += buckets.nbytes
         if more_bytes <= 0:
             return False
-        self.reserve = replace(
-            counted, bucket_bytes=buckets.nbytes, gradients_in_buckets=buckets.hold_gradients
-        )
+        self._reserve(bucket_bytes=buckets.nbytes, gradients_in_buckets=buckets.hold_gradients)
         self._peak_bytes += more_bytes
         if self._peak_bytes <= self.budget_bytes:
             return False
@@ -215,12 +213,12 @@ class Replanner(Schedules):
 
     def _not_counted(self, loss: LiveLoss) -> int:
         """How many bytes the loop made beyond what the plan reserves for it."""
-        more_bytes = loss.peak_bytes - ceil(self.reserve.loss_bytes * self._times(loss.batch_bytes))
+        more_bytes = loss.peak_bytes - ceil(self._context.reserve.loss_bytes * self._times(loss.batch_bytes))
         return more_bytes if more_bytes > UNCOUNTED_BYTES else 0
 
     def _times(self, batch_bytes: int) -> Fraction:
         """How many times larger a call is than the planned one; 1 for a smaller one."""
-        return max(Fraction(1), Fraction(batch_bytes, max(1, self.reserve.batch_bytes)))
+        return max(Fraction(1), Fraction(batch_bytes, max(1, self._context.reserve.batch_bytes)))
 
     def _use(self, fingerprint: str, outputs: Collection[int]) -> None:
         """From now on, these outputs of a graph get a gradient."""
@@ -237,23 +235,12 @@ class Replanner(Schedules):
         self.steps = {kind: tuple(map(mended, graphs)) for kind, graphs in self.steps.items()}
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
-        step = step_of_call(
-            self.model,
-            args,
-            kwargs,
-            loop=self.loop,
-            reserve=self.reserve,
-            known=self.known_costs,
-            updates=self._update_bytes,
-            link=self.transfer_speed,
-            orders=self.orders,
-            is_called_again=self._several_calls,
-        )
+        step = step_of_call(args, kwargs, self._context)
         own = [graph for graph in step.graphs if graph.in_model]
         if all(self._known(graph.fingerprint) for graph in own):
             return
-        larger = growth(step, like=None, reserve=self.reserve) > 1
-        larger = larger or identify_model(self.model) != self.identity
+        larger = growth(step, like=None, reserve=self._context.reserve) > 1
+        larger = larger or identify_model(self._context.model) != self.identity
         found = self._plan(step, self.steps.get(_structures(own), ()), larger=larger)
         self._tell(found.peak_bytes, cause, compiled=False)
         self._remember(found.graphs[: len(own)])
@@ -271,22 +258,14 @@ class Replanner(Schedules):
         found = [fitting for graph in likely if (fitting := as_in(graph, segment)) is not None]
         if not found:
             return None
-        changed = identify_model(self.model) != self.identity
+        changed = identify_model(self._context.model) != self.identity
+        optimizer = optimizer_of(self._context.model, self._context.loop) if changed else None
         step = step_of(
-            segment,
-            self.model,
-            like=found[0],
-            planned=self._planned_graph,
-            reserve=self.reserve,
-            known=self.known_costs,
-            optimizer=optimizer_of(self.model, self.loop) if changed else None,
-            updates=self._update_bytes,
-            link=self.transfer_speed,
-            is_called_again=self._several_calls,
+            segment, self._context, like=found[0], planned=self._planned_graph, optimizer=optimizer
         )
         new = step.graphs[0]
         alike = [graph for graph in found if (graph.structure, graph.apart) == (new.structure, new.apart)]
-        larger = changed or growth(step, like=self._planned_graph, reserve=self.reserve) > 1
+        larger = changed or growth(step, like=self._planned_graph, reserve=self._context.reserve) > 1
         plan = self._plan(step, alike[:1], larger=larger, segment=segment)
         self._tell(plan.peak_bytes, cause)
         self._remember(plan.graphs)
@@ -301,15 +280,11 @@ class Replanner(Schedules):
         beside = like or (planned[position] if position < len(planned) > 1 else None)
         step = step_of(
             segment,
-            self.model,
+            replace(self._context, update_bytes=None),
             like=like,
-            reserve=self.reserve,
-            known=self.known_costs,
-            held_bytes=so_far.saved_bytes + self._other_gradient_bytes(segment),
+            live_bytes=so_far.saved_bytes + self._other_gradient_bytes(segment),
             later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
             is_whole=False,
-            link=self.transfer_speed,
-            is_called_again=self._several_calls,
         )
         if beside is None and not so_far.is_whole:
             # nobody knows what follows: leave as much room as there is
@@ -322,8 +297,8 @@ class Replanner(Schedules):
     def _other_gradient_bytes(self, segment: Segment) -> int:
         """The gradients of parameters that a graph does not read: new ones, and earlier ones if there are."""
         own = {origin.tensor for origin in segment.origins}
-        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
-        return sum(p.nbytes for p in others) * (2 if self.reserve.earlier_gradient_bytes else 1)
+        others = [p for p in self._context.model.parameters() if p.requires_grad and id(p) not in own]
+        return sum(p.nbytes for p in others) * (2 if self._context.reserve.earlier_gradient_bytes else 1)
 
     def _remember(self, graphs: tuple[Graph, ...]) -> None:
         self.steps[_structures(graphs)] = graphs
@@ -345,7 +320,7 @@ class Replanner(Schedules):
         if adapted is not None and adapted.peak_bytes <= self.budget_bytes:
             return adapted
         try:
-            answer = desk.solve(budget_bytes=self.budget_bytes, planner=self.planner)
+            answer = desk.solve(budget_bytes=self.budget_bytes, planner=self.plan.planner)
             return StepSchedules(answer.peak_bytes, answer.graphs)
         except BudgetTooSmall:
             if larger:
@@ -357,7 +332,7 @@ class Replanner(Schedules):
     ) -> StepSchedules:
         """Of a step that is not `larger`, the lowest plan that was found runs where none fits."""
         search = solve_compiled if larger else nearest_compiled
-        answer = search(desk, segment, executor, budget_bytes=self.budget_bytes, planner=self.planner)
+        answer = search(desk, segment, executor, budget_bytes=self.budget_bytes, planner=self.plan.planner)
         return StepSchedules(answer.peak_bytes, answer.graphs)
 
     def _tell(self, peak_bytes: int, cause: str, *, compiled: bool = True) -> None:
