@@ -1,16 +1,19 @@
-"""One moment of a step as a minimum cut.
+"""One time point of a step as a minimum cut.
 
-At the moment when rank `t` runs for the first time, some blocks are held. Whatever is needed later and
-not held must be made anew after that moment: a relaxation of every schedule, since it forgets all other
-moments, the bytes that are made later, and how often a value is made anew. With a price per byte, the
-cheapest choice of what to hold and what to make anew is a minimum cut:
+At the time point when rank `t` runs first, some storages are live. A storage that is needed later and not
+live must be made anew after that time point. This relaxes every schedule: it forgets all other time points,
+the bytes that are made later, and how often a value is made anew. With a price per byte, the cheapest
+choice of what to keep live and what to make anew is a minimum cut of this network:
 
-- a storage that is needed is held, for its bytes times the price, or its group runs, for its seconds;
-- where less can be kept of it for some of its readers, they need that, and the others the rest as well;
-- a group that runs needs storages, which are held or made anew in their turn.
+    source ──∞──> storage ──bytes × price──> its group of remats ──seconds──> sink
+                                                 └──∞──> storages that all of these remats read
 
-By duality, seconds plus price times bytes of that cut, minus price times the bytes there is room for, is
-at most what any schedule within the budget adds, for every price.
+- to keep a storage that is needed live cuts the arc that leaves it; to make it anew cuts the group's;
+- where less can be kept of a storage for some of its readers (packed), a second arc carries the remaining
+  capacity, for the readers that need all of it.
+
+By duality, seconds plus price times bytes of the cut, minus price times the free bytes of the budget, is at
+most what any schedule within the budget adds, for every price.
 """
 
 from dataclasses import dataclass
@@ -24,13 +27,15 @@ from lowtide.planning.native.library import min_cut
 
 SOURCE, SINK = 0, 1
 LARGEST = 2**52
-"""Capacities are whole numbers up to this one; rounding down keeps a bound a bound."""
+"""Capacities are integers up to this one; rounding them down keeps a bound a bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The cheapest cut at a price: `value` in seconds; it adds `seconds` and holds `nbytes`: of the storages
-    `kept`, and of those of them that are `packed` only what is kept instead."""
+    """The minimum cut at a price: its `value` in seconds; it adds `seconds` and keeps `nbytes` live.
+
+    `kept` are the live storages; of those that are also `packed`, only the packed form is live.
+    """
 
     price: float
     value: float
@@ -39,17 +44,18 @@ class Cut:
     kept: tuple[int, ...]
     packed: tuple[int, ...]
     reached: NDArray[np.bool_]
-    """the vertices on the side of what is needed and not held"""
+    """the vertices on the source's side: needed and not live"""
 
 
 @dataclass(frozen=True, slots=True)
 class TimePoint:
-    """The moment when `rank` runs first: `fixed_bytes` are held whatever a plan does, `always` those of
-    them that are needed later; the rest is a network of holding and making anew.
+    """The network at the time point when `rank` runs first.
 
-    Arcs go from `tails` to `heads`. To cut one takes `arc_seconds` and holds `arc_bytes`, or takes
-    `kept_seconds` and holds `kept_bytes` where that is cheaper; where it is the `rest` of a storage of which
-    another arc holds the cheaper, what that one lacks. An `endless` one is never cut.
+    `fixed_bytes` are live in every schedule; `always` are the storages among them that are needed later.
+
+    Arcs go from `tails` to `heads`. Cutting one takes `arc_seconds` and keeps `arc_bytes` live, or takes
+    `kept_seconds` and keeps `kept_bytes` live where that is cheaper. A `rest` arc carries the remaining
+    capacity: what the cheaper choice lacks. An `infinite` arc is never cut.
     """
 
     rank: int
@@ -58,37 +64,37 @@ class TimePoint:
     num_vertices: int
     tails: NDArray[np.int32]
     heads: NDArray[np.int32]
-    endless: NDArray[np.bool_]
+    infinite: NDArray[np.bool_]
     rest: NDArray[np.bool_]
     arc_storage: NDArray[np.int64]
-    """the storage whose holding an arc stands for, else -1"""
+    """the storage that cutting the arc keeps live, else -1"""
     arc_seconds: NDArray[np.float64]
     arc_bytes: NDArray[np.float64]
     kept_seconds: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
 
     def cut(self, price: float) -> Cut:
-        """The cheapest cut when a byte costs `price` seconds."""
+        """The minimum cut when a byte costs `price` seconds."""
         return self._cut(1.0, price)
 
     def leanest(self) -> Cut:
-        """The cut with the fewest bytes, however long it takes; its value is in bytes."""
+        """The cut with the fewest bytes, at any seconds; its value is in bytes."""
         return self._cut(0.0, 1.0)
 
     def everything(self) -> Cut:
-        """The cut that holds all that is needed, for no seconds at all."""
+        """The cut that keeps all that is needed live, and adds no seconds."""
         wanted = np.zeros(self.num_vertices, dtype=bool)
         wanted[SOURCE] = True
         for _ in range(2):  # a storage that is needed whole, and what could be kept of it
-            wanted[self.heads[wanted[self.tails] & self.endless]] = True
+            wanted[self.heads[wanted[self.tails] & self.infinite]] = True
         held = (self.arc_storage >= 0) & ~self.rest & wanted[self.tails]
         kept = tuple(sorted(self.arc_storage[held].tolist()))
         return Cut(0.0, 0.0, 0.0, float(self.arc_bytes[held].sum()), kept, (), wanted)
 
     def between(self, lean: Cut, rich: Cut, room: float) -> Cut:
-        """The cut `lean` with those parts of `rich` that fit into `room` as well.
+        """The cut `lean` with the parts of `rich` that fit into `room` as well.
 
-        Where one price has several cheapest cuts, as with equal layers, all mixtures of them are cheapest.
+        Where one price has several minimum cuts, as with equal layers, all mixtures of them are minimal.
         """
         differs = lean.reached & ~rich.reached
         inner = differs[self.tails] & differs[self.heads]
@@ -120,14 +126,14 @@ class TimePoint:
         whole = weight * self.arc_seconds + price * self.arc_bytes
         least = np.minimum(whole, weight * self.kept_seconds + price * self.kept_bytes)
         costs = np.where(self.rest, whole - least, least)
-        most = float(costs[(self.heads == SINK) & ~self.endless].sum())
+        most = float(costs[(self.heads == SINK) & ~self.infinite].sum())
         if most <= 0:
             # nothing needs to be held
             reached = np.arange(self.num_vertices) != SINK
             return Cut(price, 0.0, float(self.arc_seconds.sum()), 0.0, (), (), reached)
         scale = LARGEST / most if weight else 1.0
         capacities = np.minimum(costs * scale, LARGEST).astype(np.int64)
-        capacities[self.endless] = LARGEST
+        capacities[self.infinite] = LARGEST
         flow, reached = min_cut(self.num_vertices, self.tails, self.heads, capacities)
         return self._border(weight, price, flow / scale, reached)
 
@@ -148,7 +154,7 @@ class TimePoint:
         )
 
     def _is_whole(self, weight: float, price: float) -> NDArray[np.bool_]:
-        """Of which arcs holding all is as cheap as what can be kept instead."""
+        """By arc, whether keeping the whole storage is as cheap as its packed form."""
         whole = weight * self.arc_seconds + price * self.arc_bytes
         is_whole: NDArray[np.bool_] = whole <= weight * self.kept_seconds + price * self.kept_bytes
         return is_whole
@@ -156,13 +162,13 @@ class TimePoint:
     def _taken(
         self, whole: NDArray[np.float64], kept: NDArray[np.float64], is_whole: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """What cutting each arc takes, where `is_whole` says that holding all is the cheaper."""
+        """What cutting each arc takes, where `is_whole` says that the whole storage is kept."""
         taken = np.where(is_whole, whole, kept)
         return np.where(self.rest, whole - taken, taken)
 
 
 def components(size: int, tails: NDArray[np.int32], heads: NDArray[np.int32]) -> NDArray[np.int64]:
-    """By vertex, the lowest one that it is connected with."""
+    """By vertex, the lowest vertex of its connected component."""
     label = np.arange(size)
     while True:
         before = label.copy()
@@ -182,7 +188,7 @@ def time_point(needs: Needs, rank: int) -> TimePoint:
 class _Arc(NamedTuple):
     tail: int
     head: int
-    endless: bool = False
+    infinite: bool = False
     rest: bool = False
     storage: int = -1
     seconds: float = 0.0
@@ -215,7 +221,7 @@ class _Network:
                         wanted.append(storage)
         for storage in wanted:
             vertex = self._needed(storage, whole=needs.is_read_whole(storage, rank))
-            self.arcs.append(_Arc(SOURCE, vertex, endless=True))
+            self.arcs.append(_Arc(SOURCE, vertex, infinite=True))
         while self.todo:
             self._run(self.todo.pop())
         fixed = table.static_bytes + table.plain[rank].workspace_bytes + needs.pinned_bytes[rank]
@@ -228,7 +234,7 @@ class _Network:
             num_vertices=2 + len(self.vertices),
             tails=np.array([arc.tail for arc in self.arcs], dtype=np.int32),
             heads=np.array([arc.head for arc in self.arcs], dtype=np.int32),
-            endless=np.array([arc.endless for arc in self.arcs], dtype=np.bool_),
+            infinite=np.array([arc.infinite for arc in self.arcs], dtype=np.bool_),
             rest=np.array([arc.rest for arc in self.arcs], dtype=np.bool_),
             arc_storage=np.array([arc.storage for arc in self.arcs], dtype=np.int64),
             arc_seconds=np.array([arc.seconds for arc in self.arcs], dtype=np.float64),
@@ -245,19 +251,19 @@ class _Network:
         return made.union(*(needs.required[read] for read in op.reads))
 
     def _needed(self, storage: int, *, whole: bool) -> int:
-        """The vertex that says `storage` is there after the moment: for all, or for who can do with less."""
+        """The vertex of a storage that is needed later: the `whole` storage, or at least its packed form."""
         if not whole or self.needs.kept_instead(storage, self.rank) is None:
             return self._present(storage)
         name = ("whole", storage)
         if name not in self.vertices:
             present = self._present(storage)
             vertex = self.vertices[name] = 2 + len(self.vertices)
-            self.arcs.append(_Arc(vertex, present, endless=True))
+            self.arcs.append(_Arc(vertex, present, infinite=True))
             self.arcs.append(self._holding(storage, vertex, self.made_by[storage], rest=True))
         return self.vertices[name]
 
     def _present(self, storage: int) -> int:
-        """The vertex that says `storage`, or what is kept of it, is there after the moment."""
+        """The vertex of a storage, or its packed form, that is needed later."""
         name = ("storage", storage)
         if name not in self.vertices:
             vertex = self.vertices[name] = 2 + len(self.vertices)
@@ -269,7 +275,7 @@ class _Network:
         return self.vertices[name]
 
     def _holding(self, storage: int, tail: int, head: int, *, rest: bool) -> _Arc:
-        """The arc whose cut holds `storage` or what can be kept instead; or the `rest` that this lacks."""
+        """The arc whose cut keeps `storage` or its packed form live; or the `rest` beyond the packed form."""
         nbytes = float(self.needs.nbytes[storage])
         keeping = self.needs.kept_instead(storage, self.rank)
         return _Arc(
@@ -283,17 +289,17 @@ class _Network:
         )
 
     def _made(self, storage: int, group: int) -> int:
-        """The vertex that says `storage` is made anew after the moment, its views taken again."""
+        """The vertex of a storage that is made anew later, with the views that are taken again."""
         views = self.needs.view_seconds(storage, self.rank)
         if not views:
             return self._running(group)
         vertex = self.vertices["made", storage] = 2 + len(self.vertices)
         self.arcs.append(_Arc(vertex, SINK, seconds=views, kept_seconds=views))
-        self.arcs.append(_Arc(vertex, self._running(group), endless=True))
+        self.arcs.append(_Arc(vertex, self._running(group), infinite=True))
         return vertex
 
     def _running(self, group: int) -> int:
-        """The vertex that says some remat of `group` runs after the moment."""
+        """The vertex of a group of which some remat runs later."""
         name = ("group", group)
         if name not in self.vertices:
             self.vertices[name] = 2 + len(self.vertices)
@@ -305,11 +311,11 @@ class _Network:
         group, vertex = needs.groups[number], self.vertices["group", number]
         self.arcs.append(_Arc(vertex, SINK, seconds=group.seconds, kept_seconds=group.seconds))
         if group.within is not None:
-            self.arcs.append(_Arc(vertex, self._running(group.within), endless=True))
+            self.arcs.append(_Arc(vertex, self._running(group.within), infinite=True))
         for storage in group.needs:
             made = needs.maker.get(storage)
             if made is None or made > self.rank or storage in self.here or storage in self.always:
                 continue
             if needs.group_of.get(storage) != number:
                 there = self._needed(storage, whole=storage in group.whole)
-                self.arcs.append(_Arc(vertex, there, endless=True))
+                self.arcs.append(_Arc(vertex, there, infinite=True))

@@ -1,11 +1,11 @@
-"""Lower bounds for every budget, from the cuts at several moments of a step.
+"""Lower bounds for every budget, from minimum cuts at several time points of a step.
 
-Every cut gives a bound for every budget (see `cuts`), and the best of them counts. Which moments and
-prices are looked at does not depend on a budget, but for a few more prices where the bound is largest:
-so a bound depends on the step and the budget alone.
+Each cut gives a bound that falls linearly with the budget: a tangent of the curve of best seconds (see
+`cuts`). The largest bound counts. Time points and prices do not depend on the budget, except for a few more
+prices at the time point with the largest bound: so a bound depends on the step and the budget alone.
 
-Shortcomings: a bound knows one moment at a time, so it is far from the truth where a plan must bring
-values back several times; and it is for the order of first runs that the step has.
+Shortcomings: a bound knows one time point at a time, so it is loose where a plan must rematerialize a value
+several times; and it holds for the step's own order of first runs.
 """
 
 from collections.abc import Iterable
@@ -19,19 +19,19 @@ from lowtide.planning.simulate import plain_runs, simulate
 
 NUM_TIME_POINTS = 24
 NUM_CUTS = 12
-"""Prices for each moment; more are of no use for most."""
+"""Prices for each time point; more hardly help."""
 NUM_TIGHT = 8
-"""Moments that are looked at for the floor, besides: where most must be held whatever a plan does."""
+"""More time points for the floor: those where most bytes are live in every schedule."""
 EXTRA_CUTS = 12
-"""Prices at most for one budget, where its bound is largest."""
+"""More prices for one budget at most, at the time point with the largest bound."""
 
 
 NUM_RICHER = 3
-"""Cuts that do not fit whose parts are tried in the room that one leaves which does."""
+"""Cuts above the budget whose parts are tried in the bytes that a cut below it leaves free."""
 
 
 class TangentCurve:
-    """What the cuts of one moment say about every budget."""
+    """The bounds of one time point for every budget."""
 
     def __init__(self, at: TimePoint) -> None:
         self.at = at
@@ -81,12 +81,13 @@ class TangentCurve:
         return max(best, 0.0)
 
     def dropped(self, budget_bytes: int) -> list[frozenset[int]]:
-        """Storages that a cut for this budget does not hold: the cut that just fits, and the one before."""
+        """Storages that a cut for this budget drops: for the largest cut that fits, and the next larger
+        one."""
         fitting, others = self._sides_of(budget_bytes)
         return [self._choice.difference(cut.kept) for cut in (*fitting[-1:], *others[:1])]
 
     def fullest(self, budget_bytes: int) -> Cut | None:
-        """The cut that just fits, with parts of those before it in the room that it leaves."""
+        """The largest cut that fits, with parts of larger ones in the bytes that it leaves free."""
         fitting, others = self._sides_of(budget_bytes)
         if not fitting:
             return None
@@ -96,7 +97,7 @@ class TangentCurve:
         return found
 
     def not_kept(self, cut: Cut) -> frozenset[int]:
-        """Storages that a cut could hold, and does not hold as they are."""
+        """Storages that a cut could keep, and does not keep whole."""
         return self._choice.difference(cut.kept).union(cut.packed)
 
     @cached_property
@@ -117,8 +118,8 @@ class TangentCurve:
 
     @cached_property
     def _sides(self) -> list[Cut]:
-        """Cuts along the whole curve: always where two neighbours leave most room below them. Who asks for
-        the floor alone needs none."""
+        """Cuts along the whole curve, each where the gap below two neighbours is largest. The floor needs
+        none."""
         found: list[Cut] = []
         gaps = [(self.most, self.leanest)]
         while gaps and len(found) < NUM_CUTS:
@@ -134,7 +135,7 @@ class TangentCurve:
 
 
 class Bounds:
-    """Proven bounds of one step; what serves every budget is worked out once."""
+    """Proven bounds of one step; all that serves every budget is computed once."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -150,7 +151,7 @@ class Bounds:
 
     @cached_property
     def time_points(self) -> list[TangentCurve]:
-        """The moments that are looked at: of every part of the step, the one that holds most."""
+        """One time point for each part of the step: the one with the most live bytes."""
         return [self.at(rank) for rank in self._ranks]
 
     @cached_property
@@ -166,12 +167,12 @@ class Bounds:
         ]
 
     def remats_of_packed(self, packed: Iterable[int]) -> dict[int, int]:
-        """By rank, the remats that bring these storages back from what is kept instead of them."""
+        """By rank, the remats that unpack these storages."""
         numbers = [self._needs.keeping[storage].remat for storage in sorted(packed)]
         return {self.table.remats[number].rank: number for number in numbers}
 
     def tightest(self, budget_bytes: int, count: int) -> list[TangentCurve]:
-        """The moments with the largest bounds for a budget."""
+        """The time points with the largest bounds for a budget."""
         reachable = [found for found in self.time_points if found.least_bytes <= budget_bytes]
         return sorted(reachable, key=lambda found: -found.seconds(budget_bytes))[:count]
 
@@ -188,7 +189,7 @@ class Bounds:
 
     @cached_property
     def floor_ranks(self) -> list[int]:
-        """The moments that are looked at for the floor."""
+        """The time points for the bound of the floor."""
         fixed = self._needs.fixed_bytes
         tight = sorted(range(self.table.size), key=lambda rank: (-fixed[rank], rank))[:NUM_TIGHT]
         return [*self._ranks, *(rank for rank in tight if rank not in self.table.on_demand)]

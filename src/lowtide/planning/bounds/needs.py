@@ -1,10 +1,10 @@
-"""What a bound needs to know of a step: where storages are made and read, and how they can be made anew.
+"""When a step needs which storages, and which remats can make them anew.
 
-All is told by storages, not by values: whatever refers to a storage needs a block of it, and a block is
-made by a first run or by a remat that makes it. So a bound holds whichever remat a plan takes.
+Bounds count storages, not values: a value needs a block of each storage that it refers to, and a block is
+made by a first run or by a remat. So a bound holds for every choice of remats.
 
-Remats that make a common storage form one `Group`, of which a bound only knows what is true of each of
-them: the least seconds, and the storages that each reads or makes itself.
+Remats that make a common storage form one `Group`. A bound uses only facts that are true of each of them:
+the least seconds, and the storages that each of them reads or makes.
 """
 
 from bisect import bisect_right
@@ -21,9 +21,9 @@ from lowtide.planning.search.table import StorageValues, Table
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """A storage brought back from what the forward pass keeps for it: bytes, seconds, and since when.
+    """The packed form of a storage: its bytes, the seconds to pack and unpack, and since when it is live.
 
-    `remat` is one that does so, the cheapest; the other figures are the least of all.
+    `remat` unpacks it, the cheapest one; the other figures are the minima of all.
     """
 
     nbytes: float
@@ -34,13 +34,13 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Some remat of several runs. `seconds` are those beyond what group `within` already takes."""
+    """Remats of which at least one runs. `seconds` are those beyond the seconds of group `within`."""
 
     seconds: float
     needs: tuple[int, ...]
-    """storages that must have been there for it, or come from it"""
+    """storages that each of these remats reads or makes"""
     whole: frozenset[int]
-    """those of them that must be the values themselves, not what is kept for others to read"""
+    """those of them that must be whole, not packed"""
     within: int | None
     segments: frozenset[int]
 
@@ -49,9 +49,9 @@ class Group:
 class Needs:
     """The storages of a step that are neither static nor pinned, and what every run needs of them.
 
-    `required[r]` are those that any value of rank `r` holds; `readers[s]` the ranks whose first runs need
-    storage `s`; `group_of[s]` the group whose remats make it. `slots` are by segment the first and the
-    last rank before which its forward nodes may run again.
+    `required[r]`: storages that each value of rank `r` refers to. `readers[s]`: ranks whose first runs need
+    storage `s`. `group_of[s]`: the group whose remats make it. `slots`: by segment, the first and the last
+    rank before which its forward nodes may be rematerialized.
     """
 
     table: Table
@@ -63,20 +63,20 @@ class Needs:
     group_of: dict[int, int]
     keeping: dict[int, Keeping]
     whole: dict[int, tuple[tuple[int, int], ...]]
-    """by storage with a `keeping`, ranks whose values that cannot give, each with its last reader"""
+    """by storage with a packed form, ranks whose values unpacking cannot give, each with its last reader"""
     slots: dict[int, tuple[int, int]]
     pinned_bytes: tuple[int, ...]
-    """by rank, what is pinned after its first run"""
+    """by rank, pinned bytes after its first run"""
     views: dict[int, tuple[tuple[int, int, float], ...]]
     """by storage, its views: (rank, last first run that reads it, seconds)"""
     views_again: dict[int, tuple[tuple[int, float], ...]]
     """by storage, the views through which every remat reads it: (rank, seconds)"""
     span: tuple[int, int]
-    """the first and the last rank between which there is anything to choose"""
+    """the first and the last rank between which a plan has a choice"""
 
     @cached_property
     def fixed_bytes(self) -> NDArray[np.int64]:
-        """By rank, what is held during its first run whatever a plan does."""
+        """By rank, bytes that are live during its first run in every schedule."""
         table = self.table
         change = np.zeros(table.size + 1, dtype=np.int64)
         for storage, made in self.maker.items():
@@ -95,26 +95,29 @@ class Needs:
         return fixed
 
     def stays(self, storage: int, after: int, following: int) -> bool:
-        """Whether nothing can make `storage` anew after rank `after`, before `following` has run."""
+        """Whether no remat can make `storage` anew after rank `after`, before `following` has run."""
         keeping, group = self.keeping.get(storage), self.group_of.get(storage)
         if keeping is not None and keeping.since <= after:
             return False
         return group is None or not self.may_be_made(group, after, following)
 
     def kept_instead(self, storage: int, rank: int) -> Keeping | None:
-        """What can be held at the first run of `rank` instead of `storage`, for some that read it later."""
+        """The packed form of `storage` that can be live at the first run of `rank`."""
         keeping = self.keeping.get(storage)
         return None if keeping is None or keeping.since > rank else keeping
 
     def view_seconds(self, storage: int, rank: int) -> float:
-        """What views take at least when `storage` is made anew after the first run of `rank`: those that
-        first runs read later or, where only remats read it, those that each of these reads."""
+        """The least seconds of views when `storage` is made anew after the first run of `rank`.
+
+        Views that first runs read later count; where only remats read the storage, those that each remat
+        reads.
+        """
         if self.next_read(storage, rank) is None:
             return sum(seconds for view, seconds in self.views_again.get(storage, ()) if view <= rank)
         return sum(s for view, last, s in self.views.get(storage, ()) if view <= rank < last)
 
     def is_read_whole(self, storage: int, rank: int) -> bool:
-        """Whether a first run after that of `rank` reads `storage` by a value that nothing kept can give."""
+        """Whether a first run after that of `rank` reads `storage` by a value that unpacking cannot give."""
         return any(value <= rank < last for value, last in self.whole.get(storage, ()))
 
     def next_read(self, storage: int, rank: int) -> int | None:
@@ -132,7 +135,7 @@ class Needs:
 
 
 def needs_of(table: Table) -> Needs:
-    """Read a table once; what it says serves every moment and every budget."""
+    """All that serves every time point and every budget."""
     storages = table.step.storages
     free = [not storage.static and not storage.pinned for storage in storages]
     maker: dict[int, int] = {}
@@ -179,7 +182,7 @@ def needs_of(table: Table) -> Needs:
 
 
 def _views(values: StorageValues) -> dict[int, tuple[tuple[int, int, float], ...]]:
-    """Of storages that come back, the views that first runs of the backward pass read."""
+    """By storage, the views that first runs of the backward pass read."""
     table = values.table
     last: dict[int, int] = {}
     for op in table.plain[table.first_backward :]:
@@ -195,7 +198,7 @@ def _views(values: StorageValues) -> dict[int, tuple[tuple[int, int, float], ...
 
 
 def _views_again(values: StorageValues) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Of storages that remats read, the views that all of them read it through."""
+    """By storage that remats read, the views through which all of them read it."""
     found: dict[int, set[int]] = {}
     for op in values.table.remats:
         if op.fresh:
@@ -215,9 +218,9 @@ def _views_again(values: StorageValues) -> dict[int, tuple[tuple[int, float], ..
 
 
 def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
-    """Storages that some remat makes from kept ones alone, and the numbers of those remats.
+    """Storages with a packed form, and the numbers of the remats that unpack.
 
-    Where several storages come from one kept one, each pays its share of its bytes and seconds.
+    Where several storages come from one packed form, each pays its share of the bytes and seconds.
     """
     found: dict[int, list[tuple[int, frozenset[int]]]] = {}
     for number, op in enumerate(table.remats):
@@ -255,10 +258,10 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
 
 
 class _Served:
-    """Which values runs from kept ones can give.
+    """Which values unpacking can give.
 
-    A value comes from a run of its own rank: one that stands since before a moment holds its block then,
-    and one after it makes the block in another way, or refers to a value of which the same is true.
+    A value comes from a run of its own rank. A run before a time point keeps its block live there; a run
+    after it unpacks the block, or refers to a value of which the same is true.
     """
 
     def __init__(self, table: Table, kept_by: set[int]) -> None:
@@ -266,7 +269,7 @@ class _Served:
         self._known: dict[tuple[int, int], bool] = {}
 
     def __call__(self, rank: int, storage: int) -> bool:
-        """Whether a run from kept values can give `rank` its block of `storage`."""
+        """Whether unpacking can give `rank` its block of `storage`."""
         found, todo = {rank}, [rank]
         while todo and (rank, storage) not in self._known:
             last = todo.pop()
@@ -287,7 +290,7 @@ class _Served:
 def _read_whole(
     table: Table, required: list[frozenset[int]], keeping: dict[int, Keeping], served: _Served
 ) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Reads of storages with a `keeping` by first runs, through values that no run from kept ones gives."""
+    """Reads by first runs of storages with a packed form, through values that unpacking cannot give."""
     found: dict[int, dict[int, int]] = {}
     for op in table.plain:
         if op.rank not in table.on_demand:

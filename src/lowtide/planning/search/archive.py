@@ -1,7 +1,7 @@
-"""Plans worth having: for every peak the cheapest that was ever seen.
+"""The Pareto front of peaks and seconds: for every peak the cheapest schedule that was ever seen.
 
-One archive serves all budgets of a step. That is what makes planning monotone: a larger budget
-chooses among more of the same plans.
+One archive serves all budgets of a step. That makes planning monotone: a larger budget chooses among more
+of the same schedules.
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from lowtide.planning.search.problem import Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchiveEntry:
-    """A plan as a sequence of ops of the step's problem."""
+    """A schedule as a sequence of ops of the step's problem."""
 
     peak_bytes: int
     seconds: float
@@ -25,7 +25,7 @@ class ArchiveEntry:
 
 
 class Planned(Protocol):
-    """Whatever has a peak and a price: the seconds that it adds, and what decides between equal ones."""
+    """Anything with a peak and a price: the seconds that it adds, and a tie-break."""
 
     @property
     def peak_bytes(self) -> int: ...
@@ -37,28 +37,28 @@ Some = TypeVar("Some", bound=Planned)
 
 
 class Archive(Generic[Some]):
-    """The lower-left border of all recorded (peak, price), by rising peak and falling price."""
+    """The Pareto front of all recorded (peak, price), by rising peak and falling price."""
 
     def __init__(self) -> None:
         self.entries: list[Some] = []
 
     def best(self, budget_bytes: int) -> Some | None:
-        """The cheapest plan whose peak is at most `budget_bytes`."""
+        """The cheapest entry whose peak is at most `budget_bytes`."""
         i = bisect_right(self.entries, budget_bytes, key=lambda e: e.peak_bytes)
         return self.entries[i - 1] if i else None
 
     def above(self, budget_bytes: int) -> Some | None:
-        """The plan with the lowest peak above `budget_bytes`."""
+        """The entry with the lowest peak above `budget_bytes`."""
         i = bisect_right(self.entries, budget_bytes, key=lambda e: e.peak_bytes)
         return self.entries[i] if i < len(self.entries) else None
 
     def replace(self, entry: Some, by: Some) -> None:
-        """Have another plan instead of `entry`."""
+        """Put another one in the place of `entry`."""
         self.entries.remove(entry)
         self.add(by)
 
     def add(self, entry: Some) -> bool:
-        """Keep a plan if nothing at most as large is as cheap; True when kept."""
+        """Keep an entry if none with at most its peak is as cheap; True when kept."""
         there = self.best(entry.peak_bytes)
         if there is not None and there.price <= entry.price:
             return False

@@ -1,14 +1,12 @@
-"""Classes of a storage's readers: a remat may bring a storage back for some of them only.
+"""A step or a graph as flat arrays, for the compiled search: ops that read and make storages.
 
-The sign of a ReLU's value serves the gradient that asks whether it is above zero, and nobody else. Readers
-that the same remats serve are one class, a bit; a storage all of whose remats serve all of its readers has
-only one, and is not told of here.
+As in `bounds`, an op needs the latest block of each storage that it reads, and makes new blocks. Values
+that only refer to a storage (views, parts of tuples) are rematerialized with it, so that the search has
+fewer and larger moves; `step_problem` adds their runs.
 
-A step or a graph as flat arrays, for the compiled search: ops that read and make blocks.
-
-All is told by storages, as in `bounds`: a run needs the latest block of each storage that it reads and
-makes new ones. Values that only refer to a storage (views, parts of tuples) come back with it, so that the
-search has fewer and larger moves; `sequences` puts their runs in.
+A remat may serve some readers of a storage only: the sign of a ReLU's value serves the gradient that asks
+whether the value is above zero, and no other reader. Readers that the same remats serve are one class, a
+bit (`Classes`).
 """
 
 import ctypes
@@ -24,14 +22,17 @@ from lowtide.planning.native.library import enough_memory, load, pointer
 from lowtide.planning.search.table import StorageValues
 
 NEAR = 0.01
-"""Of all ops of a step, how many may run between two reads of a storage for it to stay anyway."""
+"""Reads of a storage that are at most this share of all ops apart are served by the same block."""
 MOST = 8
-"""Classes of one storage. Where there would be more, only what serves all readers brings it back."""
+"""Classes of one storage. Where there would be more, only remats that serve all readers are used."""
 
 
 class Classes:
-    """`all` are the classes of each storage that has several, `served` by remat and storage those that it
-    brings back, of storages with one class as well."""
+    """Classes of the readers of each storage.
+
+    `all`: by storage that has several classes, all of them. `served`: by remat and storage, the classes
+    that the remat serves; also of storages with one class.
+    """
 
     def __init__(self, values: StorageValues) -> None:
         self._values = values
@@ -46,7 +47,7 @@ class Classes:
             self._add(storage, found[storage], reads.get(storage, {}))
 
     def _reads(self, storages: list[int]) -> dict[int, dict[int, list[int]]]:
-        """By storage and reader, when the backward pass reads it: after how many ops that make something."""
+        """By storage and reader, the places of its reads in backward: how many ops made something before."""
         table, values = self._values.table, self._values
         found: dict[int, dict[int, list[int]]] = {storage: {} for storage in storages}
         place = 0
@@ -58,7 +59,7 @@ class Classes:
         return found
 
     def _is_near(self, mine: frozenset[int], reads: dict[int, list[int]]) -> bool:
-        """Whether each read of some readers comes right after one of others, for which the block is there."""
+        """Whether each read of `mine` comes right after one of another reader, whose block is still live."""
         own = [place for reader in mine for place in reads.get(reader, ())]
         others = [place for reader in reads if reader not in mine for place in reads[reader]]
         most = 1 + NEAR * self._values.table.size
@@ -84,7 +85,7 @@ class Classes:
                 mine[storage] = mine.get(storage, 0) | 1 << i
 
     def read(self, reads: Iterable[int]) -> dict[int, int]:
-        """By storage with several classes, those that these reads need."""
+        """By storage with several classes, the classes that these reads need."""
         found: dict[int, int] = {}
         if self.all:
             for read in reads:
@@ -96,7 +97,7 @@ class Classes:
         return found
 
     def through(self, view: int, storage: int) -> int:
-        """The classes of the readers of a storage that may read it through a view."""
+        """The classes of the readers that may read a storage through a view."""
         readers = self._readers[storage].items()
         return sum({one for reader, one in readers if view in self._values.way_back(reader)})
 

@@ -1,4 +1,4 @@
-"""A step as a problem, and sequences of the problem as runs of the step and back."""
+"""A step as a problem of the compiled search, and sequences of ops as schedules and back."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -20,10 +20,10 @@ REPAIR_WARMTHS = (0.05, 0.5)
 
 
 class StepProblem:
-    """The problem of one step, with what leads back to its runs.
+    """The problem of one step, and the way back from sequences to runs.
 
-    First runs that make nothing are left out where something later reads all that they read: they hold
-    nothing that is not held before and after them. The optimizer's are one op: no plan changes what it holds.
+    A first run that makes nothing is left out where a later op reads all that it reads: it changes no live
+    range. All first runs of the optimizer are one op: no plan changes their live bytes.
     """
 
     def __init__(self, table: Table, plain: Timeline) -> None:
@@ -57,7 +57,7 @@ class StepProblem:
 
     @cached_property
     def without_kept(self) -> Problem | None:
-        """The problem without what brings values back from kept ones alone; None where nothing does."""
+        """The problem without remats that only unpack; None where there is none."""
         table = self.table
         kept = frozenset(
             self._op_of_remat[number]
@@ -101,8 +101,10 @@ class StepProblem:
         return rows, ranks
 
     def _last_readers(self) -> set[int]:
-        """Ranks after whose first run nothing reads some storage any more, or nothing of the forward pass:
-        until there it cannot be brought back."""
+        """Ranks that are the last to read some storage in the step, or in its forward pass.
+
+        Until there, the storage cannot be rematerialized.
+        """
         nodes, values = self.table.step.nodes, self._values
         last: dict[tuple[int, bool], int] = {}
         for op in self.table.plain:
@@ -113,12 +115,12 @@ class StepProblem:
         return set(last.values())
 
     def timeline(self, sequence: Ints) -> Timeline:
-        """What a sequence holds and adds, by the simulator."""
+        """Bytes and seconds of a sequence, by the simulator."""
         step = self.table.step
         return simulate(step, without_needless_runs(step, self.runs(sequence)))
 
     def _remats(self) -> tuple[list[OpRow], list[int]]:
-        """What serves readers of some storage; what it makes besides is held while it runs."""
+        """Remats that serve readers of some storage. Other storages that they make are workspace."""
         table, values = self.table, self._values
         rows: list[OpRow] = []
         for number, classes in sorted(self._classes.served.items()):
@@ -140,8 +142,10 @@ class StepProblem:
         return rows, sorted(self._classes.served)
 
     def _blocks(self, view: int, classes: dict[int, int]) -> list[list[tuple[int, int]]]:
-        """The blocks, as (storage, class), through which a view may be read by whom reads these classes:
-        one list for each class of a storage that has several."""
+        """The blocks, as (storage, class), through which readers of these classes may read a view.
+
+        One list for each class of a storage that has several.
+        """
         storages = sorted(self._values.required[view])
         several = [s for s in storages if s in self._classes.all]
         if not several:
@@ -154,7 +158,7 @@ class StepProblem:
         ]
 
     def _numbers(self, reads: Iterable[int]) -> tuple[int, ...]:
-        """The numbers of the views through which these ranks are read."""
+        """Numbers of the views through which these ranks are read."""
         found: set[int] = set()
         for read in reads:
             for view in self._values.views(read):
@@ -177,7 +181,7 @@ class StepProblem:
         self.problem.workspace_bytes[self.problem.num_first - 1] = max(0, max(held, default=0) - int(last))
 
     def sequence(self, plan: Iterable[Rerun]) -> Ints:
-        """A plan as a sequence of ops."""
+        """A set of remats as a sequence of ops."""
         place = self.table.place
         again = sorted((slot, place[remat], remat) for slot, remat in plan if remat in self._op_of_remat)
         order: list[int] = []
@@ -217,7 +221,7 @@ class StepProblem:
         return None if figures.excess_bytes else order
 
     def plan(self, sequence: Ints) -> RematSet:
-        """What a sequence runs again, and before which rank's first run."""
+        """The remats of a sequence."""
         num_first = self.problem.num_first
         found: set[Rerun] = set()
         due = 0
@@ -229,7 +233,8 @@ class StepProblem:
         return frozenset(found)
 
     def added_seconds(self, sequence: Ints) -> float:
-        """What a sequence adds, summed up as the simulator does: equal plans have equal seconds."""
+        """The seconds that a sequence adds, summed up as the simulator does: equal schedules, equal
+        seconds."""
         table, num_first = self.table, self.problem.num_first
         ops = sequence.tolist()
         again = [self.remats[op - num_first] for op in ops if op >= num_first]
@@ -239,7 +244,7 @@ class StepProblem:
         return fsum([*seconds, *(table.plain[rank].seconds for rank in sorted(kept))])
 
     def runs(self, sequence: Ints) -> tuple[Run, ...]:
-        """A sequence as runs of the step, with the views and parts of what it brings back."""
+        """A sequence as runs of the step, with the views and parts of the storages that it rematerializes."""
         table, num_first = self.table, self.problem.num_first
         ops = sequence.tolist()
         views = self._views_after(ops)
@@ -271,12 +276,15 @@ class StepProblem:
         return tuple(run for run in found if run.rule or run.rank not in absent)
 
     def _is_view_of(self, view: int, rank: int) -> bool:
-        """Whether a view has to be taken again when a rank came back: not where it came back itself."""
+        """Whether a view must be taken again after a remat of `rank`; not where that remat gives the view."""
         return view != rank and rank in self._values.way_back(view)
 
     def _views_after(self, ops: Sequence[int]) -> dict[int, list[int]]:
-        """By position of an op that brings storages back, the remats of the views of them that are read
-        before they come back once more, in an order in which they can run."""
+        """By position of a remat in the sequence, the remats of the views that must follow it, in a valid
+        order.
+
+        A view must follow where an op reads it before its storage is rematerialized once more.
+        """
         table, num_first = self.table, self.problem.num_first
         take_again = self._values.view_remat
         latest: dict[tuple[int, int], int] = {}

@@ -25,8 +25,10 @@ RematSet = frozenset[Rerun]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One way to run node `rank`: first, or by `method`. `shared` pairs a storage with the reads that may
-    hand it on."""
+    """One way to run node `rank`: its first run, or a remat by `rule`.
+
+    `shared` pairs each storage that it does not make with the reads that may hand it on.
+    """
 
     rank: int
     reads: tuple[int, ...]
@@ -40,12 +42,12 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`plain[r]` says how rank `r` runs first; `remats` are all ways to bring values back, numbered in the
-    order of ranks, and `again[r]` the numbers of those of rank `r`, the preferred one first.
+    """`plain[r]` is the first run of rank `r`. `remats` are all remats, numbered in the order of ranks;
+    `again[r]` are the numbers of those of rank `r`, the preferred one first.
 
-    Runs that bring a value back before backward node `t` stand in its *slot*; a run's key is
-    `t * width + place[n]` for remat `n`, and the plain run of `t` itself comes last with
-    `t * width + width - 1`. `place` sorts remats so that each comes after those of what it reads.
+    A remat before backward node `t` stands in *slot* `t`. A run's key is `t * width + place[n]` for remat
+    `n`; the first run of `t` is the last of its slot and has `t * width + width - 1`. `place` sorts remats
+    so that each comes after the remats of its reads.
     """
 
     step: Step
@@ -65,11 +67,11 @@ class Table:
     uses: dict[int, Uses]
     """by storage, of the activations"""
     own: tuple[tuple[int, ...], ...]
-    """storages that each rank holds and that can be dropped: neither static nor pinned"""
+    """by rank, the storages of its value that can be dropped: neither static nor pinned"""
     first_need: tuple[int, ...]
-    """the first slot that reads each rank and where it may run again; `size` when there is none"""
+    """by rank, the first slot that reads it and where it may be recomputed; `size` where there is none"""
     readers_first: tuple[int, ...]
-    """forward ranks that can be computed again, each after all remats that read it"""
+    """forward ranks that can be recomputed, each after all ranks whose remats read it"""
     on_demand: frozenset[int] = frozenset()
     """ranks that run only where a remat reads them"""
     parts: frozenset[int] = frozenset()
@@ -88,7 +90,7 @@ class Table:
         return self.op(key).rank
 
     def remat(self, key: int) -> int:
-        """Number of the remat that a run which is not a first one goes by."""
+        """Number of the remat of a run that is not a first one."""
         return self.remat_at[key % self.width]
 
     def op(self, key: int) -> Op:
@@ -96,11 +98,11 @@ class Table:
         return self.plain[slot] if place == self.width - 1 else self.remats[self.remat_at[place]]
 
     def may_run(self, rank: int, slot: int) -> bool:
-        """Whether the value of forward node `rank` may be brought back right before node `slot`."""
+        """Whether forward node `rank` may be rematerialized in `slot`."""
         return bool(self.again[rank]) and self.segment[rank] == self.slot_segment[slot]
 
     def may_recompute(self, rank: int, slot: int) -> bool:
-        """Whether it may be computed again there."""
+        """Whether it may be recomputed there."""
         return self.recompute[rank] is not None and self.segment[rank] == self.slot_segment[slot]
 
 
@@ -236,7 +238,7 @@ def remats_in(table: Table, runs: Sequence[Run]) -> RematSet:
 
 @dataclass(frozen=True)
 class StorageValues:
-    """What the values of a step refer to. All storages are those that are not static."""
+    """Which storages the values of a step refer to; static storages are left out."""
 
     table: Table
 
@@ -246,7 +248,7 @@ class StorageValues:
 
     @cached_property
     def required(self) -> list[frozenset[int]]:
-        """By rank, the storages that every run of it gives its value."""
+        """By rank, the storages to which its value refers after each of its runs."""
         found = []
         for node in self.table.step.nodes:
             held = set(node.holds).intersection(*(remat.holds for remat in node.remats))
@@ -255,12 +257,12 @@ class StorageValues:
 
     @cached_property
     def view_remat(self) -> list[int | None]:
-        """By rank, the remat that takes its value again without making anything, if it has such a one."""
+        """By rank, the remat that makes no storage, if there is one."""
         remats = self.table.remats
         return [next((n for n in mine if not remats[n].fresh), None) for mine in self.table.again]
 
     def is_view(self, rank: int) -> bool:
-        """Whether every run of a rank only refers to what others made."""
+        """Whether every remat of a rank refers to storages of other ranks only."""
         mine = self.table.again[rank]
         return bool(mine) and not any(self.table.remats[n].fresh for n in mine)
 
@@ -281,7 +283,7 @@ class StorageValues:
         return {}
 
     def way_back(self, rank: int) -> frozenset[int]:
-        """A rank and those that its value can be taken from again, view by view."""
+        """A rank and the ranks from which its value can be taken again, view by view."""
         if rank not in self._ways_back:
             self._ways_back[rank] = _reachable(rank, self._viewed, self._ways_back)
         return self._ways_back[rank]
@@ -298,7 +300,7 @@ class StorageValues:
 
     @cached_property
     def readers(self) -> dict[int, set[int]]:
-        """By storage, the forward ranks through which the backward pass or a remat reads it."""
+        """By storage, the forward ranks through which backward or a remat reads it."""
         table = self.table
         found: dict[int, set[int]] = {}
         read = {u for op in table.plain[table.first_backward :] for u in op.reads}
@@ -329,7 +331,7 @@ class StorageValues:
         return any(made == storage for made, _, _ in self.table.remats[remat].fresh)
 
     def views(self, rank: int) -> list[int]:
-        """Those among a rank and what it is taken from that can be taken again without making anything."""
+        """Of the ranks behind a value, those that can be taken again without making a storage."""
         back = (r for source in self.sources(rank) for r in self.way_back(source))
         return sorted(r for r in back if self.view_remat[r] is not None)
 
