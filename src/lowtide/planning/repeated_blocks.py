@@ -361,7 +361,7 @@ class Spread:
         self._whole = whole
         self.num_ops = len(short.problem.seconds)
         self._mixed: dict[int, Point | None] = {}
-        self._all = [found.spread(short.plan(order), short.table, whole.table) for order in orders]
+        self._all = [found.spread(short.remat_set(order), short.table, whole.table) for order in orders]
 
     @cached_property
     def points(self) -> list[Point]:

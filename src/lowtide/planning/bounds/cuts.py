@@ -154,7 +154,7 @@ class TimePoint:
         )
 
     def _is_whole(self, weight: float, price: float) -> NDArray[np.bool_]:
-        """By arc, whether keeping the whole storage is as cheap as its packed form."""
+        """By arc, whether packed the whole storage is as cheap as its packed form."""
         whole = weight * self.arc_seconds + price * self.arc_bytes
         is_whole: NDArray[np.bool_] = whole <= weight * self.kept_seconds + price * self.kept_bytes
         return is_whole
@@ -252,7 +252,7 @@ class _Network:
 
     def _needed(self, storage: int, *, whole: bool) -> int:
         """The vertex of a storage that is needed later: the `whole` storage, or at least its packed form."""
-        if not whole or self.needs.kept_instead(storage, self.rank) is None:
+        if not whole or self.needs.packed_form(storage, self.rank) is None:
             return self._present(storage)
         name = ("whole", storage)
         if name not in self.vertices:
@@ -277,15 +277,15 @@ class _Network:
     def _holding(self, storage: int, tail: int, head: int, *, rest: bool) -> _Arc:
         """The arc whose cut keeps `storage` or its packed form live; or the `rest` beyond the packed form."""
         nbytes = float(self.needs.nbytes[storage])
-        keeping = self.needs.kept_instead(storage, self.rank)
+        packed = self.needs.packed_form(storage, self.rank)
         return _Arc(
             tail,
             head,
             rest=rest,
             storage=storage,
             nbytes=nbytes,
-            kept_seconds=0.0 if keeping is None else keeping.seconds,
-            kept_bytes=nbytes if keeping is None else keeping.nbytes,
+            kept_seconds=0.0 if packed is None else packed.seconds,
+            kept_bytes=nbytes if packed is None else packed.nbytes,
         )
 
     def _made(self, storage: int, group: int) -> int:

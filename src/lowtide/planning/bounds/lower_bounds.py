@@ -168,7 +168,7 @@ class Bounds:
 
     def remats_of_packed(self, packed: Iterable[int]) -> dict[int, int]:
         """By rank, the remats that unpack these storages."""
-        numbers = [self._needs.keeping[storage].remat for storage in sorted(packed)]
+        numbers = [self._needs.packed_forms[storage].remat for storage in sorted(packed)]
         return {self.table.remats[number].rank: number for number in numbers}
 
     def tightest(self, budget_bytes: int, count: int) -> list[TangentCurve]:

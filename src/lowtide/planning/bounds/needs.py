@@ -20,7 +20,7 @@ from lowtide.planning.search.table import StorageValues, Table
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class PackedForm:
     """The packed form of a storage: its bytes, the seconds to pack and unpack, and since when it is live.
 
     `remat` unpacks it, the cheapest one; the other figures are the minima of all.
@@ -61,7 +61,7 @@ class Needs:
     readers: dict[int, tuple[int, ...]]
     groups: tuple[Group, ...]
     group_of: dict[int, int]
-    keeping: dict[int, Keeping]
+    packed_forms: dict[int, PackedForm]
     whole: dict[int, tuple[tuple[int, int], ...]]
     """by storage with a packed form, ranks whose values unpacking cannot give, each with its last reader"""
     slots: dict[int, tuple[int, int]]
@@ -96,15 +96,15 @@ class Needs:
 
     def stays(self, storage: int, after: int, following: int) -> bool:
         """Whether no remat can make `storage` anew after rank `after`, before `following` has run."""
-        keeping, group = self.keeping.get(storage), self.group_of.get(storage)
-        if keeping is not None and keeping.since <= after:
+        packed, group = self.packed_forms.get(storage), self.group_of.get(storage)
+        if packed is not None and packed.since <= after:
             return False
         return group is None or not self.may_be_made(group, after, following)
 
-    def kept_instead(self, storage: int, rank: int) -> Keeping | None:
+    def packed_form(self, storage: int, rank: int) -> PackedForm | None:
         """The packed form of `storage` that can be live at the first run of `rank`."""
-        keeping = self.keeping.get(storage)
-        return None if keeping is None or keeping.since > rank else keeping
+        packed = self.packed_forms.get(storage)
+        return None if packed is None or packed.since > rank else packed
 
     def view_seconds(self, storage: int, rank: int) -> float:
         """The least seconds of views when `storage` is made anew after the first run of `rank`.
@@ -157,9 +157,9 @@ def needs_of(table: Table) -> Needs:
     for rank, segment in enumerate(table.slot_segment):
         if segment >= 0:
             slots[segment] = (slots.get(segment, (rank, rank))[0], rank)
-    keeping, kept_by = _keeping(table)
-    served = _Served(table, kept_by)
-    groups, group_of = _groups(values, required, frozenset(kept_by), free, served)
+    packed_forms, unpacking = _packed_forms(table)
+    served = _Served(table, unpacking)
+    groups, group_of = _groups(values, required, frozenset(unpacking), free, served)
     return Needs(
         table=table,
         nbytes=tuple(storage.nbytes for storage in storages),
@@ -168,14 +168,14 @@ def needs_of(table: Table) -> Needs:
         readers={s: tuple(ranks) for s, ranks in readers.items()},
         groups=tuple(groups),
         group_of=group_of,
-        keeping=keeping,
-        whole=_read_whole(table, required, keeping, served),
+        packed_forms=packed_forms,
+        whole=_read_whole(table, required, packed_forms, served),
         slots=slots,
         pinned_bytes=tuple(pinned_bytes),
         views=_views(values),
         views_again=_views_again(values),
         span=(
-            min((maker[s] for s in (*group_of, *keeping)), default=0),
+            min((maker[s] for s in (*group_of, *packed_forms)), default=0),
             max((last for _, last in slots.values()), default=-1),
         ),
     )
@@ -217,7 +217,7 @@ def _views_again(values: StorageValues) -> dict[int, tuple[tuple[int, float], ..
     }
 
 
-def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
+def _packed_forms(table: Table) -> tuple[dict[int, PackedForm], set[int]]:
     """Storages with a packed form, and the numbers of the remats that unpack.
 
     Where several storages come from one packed form, each pays its share of the bytes and seconds.
@@ -228,16 +228,16 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
             for storage, _, _ in op.fresh:
                 found.setdefault(storage, []).append((number, frozenset(op.reads)))
     sharers: dict[int, set[int]] = {}
-    for storage, ways in found.items():
-        for number, reads in ways:
+    for storage, remats in found.items():
+        for number, reads in remats:
             for read in reads:
                 sharers.setdefault(read, set()).update(
                     (storage, *(s for s, _, _ in table.remats[number].fresh))
                 )
-    keeping: dict[int, Keeping] = {}
-    for storage, ways in found.items():
+    packed_forms: dict[int, PackedForm] = {}
+    for storage, remats in found.items():
         options = [
-            Keeping(
+            PackedForm(
                 nbytes=sum(
                     nbytes / len(sharers[read]) for read in reads for _, nbytes, _ in table.plain[read].fresh
                 ),
@@ -246,15 +246,15 @@ def _keeping(table: Table) -> tuple[dict[int, Keeping], set[int]]:
                 since=max(reads),
                 remat=number,
             )
-            for number, reads in ways
+            for number, reads in remats
         ]
-        keeping[storage] = Keeping(
+        packed_forms[storage] = PackedForm(
             nbytes=min(o.nbytes for o in options),
             seconds=min(o.seconds for o in options),
             since=min(o.since for o in options),
             remat=min(options, key=lambda o: (o.nbytes, o.seconds, o.remat)).remat,
         )
-    return keeping, {number for ways in found.values() for number, _ in ways}
+    return packed_forms, {number for remats in found.values() for number, _ in remats}
 
 
 class _Served:
@@ -264,8 +264,8 @@ class _Served:
     after it unpacks the block, or refers to a value of which the same is true.
     """
 
-    def __init__(self, table: Table, kept_by: set[int]) -> None:
-        self._table, self._kept_by = table, kept_by
+    def __init__(self, table: Table, unpacking: set[int]) -> None:
+        self._table, self._unpacking = table, unpacking
         self._known: dict[tuple[int, int], bool] = {}
 
     def __call__(self, rank: int, storage: int) -> bool:
@@ -273,7 +273,7 @@ class _Served:
         found, todo = {rank}, [rank]
         while todo and (rank, storage) not in self._known:
             last = todo.pop()
-            if self._known.get((last, storage)) or not self._kept_by.isdisjoint(self._table.again[last]):
+            if self._known.get((last, storage)) or not self._unpacking.isdisjoint(self._table.again[last]):
                 self._known[rank, storage] = True
             providers = {u for n in self._table.again[last] for u in self._providers(n, storage)} - found
             found |= providers
@@ -288,7 +288,7 @@ class _Served:
 
 
 def _read_whole(
-    table: Table, required: list[frozenset[int]], keeping: dict[int, Keeping], served: _Served
+    table: Table, required: list[frozenset[int]], packed_forms: dict[int, PackedForm], served: _Served
 ) -> dict[int, tuple[tuple[int, int], ...]]:
     """Reads by first runs of storages with a packed form, through values that unpacking cannot give."""
     found: dict[int, dict[int, int]] = {}
@@ -296,7 +296,7 @@ def _read_whole(
         if op.rank not in table.on_demand:
             for read in op.reads:
                 for storage in required[read]:
-                    if storage in keeping and not served(read, storage):
+                    if storage in packed_forms and not served(read, storage):
                         found.setdefault(storage, {})[read] = op.rank
     return {storage: tuple(sorted(reads.items())) for storage, reads in found.items()}
 
@@ -309,11 +309,11 @@ def _groups(
     served: _Served,
 ) -> tuple[list[Group], dict[int, int]]:
     table = values.table
-    ways: dict[int, list[int]] = {}
+    remats: dict[int, list[int]] = {}
     for storage in sorted(values.readers):
-        mine = [number for number in values.ways(storage) if number not in left_out]
+        mine = [number for number in values.remats_of(storage) if number not in left_out]
         if free[storage] and mine:
-            ways[storage] = mine
+            remats[storage] = mine
     parent: dict[int, int] = {}
 
     def root(number: int) -> int:
@@ -321,27 +321,27 @@ def _groups(
             number = parent[number]
         return number
 
-    for numbers in ways.values():
+    for numbers in remats.values():
         for number in numbers:
             parent[root(number)] = root(numbers[0])
     members: dict[int, list[int]] = {}
     for number in sorted(parent):
         members.setdefault(root(number), []).append(number)
     by_root: dict[int, list[int]] = {}
-    for storage in sorted(ways):
-        by_root.setdefault(root(ways[storage][0]), []).append(storage)
+    for storage in sorted(remats):
+        by_root.setdefault(root(remats[storage][0]), []).append(storage)
     groups: list[Group] = []
     group_of: dict[int, int] = {}
     for top in sorted(members):
         # From all remats of the group down to those of single storages, each within the one before.
         chain: list[tuple[frozenset[int], int]] = []
-        smaller = sorted((frozenset(ways[s]) for s in by_root[top]), key=_largest)
+        smaller = sorted((frozenset(remats[s]) for s in by_root[top]), key=_largest)
         for some in (frozenset(members[top]), *smaller):
             if chain and not some < chain[-1][0]:
                 continue
             before = _least_seconds(table, chain[-1][0]) if chain else 0.0
             ops = [table.remats[number] for number in some]
-            made = {number: {s for s in by_root[top] if number in ways[s]} for number in some}
+            made = {number: {s for s in by_root[top] if number in remats[s]} for number in some}
             read = {
                 number: [(r, s) for r in table.remats[number].reads for s in required[r]] for number in some
             }
@@ -356,7 +356,7 @@ def _groups(
             )
             chain.append((some, len(groups) - 1))
         for storage in by_root[top]:
-            own = frozenset(ways[storage])
+            own = frozenset(remats[storage])
             group_of[storage] = next(number for some, number in reversed(chain) if own <= some)
     return groups, group_of
 

@@ -180,10 +180,10 @@ class StepProblem:
         last = self.problem.live_bytes(self.sequence(()))[-1]
         self.problem.workspace_bytes[self.problem.num_first - 1] = max(0, max(held, default=0) - int(last))
 
-    def sequence(self, plan: Iterable[Rerun]) -> Ints:
+    def sequence(self, remats: Iterable[Rerun]) -> Ints:
         """A set of remats as a sequence of ops."""
         place = self.table.place
-        again = sorted((slot, place[remat], remat) for slot, remat in plan if remat in self._op_of_remat)
+        again = sorted((slot, place[remat], remat) for slot, remat in remats if remat in self._op_of_remat)
         order: list[int] = []
         due = 0
         for slot, _, remat in again:
@@ -220,7 +220,7 @@ class StepProblem:
         figures, order = min(found, key=lambda pair: (pair[0].excess_bytes, pair[0].seconds))
         return None if figures.excess_bytes else order
 
-    def plan(self, sequence: Ints) -> RematSet:
+    def remat_set(self, sequence: Ints) -> RematSet:
         """The remats of a sequence."""
         num_first = self.problem.num_first
         found: set[Rerun] = set()
@@ -294,11 +294,11 @@ class StepProblem:
         for position in range(begin, len(ops)):
             op = ops[position]
             first = op < num_first
-            for view, ways in self._read_views[op]:
-                for blocks in ways:
-                    brought = [latest[block] for block in blocks if block in latest]
-                    if brought and self._is_view_of(view, made_by[max(brought)]):
-                        wanted.setdefault(max(brought), set()).add(view)
+            for view, options in self._read_views[op]:
+                for blocks in options:
+                    made = [latest[block] for block in blocks if block in latest]
+                    if made and self._is_view_of(view, made_by[max(made)]):
+                        wanted.setdefault(max(made), set()).add(view)
             if not first:
                 number = self.remats[op - num_first]
                 made_by[position] = table.remats[number].rank

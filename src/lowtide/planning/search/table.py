@@ -20,7 +20,7 @@ Rerun = tuple[int, int]
 """(slot, number of a remat)"""
 
 RematSet = frozenset[Rerun]
-"""All that a schedule brings back: each remat, and the backward node before which it runs."""
+"""All remats of a schedule, each with the backward node before which it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ class StorageValues:
                     found.setdefault(storage, set()).add(source)
         return found
 
-    def ways(self, storage: int) -> list[int]:
+    def remats_of(self, storage: int) -> list[int]:
         """Remats that make a storage anew for any of its readers."""
         return sorted(frozenset().union(*(self._serving(r, storage) for r in self.readers.get(storage, ()))))
 
