@@ -19,7 +19,7 @@ import lowtide
 from lowtide.analyze.captured_step import capture
 from lowtide.errors import CaptureError
 from lowtide.trace import trace_model as segments
-from lowtide.trace.user_state import untouched
+from lowtide.trace.user_state import user_state_restored
 
 
 class Stateful(nn.Module):
@@ -174,6 +174,6 @@ def test_generators_of_every_accelerator_are_given_back(monkeypatch):
             return iter([types.SimpleNamespace(device=torch.device(device)) for device in devices])
 
     monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
-    with untouched(OnAccelerators(2, 2)):
+    with user_state_restored(OnAccelerators(2, 2)):
         pass
     assert forked == [(None, []), ("cuda", [torch.device("cuda:0")]), ("xpu", [torch.device("xpu:1")])]

@@ -38,7 +38,7 @@ from lowtide.trace.failures import refuse_several_graphs, refuse_what_cannot_be_
 from lowtide.trace.identity import identify, identify_inputs, name_tensors
 from lowtide.trace.model_call import split_batch, tensors_in
 from lowtide.trace.segments import Segment, Trace, TracedModel
-from lowtide.trace.tangents import LAID_OUT_OTHERWISE, laid_out_otherwise
+from lowtide.trace.tangents import OTHER_STRIDES, has_other_strides
 from lowtide.trace.trace_model import trace
 
 SCALARS_BYTES = 1024
@@ -154,12 +154,12 @@ def _warn(step: Step, traced: Trace) -> None:
             "value are summed in another order than in eager, so that the last bits can differ. "
             "lowtide.verify says whether they do; return a copy of the views (`.clone()`) to be exact"
         )
-    if laid_out_otherwise(traced):
+    if has_other_strides(traced):
         logger.warning(
             "%s, but not for all outputs with these strides: torch copies such a gradient to the output's "
             "strides, eager does not, so that the last bits can differ. lowtide.verify says whether they do; "
             "return outputs `.contiguous()`, or compute the loss in the model's forward, to be exact",
-            LAID_OUT_OTHERWISE,
+            OTHER_STRIDES,
         )
 
 
@@ -279,8 +279,8 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
         )
     if traced.num_in_model > 1:
         notes.append(f"the model breaks into {traced.num_in_model} graphs; nothing is recomputed across them")
-    if traced.loss_outside or any(execution.from_outside for execution in traced.executions):
-        notes.append(UNCAPTURED + (COUNTED if traced.outside_is_counted else NOT_COUNTED))
+    if traced.loss_is_uncaptured or any(execution.from_uncaptured for execution in traced.executions):
+        notes.append(UNCAPTURED + (COUNTED if traced.uncaptured_is_counted else NOT_COUNTED))
     if traced.real_forward:
         notes.append("captured with one real forward pass, since the model's code reads tensor values")
     return tuple(notes)

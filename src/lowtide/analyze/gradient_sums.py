@@ -52,7 +52,7 @@ def with_terms_apart(trace: Trace, executions: Sequence[Execution]) -> list[Exec
     """
     wanted: dict[str, set[int]] = {}
     read_later: set[Any] = set()
-    is_unknown = trace.loss_outside
+    is_unknown = trace.loss_is_uncaptured
     for index in reversed(range(len(executions))):
         execution = executions[index]
         segment = execution.segment
@@ -63,7 +63,7 @@ def with_terms_apart(trace: Trace, executions: Sequence[Execution]) -> list[Exec
                 place for place in sums_of(segment) if is_unknown or _tensor(execution, place) in read_later
             )
         read_later.update(_tensor(execution, place) for place in _gradients(execution))
-        is_unknown = is_unknown or execution.from_outside
+        is_unknown = is_unknown or execution.from_uncaptured
     return [
         replace(
             execution,

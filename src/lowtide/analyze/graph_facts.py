@@ -76,8 +76,8 @@ def analyze_graphs(
         _backward(analysis, state, executions, states, updates=updates or {})
         keep_live_in_formulas(analysis, state, only_eager=state.in_model)
     add_uncaptured_bytes(analysis, states, trace)
-    if trace.outside is not None:
-        add_uncaptured_code(analysis, states, trace.outside)
+    if trace.uncaptured is not None:
+        add_uncaptured_code(analysis, states, trace.uncaptured)
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
     add_up_gradients(analysis)

@@ -15,7 +15,7 @@ def add_uncaptured_bytes(analysis: Analysis, states: list[GraphAnalysis], trace:
     """Add what autograd keeps of uncaptured code: live from the end of the graph before it until the backward
     pass of that graph begins; throughout, where there is no such graph."""
     graphs = [state for state in states if state.segment.differentiable]
-    for before, nbytes in sorted(trace.outside_bytes.items()):
+    for before, nbytes in sorted(trace.uncaptured_bytes.items()):
         state = graphs[before - 1] if before else None
         arrived = [state.rank[node] for node in state.tangents if node in state.rank] if state else []
         made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=NAME, static=not arrived)
@@ -29,9 +29,9 @@ def add_uncaptured_bytes(analysis: Analysis, states: list[GraphAnalysis], trace:
 
 def add_uncaptured_code(analysis: Analysis, states: list[GraphAnalysis], code: UncapturedCode) -> None:
     """Insert the time points that were seen between the graphs, and renumber all ranks."""
-    points = {*code.inside_bytes, *code.alive, *code.calls}
+    points = {*code.inside_bytes, *code.live_outputs, *code.calls}
     points |= {point for point, _ in code.gradients.values()}
-    points |= {point for stay in code.stays for point in stay if point is not None}
+    points |= {point for live_range in code.live_ranges for point in live_range if point is not None}
     outputs = {
         (state.index, place): state.rank[node]
         for state in states
@@ -46,8 +46,8 @@ def add_uncaptured_code(analysis: Analysis, states: list[GraphAnalysis], code: U
     made: dict[UncapturedPoint | None, list[int]] = {}
     for position, node in enumerate((*old, None)):
         for point in before.get(position, ()):
-            alive = [rank[outputs[place]] for place in code.alive.get(point, ()) if place in outputs]
-            _add_point(analysis, code, point, made, alive)
+            live = [rank[outputs[place]] for place in code.live_outputs.get(point, ()) if place in outputs]
+            _add_point(analysis, code, point, made, live)
         if node is not None:
             rank[node.rank] = len(analysis.nodes)
             analysis.nodes.append(node)
@@ -70,19 +70,19 @@ def _add_point(
     code: UncapturedCode,
     point: UncapturedPoint,
     made: dict[UncapturedPoint | None, list[int]],
-    alive: list[int],
+    live: list[int],
 ) -> None:
     for parameter, (first, nbytes) in code.gradients.items():
         if first == point and parameter not in analysis.gradients:
             storage = analysis.add_storage(nbytes=nbytes, kind=Kind.GRADIENT, name=NAME, pinned=True)
             analysis.gradients[parameter] = storage
             _add_node(analysis, point, makes=(storage,))
-    for stay, nbytes in code.stays.items():
-        if stay.first == point:
-            pinned = stay.last is None
+    for live_range, nbytes in code.live_ranges.items():
+        if live_range.first == point:
+            pinned = live_range.last is None
             storage = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=NAME, pinned=pinned)
-            made.setdefault(stay.last, []).append(_add_node(analysis, point, makes=(storage,)))
-    reads = tuple(dict.fromkeys([*made.get(point, ()), *alive]))
+            made.setdefault(live_range.last, []).append(_add_node(analysis, point, makes=(storage,)))
+    reads = tuple(dict.fromkeys([*made.get(point, ()), *live]))
     node = _add_node(analysis, point, reads=reads, inside_bytes=code.inside_bytes.get(point, 0))
     if point in code.calls:
         analysis.uncaptured_calls[node] = code.calls[point]

@@ -7,7 +7,7 @@ the graph.
 
 `changing_numbers`: a Python number becomes an input of the graph with its second value; most numbers never
 change, and a constant is the simpler graph. The graph reads the number out of its input and hands it to its
-ops as Python would. Python does arithmetic on numbers alone, op by op, so that all results have eager's bits. A
+ops as Python would. Python does arithmetic on numbers alone, op by op: all results have eager's bits. A
 number that decides more than values, such as a shape or which ops there are, is fixed: tracing starts over,
 and every value of the number is a graph of its own.
 

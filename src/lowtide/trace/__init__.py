@@ -1,16 +1,13 @@
-"""From a model to the facts of one training step, without running it.
+"""From a model to joint graphs of forward and backward, without running it. In the order of the data flow:
 
-- `trace`, `collector`: forward and loss through Dynamo and AOTAutograd, on fake tensors
-- `graphs`: what a trace consists of: joint graphs, their inputs, their order
-- `tangents`, `regions`: which gradients are asked for; which nodes run forward and which backward
-- `analyse`, `records`, `gradients`: ranks, storages and remats of all nodes
-- `outside`: what code between the graphs holds
-- `optimizer`, `doubles`, `stand_ins`: what `optimizer.step()` allocates, op by op, or estimated
-- `optimizer_nodes`: that behind the graphs, whole or in pieces
-- `step`: all of that as one `Step`, with the call behind every run
-- `sharding`, `on_paper`: the same on one of several processes, which may not even be there
-- `gradient_layouts`: gradients that are not laid out like what they belong to
-- `sums`: gradients that several graphs add up in another order than eager
-- `names`, `fingerprint`, `identity`: where a node comes from; which graph, model and batch it is
-- `failures`, `forecast`, `untouched`: what cannot be captured; what a real forward takes; nothing left behind
+- `model_call`: how a model is called, what a step differentiates, the loss and optimizers of a loop
+- `compile_settings`: all that lowtide changes in torch while torch traces, one thread at a time
+- `user_state`: the model, its objects and all random states are as before when a capture ends
+- `trace_model`: the forward pass and the loss through Dynamo and AOTAutograd, on fake tensors
+- `collector`: the torch.compile backend that keeps the graphs and hands fake results on
+- `uncaptured`: what code between the graphs makes and keeps live
+- `identity`: names and hashes of graphs, tensors, models and batches
+- `segments`: the graphs: `Segment`, `Execution`, `Trace`, and the slot for a plan, `GraphBinding`
+- `tangents`: which gradients reach a graph, and with which strides
+- `failures`: what cannot be captured, in one line with the user's source line and the next step
 """

@@ -59,7 +59,7 @@ class Collector:
     ) -> None:
         self.orders = orders or {}
         self.gpu = gpu
-        self.outside = watch
+        self.uncaptured = watch
         """sees what code between the graphs makes; without it, whatever passes the graphs stays alive"""
         self.in_backward = False
         self.ran_backward = False
@@ -84,7 +84,7 @@ class Collector:
         """executions whose backward pass has not come yet, by segment"""
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        identity = id if self.outside is None else storage_key
+        identity = id if self.uncaptured is None else storage_key
         named = name_tensors(self.model, self.batch)
         origins = describe_inputs(graph, named, stranger=Kind.OTHER, identity=identity)
         self._keep(dynamo.graph_inputs(graph))
@@ -167,13 +167,13 @@ class Collector:
                 for index, (arg, origin) in enumerate(zip(args, origins, strict=False))
                 if isinstance(arg, torch.Tensor) and origin.kind is Kind.OTHER
             }
-            from_outside = any(
+            from_uncaptured = any(
                 arg.requires_grad and (index not in links or not self._passes_on(links[index]))
                 for index, arg in strangers.items()
             )
-            if self.outside is not None:  # which leaves to us what is an input of a graph
-                self.outside.leave_out(arg for index, arg in strangers.items() if index not in links)
-            self.executions.append(Execution(segment, links, from_outside=from_outside, origins=own))
+            if self.uncaptured is not None:  # which leaves to us what is an input of a graph
+                self.uncaptured.leave_out(arg for index, arg in strangers.items() if index not in links)
+            self.executions.append(Execution(segment, links, from_uncaptured=from_uncaptured, origins=own))
             self._waiting.setdefault(id(segment), []).append(number)
             with self._looking_away():
                 results = list(module(*args)) if self.real else [self._fake(value) for value in values]
@@ -188,28 +188,28 @@ class Collector:
             for index, result in made.items():
                 self._made.setdefault(storage_key(result), (number, index))
             self._keep(results)
-            if self.outside is not None:
-                self.outside.graph_ran(number, made)
+            if self.uncaptured is not None:
+                self.uncaptured.graph_ran(number, made)
             return results
 
         return run
 
     def _keep(self, values: Sequence[Any]) -> None:
         """No other tensor gets the identity of one of these, as long as the capture lasts."""
-        if self.outside is None:
+        if self.uncaptured is None:
             self._alive.append(values)
         else:  # nor another storage that of theirs
             storages = [tensor.untyped_storage() for tensor in iter_tensors(list(values))]
             self._alive += [dispatch.StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
 
     def _looking_away(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.outside is None else self.outside.inside_of_graph()
+        return contextlib.nullcontext() if self.uncaptured is None else self.uncaptured.inside_of_graph()
 
     def _own_origins(self, segment: Segment, args: Sequence[Any]) -> list[Origin] | None:
         """Where the inputs of this run come from, if not from where they came when the graph was made."""
         if self.passages:
             return own_origins(self.model, segment, args)
-        if self.outside is None or id(segment) not in self._waiting:
+        if self.uncaptured is None or id(segment) not in self._waiting:
             return None
         return origins_of_run(self._named, segment, args)
 
@@ -226,12 +226,12 @@ class Collector:
         outputs = list(segment.tangents.values())
 
         def run(args: list[Any]) -> list[Any]:
-            if not self.in_backward or self.outside is None:
+            if not self.in_backward or self.uncaptured is None:
                 raise CaptureError(
                     "the model differentiates inside of its own forward (backward() or "
                     "torch.autograd.grad): lowtide plans steps with one backward pass, after the forward"
                 )
-            self.outside.gradients_went(iter_tensors(args))
+            self.uncaptured.gradients_went(iter_tensors(args))
             number = self._waiting[id(segment)].pop()
             arrived = zip(outputs, args[-len(outputs) :] if outputs else (), strict=True)
             self.received |= {(number, output) for output, gradient in arrived if gradient is not None}
@@ -243,9 +243,9 @@ class Collector:
                     else None
                     for value, origin in zip(values, segment.origins, strict=False)
                 ]
-            self.outside.move(UncapturedPoint(Region.BACKWARD, number))
+            self.uncaptured.move(UncapturedPoint(Region.BACKWARD, number))
             links = self.executions[number].links
-            self.outside.gradients_came(
+            self.uncaptured.gradients_came(
                 gradient
                 for index, gradient in enumerate(gradients)
                 if gradient is not None and (index not in links or not self._passes_on(links[index]))
@@ -298,7 +298,7 @@ class Collector:
         `torch.autograd.Function`, whose own backward is outside of the graphs."""
         return self.executions[place[0]].segment.differentiable
 
-    def watch(self, unit: int, begins: bool, tensors: Any) -> None:
+    def note_passage(self, unit: int, begins: bool, tensors: Any) -> None:
         """A unit of the model begins or ends its forward."""
         differentiable = any(tensor.requires_grad for tensor in tensors_in(tensors))
         self.passages.append(Passage(unit, begins, len(self.executions), differentiable))

@@ -132,7 +132,11 @@ def refuse_what_cannot_be_traced(model: nn.Module, batch: Any) -> None:
 
 def refuse_several_graphs(traced: Trace) -> None:
     """Raise a `CaptureError` where a gradient may not be final inside one graph."""
-    if traced.num_in_model > 1 or traced.loss_outside or any(e.from_outside for e in traced.executions):
+    if (
+        traced.num_in_model > 1
+        or traced.loss_is_uncaptured
+        or any(e.from_uncaptured for e in traced.executions)
+    ):
         raise CaptureError(
             f"the model breaks into {traced.num_in_model} graphs, or runs code outside of them, so that a "
             "gradient is final only when all have run: leave step_in_backward out, or remove the graph "

@@ -120,32 +120,37 @@ class Segment:
 class Execution:
     """One execution of a segment. `links[i]` names the earlier output that input i is: (execution, output).
 
-    `from_outside`: some input was made by code between the graphs, and has a gradient to pass on.
-    `origins`: where its inputs come from, if not from where they came when the graph was made. `apart`:
-    inputs whose gradients leave the graph as terms of a sum; None where the other executions tell.
+    `from_uncaptured`: uncaptured code made some input, and takes its gradient. `origins`: where the inputs of
+    this execution come from, if not from where they came when the graph was traced. `apart`: inputs whose
+    gradients leave the graph as terms of a sum; None where the other executions decide.
     """
 
     segment: Segment
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
-    from_outside: bool = False
+    from_uncaptured: bool = False
     origins: list[Origin] | None = None
     apart: frozenset[int] | None = None
 
 
 @dataclass(slots=True)
 class Trace:
-    """All graphs of one forward pass in the order they ran.
+    """All graphs of one forward pass in the order they ran: `num_in_model` of the model, then those of the
+    loss.
 
-    `returned` are the (execution, output) that the caller holds; `given` those whose gradient comes from
-    outside of the graphs: the loss. `loss_outside`: the loss itself was made outside of them, so that
-    nobody can tell which outputs it reads, and all of them may get a gradient. The first `num_in_model`
-    are the model's own, the others the loss's. `outside_bytes`: what autograd holds of code between them, by
-    how many graphs with a backward pass had run before it, where nobody watched. `outside` is all that such
-    code was seen to hold, and `outside_is_counted` that its backward pass could be run, too; then `received`
-    are the (execution, output) that got a gradient. `traced` is what torch compiled, where that can run by
-    a plan. `sharding` says how the parameters are divided among
-    processes, `passages` when they were gathered. `orders` are those of gradients that are not laid out like
-    their outputs.
+    Outputs are named (execution, output):
+
+    - `returned`: outputs that the caller keeps
+    - `given`: outputs whose gradient comes from outside of the graphs: the loss. Where the loss itself is
+      made by uncaptured code (`loss_is_uncaptured`), any output may get a gradient
+    - `received`: outputs that got a gradient when the backward pass of uncaptured code ran; None if it did
+      not
+
+    `uncaptured` is what a watch saw of uncaptured code, `uncaptured_is_counted` that its backward pass ran,
+    too. Without a watch, `uncaptured_bytes` are those that autograd saves, by how many graphs with a backward
+    pass had run before. `traced` is the compiled model, where it can run by a plan. `sharding` says how
+    parameters are divided among processes, `passages` when they were gathered. `orders` are those of
+    gradients whose strides differ from their output's. `real_forward`: the capture ran the forward pass on
+    real values.
     """
 
     executions: list[Execution]
@@ -153,10 +158,10 @@ class Trace:
     given: frozenset[tuple[int, int]]
     num_in_model: int
     real_forward: bool = False
-    loss_outside: bool = False
-    outside_bytes: dict[int, int] = field(default_factory=dict)
-    outside: UncapturedCode | None = None
-    outside_is_counted: bool = False
+    loss_is_uncaptured: bool = False
+    uncaptured_bytes: dict[int, int] = field(default_factory=dict)
+    uncaptured: UncapturedCode | None = None
+    uncaptured_is_counted: bool = False
     received: frozenset[tuple[int, int]] | None = None
     traced: "TracedModel | None" = None
     sharding: Sharding | None = None

@@ -163,7 +163,7 @@ def _specialise(
         wanted |= {
             place for primal, place in execution.links.items() if primal < len(grads) and grads[primal]
         }
-        if execution.from_outside:
+        if execution.from_uncaptured:
             # unless it was run, nobody can tell which of the earlier outputs that code read
             wanted |= {
                 (earlier, output)
@@ -193,7 +193,7 @@ def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:
     return edited(segment, drop)
 
 
-LAID_OUT_OTHERWISE = (
+OTHER_STRIDES = (
     "the gradient of an output of the model arrives with its dimensions in another order in memory than the "
     "output has (channels last, a transposed result)"
 )
@@ -231,6 +231,6 @@ def new_orders(trace: Trace) -> dict[str, str]:
     }
 
 
-def laid_out_otherwise(trace: Trace) -> bool:
+def has_other_strides(trace: Trace) -> bool:
     """Whether a gradient goes from one graph of a step to another in an order that was not traced."""
     return any(found != {taken} for taken, found in seen_orders(trace).items())

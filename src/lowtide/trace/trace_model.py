@@ -27,8 +27,8 @@ from lowtide.trace.compile_settings import compiled
 from lowtide.trace.model_call import own_loss, sum_of_floats, tensors_in
 from lowtide.trace.segments import Execution, Trace, TracedModel
 from lowtide.trace.tangents import new_orders
-from lowtide.trace.uncaptured import UncapturedCode, UncapturedWatch, held_outside
-from lowtide.trace.user_state import untouched
+from lowtide.trace.uncaptured import UncapturedCode, UncapturedWatch, bytes_saved_by_autograd
+from lowtide.trace.user_state import user_state_restored
 from lowtide.units import format_size
 
 logger = logging.getLogger("lowtide")
@@ -130,17 +130,17 @@ def _trace(
     simulated: SimulatedSharding | None,
 ) -> Trace:
     with (
-        untouched(model),
+        user_state_restored(model),
         fsdp2.called_once(model, alone=not collector.real),
         dynamo.quiet(),
         dynamo.forgotten() as kept,
         torch.enable_grad(),
-        collector.outside or contextlib.nullcontext(),
+        collector.uncaptured or contextlib.nullcontext(),
     ):
         breaks = dynamo.graph_breaks()
         with failures.explained("the model"), _values_if_needed(collector):
             units = simulated.units if simulated is not None else ()
-            call = compiled_model(model, collector, units=units, watch=collector.watch)
+            call = compiled_model(model, collector, units=units, watch=collector.note_passage)
             output = call(model, args, kwargs)
         num_in_model = len(collector.executions)
         sharding = simulated.sharding if simulated is not None else fsdp2.sharding_of(model)
@@ -171,20 +171,22 @@ def _trace(
             value = _loss_if_it_fits(loss, output, collector)
             if value is None:
                 alone = _without_loss(collector.executions[:num_in_model], returned, real=collector.real)
-                outside, _ = _seen_outside(collector, [t for t in tensors_in(output) if t.requires_grad])
-                return replace(alone, sharding=sharding, passages=collector.passages, outside=outside)
+                uncaptured, _ = _uncaptured_code(
+                    collector, [t for t in tensors_in(output) if t.requires_grad]
+                )
+                return replace(alone, sharding=sharding, passages=collector.passages, uncaptured=uncaptured)
         elif value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(loss or sum_of_floats, collector)(output)
         held: dict[int, int] = {}
-        if collector.outside is None:
-            held = held_outside(
+        if collector.uncaptured is None:
+            held = bytes_saved_by_autograd(
                 tensors_in((output, value)),
                 collector.known(model, (args, kwargs)),
                 num_graphs=sum(execution.segment.differentiable for execution in collector.executions),
             )
         is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
-        outside, is_counted = _seen_outside(collector, [value] if is_scalar else [])
+        uncaptured, is_counted = _uncaptured_code(collector, [value] if is_scalar else [])
         returned |= collector.held_by_autograd
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         raise CaptureError(
@@ -203,10 +205,10 @@ def _trace(
         given=_every_output(collector.executions) if place is None else frozenset({place}),
         num_in_model=num_in_model,
         real_forward=collector.real,
-        loss_outside=place is None,
-        outside_bytes=held,
-        outside=outside,
-        outside_is_counted=is_counted,
+        loss_is_uncaptured=place is None,
+        uncaptured_bytes=held,
+        uncaptured=uncaptured,
+        uncaptured_is_counted=is_counted,
         received=frozenset(collector.received) if collector.ran_backward and is_counted else None,
         traced=traced
         if not collector.ran_backward
@@ -216,14 +218,16 @@ def _trace(
     )
 
 
-def _seen_outside(collector: Collector, roots: Sequence[torch.Tensor]) -> tuple[UncapturedCode | None, bool]:
+def _uncaptured_code(
+    collector: Collector, roots: Sequence[torch.Tensor]
+) -> tuple[UncapturedCode | None, bool]:
     """What code between the graphs holds, and whether all of it was seen: its backward pass runs where it
     has one, with stand-ins for the gradients of graphs."""
-    if collector.outside is None:
+    if collector.uncaptured is None:
         return None, False
     gradients: dict[int, torch.Tensor] = {}
     is_counted = True
-    has_backward = any(execution.from_outside for execution in collector.executions)
+    has_backward = any(execution.from_uncaptured for execution in collector.executions)
     if roots and (has_backward or any(collector.where(root) is None for root in roots)):
         try:
             gradients = collector.run_backward(roots)
@@ -231,7 +235,7 @@ def _seen_outside(collector: Collector, roots: Sequence[torch.Tensor]) -> tuple[
             if not collector.real and collector.gpu is None:
                 raise failures.NeedsValues(failures.describe(error)) from error
             is_counted = False
-    return collector.outside.result(gradients), is_counted
+    return collector.uncaptured.result(gradients), is_counted
 
 
 def _every_output(executions: Sequence[Execution]) -> frozenset[tuple[int, int]]:

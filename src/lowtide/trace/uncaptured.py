@@ -1,14 +1,15 @@
-"""Watch what code between the captured graphs makes and holds, over one forward and backward pass.
+"""What code between the captured graphs makes and keeps live in one forward and backward pass.
+
+`UncapturedWatch` sees every op of such code (hooks, packed sequences, functions of other libraries), with
+stand-ins for the values that graphs compute. Where no watch can be on, `bytes_saved_by_autograd` walks the
+nodes of autograd behind the output.
 
 Shortcomings: memory that is not torch's is not seen.
-
-What autograd holds of code that runs between the captured graphs: hooks, packed sequences, functions of
-other libraries.
 """
 
 import contextlib
 from bisect import bisect
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,52 +25,53 @@ SMALL_BYTES = 1024
 
 
 class UncapturedPoint(NamedTuple):
-    """Between two graphs: forward, before graph `graph`; backward, after that of `graph`."""
+    """A time point between two graphs: forward, before graph `graph`; backward, after that of `graph`."""
 
     region: Region
     graph: int
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Larger for a later one."""
+        """Larger for a later point."""
         is_backward = self.region is Region.BACKWARD
         return is_backward, -self.graph if is_backward else self.graph
 
 
-class Stay(NamedTuple):
-    """From one moment to another, or for good."""
+class UncapturedRange(NamedTuple):
+    """A live range: from one point to another, or for good."""
 
     first: UncapturedPoint
     last: UncapturedPoint | None
 
-    def lasts_in(self, moment: UncapturedPoint) -> bool:
-        return self.first.order <= moment.order and (self.last is None or moment.order <= self.last.order)
+    def covers(self, point: UncapturedPoint) -> bool:
+        return self.first.order <= point.order and (self.last is None or point.order <= self.last.order)
 
 
 @dataclass(frozen=True, slots=True)
 class UncapturedCode:
-    """What code between the graphs held: bytes of `stays` over graphs that ran meanwhile, and `inside_bytes`,
-    the most besides in one moment. `alive` are the (execution, output) of graphs that were there in it.
+    """What uncaptured code kept live: bytes by `live_ranges` over graphs that ran meanwhile, and
+    `inside_bytes`, the most besides at one point. `live_outputs` are (execution, output) that were live
+    there.
 
-    `gradients` are those of parameters that it gave: the moment and the bytes, by the parameter's identity.
-    `calls` are its ops in a moment, each with what is held besides stays when it ends: what an op holds
-    inside of itself is for others to measure.
+    `gradients` are those of parameters that the code gave: the point and the bytes, by the parameter's
+    identity. `calls` are its ops at a point, each with the bytes live besides the ranges when the op ends;
+    the workspace of an op is measured elsewhere.
     """
 
-    stays: dict[Stay, int] = field(default_factory=dict)
+    live_ranges: dict[UncapturedRange, int] = field(default_factory=dict)
     inside_bytes: dict[UncapturedPoint, int] = field(default_factory=dict)
-    alive: dict[UncapturedPoint, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    live_outputs: dict[UncapturedPoint, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     gradients: dict[int, tuple[UncapturedPoint, int]] = field(default_factory=dict)
     calls: dict[UncapturedPoint, list[tuple[Call, int]]] = field(default_factory=dict)
 
 
-class _Life:
-    """Of one storage that code between graphs made."""
+@dataclass(slots=True)
+class _Storage:
+    """One storage that uncaptured code made; it is live until `last`, or for good."""
 
-    def __init__(self, nbytes: int, first: UncapturedPoint) -> None:
-        self.nbytes = nbytes
-        self.first = first
-        self.last: UncapturedPoint | None = first
+    nbytes: int
+    first: UncapturedPoint
+    last: UncapturedPoint | None = None
 
 
 class UncapturedWatch(dispatch.TorchDispatchMode):
@@ -77,20 +79,21 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.moment = UncapturedPoint(Region.FORWARD, 0)
+        self.point = UncapturedPoint(Region.FORWARD, 0)
         self._is_inside = False
-        self._lives: dict[int, _Life] = {}
+        self._storages: dict[int, _Storage] = {}
         self._live: dict[int, dispatch.StorageWeakRef] = {}
+        self._gone: list[dispatch.StorageWeakRef] = []
+        """kept, so that no new storage gets the key of a freed one"""
         self._events: list[tuple[UncapturedPoint, int, bool]] = []
+        """a storage was made (True) or freed, in order"""
         self._calls: list[tuple[int, UncapturedPoint, Call]] = []
         """how many events there were when an op had ended, and the op"""
         self._known_calls: set[tuple[UncapturedPoint, str]] = set()
         self._fake = dispatch.FakeTensorMode()
         self._outputs: dict[int, tuple[tuple[int, int], dispatch.StorageWeakRef]] = {}
-        self._alive: dict[UncapturedPoint, tuple[tuple[int, int], ...]] = {}
-        self._counted: set[int] = set()
-        self._gone: list[dispatch.StorageWeakRef] = []
-        """as long as they are here, no other storage gets the place of theirs"""
+        self._live_outputs: dict[UncapturedPoint, tuple[tuple[int, int], ...]] = {}
+        self._counted_elsewhere: set[int] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -101,14 +104,13 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not self._is_inside:
             read = {storage_key(tensor) for tensor in iter_tensors((args, kwargs)) if _has_bytes(tensor)}
-            self._look()
-            if self.moment not in self._alive:
-                self._alive[self.moment] = tuple(
-                    place for place, ref in self._outputs.values() if _is_there(ref)
-                )
+            self._find_freed()
+            if self.point not in self._live_outputs:
+                live = tuple(place for place, reference in self._outputs.values() if _is_live(reference))
+                self._live_outputs[self.point] = live
             for tensor in iter_tensors(result):
-                if _has_bytes(tensor) and (key := storage_key(tensor)) not in read:
-                    self._note(tensor, key)
+                if _has_bytes(tensor) and storage_key(tensor) not in read:
+                    self._note(tensor)
             self._note_call(func, args, kwargs or {})
         return result
 
@@ -125,118 +127,102 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
         """The forward pass of a graph is over, which made these outputs."""
         self.move(UncapturedPoint(Region.FORWARD, execution + 1))
         for output, tensor in outputs.items():
-            reference = dispatch.StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._outputs.setdefault(storage_key(tensor), ((execution, output), reference))
+            self._outputs.setdefault(storage_key(tensor), ((execution, output), _reference(tensor)))
 
-    def move(self, moment: UncapturedPoint) -> None:
-        """Whatever comes belongs to another moment."""
-        self._look()
-        self.moment = moment
+    def move(self, point: UncapturedPoint) -> None:
+        """Whatever comes belongs to another point."""
+        self._find_freed()
+        self.point = point
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Somebody else counts these."""
-        self._counted.update(map(storage_key, tensors))
+        """These are counted elsewhere: they are inputs of a graph."""
+        self._counted_elsewhere.update(map(storage_key, tensors))
 
     def gradients_came(self, gradients: Iterable[torch.Tensor]) -> None:
-        """A graph made these, and code between the graphs takes them."""
+        """A graph made these, and uncaptured code takes them."""
         for tensor in gradients:
-            self._note(tensor, storage_key(tensor))
+            self._note(tensor)
 
     def gradients_went(self, gradients: Iterable[torch.Tensor]) -> None:
         """A graph takes these, and counts them from now on."""
-        self._look()
+        self._find_freed()
         for key in {storage_key(tensor) for tensor in gradients} & self._live.keys():
-            self._end(key)
+            self._free(key)
 
-    def result(self, gradients: dict[int, torch.Tensor], *, left_out: Collection[int] = ()) -> UncapturedCode:
-        """What was seen; what is there still stays for good. `gradients` are those of parameters, by the
-        parameter's identity, and `left_out` storages that others count."""
-        self._look()
-        for key in self._live:
-            self._lives[key].last = None
-        own = {
-            key: life for key, life in self._lives.items() if key not in self._counted and key not in left_out
-        }
+    def result(self, gradients: dict[int, torch.Tensor]) -> UncapturedCode:
+        """What was seen; a storage that is still live is live for good. `gradients` are those of parameters,
+        by the parameter's identity."""
+        self._find_freed()
+        own = {key: each for key, each in self._storages.items() if key not in self._counted_elsewhere}
         keys = {parameter: storage_key(gradient) for parameter, gradient in gradients.items()}
         given = {
             parameter: (own[key].first, own[key].nbytes) for parameter, key in keys.items() if key in own
         }
-        stays: dict[Stay, int] = {}
-        for key, life in own.items():
-            if life.last != life.first and key not in keys.values():
-                stay = Stay(life.first, life.last)
-                stays[stay] = stays.get(stay, 0) + life.nbytes
-        for_good = [(Stay(first, None), nbytes) for first, nbytes in given.values()]
-        inside = {
-            moment: max(
-                0, nbytes - sum(n for stay, n in (*stays.items(), *for_good) if stay.lasts_in(moment))
-            )
-            for moment, nbytes in self._most_bytes(own).items()
-        }
-        calls = self._calls_of(own, [*stays.items(), *for_good])
-        busy = {moment for moment, nbytes in inside.items() if nbytes > SMALL_BYTES}
-        alive = {
-            moment: places for moment, places in self._alive.items() if moment in busy or moment in calls
-        }
-        return UncapturedCode(stays, {moment: inside[moment] for moment in busy}, alive, given, calls)
+        ranges: dict[UncapturedRange, int] = {}
+        for key, storage in own.items():
+            if storage.last != storage.first and key not in keys.values():
+                live_range = UncapturedRange(storage.first, storage.last)
+                ranges[live_range] = ranges.get(live_range, 0) + storage.nbytes
+        for_good = [(UncapturedRange(first, None), nbytes) for first, nbytes in given.values()]
 
-    def _calls_of(
-        self, own: dict[int, _Life], stays: list[tuple[Stay, int]]
-    ) -> dict[UncapturedPoint, list[tuple[Call, int]]]:
-        held = [0]
-        for _, key, is_born in self._events:
-            nbytes = own[key].nbytes if key in own else 0
-            held.append(held[-1] + (nbytes if is_born else -nbytes))
-        found: dict[UncapturedPoint, list[tuple[Call, int]]] = {}
-        for event, moment, call in self._calls:
-            besides = held[event] - sum(nbytes for stay, nbytes in stays if stay.lasts_in(moment))
-            found.setdefault(moment, []).append((call, max(0, besides)))
-        return found
+        def besides(point: UncapturedPoint, nbytes: int) -> int:
+            """Of `nbytes` live at a point, those of no range."""
+            in_ranges = (n for live_range, n in (*ranges.items(), *for_good) if live_range.covers(point))
+            return max(0, nbytes - sum(in_ranges))
 
-    def _most_bytes(self, own: dict[int, _Life]) -> dict[UncapturedPoint, int]:
-        """The most at once in every moment."""
+        live = [0]
         most: dict[UncapturedPoint, int] = {}
-        held = 0
-        for moment, key, is_born in self._events:
+        for point, key, is_made in self._events:
+            nbytes = own[key].nbytes if key in own else 0
+            live.append(live[-1] + (nbytes if is_made else -nbytes))
             if key in own:
-                held += own[key].nbytes if is_born else -own[key].nbytes
-                most[moment] = max(most.get(moment, 0), held)
-        return most
+                most[point] = max(most.get(point, 0), live[-1])
+        calls: dict[UncapturedPoint, list[tuple[Call, int]]] = {}
+        for event, point, call in self._calls:
+            calls.setdefault(point, []).append((call, besides(point, live[event])))
+        inside = {point: besides(point, nbytes) for point, nbytes in most.items()}
+        busy = {point: nbytes for point, nbytes in inside.items() if nbytes > SMALL_BYTES}
+        outputs = {
+            point: live for point, live in self._live_outputs.items() if point in busy or point in calls
+        }
+        return UncapturedCode(ranges, busy, outputs, given, calls)
 
     def _note_call(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep an op by the layouts of its tensors: the tensors themselves have to be free to go."""
         tensors = list(iter_tensors((args, kwargs)))
         if func.namespace != "aten" or func.is_view or not all(map(_has_bytes, tensors)):
-            return  # what others have written may do more than compute
+            return  # an op of another library may do more than compute
         if sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
             return
         with self._fake:
             call = Call(func, *map_leaves(_like, (tuple(args), dict(kwargs))))
-        known = self.moment, signature(call)
+        known = self.point, signature(call)
         if known not in self._known_calls:
             self._known_calls.add(known)
-            self._calls.append((len(self._events), self.moment, call))
+            self._calls.append((len(self._events), self.point, call))
 
-    def _look(self) -> None:
-        """See what is gone since the last look."""
-        for key in [key for key, reference in self._live.items() if not _is_there(reference)]:
-            self._end(key)
+    def _find_freed(self) -> None:
+        for key in [key for key, reference in self._live.items() if not _is_live(reference)]:
+            self._free(key)
 
-    def _end(self, key: int) -> None:
+    def _free(self, key: int) -> None:
         self._gone.append(self._live.pop(key))
-        self._lives[key].last = self.moment
-        self._events.append((self.moment, key, False))
+        self._storages[key].last = self.point
+        self._events.append((self.point, key, False))
 
-    def _note(self, tensor: torch.Tensor, key: int) -> None:
-        if key in self._lives or key in self._outputs:
-            return
-        storage = tensor.untyped_storage()
-        self._live[key] = dispatch.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._lives[key] = _Life(storage.nbytes(), self.moment)
-        self._events.append((self.moment, key, True))
+    def _note(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in self._storages and key not in self._outputs:
+            self._live[key] = _reference(tensor)
+            self._storages[key] = _Storage(tensor.untyped_storage().nbytes(), self.point)
+            self._events.append((self.point, key, True))
 
 
-def _is_there(reference: dispatch.StorageWeakRef) -> bool:
+def _reference(tensor: torch.Tensor) -> dispatch.StorageWeakRef:
+    return dispatch.StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_live(reference: dispatch.StorageWeakRef) -> bool:
     return not reference.expired()  # type: ignore[no-untyped-call]
 
 
@@ -258,19 +244,17 @@ def unwatched() -> Iterator[None]:
         yield
 
 
-def held_outside(
+def bytes_saved_by_autograd(
     results: Iterable[torch.Tensor], known: Container[int], *, num_graphs: int
 ) -> dict[int, int]:
-    """Bytes of what autograd's nodes behind `results` hold, by how many of the `num_graphs` graphs with a
+    """Bytes that autograd's nodes behind `results` save, by how many of the `num_graphs` graphs with a
     backward pass had run before; the storages `known` are left out.
 
-    All is under 0, as if it were there from the start, where some of these graphs cannot be seen from there.
+    All bytes are under 0, as if live from the start, where some of these graphs cannot be seen from there.
     """
     nodes = _nodes(results)
-    graphs = sorted(
-        autograd_engine.creation_order(node) for node in nodes if aot_autograd.is_compiled_graph(node)
-    )
-    held: dict[int, int] = {}
+    graphs = sorted(map(autograd_engine.creation_order, filter(aot_autograd.is_compiled_graph, nodes)))
+    saved: dict[int, int] = {}
     seen: set[int] = set()
     for node in nodes:
         if aot_autograd.is_compiled_graph(node):
@@ -280,8 +264,8 @@ def held_outside(
             key = storage_key(tensor)
             if key not in known and key not in seen:
                 seen.add(key)
-                held[before] = held.get(before, 0) + tensor.untyped_storage().nbytes()
-    return held
+                saved[before] = saved.get(before, 0) + tensor.untyped_storage().nbytes()
+    return saved
 
 
 def leaves_behind(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -290,7 +274,7 @@ def leaves_behind(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _nodes(results: Iterable[torch.Tensor]) -> list[Any]:
-    """All of autograd's nodes behind these tensors, those that were made first in front."""
+    """All of autograd's nodes behind these tensors, in the order in which they were made."""
     waiting: list[Any] = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:

@@ -22,7 +22,7 @@ CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def user_state_restored(model: nn.Module) -> Iterator[None]:
     """Give the model's attributes, those of objects that it has (a config, say), what its lists, dicts and
     buffers contain, and all random states back as they were, those of the model's own generators too.
 
