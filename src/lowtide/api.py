@@ -26,7 +26,7 @@ from lowtide.plans import Plan
 from lowtide.profiles import Profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.roofline import estimated_costs
-from lowtide.profiling.transfer_speed import measure_link
+from lowtide.profiling.transfer_speed import measure_transfer_speed
 from lowtide.profiling.whole_run import run_costs
 from lowtide.runtime.executor import executor_named
 from lowtide.runtime.loop_watch import leave
@@ -129,7 +129,11 @@ class _Training:
     def with_link(self, step: Step, *, cache: bool = True) -> Step:
         """The step with what is known of the way to the store, if there is one."""
         target = self.offload_to
-        return step if target is None else replace(step, transfer_speed=measure_link(target, step, cache))
+        return (
+            step
+            if target is None
+            else replace(step, transfer_speed=measure_transfer_speed(target, step, cache))
+        )
 
 
 def profile(

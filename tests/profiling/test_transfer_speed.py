@@ -7,7 +7,7 @@ from lowtide.errors import StoreError
 from lowtide.facts import Step
 from lowtide.facts.plan import OffloadTarget
 from lowtide.profiling import transfer_speed
-from lowtide.profiling.transfer_speed import measure_link
+from lowtide.profiling.transfer_speed import measure_transfer_speed
 
 
 @pytest.fixture
@@ -32,27 +32,27 @@ STEP = Step(nodes=(), storages=())
 def test_both_ways_are_measured_and_remembered(quick, tmp_path):
     before = torch.get_rng_state()
     swap = OffloadTarget("disk", str(tmp_path))
-    found = measure_link(swap, STEP, True)
+    found = measure_transfer_speed(swap, STEP, True)
     assert torch.equal(torch.get_rng_state(), before)
     assert found.store == f"disk:{tmp_path}"
     assert min(found.write_bytes_per_second, found.read_bytes_per_second, found.latency_seconds) > 0
     assert 0 <= found.slows_compute <= 1
     assert quick == [4096, 1 << 18]
-    assert measure_link(swap, STEP, True) == found
+    assert measure_transfer_speed(swap, STEP, True) == found
     assert quick == [4096, 1 << 18]
     (tmp_path / "other").mkdir()
-    measure_link(OffloadTarget("disk", str(tmp_path / "other")), STEP, True)
-    measure_link(swap, STEP, False)
+    measure_transfer_speed(OffloadTarget("disk", str(tmp_path / "other")), STEP, True)
+    measure_transfer_speed(swap, STEP, False)
     assert len(quick) == 6
 
 
 def test_a_remembered_folder_that_is_gone_is_named(quick, tmp_path):
     folder = tmp_path / "scratch"
     folder.mkdir()
-    measure_link(OffloadTarget("disk", str(folder)), STEP, True)
+    measure_transfer_speed(OffloadTarget("disk", str(folder)), STEP, True)
     folder.rmdir()
     with pytest.raises(StoreError, match="scratch"):
-        measure_link(OffloadTarget("disk", str(folder)), STEP, True)
+        measure_transfer_speed(OffloadTarget("disk", str(folder)), STEP, True)
 
 
 def test_the_latency_is_not_counted_twice():

@@ -17,8 +17,8 @@ from lowtide.profiling.devices import Device
 
 _log = logging.getLogger(__name__)
 
-# Raised when costs are measured in another way, so that old files are left alone.
 _METHOD = 7
+"""Raised when costs are measured in another way, so that old files are not read."""
 
 _TABLES = """
 create table if not exists costs (
@@ -27,11 +27,11 @@ create table if not exists costs (
 ) without rowid;
 create table if not exists orders (signature text primary key, orders text) without rowid;
 """
-_PATIENCE_SECONDS = 30.0
+_WRITE_TIMEOUT_SECONDS = 30.0
 """How long to wait while another process writes."""
 
 Order = list[int] | None
-"""Dimensions of a result as they lie in memory, from the outermost; None where it has gaps."""
+"""Dimensions of a result by falling stride; None where it has gaps."""
 
 
 def cache_directory() -> Path:
@@ -43,8 +43,8 @@ def cache_directory() -> Path:
 class CostCache:
     """Costs by signature, for one device of this machine.
 
-    A file that cannot be read is reported to the log and made anew. Several processes may read and write
-    it at the same time; what was saved, nobody takes away.
+    A file that cannot be read is logged and replaced. Several processes may read and write it at the same
+    time; a saved cost is never removed.
     """
 
     def __init__(self, device: Device, *, directory: Path | None = None) -> None:
@@ -56,7 +56,7 @@ class CostCache:
         self._costs, self._orders = self._read()
 
     def get(self, signature: str, *, memory_limit_bytes: int) -> OpCost | None:
-        """A cost that was measured whole, or on a slice under a limit at least as large as this."""
+        """A cost that was measured whole, or on a chunk under a limit at least as large as this."""
         cost, limit_bytes = self._costs.get(signature, (None, 0))
         if cost is not None and cost.estimated and limit_bytes < memory_limit_bytes:
             return None
@@ -66,7 +66,7 @@ class CostCache:
         self._costs[signature] = self._new_costs[signature] = (cost, memory_limit_bytes)
 
     def orders(self, signature: str) -> list[Order] | None:
-        """How the results of a call really lie in memory, if that was ever asked."""
+        """The order of dimensions of a call's real results, if they were measured before."""
         return self._orders.get(signature)
 
     def put_orders(self, signature: str, orders: list[Order]) -> None:
@@ -75,7 +75,7 @@ class CostCache:
     def save(self) -> None:
         """Write the costs and orders that are new since the last time.
 
-        Where that cannot be, a warning says so: what was measured is not lost for it.
+        A failure is a warning: this process keeps its costs.
         """
         if not self._new_costs and not self._new_orders:
             return
@@ -89,15 +89,8 @@ class CostCache:
 
     def _write(self) -> None:
         costs = [
-            (
-                signature,
-                cost.seconds,
-                cost.workspace_bytes,
-                cost.estimated,
-                json.dumps(cost.hidden_bytes),
-                limit,
-            )
-            for signature, (cost, limit) in self._new_costs.items()
+            (key, cost.seconds, cost.workspace_bytes, cost.estimated, json.dumps(cost.hidden_bytes), limit)
+            for key, (cost, limit) in self._new_costs.items()
         ]
         orders = [(signature, json.dumps(found)) for signature, found in self._new_orders.items()]
         with closing(self._open()) as database, database:
@@ -105,7 +98,7 @@ class CostCache:
             database.executemany("insert or replace into orders values (?, ?)", orders)
 
     def _open(self) -> sqlite3.Connection:
-        database = sqlite3.connect(self.path, timeout=_PATIENCE_SECONDS)
+        database = sqlite3.connect(self.path, timeout=_WRITE_TIMEOUT_SECONDS)
         database.executescript(_TABLES)
         return database
 
@@ -132,7 +125,7 @@ class CostCache:
                 for cost, _ in costs.values():
                     check_types(cost)
                 return costs, orders
-        except sqlite3.OperationalError as error:  # of the machine, not of what is in the file
+        except sqlite3.OperationalError as error:  # of the machine, not of the file's content
             _log.warning("the cost cache %s cannot be read: %s", self.path, error)
         except (ArithmeticError, RecursionError, ValueError, TypeError, sqlite3.Error) as error:
             _log.warning("the cost cache %s cannot be read and will be written anew: %s", self.path, error)

@@ -1,10 +1,12 @@
-"""The layouts that ops really give their results, where their fake runs say otherwise.
+"""The strides of real results, where fake runs give others.
 
-A fake `elu_backward` lays its result out like its last input, the real one like its first; the op
-that reads it may then need a copy inside that its fake layout does not show. One run of an op tells.
+    elu_backward(gradient, ..., result)    fake run: strides of `result`    real run: strides of `gradient`
 
-Shortcomings: only the order of dimensions is corrected, and only of results without gaps; ops whose
-tensors are all contiguous are taken at their word.
+A reader of the real result may then need a copy in its workspace that fake strides do not show. One real run
+of an op tells.
+
+Shortcomings: only the order of dimensions is corrected, and only of results without gaps; ops whose tensors
+are all contiguous are not run.
 """
 
 import logging
@@ -29,11 +31,11 @@ _log = logging.getLogger(__name__)
 def real_values(
     nodes: Iterable[fx.Node], *, device: torch.device, limit_bytes: int, cache: CostCache | None = None
 ) -> dict[fx.Node, Any]:
-    """Fake values with real layouts, for those nodes alone whose own `val` has another layout.
+    """Fake values with real strides, for the nodes whose own `val` has others.
 
-    `nodes` come in the order they run. Runs every distinct op with a tensor that is not contiguous
-    once, on its inputs and outputs if they take at most `limit_bytes`, else on a slice of them. The
-    global random state is left as it was.
+    `nodes` come in the order they run. Every distinct op with a tensor that is not contiguous runs once,
+    whole if its inputs and outputs take at most `limit_bytes`, else on a chunk. The global random state is
+    left as it was.
     """
     known: dict[str, list[Order]] = {}
 
@@ -57,8 +59,8 @@ def real_values(
             try:
                 value = _value(node, values, orders_of)
             except Exception as error:
-                # What cannot be run alone keeps the layout that it was captured with.
-                _log.debug("the layout of '%s' is taken from its fake run: %s", node.name, error)
+                # An op that cannot run alone keeps the strides of its capture.
+                _log.debug("the strides of '%s' are those of its fake run: %s", node.name, error)
                 continue
             if value is not None:
                 values[node] = value
@@ -70,7 +72,7 @@ def real_values(
 def _value(
     node: fx.Node, values: Mapping[fx.Node, Any], orders_of: Callable[[Call], list[Order]]
 ) -> Any | None:
-    """The node's value in its real layout, given those of its inputs; None where it is the captured one."""
+    """The node's value with real strides, from those of its inputs; None where they are the captured ones."""
     changed = any(read in values for read in node.all_input_nodes)
     call = call_of(node, values)
     if is_view(call):
@@ -82,7 +84,7 @@ def _value(
     if not all(tensor.is_contiguous() for tensor in (*call.tensors, *tensors)):
         orders = orders_of(call)
         if len(orders) == len(tensors):
-            real = [_laid_out(tensor, order) for tensor, order in zip(tensors, orders, strict=True)]
+            real = [_with_order(tensor, order) for tensor, order in zip(tensors, orders, strict=True)]
             changed = changed or any(one is not other for one, other in zip(real, tensors, strict=True))
             left = iter(real)
             value = map_leaves(lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf, value)
@@ -90,7 +92,7 @@ def _value(
 
 
 def _real_orders(call: Call, *, limit_bytes: int) -> list[Order]:
-    """The order of dimensions of each result, from a real run; empty where no slice is small enough."""
+    """The order of dimensions of each result, from a real run; empty where no chunk is small enough."""
     part = shrink(call, work_of(call), limit_bytes=limit_bytes)
     if part is None:
         return []
@@ -110,8 +112,8 @@ def _order(tensor: Tensor) -> Order:
     return order
 
 
-def _laid_out(tensor: Tensor, order: Order) -> Tensor:
-    """A fake tensor like this one with its dimensions in that order in memory; itself if they are."""
+def _with_order(tensor: Tensor, order: Order) -> Tensor:
+    """A fake tensor like this one with strides in that order; itself where it has them."""
     if order is None or order == _order(tensor):
         return tensor
     strides, step = [1] * tensor.dim(), 1

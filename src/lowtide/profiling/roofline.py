@@ -1,12 +1,13 @@
-"""What the ops of a step would cost on a GPU that is not there, from what its maker publishes.
+"""Costs of a step on a GPU that is not there, from the rates that its maker publishes.
 
-An op takes the longest of its flops, its bytes and a kernel's start. Sizes are those of the captured CPU step
-with what a GPU has otherwise: the allocator's rounding, masks of dropout, workspaces, and the attention that
-capture has put in. Nothing is measured, so that all of it is marked as estimated.
+    seconds = max(flops / peak rate, bytes / bandwidth, launch of a kernel)
 
-Shortcomings: recurrent layers keep what they keep on a CPU, since cuDNN does not publish its reserve; a
-convolution is taken to copy its operands into the layout of tensor cores where it has another, and to need
-nothing else; fused optimizers count as what they read and write.
+Sizes are those of the captured CPU step, with the differences of a GPU: the allocator's rounding, dropout
+masks, workspaces, and the attention that capture has chosen. Nothing is measured: all of it is estimated.
+
+Shortcomings: recurrent layers save the same bytes as on a CPU, since cuDNN does not publish its reserve; a
+convolution is taken to copy operands whose strides tensor cores cannot read, and to need no other workspace;
+fused optimizers count as the bytes that they read and write.
 """
 
 from dataclasses import replace
@@ -27,9 +28,9 @@ from lowtide.remat import rule_named
 from lowtide.units import format_size
 
 SHARE_OF_PEAK = 0.75
-"""What good kernels reach of the published rates."""
+"""Share of the published rates that good kernels reach."""
 KERNEL_SECONDS = 5e-6
-"""The least that an op takes."""
+"""The shortest time of an op."""
 
 RECURRENT = (
     "recurrent layers are counted with what they keep on a CPU, since cuDNN does not publish what it keeps: "
@@ -39,9 +40,9 @@ RECURRENT = (
 _CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 _SORTED_INDICES = "aten.embedding_dense_backward.default"
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm")
-_IN_ROWS = (*LOSS_GRADIENTS, log_probabilities)
+_IN_CHUNKS = (*LOSS_GRADIENTS, log_probabilities)
 _TEMPORARY_INDICES = 4
-"""Sorted ones, where they were, and the sort's own copies of both."""
+"""Sorted indices, their old positions, and the sort's own copies of both."""
 
 
 def estimated_costs(captured: Captured, gpu: Gpu) -> Step:
@@ -82,13 +83,13 @@ def _may_round(call: Call) -> bool:
 
 
 def _workspace_bytes(call: Call, gpu: Gpu) -> int:
-    """What an op holds inside: the one table of what differs between devices."""
+    """The workspace of an op: the one table of differences between devices."""
     name = target_name(call.target)
     if name in _CONVOLUTIONS:
         return _copied_operands_bytes(call, gpu)
     if name.startswith(_PRODUCTS):
         return _copied_matrices_bytes(call)
-    if call.target in _IN_ROWS:
+    if call.target in _IN_CHUNKS:
         result = fake_result(call)
         return int(rows_per_chunk(result, call.kwargs.get("chunk_bytes")) * result[0].nbytes)
     if name == _SORTED_INDICES:
@@ -99,15 +100,15 @@ def _workspace_bytes(call: Call, gpu: Gpu) -> int:
 
 
 def _copied_operands_bytes(call: Call, gpu: Gpu) -> int:
-    """Tensor cores read channels last: cuDNN copies what lies otherwise, and its result back."""
+    """Tensor cores read channels last: cuDNN copies operands with other strides, and its result back."""
     names = dict(zip(argument_names(call.target), call.args, strict=False))
     first = call.tensors[0]
     on_tensor_cores = first.dtype in HALF_TYPES or _rate(call, gpu) == "tf32"
     if first.dim() == 3:  # torch gives cuDNN an image of one row
         first = first.unsqueeze(2)
     channels_last = torch.channels_last if first.dim() == 4 else torch.channels_last_3d
-    lies_so = first.is_contiguous(memory_format=channels_last)
-    if not on_tensor_cores or lies_so or names.get("groups", 1) != 1:
+    is_channels_last = first.is_contiguous(memory_format=channels_last)
+    if not on_tensor_cores or is_channels_last or names.get("groups", 1) != 1:
         return 0
     work = visible_work_of(call)
     if "output_mask" not in names:
@@ -117,9 +118,9 @@ def _copied_operands_bytes(call: Call, gpu: Gpu) -> int:
 
 
 def _copied_matrices_bytes(call: Call) -> int:
-    """cuBLAS reads matrices row by row or column by column; torch copies those that lie otherwise, such as a
-    gradient that is one number for all elements."""
-    # what is added to them goes first
+    """cuBLAS reads matrices row by row or column by column; torch copies matrices with other strides, such as
+    an expanded gradient with strides of 0."""
+    # the term that is added comes first
     matrices = (tensor for tensor in call.tensors[-2:] if tensor.dim() > 1)
     return sum(matrix.numel() * matrix.itemsize for matrix in matrices if not _is_readable(matrix))
 
@@ -132,8 +133,8 @@ def _is_readable(matrix: torch.Tensor) -> bool:
 
 
 def _copying_in_eager(step: Step, captured: Captured) -> Step:
-    """A graph that is handed such a gradient has a copy of it from the start; eager makes one where it
-    multiplies."""
+    """A graph that gets an expanded gradient has a copy of it from the start; eager copies it in each matrix
+    product."""
     copied: dict[int, int] = {}
     for node in step.nodes:
         if (
@@ -158,7 +159,7 @@ def _copying_in_eager(step: Step, captured: Captured) -> Step:
 
 
 def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
-    # a mask of dropout is one of bytes on any GPU
+    # a dropout mask has one byte per element on any GPU
     masks = {made for node in step.nodes if node.op == target_name(eager_dropout) for made in node.makes}
     storages = [replace(s, extra_eager_bytes=0) if s.id in masks else s for s in step.storages]
     if multiplies:

@@ -1,13 +1,9 @@
-"""Which values an op accepts: one table, by op and by the names of its schema's arguments.
+"""Random inputs with the shapes and strides of a call, and with values that its op accepts.
 
-A rule says for some arguments of an op in which range their values must lie: an index inside what
-it indexes, a probability in [0, 1]. An entry of a list argument can have a range of its own.
-What a rule does not mention is free.
-
-Random inputs with the layout of a call, and values that its op accepts.
-
-Floats are spread over [-1, 1), integers are 0 or 1, unless the op has a rule (`rules`): an
-index must lie inside what it indexes, a probability in [0, 1].
+Floats are spread over [-1, 1), integers are 0 or 1, unless the op has a rule. `_RULES` is the one table, by
+op and by the names of its schema's arguments: an index must be below the size of the indexed dimension, a
+probability in [0, 1]. An entry of a list argument can have a range of its own. Arguments without a rule are
+free.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,7 +78,7 @@ def _classes(bound: Bound) -> int:
 
 
 def _plane(name: str, dims: int) -> Callable[[Bound], int]:
-    """Elements of the last `dims` dimensions of argument `name`: what a pooling index counts in."""
+    """Elements of the last `dims` dimensions of argument `name`: the range of a pooling index."""
     return lambda bound: prod(bound[name].shape[-dims:])
 
 
@@ -91,7 +87,7 @@ def _bag(bound: Bound) -> dict[str, Any]:
 
 
 def _bag_backward(bound: Bound) -> dict[str, Any]:
-    """No bag is empty, and every entry is of a row that there is."""
+    """No bag is empty, and every entry is of an existing row."""
     rows = AllowedValues(0, bound["num_weights"])
     bags = AllowedValues(0, max(1, bound["bag_size"].shape[0]))
     return {"indices": rows, "maximum_indices": rows, "offset2bag": bags, "bag_size": AllowedValues(1, 2)}
@@ -115,7 +111,7 @@ def _one_group(bound: Bound) -> dict[str, Any]:
 
 
 def _shared_out(name: str, total: Callable[[Bound], int | None]) -> Rule:
-    """Argument `name` has parts of a total, all alike; free where that cannot be divided so."""
+    """Argument `name` has equal parts of a total; free where the total cannot be divided."""
 
     def rule(bound: Bound) -> dict[str, Any]:
         parts, whole = bound.get(name), total(bound)
@@ -146,77 +142,69 @@ _CLASSES = (
     "multilabel_margin_loss_forward"
 )
 _DIVISOR = "div floor_divide remainder fmod"
+_ROWS_OF_WEIGHT = "embedding_dense_backward embedding_backward"
+_POOLS = ("max_pool{}d_with_indices", "adaptive_max_pool{}d", "fractional_max_pool{}d")
+_POSITIVE_INPUT = "sqrt rsqrt log poisson _foreach_sqrt"
+_NORMS = "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional"
+_ADAM = _within(exp_avg_sqs=_POSITIVE, max_exp_avg_sqs=_POSITIVE, state_steps=AllowedValues(1, 2))
+
+
+def _same(names: str, rule: Rule) -> dict[str, Rule]:
+    return {f"aten::{name}": rule for name in names.split()}
+
 
 _RULES: dict[str, Rule] = {
-    **{f"aten::{name}": _along_dim for name in _ALONG_DIM.split()},
-    **{f"aten::{name}": _per_dim for name in _PER_DIM.split()},
-    **{f"aten::{name}": _below("target", _classes) for name in _CLASSES.split()},
-    **{f"aten::{name}": _within(other=AllowedValues(1, 2)) for name in _DIVISOR.split()},
+    **_same(_ALONG_DIM, _along_dim),
+    **_same(_PER_DIM, _per_dim),
+    **_same(_CLASSES, _below("target", _classes)),
+    **_same(_DIVISOR, _within(other=AllowedValues(1, 2))),
+    **_same(_ROWS_OF_WEIGHT, _below("indices", lambda bound: bound["num_weights"])),
+    **_same("_embedding_bag _embedding_bag_forward_only", _bag),
+    **_same("segment_reduce _segment_reduce_backward", _shared_out("lengths", _rows)),
+    **_same("masked_scatter masked_scatter_backward", _within(mask=AllowedValues(0, 1))),
+    **_same("take put", _below("index", lambda bound: bound["self"].numel())),
+    **_same("max_unpool2d max_unpool3d", _below("indices", lambda bound: prod(bound["output_size"]))),
+    **_same(
+        "binary_cross_entropy binary_cross_entropy_backward", _within(self=_PROBABILITY, target=_PROBABILITY)
+    ),
+    **_same(_POSITIVE_INPUT, _within(self=_POSITIVE)),
+    **_same("_fused_adam _fused_adamw", _ADAM),
+    **_same(_NORMS, _within(running_var=_POSITIVE)),
+    **{
+        f"aten::{pool.format(dims)}_backward": _below("indices", _plane("self", dims))
+        for pool in _POOLS
+        for dims in (2, 3)
+    },
     "aten::embedding": _below("indices", lambda bound: bound["weight"].shape[0]),
     "aten::embedding_renorm": _below("indices", lambda bound: bound["self"].shape[0]),
-    "aten::embedding_dense_backward": _below("indices", lambda bound: bound["num_weights"]),
-    "aten::embedding_backward": _below("indices", lambda bound: bound["num_weights"]),
-    "aten::_embedding_bag": _bag,
-    "aten::_embedding_bag_forward_only": _bag,
     "aten::_embedding_bag_backward": _bag_backward,
     "aten::repeat_interleave": _shared_out("repeats", lambda bound: bound.get("output_size")),
-    "aten::segment_reduce": _shared_out("lengths", _rows),
-    "aten::_segment_reduce_backward": _shared_out("lengths", _rows),
-    "aten::masked_scatter": _within(mask=AllowedValues(0, 1)),
-    "aten::masked_scatter_backward": _within(mask=AllowedValues(0, 1)),
     "aten::multilabel_margin_loss_backward": _targets,
     "aten::one_hot": _below("self", lambda bound: max(bound["num_classes"], 2)),
-    "aten::take": _below("index", lambda bound: bound["self"].numel()),
-    "aten::put": _below("index", lambda bound: bound["self"].numel()),
     "aten::value_selecting_reduction_backward": _below("indices", _reduced),
-    "aten::max_pool2d_with_indices_backward": _below("indices", _plane("self", 2)),
-    "aten::max_pool3d_with_indices_backward": _below("indices", _plane("self", 3)),
-    "aten::adaptive_max_pool2d_backward": _below("indices", _plane("self", 2)),
-    "aten::adaptive_max_pool3d_backward": _below("indices", _plane("self", 3)),
-    "aten::fractional_max_pool2d_backward": _below("indices", _plane("self", 2)),
-    "aten::fractional_max_pool3d_backward": _below("indices", _plane("self", 3)),
-    "aten::max_unpool2d": _below("indices", lambda bound: prod(bound["output_size"])),
-    "aten::max_unpool3d": _below("indices", lambda bound: prod(bound["output_size"])),
     "aten::_ctc_loss": lambda bound: {"targets": AllowedValues(1, bound["log_probs"].shape[-1])},
     "aten::_grouped_mm": _one_group,
     "aten::_pack_padded_sequence": _full_length,
     "aten::bernoulli": _within(self=_PROBABILITY, p=_PROBABILITY),
-    "aten::binary_cross_entropy": _within(self=_PROBABILITY, target=_PROBABILITY),
-    "aten::binary_cross_entropy_backward": _within(self=_PROBABILITY, target=_PROBABILITY),
     "aten::multinomial": _within(self=_PROBABILITY),
-    "aten::poisson": _within(self=_POSITIVE),
     "aten::normal": _within(std=_POSITIVE),
-    "aten::sqrt": _within(self=_POSITIVE),
-    "aten::rsqrt": _within(self=_POSITIVE),
-    "aten::log": _within(self=_POSITIVE),
-    "aten::_foreach_sqrt": _within(self=_POSITIVE),
-    "aten::_fused_adam": _within(
-        exp_avg_sqs=_POSITIVE, max_exp_avg_sqs=_POSITIVE, state_steps=AllowedValues(1, 2)
-    ),
-    "aten::_fused_adamw": _within(
-        exp_avg_sqs=_POSITIVE, max_exp_avg_sqs=_POSITIVE, state_steps=AllowedValues(1, 2)
-    ),
     "aten::linalg_lu_solve": _within(pivots=AllowedValues(1, 2)),
     "aten::lu_unpack": _within(LU_pivots=AllowedValues(1, 2)),
     "aten::_linalg_check_errors": _within(info=AllowedValues(0, 1)),
-    "aten::native_batch_norm": _within(running_var=_POSITIVE),
-    "aten::_native_batch_norm_legit": _within(running_var=_POSITIVE),
-    "aten::_native_batch_norm_legit_functional": _within(running_var=_POSITIVE),
     "aten::native_batch_norm_backward": _within(running_var=_POSITIVE, save_invstd=_POSITIVE),
 }
-
 
 _TILE_ELEMENTS = 1 << 14
 
 SAMPLE_EXTRA_BYTES = 3 * _TILE_ELEMENTS * 8
-"""The most that making a sample holds beyond the sample itself."""
+"""The most bytes that are live beyond the sample itself while it is made."""
 
 
 def make_sample(call: Call, *, fill: bool = True, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Real arguments for the call: same sizes, strides, dtypes, devices and sharing of storages.
 
-    Without `fill` the memory is left as it comes, which is enough for a view. The global random
-    state is neither read nor changed.
+    Without `fill` the memory is not written, which is enough for a view. The global random state is neither
+    read nor changed.
     """
     names, bound = bound_arguments(call)
     rule = values_for(schema_name(call.target), bound)
@@ -229,7 +217,7 @@ def make_sample(call: Call, *, fill: bool = True, seed: int = 0) -> tuple[tuple[
 
 @dataclass
 class _Maker:
-    """Turns arguments into real ones, and fills each storage the first time it is met.
+    """Turns arguments into real ones, and fills each storage once.
 
     A class, since a recursive closure would be a cycle that keeps the memory until it is collected.
     """
@@ -259,12 +247,12 @@ class _Maker:
             generator = torch.Generator(like.device).manual_seed(self.seed + len(self.filled))
             _fill(flat, wanted or _default(like.dtype, self.integers), generator)
         made = flat.as_strided(like.shape, like.stride(), like.storage_offset() - start // like.itemsize)
-        # an op that is given a conjugate may have to make it first
+        # an op may have to materialize a conjugate first
         return made.conj() if like.is_conj() else made
 
 
 def _allocate(tensors: list[Tensor]) -> dict[int, tuple[Tensor, int]]:
-    """For each storage: bytes for what the tensors reach of it, and where in it they start."""
+    """For each storage: memory for the part that the tensors reach, and the offset of that part."""
     reach: dict[int, tuple[int, int, torch.device]] = {}
     for tensor in tensors:
         start = int(tensor.storage_offset()) * tensor.itemsize

@@ -1,12 +1,13 @@
-"""How fast the way to a store is, both ways: measured with the store itself.
+"""How fast an offload store writes and reads: measured with the store itself.
 
 A sample of `SAMPLE_BYTES` is written and read several times in a part of the store that was written before,
 as from the second step on. On a disk, a write ends when the bytes are there (`fdatasync`), and a read finds
-nothing of them in the page cache. What a transfer of one page takes counts as latency. Products of matrices,
-run with all threads beside such transfers and alone, tell how much the copies take of the processor.
+none of them in the page cache. The time of one page is the latency. Matrix products, run with all threads
+beside such transfers and alone, show how much of the processor the copies take.
 """
 
 import time
+from collections.abc import Callable
 from statistics import median
 from threading import Thread
 
@@ -27,41 +28,44 @@ MATRIX = 256
 PRODUCTS = 40
 
 
-def measure_link(target: OffloadTarget, step: Step, use_cache: bool) -> TransferSpeed:
-    """The link of a step's device to a store; remembered on disk, unless `use_cache` is False."""
+def measure_transfer_speed(target: OffloadTarget, step: Step, use_cache: bool) -> TransferSpeed:
+    """Between a step's device and a store; remembered on disk, unless `use_cache` is False."""
     warn_if_in_memory(target)
     device = device_for(torch.device(step.device))
     store = open_store(target, step.device)
     cache = CostCache(device) if use_cache else None
     sizes = (PAGE_BYTES, SAMPLE_BYTES)
     names = [f"store {target}: {way} {nbytes} bytes" for nbytes in sizes for way in ("write", "read")]
-    costs = [cache.get(name, memory_limit_bytes=0) if cache is not None else None for name in names]
-    known = [cost.seconds for cost in costs if cost is not None]
-    if len(known) < len(names):
-        known = [seconds for nbytes in sizes for seconds in _transfer_seconds(store, nbytes, device)]
-        if cache is not None:
-            for name, seconds in zip(names, known, strict=True):
-                cache.put(name, OpCost(seconds, 0, estimated=False), memory_limit_bytes=0)
-            cache.save()
-    page_write, page_read, write, read = known
+    page_write, page_read, write, read = _remembered(
+        cache, names, lambda: [each for nbytes in sizes for each in _transfer_seconds(store, nbytes, device)]
+    )
     slows = f"store {target}: seconds of compute lost in one of transfers"
-    cost = cache.get(slows, memory_limit_bytes=0) if cache is not None else None
-    if cost is None:
-        cost = OpCost(_lost_share(store, device), 0, estimated=False)
-        if cache is not None:
-            cache.put(slows, cost, memory_limit_bytes=0)
-            cache.save()
+    [lost] = _remembered(cache, [slows], lambda: [_lost_share(store, device)])
     return TransferSpeed(
         store=str(target),
         write_bytes_per_second=_bandwidth(write, page_write),
         read_bytes_per_second=_bandwidth(read, page_read),
         latency_seconds=max(page_write, page_read),
-        slows_compute=cost.seconds,
+        slows_compute=lost,
     )
 
 
+def _remembered(cache: CostCache | None, names: list[str], measure: Callable[[], list[float]]) -> list[float]:
+    """The numbers of these names in the cache, or measured."""
+    costs = [cache.get(name, memory_limit_bytes=0) for name in names] if cache is not None else []
+    known = [cost.seconds for cost in costs if cost is not None]
+    if len(known) == len(names):
+        return known
+    found = measure()
+    if cache is not None:
+        for name, number in zip(names, found, strict=True):
+            cache.put(name, OpCost(number, 0, estimated=False), memory_limit_bytes=0)
+        cache.save()
+    return found
+
+
 def _bandwidth(seconds: float, latency_seconds: float) -> float:
-    """Where a page takes nearly as long as the sample, the sample's time says more."""
+    """Where a page takes nearly as long as the sample, count half of the sample's time at least."""
     return SAMPLE_BYTES / max(seconds - latency_seconds, seconds / 2)
 
 
@@ -85,9 +89,9 @@ def _there_and_back(store: OffloadStore, sample: Tensor, device: Device) -> tupl
 
 
 def _lost_share(store: OffloadStore, device: Device) -> float:
-    """Of a second of transfers, how much of it the compute beside them loses; 0 to 1.
+    """The share of a second that compute loses beside a second of transfers; 0 to 1.
 
-    On an accelerator the copies need nothing of what computes.
+    Copies from an accelerator take nothing of its compute.
     """
     if device.torch_device.type != "cpu":
         return 0.0

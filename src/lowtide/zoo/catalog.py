@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from lowtide.errors import TargetError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A built-in target.
 
-    `family` is the code that builds it. Of `image_size` and `sequence_length`, the one that is not
+    `family` names the function that builds it. Of `image_size` and `sequence_length`, the one that is not
     None is an option of this target, and its value the default; `multiple_of` must divide it.
     """
 
@@ -66,47 +66,21 @@ def _words(option: str) -> str:
 
 
 _FULL = (
+    Entry("resnet152", "resnet", "ResNet-152, 1,000 classes, batch norm", image_size=224),
+    Entry("bert-base", "bert", "BERT-base, sequence classification, dropout", sequence_length=128),
+    Entry("bert-base-mlm", "bert-mlm", "BERT-base, masked language model, dropout", sequence_length=128),
     Entry(
-        name="resnet152",
-        family="resnet",
-        summary="ResNet-152, 1,000 classes, batch norm",
-        image_size=224,
-    ),
-    Entry(
-        name="bert-base",
-        family="bert",
-        summary="BERT-base, sequence classification, dropout",
+        "transformer",
+        "transformer",
+        "6-layer encoder, d 512, feed-forward 2048, vocabulary 30,000, dropout",
         sequence_length=128,
     ),
+    Entry("gpt2", "gpt2", "GPT-2 small, language model, dropout", sequence_length=128),
+    Entry("vit", "vit", "ViT-base, patches of 16, 1,000 classes", image_size=224, multiple_of=16),
     Entry(
-        name="bert-base-mlm",
-        family="bert-mlm",
-        summary="BERT-base, masked language model, dropout",
-        sequence_length=128,
-    ),
-    Entry(
-        name="transformer",
-        family="transformer",
-        summary="6-layer encoder, d 512, feed-forward 2048, vocabulary 30,000, dropout",
-        sequence_length=128,
-    ),
-    Entry(
-        name="gpt2",
-        family="gpt2",
-        summary="GPT-2 small, language model, dropout",
-        sequence_length=128,
-    ),
-    Entry(
-        name="vit",
-        family="vit",
-        summary="ViT-base, patches of 16, 1,000 classes",
-        image_size=224,
-        multiple_of=16,
-    ),
-    Entry(
-        name="unet",
-        family="unet",
-        summary="U-Net, 4 levels, long skips, batch norm, a class per pixel",
+        "unet",
+        "unet",
+        "U-Net, 4 levels, long skips, batch norm, a class per pixel",
         image_size=256,
         multiple_of=32,
     ),

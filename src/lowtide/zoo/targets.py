@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Target:
     """What a training step is made of. `batch`: a tensor or tuple (positional) or a dict (keywords).
 
-    `holds_outputs`: whether its loop holds what the model returns, besides the loss, to the end. `within`
-    makes what each forward pass runs in, such as a block of autocast.
+    `holds_outputs`: whether the loop keeps the model's outputs besides the loss live to the end of the step.
+    `within` makes the context of each forward pass, such as a block of autocast.
     """
 
     name: str
@@ -99,7 +99,7 @@ def load_target(
 
 
 def check_target(text: str) -> None:
-    """Raise a TargetError unless `text` names something that can be loaded; nothing is made yet."""
+    """Raise a TargetError unless `text` names a target that can be loaded; no model is made yet."""
     where, colon, factory_name = _parts(text)
     if colon:
         with _importable(where):
@@ -223,8 +223,7 @@ def _with_optimizer(target: Target, optimizer: str | None) -> Target:
         return target
     from lowtide.zoo.build import make_optimizer
 
-    chosen = make_optimizer(optimizer, target.model)
-    return Target(target.name, target.model, target.batch, chosen, target.loss)
+    return replace(target, optimizer=make_optimizer(optimizer, target.model))
 
 
 @contextmanager
