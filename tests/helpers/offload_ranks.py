@@ -1,4 +1,4 @@
-"""What each of two processes does to train one model that swaps."""
+"""What each of two processes does to train one model that offloads."""
 
 import copy
 
@@ -17,7 +17,7 @@ ROWS, WIDTH = 256, 64
 
 
 def trained(rank: int, folder: str) -> tuple[list[str], int, int]:
-    """What differs from eager, how many values leave, and the bytes of the store."""
+    """What differs from eager, how many values are offloaded, and the bytes of the store."""
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2))]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))

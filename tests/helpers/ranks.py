@@ -78,6 +78,13 @@ def run_ranks(groups: dict[str, Group], *, limit_seconds: float = LIMIT_SECONDS)
     return {name: [Rank(*fields) for fields in ranks] for name, ranks in zip(groups, answers, strict=True)}
 
 
+def on_ranks(function: str, *, ranks: int = 2, **arguments: Any) -> list[Any]:
+    """What `function` gives on every rank of one group; each of them has to give something."""
+    ended = run_ranks({function: Group(function, arguments, ranks=ranks)})[function]
+    assert not any(rank.status or rank.error for rank in ended), ended
+    return [rank.value for rank in ended]
+
+
 def _lead(folder: Path) -> None:
     for module in PRELOADED:
         importlib.import_module(module)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from processes import on_processes
-from sharded_cases import MIXED, WORDS, Net, peaks
+from ranks import on_ranks
+from sharded_cases import MIXED, WORDS, Net
 from torch.nn import functional
 
 import lowtide
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 SIZE = {"width": 128, "blocks": 3, "batch": (8, 64)}
 
 
-def on_paper(ranks: int) -> lowtide.Profile:
+def simulated_profile(ranks: int) -> lowtide.Profile:
     model = Net(SIZE["width"], SIZE["blocks"])
     tokens, targets = torch.randint(0, WORDS, (2, *SIZE["batch"]))
 
@@ -28,23 +28,23 @@ def on_paper(ranks: int) -> lowtide.Profile:
 @pytest.mark.parametrize(
     ("ranks", "shares"), [(2, (0,)), pytest.param(4, (0.5, 0), marks=pytest.mark.long)], ids=["2", "4"]
 )
-def test_peaks_are_as_predicted_with_and_without_the_other_processes(tmp_path, ranks, shares):
-    paper = on_paper(ranks)
-    for rows in on_processes(peaks, ranks, tmp_path / "ranks", SIZE, shares):
+def test_peaks_are_as_predicted_with_and_without_the_other_processes(ranks, shares):
+    simulated = simulated_profile(ranks)
+    for rows in on_ranks("sharded_cases:peaks", ranks=ranks, options=SIZE, shares=shares):
         plain, *planned = rows
         assert abs(plain["predicted"] - plain["measured"]) <= 0.02 * plain["measured"]
-        assert abs(paper.peak_bytes - plain["measured"]) <= 0.02 * plain["measured"]
+        assert abs(simulated.peak_bytes - plain["measured"]) <= 0.02 * plain["measured"]
         for row in planned:
             assert row["measured"] <= row["budget"]
             assert abs(row["predicted"] - row["measured"]) <= 0.02 * row["measured"]
-        assert abs(paper.floor_bytes - planned[-1]["measured"]) <= 0.02 * planned[-1]["measured"]
+        assert abs(simulated.floor_bytes - planned[-1]["measured"]) <= 0.02 * planned[-1]["measured"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{"reshard_after_forward": False}, {"root": False}, {"mp_policy": MIXED, "batch": (4, 64)}]
 )
-def test_peaks_are_as_predicted_for_other_ways_to_shard(tmp_path, options):
-    for rows in on_processes(peaks, 2, tmp_path / "ranks", {**SIZE, **options}):
+def test_peaks_are_as_predicted_for_other_ways_to_shard(options):
+    for rows in on_ranks("sharded_cases:peaks", options={**SIZE, **options}):
         for row in rows:
             assert abs(row["predicted"] - row["measured"]) <= 0.02 * row["measured"]

@@ -1,8 +1,8 @@
 """Sharded models on two processes: the same results as without a plan, to the last bit."""
 
 import pytest
-from processes import on_processes
-from sharded_cases import LOOPS, OPTIONS, all_differences, mistakes
+from ranks import on_ranks
+from sharded_cases import LOOPS, OPTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -13,9 +13,8 @@ RARELY += [("default", loop) for loop in LOOPS if loop not in ("plain", "changin
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    folders = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("saved")
-    blocks = 2 if request.param is OFTEN else 3
-    return on_processes(all_differences, 2, folders[0], request.param, folders[1], blocks)
+    folder, blocks = tmp_path_factory.mktemp("saved"), 2 if request.param is OFTEN else 3
+    return on_ranks("sharded_cases:all_differences", wanted=request.param, folder=folder, blocks=blocks)
 
 
 def _check(results, options: str, loop: str) -> None:
@@ -46,8 +45,8 @@ def test_every_way_to_shard_and_to_train_leaves_the_same_behind(results, options
 
 
 @pytest.mark.long
-def test_what_cannot_work_is_refused_with_the_next_step(tmp_path):
-    for said in on_processes(mistakes, 2, tmp_path / "ranks"):
+def test_what_cannot_work_is_refused_with_the_next_step():
+    for said in on_ranks("sharded_cases:mistakes"):
         assert "lowest reachable peak" in said["too small"]
         assert "leave `ranks` and `shard` out" in said["sharded twice"]
         assert "mode 'ops'" in said["run"]
