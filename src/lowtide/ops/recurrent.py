@@ -1,13 +1,10 @@
-"""Recurrent layers: how they are traced and run, and what only a real run of them tells.
+"""Recurrent layers: how they are traced, what they keep live, and valid samples of them.
 
-torch traces an RNN by a decomposition that loses the dropout between layers, and its one op for a whole
-layer hands an opaque block to its backward op. Fake tensors say that the block is empty, and a backward
-op that is given random bytes for it crashes.
-
-What recurrent layers of cells take: valid samples of them, and the bytes that eager keeps of one.
-
-How recurrent layers of cells are traced: one op of `recurrent_cells` for each layer, with eager's dropout
-between them, in place of torch's decompositions.
+- LSTM layers that eager runs as one op. torch's decomposition loses the dropout between layers
+  (`traced_layers` has it), and the op hands a workspace to its backward. The fake workspace is empty, and a
+  backward op that gets random bytes for it crashes (`recurrent_layer`, `with_forward_results`).
+- layers that eager runs cell by cell: traced as one op of `recurrent_cells` each. What eager keeps of a layer
+  is found by two short runs (`eager_keeps_bytes`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,13 +31,13 @@ from lowtide.torch_compat.dispatch import storage_key
 aten = torch.ops.aten
 
 RUNS_ONCE = "its workspace belongs to one run"
-"""Why a recurrent layer is never run again."""
+"""Why a recurrent layer is never recomputed."""
 
 
 def recurrent_layer(value: torch.Tensor, *args: Any) -> Any:
     """`aten.mkldnn_rnn_layer` with the workspace that its backward reads.
 
-    The op makes it only where autograd would record it, which a captured graph's forward does not.
+    The op makes the workspace only while autograd records, and a captured forward does not.
     """
     with torch.enable_grad():
         results = aten.mkldnn_rnn_layer(value.detach().requires_grad_(), *args)
@@ -124,8 +121,8 @@ def with_forward_results(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def untracked_bytes(call: Call) -> int:
-    """What a recurrent backward op holds that its fake run does not show: a second bias gradient, and
-    a copy of the incoming gradient where its real strides are not the fake ones."""
+    """Bytes inside a recurrent backward op that its fake run lacks: a second bias gradient, and a copy of the
+    incoming gradient if its real strides are not the fake ones."""
     if call.target is not aten.mkldnn_rnn_layer_backward.default:
         return 0
     value, bias = call.args[0], call.args[3]
@@ -153,14 +150,15 @@ def valid_batch_sizes(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def extra_result_bytes(node: fx.Node, made: torch.Tensor) -> int:
-    """How much more than a layer's result eager has there: what it keeps, in place of the empty tensor."""
+    """How many bytes more eager keeps of a layer than the empty tensor that stands for them."""
     if node.target is not CELLS or made is not node.meta["val"][-1]:
         return 0
     return eager_keeps_bytes(call_of(node))
 
 
 def extra_inside_bytes(node: fx.Node) -> int:
-    """How much more eager holds inside the backward of a layer: less, since it has kept what we make anew."""
+    """How many bytes more are live inside eager's backward of a layer: fewer, since eager recomputes
+    nothing."""
     if node.target is not CELLS_BACKWARD:
         return 0
     call = call_of(node)
@@ -210,76 +208,33 @@ def _kept_bytes(call: Call, shape: Sequence[int]) -> int:
     return sum(blocks.values())
 
 
-def cells_of(kind: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """How to trace eager's op of `kind` for padded sequences; `torchs` is how torch does."""
+def _layers_rule(kind: str, torch_rule: Callable[..., Any], *, packed: bool) -> Callable[..., Any]:
+    """How to trace eager's op of `kind` for padded or packed sequences; `torch_rule` is torch's own way."""
 
-    def trace(  # noqa: PLR0917 - torch calls it so
-        value: torch.Tensor,
-        hidden: Any,
-        params: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        whole = kind == "lstm" and eager_runs_whole(value, hidden, [params])
+    def trace(value: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+        batch_sizes, rest, batch_first = (args[0], args[1:], False) if packed else (None, args[:-1], args[-1])
+        hidden, params, has_biases, num_layers, dropout, train, bidirectional = rest
+        whole = kind == "lstm" and not packed and eager_runs_whole(value, hidden, [params])
         if whole or value.device.type != "cpu":
-            options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
-            results: tuple[torch.Tensor, ...] = torchs(value, hidden, params, *options)
+            results: tuple[torch.Tensor, ...] = torch_rule(value, *args)
             return results
         value = value.transpose(0, 1) if batch_first else value
-        rate = dropout if train else 0.0
-        output, *states = _layers(
-            kind, value, None, hidden, params, has_biases, num_layers, rate, bidirectional
-        )
+        options = (has_biases, num_layers, dropout if train else 0.0, bidirectional)
+        output, *states = _layers(kind, value, batch_sizes, hidden, params, *options)
         return output.transpose(0, 1) if batch_first else output, *states
 
     return trace
 
 
-def packed_cells_of(kind: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for packed sequences."""
+def _cell_rule(torch_rule: Callable[..., Any]) -> Callable[..., Any]:
+    """How to trace a single cell of a GRU; `torch_rule` is torch's own way."""
 
-    def trace(  # noqa: PLR0917 - torch calls it so
-        value: torch.Tensor,
-        batch_sizes: torch.Tensor,
-        hidden: Any,
-        params: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        if value.device.type != "cpu":
-            options = (has_biases, num_layers, dropout, train, bidirectional)
-            results: tuple[torch.Tensor, ...] = torchs(value, batch_sizes, hidden, params, *options)
-            return results
-        rate = dropout if train else 0.0
-        return _layers(kind, value, batch_sizes, hidden, params, has_biases, num_layers, rate, bidirectional)
-
-    return trace
-
-
-def cell_of(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """How to trace a single cell of a GRU; `torchs` is how torch does."""
-
-    def trace(  # noqa: PLR0917 - torch calls it so
-        value: torch.Tensor,
-        hidden: torch.Tensor,
-        input_weight: torch.Tensor,
-        hidden_weight: torch.Tensor,
-        input_bias: torch.Tensor | None = None,
-        hidden_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        biases = [bias for bias in (input_bias, hidden_bias) if bias is not None]
-        weights = [input_weight, hidden_weight, *biases]
-        if value.device.type != "cpu" or len(biases) == 1:
-            result: torch.Tensor = torchs(value, hidden, *weights)
+    def trace(value: torch.Tensor, hidden: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
+        given = [weight for weight in weights if weight is not None]
+        if value.device.type != "cpu" or len(given) == 3:
+            result: torch.Tensor = torch_rule(value, hidden, *given)
             return result
-        cell = recurrent_cells(GRU_CELL, value, None, [hidden], weights, bool(biases), False, _autocast())
+        cell = recurrent_cells(GRU_CELL, value, None, [hidden], given, len(given) == 4, False, _autocast())
         made: torch.Tensor = cell[0]
         return made
 
@@ -290,9 +245,12 @@ def recurrent_rules() -> dict[
     dispatch.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]
 ]:
     """For each of eager's ops, from torch's way to trace it to ours."""
-    padded = {ops[0]: partial(cells_of, kind) for kind, ops in KINDS.items()}
-    packed = {ops[1]: partial(packed_cells_of, kind) for kind, ops in KINDS.items()}
-    return {**padded, **packed, aten.gru_cell.default: cell_of}
+    layers = {
+        op: partial(_layers_rule, kind, packed=packed)
+        for kind, ops in KINDS.items()
+        for op, packed in zip(ops, (False, True), strict=True)
+    }
+    return {**layers, aten.gru_cell.default: _cell_rule}
 
 
 def _layers(  # noqa: PLR0917

@@ -1,9 +1,9 @@
 """Recurrent layers that eager computes cell by cell in C++ (GRU, RNN, an LSTM with projections or of packed
-sequences), as one op per layer; and the cell of a GRU alone.
+sequences), as one op per layer; and the single cell of a GRU.
 
-torch's decompositions of them round otherwise than eager's cells, which work in place, and are a thousand
-nodes for a sentence. Here one op runs eager's own layer, and its backward op runs that layer again under
-autograd and differentiates it: exact by construction. What eager keeps meanwhile is counted for it.
+torch's decompositions round otherwise than eager's cells, which work in place, and have a thousand nodes for
+a sentence. Here one op runs eager's own layer. Its backward op runs that layer again under autograd and
+differentiates it: exact by construction. The bytes that eager keeps meanwhile are counted for eager.
 
 Shortcomings: a layer is run twice, also where memory is plenty; CPU only; under autocast a layer that is
 called several times casts its weights each time, so that their gradients can differ in the last bits.
@@ -139,16 +139,10 @@ def run_layer(  # noqa: PLR0917 - what an op of eager takes
 
 
 @recurrent_cells.register_fake
-def _fake_cells(  # noqa: PLR0917 - an op has no keywords
-    kind: str,
-    value: torch.Tensor,
-    batch_sizes: torch.Tensor | None,
-    hidden: Tensors,
-    weights: Tensors,
-    has_biases: bool,
-    bidirectional: bool,
-    autocast: torch.dtype | None,
+def _fake_cells(
+    kind: str, value: torch.Tensor, _sizes: Any, hidden: Tensors, weights: Tensors, *options: Any
 ) -> Tensors:
+    has_biases, bidirectional, autocast = options
     directions = 2 if bidirectional else 1
     dtypes = _result_types(kind, value, hidden, weights, has_biases=has_biases, autocast=autocast)
     if kind == GRU_CELL:
@@ -183,20 +177,8 @@ def _result_types(
 
 
 @recurrent_cells_backward.register_fake
-def _fake_backward(  # noqa: PLR0917 - an op has no keywords
-    kind: str,
-    grads: list[torch.Tensor | None],
-    earlier: list[torch.Tensor | None],
-    wanted: list[bool],
-    value: torch.Tensor,
-    batch_sizes: torch.Tensor | None,
-    hidden: Tensors,
-    weights: Tensors,
-    has_biases: bool,
-    bidirectional: bool,
-    autocast: torch.dtype | None,
-    kept: torch.Tensor,
-) -> Tensors:
+def _fake_backward(_kind: str, _grads: Any, _earlier: Any, wanted: list[bool], *rest: Any) -> Tensors:
+    value, _sizes, hidden, weights = rest[:4]
     inputs = zip([value, *hidden, *weights], wanted, strict=True)
     return [torch.empty_like(tensor) for tensor, needed in inputs if needed]
 
@@ -231,8 +213,14 @@ CELLS_BACKWARD = torch.ops.lowtide.recurrent_cells_backward.default
 
 
 def add_in_eagers_order(graph: fx.Graph) -> None:
-    """Let the backward of a layer add its gradients to the sum that was there before, one cell after the
-    other as autograd does, where a weight or an input is used elsewhere as well; preserves all else."""
+    """A pass: let the backward op of a layer add its gradients to the sum so far, cell by cell as autograd
+    does, where a weight or an input is used elsewhere as well.
+
+        cells_backward(earlier=[]) ── add -> sum        cells_backward(earlier=[before]) -> sum
+        before ────────────────────────┘          ==>   before ─┘
+
+    Preserves all else.
+    """
     for node in graph.find_nodes(op="call_function", target=CELLS_BACKWARD):
         earlier: list[fx.Node | None] = [None] * sum(node.args[3])
         for item in list(node.users):
