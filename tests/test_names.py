@@ -1,4 +1,4 @@
-"""One name, one thing: no two modules of the package have the same file name, no two classes the same name."""
+"""One name, one thing: no two modules of the package share a file name, no two classes a name."""
 
 import ast
 from collections import defaultdict
