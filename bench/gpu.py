@@ -49,7 +49,7 @@ def predicted(row: Published, batch_size: int) -> Reserved:
     step, timeline = profile.step, profile.timeline
     forward_bytes = max(
         held
-        for run, held in zip(timeline.runs, timeline.bytes_held, strict=True)
+        for run, held in zip(timeline.runs, timeline.live_bytes, strict=True)
         if step.nodes[run.rank].region is Region.FORWARD
     )
     peak_bytes = max(profile.peak_bytes, forward_bytes + row.left_mib(batch_size) * MIB)

@@ -42,12 +42,12 @@ def steps(paths: list[str]) -> None:
     def rows() -> Iterator[tuple[object, ...]]:
         for path in paths:
             start = time.process_time()
-            desk = Planner(load_step(path))
-            static, peak = desk.table.static_bytes, desk.plain.peak_bytes
-            cells = [_cell(desk, static + (peak - static) * share // 100) for share in SHARES]
-            floor = 100 * (desk.floor().floor_bytes - static) / (peak - static)
-            least = 100 * (desk.bounds.floor_bytes - static) / (peak - static)
-            said = "proven" if desk.floor().floor_bytes == desk.bounds.floor_bytes else f"≥ {least:.1f}"
+            planner = Planner(load_step(path))
+            static, peak = planner.table.static_bytes, planner.baseline.peak_bytes
+            cells = [_cell(planner, static + (peak - static) * share // 100) for share in SHARES]
+            floor = 100 * (planner.floor().floor_bytes - static) / (peak - static)
+            least = 100 * (planner.bounds.floor_bytes - static) / (peak - static)
+            said = "proven" if planner.floor().floor_bytes == planner.bounds.floor_bytes else f"≥ {least:.1f}"
             took = time.process_time() - start
             yield Path(path).parent.name, *cells, f"{floor:.1f} % ({said})", f"{took:.1f} s"
 
@@ -61,11 +61,11 @@ def curve(paths: list[str]) -> None:
         for path in paths:
             step = load_step(path)
             start = time.process_time()
-            desk = Planner(step)
-            static, peak = desk.table.static_bytes, desk.plain.peak_bytes
-            _cell(desk, static + (peak - static) * 60 // 100)
+            planner = Planner(step)
+            static, peak = planner.table.static_bytes, planner.baseline.peak_bytes
+            _cell(planner, static + (peak - static) * 60 // 100)
             one = time.process_time() - start
-            desk.tradeoff(points=50)
+            planner.tradeoff(points=50)
             yield (
                 Path(path).parent.name,
                 len(step.nodes),
@@ -76,9 +76,9 @@ def curve(paths: list[str]) -> None:
     show(("step", "nodes", "one budget", "50 budgets"), rows())
 
 
-def _cell(desk: Planner, budget_bytes: int) -> str:
+def _cell(planner: Planner, budget_bytes: int) -> str:
     try:
-        found = desk.solve(budget_bytes=budget_bytes)
+        found = planner.solve(budget_bytes=budget_bytes)
     except BudgetTooSmall:
         return "–"
     bound = 100 * (found.lower_bound_seconds or 0.0) / found.step_seconds
@@ -152,19 +152,19 @@ def _small_row(words: str, count: int, kind: dict[str, bool]) -> tuple[object, .
     plans = optimal = refused = wrong_bounds = tight = floors = proven = 0
     for seed in range(count):
         step = random_step(Random(seed), **kind)
-        desk = Planner(step)
-        low, high = least_peak(step), desk.plain.peak_bytes
+        planner = Planner(step)
+        low, high = least_peak(step), planner.baseline.peak_bytes
         floors += 1
-        proven += desk.bounds.floor_bytes == low
-        wrong_bounds += desk.bounds.floor_bytes > low
+        proven += planner.bounds.floor_bytes == low
+        wrong_bounds += planner.bounds.floor_bytes > low
         for budget in sorted({low, *(low + (high - low) * i // 3 for i in (1, 2)), max(low, high - 1)}):
             best = least_seconds(step, budget)
-            bound = desk.bounds.seconds(budget)
+            bound = planner.bounds.seconds(budget)
             plans += 1
             wrong_bounds += bound > best + 1e-9
             tight += bound >= best - 1e-6
             try:
-                optimal += desk.solve(budget_bytes=budget).recompute_seconds <= best + 1e-9
+                optimal += planner.solve(budget_bytes=budget).recompute_seconds <= best + 1e-9
             except BudgetTooSmall:
                 refused += 1
     return words, plans, optimal, refused, tight, wrong_bounds, f"{proven} of {floors}"
@@ -178,9 +178,9 @@ def layers(counts: list[str]) -> None:
         for count in map(int, counts):
             step = transformer(layers=count)
             start = time.process_time()
-            desk = Planner(step)
-            static, peak = desk.table.static_bytes, desk.plain.peak_bytes
-            cell = _cell(desk, static + (peak - static) * 60 // 100)
+            planner = Planner(step)
+            static, peak = planner.table.static_bytes, planner.baseline.peak_bytes
+            cell = _cell(planner, static + (peak - static) * 60 // 100)
             yield count, len(step.nodes), cell, f"{time.process_time() - start:.1f}"
 
     show(("layers", "nodes", "recompute %", "seconds"), rows())

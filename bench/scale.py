@@ -102,7 +102,7 @@ def set_default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def desks(size: Size, *, batch: int, length: int, ranks: list[int]) -> dict[int, RepeatedGraphsPlanner]:
+def planners(size: Size, *, batch: int, length: int, ranks: list[int]) -> dict[int, RepeatedGraphsPlanner]:
     """What plans the step of one process, for each number of processes; the graphs are captured once."""
     with FakeTensorMode(), set_default_dtype(torch.bfloat16):
         model = Gpt(size, length)
@@ -124,10 +124,10 @@ def desks(size: Size, *, batch: int, length: int, ranks: list[int]) -> dict[int,
             analyze_graphs(own), own, model, batch=args, optimizer=optimizer, simulated=paper
         )
         known = {run: _cost(call, costs) for run, call in captured.calls.items()}
-        desk = RepeatedGraphsPlanner(with_costs(captured.step, known))
+        planner = RepeatedGraphsPlanner(with_costs(captured.step, known))
         if found:
-            desk.__dict__["options"] = next(iter(found.values())).options  # the graphs are the same
-        found[number] = desk
+            planner.__dict__["options"] = next(iter(found.values())).options  # the graphs are the same
+        found[number] = planner
     return found
 
 
@@ -139,19 +139,19 @@ def _cost(call: Call, known: dict[str, tuple[float, int, bool]]) -> tuple[float,
     return known[name]
 
 
-def row(name: str, ranks: int, desk: RepeatedGraphsPlanner, budget_bytes: int) -> dict[str, str]:
-    step: Step = desk.step
-    lowest = desk.floor()
-    chosen = desk.best(budget_bytes)
+def row(name: str, ranks: int, planner: RepeatedGraphsPlanner, budget_bytes: int) -> dict[str, str]:
+    step: Step = planner.step
+    lowest = planner.floor()
+    chosen = planner.best(budget_bytes)
     return {
         "model": name,
         "ranks": str(ranks),
         "always there": format_size(step.static_bytes),
-        "without a plan": format_size(desk.eager_peak_bytes),
+        "without a plan": format_size(planner.eager_peak_bytes),
         "floor": format_size(lowest.floor_bytes),
         "set by": lowest.node,
         "peak": format_size(chosen.peak_bytes) if chosen else "does not fit",
-        "recompute": f"{chosen.added_seconds / desk.plain.seconds:.1%}" if chosen else "",
+        "recompute": f"{chosen.added_seconds / planner.baseline.seconds:.1%}" if chosen else "",
     }
 
 
@@ -168,9 +168,9 @@ def main() -> None:
     for name in options.models.split(","):
         start = time.perf_counter()
         numbers = [int(number) for number in options.ranks.split(",")]
-        found = desks(SIZES[name], batch=options.batch_size, length=options.sequence_length, ranks=numbers)
-        for number, desk in found.items():
-            rows.append(row(name, number, desk, parse_size(options.budget)))
+        found = planners(SIZES[name], batch=options.batch_size, length=options.sequence_length, ranks=numbers)
+        for number, planner in found.items():
+            rows.append(row(name, number, planner, parse_size(options.budget)))
             if len(rows) == 1:
                 print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
             print("| " + " | ".join(rows[-1].values()) + " |", flush=True)

@@ -62,14 +62,14 @@ def row(spec: TargetSpec, *, mib_per_second: float, budget: str, folder: Path, s
             offload=f"disk:{folder}",
             cache=False,
         )
-        desk = planner_for(found.step)
-        budget_bytes = parse_budget(budget, whole=desk.eager_peak_bytes)
-        entry = desk.problem.once(offload_alone).best(budget_bytes)
+        planner = planner_for(found.step)
+        budget_bytes = parse_budget(budget, whole=planner.eager_peak_bytes)
+        entry = planner.problem.once(offload_alone).best(budget_bytes)
         if entry is None:
             raise SystemExit(f"offloading alone does not meet {budget}")
-        timeline = simulate(desk.step, entry.runs)
+        timeline = simulate(planner.step, entry.runs)
         plan = lowtide.Plan(
-            desk._solution("auto", timeline, budget_bytes), known=found.known, loop=found.loop
+            planner._solution("auto", timeline, budget_bytes), known=found.known, loop=found.loop
         )
         plan.apply(target.model)
         step = _step(target, plan.solution.holds_outputs)

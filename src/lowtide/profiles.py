@@ -69,17 +69,17 @@ class Profile:
     @property
     def floor_bytes(self) -> int:
         """The lowest peak that a plan reaches."""
-        return self._desk.floor().floor_bytes
+        return self._planner.floor().floor_bytes
 
     @property
     def floor_bound_bytes(self) -> int | None:
         """No plan has a lower peak; None where nobody knows."""
-        return self._desk.floor_bound()
+        return self._planner.floor_bound()
 
     @property
     def bounds(self) -> Bounds:
         """What is proven of all plans that run the ops of the step one by one."""
-        return self._desk.bounds
+        return self._planner.bounds
 
     @property
     def step_seconds(self) -> float:
@@ -94,7 +94,7 @@ class Profile:
         budget_bytes = parse_budget(budget, whole=self.peak_bytes)
         if executor != "eager":
             return self._compiled_plan(budget_bytes, planner, executor)
-        solution = self._desk.solve(
+        solution = self._planner.solve(
             budget_bytes=budget_bytes, planner=planner, may_be_eager=bool(self.step.graphs)
         )
         notes = self.step.notes
@@ -116,8 +116,8 @@ class Profile:
 
         `offload=False`: plans that use no store, where the profile has one; `swap` is its earlier name.
         """
-        desk = self._desk if offload and swap else self._desk.without_offload
-        return [self._as_plan(solution) for solution in desk.tradeoff(points=points)]
+        planner = self._planner if offload and swap else self._planner.without_offload
+        return [self._as_plan(solution) for solution in planner.tradeoff(points=points)]
 
     def to_csv(self, folder: str | Path) -> list[Path]:
         """Write `node_stats.csv` and `activation_stats.csv`."""
@@ -161,7 +161,7 @@ class Profile:
         self._check_compilable()
         assert self.traced is not None
         solution = solve_compiled(
-            self._desk, self.traced.graph.segment, executor, budget_bytes=budget_bytes, planner=planner
+            self._planner, self.traced.graph.segment, executor, budget_bytes=budget_bytes, planner=planner
         )
         return replace(self._as_plan(replace(solution, notes=self.step.notes)), executor=executor)
 
@@ -188,7 +188,7 @@ class Profile:
         return Plan(solution, known=known, loop=self.loop, traced=self.traced, step=self.step)
 
     @cached_property
-    def _desk(self) -> Planner:
+    def _planner(self) -> Planner:
         return planner_for(self.step)
 
 

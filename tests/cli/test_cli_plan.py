@@ -13,7 +13,7 @@ from lowtide.cli.terminal import Exit, Terminal, table
 from lowtide.errors import LowtideError
 from lowtide.facts import TransferSpeed
 from lowtide.planning.activations import activations
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import baseline_runs, simulate
 from lowtide.profiles import Profile
 from lowtide.zoo.targets import TargetSpec
 
@@ -51,7 +51,7 @@ def test_plan_writes_its_files_and_says_so(run_lowtide, profile, step, tmp_path)
     plan, spec = load_plan(out / "plan.json")
     solution = plan.solution
     assert spec == SPEC
-    peak_bytes = simulate(step, plain_runs(step)).peak_bytes
+    peak_bytes = simulate(step, baseline_runs(step)).peak_bytes
     assert solution.budget_bytes == int(peak_bytes * 0.6)
     assert simulate(step, solution.schedule.runs).peak_bytes == solution.peak_bytes <= solution.budget_bytes
     with (out / "ac_decisions.csv").open() as file:

@@ -13,7 +13,7 @@ from strategies import StepBuilder
 
 from lowtide.facts import Kind, Region, Step
 from lowtide.planning.abstract import AbstractGraph
-from lowtide.planning.simulate import plain_runs, recompute_slots, simulate, tuple_of
+from lowtide.planning.simulate import baseline_runs, recompute_slots, simulate, tuple_of
 
 
 class Schedules:
@@ -135,7 +135,7 @@ def least_seconds(step: Step, budget_bytes: int) -> float:
 
 def least_peak(step: Step) -> int:
     """The lowest peak of any schedule."""
-    low, high = 0, simulate(step, plain_runs(step)).peak_bytes
+    low, high = 0, simulate(step, baseline_runs(step)).peak_bytes
     while low < high:
         middle = (low + high) // 2
         if least_seconds(step, middle) < inf:

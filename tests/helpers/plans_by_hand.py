@@ -10,8 +10,8 @@ from lowtide.planning.schedules import graph_schedules
 
 def by_hand(found: lowtide.Profile, method: str) -> lowtide.Plan:
     """The plan that brings every value back by `method` that can be, where it is first read."""
-    desk = Planner(found.step)
-    table = desk.table
+    planner = Planner(found.step)
+    table = planner.table
     reruns = set()
     for number, op in enumerate(table.remats):
         if op.rule == method:
@@ -19,7 +19,7 @@ def by_hand(found: lowtide.Profile, method: str) -> lowtide.Plan:
             slot = table.uses[storage].backward[0]
             views = [node.rank for node in found.nodes if storage in node.holds and node.remats]
             reruns |= {(slot, number), *((slot, table.again[rank][0]) for rank in views if rank != op.rank)}
-    timeline = desk.timeline(frozenset(reruns))
+    timeline = planner.timeline(frozenset(reruns))
     return lowtide.Plan(
         replace(
             found.plan("1GB", planner="none").solution,

@@ -11,7 +11,7 @@ from synthetic import chain
 from lowtide.facts import Action, Activation, Decision, Run, Schedule, Solution, Step, TransferSpeed
 from lowtide.planning.activations import activations
 from lowtide.planning.repeated_graphs import planner_for
-from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.simulate import Timeline, baseline_runs, simulate
 from lowtide.planning.variants import offload_alone
 from lowtide.report.results import (
     CompareRow,
@@ -40,7 +40,7 @@ class Case:
 
 def make_case(num_layers: int = 12, *, num_points: int = 20, **names: str) -> Case:
     step = residual_step(num_layers, **names)
-    before = simulate(step, plain_runs(step))
+    before = simulate(step, baseline_runs(step))
     after = simulate(step, relu_schedule(step))
     solution = solution_of(step, before=before, after=after)
     return Case(
@@ -58,13 +58,13 @@ def store_case() -> dict[str, Any]:
     """A step, its plain timeline, a solution that waits for its store, and its timeline."""
     link = TransferSpeed(store="disk:/scratch", write_bytes_per_second=1e9, read_bytes_per_second=1e9)
     step = with_swap(chain(length=8, nbytes=MIB), link)
-    desk = planner_for(step)
-    lowest = desk.problem.once(offload_alone).entries[0]
+    planner = planner_for(step)
+    lowest = planner.problem.once(offload_alone).entries[0]
     after = simulate(step, lowest.runs)
-    solution = desk._solution("auto", after, lowest.peak_bytes)
+    solution = planner._solution("auto", after, lowest.peak_bytes)
     assert solution.offload is not None
     assert 0 < solution.offload.stall_seconds < solution.offload.transfer_seconds
-    return {"step": step, "before": desk.plain, "after": after, "solution": solution}
+    return {"step": step, "before": planner.baseline, "after": after, "solution": solution}
 
 
 def relu_schedule(step: Step) -> tuple[Run, ...]:

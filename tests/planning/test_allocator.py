@@ -7,7 +7,7 @@ from synthetic import transformer
 
 from lowtide.planning.allocator import MIB, Allocator, reserved_for, rounded
 from lowtide.planning.planner import Planner
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import baseline_runs, simulate
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 0), (1, 512), (512, 512), (513, 1024)])
@@ -81,9 +81,9 @@ def test_blocks_never_overlap_and_all_come_back():
 
 def test_a_plan_that_holds_less_reserves_less():
     step = transformer(layers=3, width=256, heads=4, batch=8, length=128)
-    plain = simulate(step, plain_runs(step))
+    plain = simulate(step, baseline_runs(step))
     held = reserved_for(step, plain)
     assert plain.peak_bytes <= held.allocated_bytes <= held.reserved_bytes
-    desk = Planner(step)
-    planned = simulate(step, desk.solve(budget_bytes=desk.floor().floor_bytes).schedule.runs)
+    planner = Planner(step)
+    planned = simulate(step, planner.solve(budget_bytes=planner.floor().floor_bytes).schedule.runs)
     assert reserved_for(step, planned).reserved_bytes < held.reserved_bytes

@@ -29,7 +29,7 @@ def check_instances(seeds, *, most=5, **kinds):
         assert desk.bounds.floor_bytes <= low <= desk.floor().floor_bytes, seed
         assert desk.bounds.seconds(desk.bounds.floor_bytes - 1) == inf
         found += low == desk.floor().floor_bytes
-        for budget in budgets(low, desk.plain.peak_bytes):
+        for budget in budgets(low, desk.baseline.peak_bytes):
             best = least_seconds(step, budget)
             assert desk.bounds.seconds(budget) <= best + 1e-9, (seed, budget)
             try:
@@ -92,7 +92,7 @@ def test_a_bound_holds_for_every_method_of_bringing_a_value_back():
     bounds = Bounds(make_table(step))
     low = least_peak(step)
     assert bounds.floor_bytes <= low
-    for budget in range(low, Planner(step).plain.peak_bytes):
+    for budget in range(low, Planner(step).baseline.peak_bytes):
         assert bounds.seconds(budget) <= least_seconds(step, budget) + 1e-9, budget
 
 
@@ -192,7 +192,7 @@ def test_the_fullest_cut_leaves_no_room_for_another_of_several_equal_layers():
 )
 def test_plans_of_models_are_near_their_bounds(step):
     desk = Planner(step)
-    high, low = desk.plain.peak_bytes, desk.bounds.floor_bytes
+    high, low = desk.baseline.peak_bytes, desk.bounds.floor_bytes
     last = -1.0
     for part in (1, 2, 3):
         solution = desk.solve(budget_bytes=high - (high - low) * part // 8)
@@ -222,7 +222,7 @@ def test_a_floor_is_proven_where_plan_and_bound_meet():
 @given(steps(max_forward=6))
 def test_no_sequence_of_any_step_is_below_its_bound(step):
     desk = Planner(step)
-    low, high = desk.bounds.floor_bytes, desk.plain.peak_bytes
+    low, high = desk.bounds.floor_bytes, desk.baseline.peak_bytes
     for part in range(4):
         search = desk.problem.search_problem
         figures, _ = search.problem.anneal(

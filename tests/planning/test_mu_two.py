@@ -59,8 +59,8 @@ def actions(solution) -> set[Action]:
 @pytest.mark.parametrize(("bandwidth", "action"), [(1e9, Action.OFFLOAD), (1e4, Action.RECOMPUTE)])
 def test_the_cheaper_branch_is_taken(bandwidth, action):
     step = with_swap(chain(length=8), link(bandwidth))
-    desk = planner_for(step)
-    solution = desk.solve(budget_bytes=desk.plain.peak_bytes * 7 // 10, planner="mu-two")
+    planner = planner_for(step)
+    solution = planner.solve(budget_bytes=planner.baseline.peak_bytes * 7 // 10, planner="mu-two")
     assert solution.peak_bytes <= solution.budget_bytes
     assert actions(solution) == {action}
 
@@ -68,16 +68,17 @@ def test_the_cheaper_branch_is_taken(bandwidth, action):
 def test_both_branches_in_one_plan():
     """What can hide is swapped, and the rest recomputed."""
     step = with_swap(chain(length=12), link(1.2e8))
-    desk = planner_for(step)
+    planner = planner_for(step)
     found = [
-        desk.solve(budget_bytes=desk.plain.peak_bytes * n // 20, planner="mu-two") for n in range(10, 19)
+        planner.solve(budget_bytes=planner.baseline.peak_bytes * n // 20, planner="mu-two")
+        for n in range(10, 19)
     ]
     assert {Action.OFFLOAD, Action.RECOMPUTE} in [actions(solution) for solution in found]
 
 
 def test_a_budget_that_it_does_not_reach_names_its_own_floor():
-    desk = planner_for(three(recomputable=False))
+    planner = planner_for(three(recomputable=False))
     with pytest.raises(BudgetTooSmall, match="what planner 'mu-two' reaches") as error:
-        desk.solve(budget_bytes=10, planner="mu-two")
-    reached = desk.solve(budget_bytes=error.value.floor_bytes, planner="mu-two")
-    assert reached.peak_bytes == error.value.floor_bytes < desk.plain.peak_bytes
+        planner.solve(budget_bytes=10, planner="mu-two")
+    reached = planner.solve(budget_bytes=error.value.floor_bytes, planner="mu-two")
+    assert reached.peak_bytes == error.value.floor_bytes < planner.baseline.peak_bytes

@@ -32,8 +32,8 @@ def check_counts(step):
     desk = Planner(step)
     problem = desk.problem.search_problem.problem
     plain = desk.problem.search_problem.sequence(())
-    assert problem.evaluate(plain, 0).peak_bytes == desk.plain.peak_bytes
-    budget = desk.bounds.floor_bytes + (desk.plain.peak_bytes - desk.bounds.floor_bytes) // 2
+    assert problem.evaluate(plain, 0).peak_bytes == desk.baseline.peak_bytes
+    budget = desk.bounds.floor_bytes + (desk.baseline.peak_bytes - desk.bounds.floor_bytes) // 2
     figures, order = problem.anneal(plain, budget_bytes=budget, moves=300, warmth=1.0)
     timeline = simulate(step, without_needless_runs(step, desk.problem.search_problem.runs(order)))
     assert timeline.peak_bytes == figures.peak_bytes

@@ -16,7 +16,7 @@ from lowtide.facts import Action, Graph, Kind, Region, Run, TransferSpeed
 from lowtide.planning.offload_sets import offload_sets
 from lowtide.planning.planner import Planner
 from lowtide.planning.repeated_graphs import planner_for
-from lowtide.planning.simulate import plain_runs, recompute_slots, simulate
+from lowtide.planning.simulate import baseline_runs, recompute_slots, simulate
 from lowtide.planning.transfer_model import can_offload
 from lowtide.planning.transfer_schedule import placed
 from lowtide.planning.variants import offload_alone
@@ -33,31 +33,31 @@ def link(bandwidth: float, latency: float = 0.0) -> TransferSpeed:
     )
 
 
-def budgets(desk: Planner, points: int = 7) -> list[int]:
-    low, high = desk.floor_bytes, desk.plain.peak_bytes
+def budgets(planner: Planner, points: int = 7) -> list[int]:
+    low, high = planner.floor_bytes, planner.baseline.peak_bytes
     return [low + (high - low) * i // (points - 1) for i in range(points)]
 
 
 @settings(max_examples=10, deadline=None)
 @given(steps(max_forward=6, swap=True).filter(can_offload))
 def test_auto_is_never_worse_than_either_alone_and_never_slower_with_more(step):
-    desk = planner_for(step)
+    planner = planner_for(step)
     before = float("inf")
-    for budget in budgets(desk):
+    for budget in budgets(planner):
         best, without, alone = (
-            desk.best(budget),
-            desk.without_offload.best(budget),
-            desk.problem.once(offload_alone).best(budget),
+            planner.best(budget),
+            planner.without_offload.best(budget),
+            planner.problem.once(offload_alone).best(budget),
         )
         assert best is not None
         assert best.peak_bytes <= budget
         assert best.added_seconds <= before
         assert without is None or best.added_seconds <= without.added_seconds
         assert alone is None or best.added_seconds <= alone.seconds
-        assert desk.bounds.seconds(budget) <= best.added_seconds + 1e-9
+        assert planner.bounds.seconds(budget) <= best.added_seconds + 1e-9
         before = best.added_seconds
-    assert desk.floor_bytes <= desk.without_offload.floor_bytes
-    assert desk.bounds.floor_bytes <= desk.floor_bytes
+    assert planner.floor_bytes <= planner.without_offload.floor_bytes
+    assert planner.bounds.floor_bytes <= planner.floor_bytes
 
 
 def test_the_same_step_gives_the_same_plans():
@@ -80,11 +80,11 @@ def test_without_remats_to_offload_nothing_changes():
 def test_a_fast_link_takes_what_recomputing_would_cost():
     """Bytes enough for half of the step's peak, hidden behind its compute."""
     step = with_swap(chain(length=10), link(1e9))
-    desk = planner_for(step)
-    assert isinstance(desk, Planner)
-    solution = desk.solve(budget_bytes=desk.plain.peak_bytes * 6 // 10)
+    planner = planner_for(step)
+    assert isinstance(planner, Planner)
+    solution = planner.solve(budget_bytes=planner.baseline.peak_bytes * 6 // 10)
     assert solution.offload is not None
-    without = desk.without_offload.best(solution.budget_bytes)
+    without = planner.without_offload.best(solution.budget_bytes)
     assert without is not None
     assert solution.recompute_seconds < without.added_seconds / 4
     assert solution.offload.stall_seconds < solution.offload.transfer_seconds / 10
@@ -109,12 +109,12 @@ def test_a_slow_link_is_left_alone():
     gradient = build.backward()
     for rank in reversed(made):
         gradient = build.grad((gradient, rank), 5, 1.0)
-    desk = planner_for(build.step())
-    for budget in budgets(desk.without_offload, 40):
-        best, without = desk.best(budget), desk.without_offload.best(budget)
+    planner = planner_for(build.step())
+    for budget in budgets(planner.without_offload, 40):
+        best, without = planner.best(budget), planner.without_offload.best(budget)
         assert best is not None and without is not None
         assert best.added_seconds <= without.added_seconds
-    solution = desk.solve(budget_bytes=desk.without_offload.floor_bytes)
+    solution = planner.solve(budget_bytes=planner.without_offload.floor_bytes)
     assert solution.offload is not None
     assert solution.offload.store_bytes == solution.offload.transfer_seconds == 0
     assert all(d.action is not Action.OFFLOAD for d in solution.decisions)
@@ -130,10 +130,10 @@ def test_swap_reaches_below_the_floor_of_recomputing():
     gradient = build.backward()
     for rank in reversed(made):
         gradient = build.grad((gradient, rank), 5, 10.0)
-    desk = planner_for(build.step())
-    assert desk.without_offload.floor_bytes > 300
-    assert desk.floor_bytes < 120
-    fits = desk.solve(budget_bytes=200)
+    planner = planner_for(build.step())
+    assert planner.without_offload.floor_bytes > 300
+    assert planner.floor_bytes < 120
+    fits = planner.solve(budget_bytes=200)
     assert fits.offload is not None
     assert 0 < fits.offload.stall_seconds == fits.recompute_seconds
 
@@ -153,8 +153,8 @@ def test_room_hides_transfers():
 def test_transfers_have_time_to_spare_where_there_is_room():
     """A link that is slower than measured by a third adds nothing."""
     step = with_swap(chain(length=10), link(6e8))
-    desk = planner_for(step)
-    best = desk.best(desk.plain.peak_bytes * 8 // 10)
+    planner = planner_for(step)
+    best = planner.best(planner.baseline.peak_bytes * 8 // 10)
     assert best is not None
     assert best.traffic is not None and best.traffic.transfers
     assert best.stall_seconds == 0
@@ -165,11 +165,13 @@ def test_transfers_have_time_to_spare_where_there_is_room():
 @given(st.data())
 def test_placing_keeps_to_the_budget_and_to_the_values(data):
     step = data.draw(steps(swap=True).filter(can_offload))
-    desk = planner_for(step)
+    planner = planner_for(step)
     order = data.draw(
-        st.sampled_from(list(desk.problem.once(offload_sets).rows(desk.problem.search_problem.sequence(()))))
+        st.sampled_from(
+            list(planner.problem.once(offload_sets).rows(planner.problem.search_problem.sequence(())))
+        )
     )[1]
-    runs = desk.problem.search_problem.runs(order)
+    runs = planner.problem.search_problem.runs(order)
     smallest = placed(step, runs, budget_bytes=0)
     budget = smallest.peak_bytes + data.draw(st.integers(0, 100))
     found = placed(step, runs, budget_bytes=budget)
@@ -195,7 +197,7 @@ def test_a_schedule_is_carried_over_with_its_transfers():
     solution = planner_for(small).solve(
         budget_bytes=planner_for(small).problem.once(offload_alone).entries[0].peak_bytes
     )
-    budget = planner_for(large).plain.peak_bytes * 9 // 10
+    budget = planner_for(large).baseline.peak_bytes * 9 // 10
     found = planner_for(large).adapt([g.schedule for g in solution.graphs], budget_bytes=budget)
     assert found is not None
     assert found.peak_bytes <= budget
@@ -230,7 +232,7 @@ def all_plans(step):
     for chosen in product(*choices):
         some = [choice for choice in chosen if choice is not None]
         runs = []
-        for run in plain_runs(step):
+        for run in baseline_runs(step):
             runs += [Run(leave.reads[0], "swap") for leave, _, b in some if b == run.rank]
             runs.append(run)
             runs += [Run(leave.rank) for leave, a, _ in some if a == run.rank]
@@ -242,10 +244,10 @@ def all_plans(step):
 @given(tiny())
 def test_hardly_a_schedule_of_a_small_step_is_better(step):
     plans = list(all_plans(step))
-    desk = planner_for(step)
+    planner = planner_for(step)
     for budget in sorted({peak for peak, _ in plans}):
-        found = desk.best(budget)
+        found = planner.best(budget)
         least = min(seconds for peak, seconds in plans if peak <= budget)
         assert found is not None
         assert found.added_seconds <= 1.05 * least + 1e-9
-        assert desk.bounds.seconds(budget) <= least + 1e-9
+        assert planner.bounds.seconds(budget) <= least + 1e-9

@@ -18,7 +18,7 @@ from lowtide.planning.bounds.lower_bounds import Bounds
 from lowtide.planning.planner import Planner, floor, solve
 from lowtide.planning.registry import BUILT_IN
 from lowtide.planning.search.problem import Problem
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import baseline_runs, simulate
 
 SHAPES = {
     "resnet": lambda: resnet(blocks=(2, 2, 2, 1)),
@@ -44,7 +44,7 @@ def attempt(desk, budget_bytes, planner):
 def check(step, solution):
     """The figures of a solution are those of the simulator."""
     timeline = simulate(step, solution.schedule.runs)
-    plain = simulate(step, plain_runs(step))
+    plain = simulate(step, baseline_runs(step))
     assert solution.peak_bytes == timeline.peak_bytes <= solution.budget_bytes
     assert solution.recompute_seconds == timeline.added_seconds
     assert solution.peak_node == timeline.peak_node
@@ -68,7 +68,7 @@ def test_what_the_simulator_says_counts_where_the_search_counts_less(monkeypatch
     )
     step = chain(length=12)
     desk = Planner(step)
-    found = attempt(desk, int(desk.plain.peak_bytes * share), "auto")
+    found = attempt(desk, int(desk.baseline.peak_bytes * share), "auto")
     if not isinstance(found, BudgetTooSmall):
         check(step, found)
     assert desk.solve(budget_bytes=desk.floor_bytes).peak_bytes <= desk.floor_bytes
@@ -77,7 +77,7 @@ def test_what_the_simulator_says_counts_where_the_search_counts_less(monkeypatch
 @settings(max_examples=25, deadline=None)
 @given(steps(max_forward=10), st.floats(0.3, 1.0))
 def test_auto_is_never_worse_than_another_planner(step, share):
-    budget = max(1, int(simulate(step, plain_runs(step)).peak_bytes * share))
+    budget = max(1, int(simulate(step, baseline_runs(step)).peak_bytes * share))
     desk = Planner(step)
     mine = attempt(desk, budget, "auto")
     for planner in BUILT_IN:
@@ -96,7 +96,7 @@ def test_auto_is_never_worse_than_another_planner(step, share):
 def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares):
     desk = Planner(step)
     low = desk.floor().floor_bytes
-    high = simulate(step, plain_runs(step)).peak_bytes
+    high = simulate(step, baseline_runs(step)).peak_bytes
     budgets = sorted(low + int((high - low) * share) for share in (0.0, *shares))
     for planner in ("auto", "mu-two"):
         seconds = [
@@ -115,7 +115,7 @@ def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares
 def test_shapes_of_real_models(shaped):
     fixed = shaped.table.static_bytes
     for share in (0.9, 0.7, 0.5):
-        budget = fixed + int((shaped.plain.peak_bytes - fixed) * share)
+        budget = fixed + int((shaped.baseline.peak_bytes - fixed) * share)
         found = {planner: attempt(shaped, budget, planner) for planner in BUILT_IN}
         for solution in found.values():
             if not isinstance(solution, BudgetTooSmall):
@@ -208,7 +208,7 @@ def test_retained_activations_say_why():
     two = build.grad((one, dear), 5, 1.0)
     build.grad((two, cheap, written), 5, 1.0)
     step = build.step()
-    peak = simulate(step, plain_runs(step)).peak_bytes
+    peak = simulate(step, baseline_runs(step)).peak_bytes
     reasons = {d.name: (d.action, d.reason) for d in solve(step, budget_bytes=peak - 90).decisions}
     assert reasons["write_1"] == (Action.RETAINED, "cannot be recomputed: it has side effects")
     assert reasons["cheap_2"][0] is Action.RECOMPUTE
@@ -249,7 +249,7 @@ def resized(step, factor):
 
 @pytest.mark.parametrize("factor", (0.5, 0.9, 1.1, 1.15))
 def test_a_schedule_is_repaired_for_another_batch_size(shaped, factor):
-    budget = shaped.floor_bytes + (shaped.plain.peak_bytes - shaped.floor_bytes) // 3
+    budget = shaped.floor_bytes + (shaped.baseline.peak_bytes - shaped.floor_bytes) // 3
     runs = shaped.solve(budget_bytes=budget).schedule.runs
     other = Planner(resized(shaped.step, factor))
     found = other.problem.repaired(runs, budget_bytes=budget)
@@ -268,4 +268,4 @@ def test_a_chain_of_views_may_be_longer_than_the_stack_of_python():
     build.grad((build.grad((build.backward(), wide), 10, 1), value), 1, 1)
     desk = Planner(build.step())
     for planner in ("auto", "mu-two", "sqrt"):
-        desk.solve(budget_bytes=desk.plain.peak_bytes, planner=planner)
+        desk.solve(budget_bytes=desk.baseline.peak_bytes, planner=planner)

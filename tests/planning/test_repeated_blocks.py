@@ -11,7 +11,7 @@ from lowtide.planning.auto import Auto, spread_of
 from lowtide.planning.planner import Planner
 from lowtide.planning.repeated_blocks import TILE, find_repeats, representative
 from lowtide.planning.search.problem import Problem
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import baseline_runs, simulate
 
 SHARES = (0.8, 0.4)
 
@@ -33,10 +33,10 @@ def renamed(step):
     return replace(step, nodes=nodes, storages=tuple(replace(s, name="") for s in step.storages))
 
 
-def seconds_at(desk, share):
-    static, peak = desk.table.static_bytes, desk.plain.peak_bytes
-    solution = desk.solve(budget_bytes=static + int((peak - static) * share))
-    timeline = simulate(desk.step, solution.schedule.runs)
+def seconds_at(planner, share):
+    static, peak = planner.table.static_bytes, planner.baseline.peak_bytes
+    solution = planner.solve(budget_bytes=static + int((peak - static) * share))
+    timeline = simulate(planner.step, solution.schedule.runs)
     assert timeline.peak_bytes == solution.peak_bytes <= solution.budget_bytes
     assert timeline.added_seconds == solution.recompute_seconds
     return solution.recompute_seconds
@@ -67,13 +67,13 @@ def test_a_shorter_step_is_the_same_for_any_number_of_layers():
     short, same = (representative(layers(60 + more)) for more in (0, TILE))
     assert renamed(short.step) == renamed(same.step)
     assert short.most_blocks + TILE == same.most_blocks
-    plain = simulate(short.step, plain_runs(short.step))
-    assert plain.peak_bytes < simulate(layers(60), plain_runs(layers(60))).peak_bytes
+    plain = simulate(short.step, baseline_runs(short.step))
+    assert plain.peak_bytes < simulate(layers(60), baseline_runs(layers(60))).peak_bytes
     # it is a part of the whole: as many layers fewer, all else as it was
     fewer = layers(60 - short.most_blocks)
     assert len(short.step.nodes) == len(fewer.nodes)
-    assert plain.peak_bytes == simulate(fewer, plain_runs(fewer)).peak_bytes
-    assert plain.seconds == pytest.approx(simulate(fewer, plain_runs(fewer)).seconds)
+    assert plain.peak_bytes == simulate(fewer, baseline_runs(fewer)).peak_bytes
+    assert plain.seconds == pytest.approx(simulate(fewer, baseline_runs(fewer)).seconds)
 
 
 def test_a_few_equal_layers_have_no_shorter_step():
@@ -101,9 +101,9 @@ def test_the_search_does_not_grow_with_the_number_of_equal_layers(monkeypatch):
 def test_plans_are_as_good_as_of_a_search_among_all_layers(monkeypatch, odd):
     """Also where one layer is nearly equal: its row ends there."""
     step = layers(72, odd=odd)
-    desk = Planner(step)
-    assert spread_of(desk.problem) is not None
-    found = [seconds_at(desk, share) for share in SHARES]
+    planner = Planner(step)
+    assert spread_of(planner.problem) is not None
+    found = [seconds_at(planner, share) for share in SHARES]
     assert found == sorted(found)
     monkeypatch.setattr(auto, "representative", lambda step: None)
     alone = Planner(step)
@@ -111,10 +111,10 @@ def test_plans_are_as_good_as_of_a_search_among_all_layers(monkeypatch, odd):
 
 
 def test_what_a_spread_plan_holds_is_what_the_simulator_says():
-    desk = Planner(layers(60))
-    spread = spread_of(desk.problem)
+    planner = Planner(layers(60))
+    spread = spread_of(planner.problem)
     assert len(spread.points) > 5
     for point in spread.points:
-        timeline = desk.problem.search_problem.timeline(point.order)
+        timeline = planner.problem.search_problem.timeline(point.order)
         assert timeline.peak_bytes == point.peak_bytes
         assert timeline.added_seconds == pytest.approx(point.seconds)

@@ -17,7 +17,7 @@ from lowtide.planning.schedules import (
     runs_of_schedules,
     without_needless_runs,
 )
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import baseline_runs, simulate
 
 
 def graph(in_model: bool = True) -> Graph:
@@ -84,7 +84,7 @@ def test_a_part_of_a_kept_tuple_is_not_taken_again(tuple_step: Step) -> None:
     order = runs(0, 1, 2, 2, 3, 0, 1, 2, 4, 5)
     kept = runs(0, 1, 2, 3, 0, 1, 2, 4, 5)
     assert without_needless_runs(tuple_step, order) == kept
-    assert simulate(tuple_step, order).bytes_held[3] == simulate(tuple_step, kept).bytes_held[3] == 10
+    assert simulate(tuple_step, order).live_bytes[3] == simulate(tuple_step, kept).live_bytes[3] == 10
 
 
 @settings(max_examples=50)
@@ -98,7 +98,7 @@ def test_leaving_out_needless_runs_never_costs_memory(data: st.DataObject) -> No
 
 
 def test_a_plain_step_runs_each_backward_op_once(two_graphs: Step) -> None:
-    first, second = graph_schedules(two_graphs, plain_runs(two_graphs))
+    first, second = graph_schedules(two_graphs, baseline_runs(two_graphs))
     assert first.schedule == (GraphRun(3), GraphRun(4))
     assert second.schedule == (GraphRun(2),)
 
@@ -154,7 +154,7 @@ def test_the_reserve_of_an_optimizer_is_what_its_region_adds(step: Step) -> None
     assert found.optimizer_peak_bytes == max(
         (sum(sizes[s] for s in n.makes) + n.workspace_bytes for n in optimizer), default=0
     )
-    assert found.optimizer_peak_bytes <= simulate(step, plain_runs(step)).peak_bytes
+    assert found.optimizer_peak_bytes <= simulate(step, baseline_runs(step)).peak_bytes
 
 
 def test_temporaries_of_an_optimizer_live_until_they_are_last_read() -> None:

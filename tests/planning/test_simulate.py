@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from strategies import StepBuilder, orders, runs, steps
 
 from lowtide.facts import Kind, Region
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import baseline_runs, simulate
 
 
 def reference(step, schedule):
@@ -63,8 +63,8 @@ def test_equals_the_naive_reference(data):
     step = data.draw(steps(max_forward=8, swap=data.draw(st.booleans())))
     order = data.draw(orders(step))
     timeline = simulate(step, order)
-    assert timeline.bytes_held.tolist() == reference(step, order)
-    assert timeline.peak_bytes == max(timeline.bytes_held)
+    assert timeline.live_bytes.tolist() == reference(step, order)
+    assert timeline.peak_bytes == max(timeline.live_bytes)
     assert timeline.order[timeline.peak_position] == timeline.peak_rank
     assert step.nodes[timeline.peak_rank].name == timeline.peak_node
 
@@ -74,7 +74,7 @@ def test_equals_the_naive_reference(data):
 def test_kinds_add_up_and_are_never_negative(data):
     step = data.draw(steps())
     timeline = simulate(step, data.draw(orders(step)))
-    assert (sum(timeline.bytes_by_kind.values()) == timeline.bytes_held).all()
+    assert (sum(timeline.bytes_by_kind.values()) == timeline.live_bytes).all()
     assert all((held >= 0).all() for held in timeline.bytes_by_kind.values())
 
 
@@ -97,7 +97,7 @@ def test_all_but_static_and_pinned_is_freed_at_the_end(step):
     build = StepBuilder(nodes=list(step.nodes), storages=list(step.storages), region=Region.OPTIMIZER)
     build.node("end")
     stays = sum(s.nbytes for s in step.storages if s.static or s.pinned)
-    assert simulate(build.step(), plain_runs(build.step())).bytes_held[-1] == stays
+    assert simulate(build.step(), baseline_runs(build.step())).live_bytes[-1] == stays
 
 
 def chain():
@@ -112,15 +112,15 @@ def chain():
 
 
 def test_a_chain_by_hand():
-    timeline = simulate(chain(), plain_runs(chain()))
-    assert timeline.bytes_held.tolist() == [100, 117, 130, 134, 137, 118]
+    timeline = simulate(chain(), baseline_runs(chain()))
+    assert timeline.live_bytes.tolist() == [100, 117, 130, 134, 137, 118]
     assert timeline.bytes_by_kind[Kind.OTHER].tolist() == [0, 7, 0, 0, 0, 0]
     assert timeline.bytes_by_kind[Kind.GRADIENT].tolist() == [0, 0, 0, 4, 7, 8]
     assert (timeline.peak_bytes, timeline.peak_position, timeline.peak_node) == (137, 4, "grad_4")
 
 
 def test_a_recompute_lengthens_the_life_of_its_source():
-    held = simulate(chain(), runs(0, 1, 2, 3, 2, 4, 5)).bytes_held.tolist()
+    held = simulate(chain(), runs(0, 1, 2, 3, 2, 4, 5)).live_bytes.tolist()
     assert held == [100, 117, 130, 114, 134, 137, 118]
 
 
@@ -180,9 +180,9 @@ def packing():
 
 def test_what_runs_on_demand_is_made_only_where_a_remat_reads_it():
     step = packing()
-    assert simulate(step, plain_runs(step)).bytes_held.tolist() == [100, 140, 144, 149]
+    assert simulate(step, baseline_runs(step)).live_bytes.tolist() == [100, 140, 144, 149]
     packed = simulate(step, runs(0, 1, 2, 3, (1, "unpack"), 4))
-    assert packed.bytes_held.tolist() == [100, 140, 150, 114, 155, 149]
+    assert packed.live_bytes.tolist() == [100, 140, 150, 114, 155, 149]
     assert packed.added_seconds == 1.0 + 2.0
     with pytest.raises(ValueError, match="reads 'pack_2', which has not run"):
         simulate(step, runs(0, 1, 3, (1, "unpack"), 4))

@@ -69,7 +69,7 @@ def test_what_does_not_hide_is_time_added():
     assert timeline.added_seconds == timeline.stall_seconds == 9
     assert timeline.seconds == step.seconds + 9
     # 100 static; a leaves with run 3, b with run 5, and they come back with runs 8 and 10
-    assert timeline.bytes_held.tolist() == [100, 140, 160, 161, 131, 132, 116, 121, 127, 131, 146, 150]
+    assert timeline.live_bytes.tolist() == [100, 140, 160, 161, 131, 132, 116, 121, 127, 131, 146, 150]
 
 
 def test_compute_beside_transfers_is_slower_by_what_copies_take():
@@ -141,7 +141,7 @@ def test_schedules_of_graphs_say_where_values_are_let_go(data):
     graphs = graph_schedules(step, order)
     back = runs_of_schedules(step, [g.schedule for g in graphs], [g.releases for g in graphs])
     assert released_after(step, back) == released_after(step, order)
-    assert simulate(step, back).bytes_held.tolist() == simulate(step, order).bytes_held.tolist()
+    assert simulate(step, back).live_bytes.tolist() == simulate(step, order).live_bytes.tolist()
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ from lowtide.experiments.profiled_sizes import SizeInBudget
 from lowtide.facts import Region, Remat, Run, Step
 from lowtide.planning.planner import Planner
 from lowtide.planning.repeated_graphs import planner_for
-from lowtide.planning.simulate import check_runs, plain_runs, simulate, stood_in_for
+from lowtide.planning.simulate import baseline_runs, check_runs, replaced_ranks, simulate
 from lowtide.planning.variants import variants, with_chunks, without_dominated
 from lowtide.profiles import Profile
 
@@ -56,14 +56,14 @@ def test_a_chain_stands_in_for_the_ops_between_it_and_what_it_reads() -> None:
     step = formulas()
     assert [v.name for v in variants(step)] == ["op by op, offload never", "smallest chunks, offload never"]
     (first, *_) = ends(step)
-    inner = stood_in_for(step, Run(first, "slices"))
+    inner = replaced_ranks(step, Run(first, "slices"))
     assert [step.nodes[rank].op for rank in inner] == ["third_backward", "second_backward"]
-    assert stood_in_for(step, Run(first)) == ()
-    runs = [Run(run.rank, "slices") if run.rank == first else run for run in plain_runs(step)]
+    assert replaced_ranks(step, Run(first)) == ()
+    runs = [Run(run.rank, "slices") if run.rank == first else run for run in baseline_runs(step)]
     with_inner = simulate(step, [run for run in runs if run.rank not in inner])
     assert with_inner.added_seconds == pytest.approx(1e-4)
     with pytest.raises(ValueError, match="has not run"):
-        check_runs(step, [run for run in plain_runs(step) if run.rank not in inner])
+        check_runs(step, [run for run in baseline_runs(step) if run.rank not in inner])
 
 
 @pytest.mark.parametrize("extra_seconds", [1e-4, -1e-4])
@@ -86,7 +86,7 @@ def test_never_worse_than_without_and_monotone(extra_seconds: float) -> None:
     with pytest.raises(BudgetTooSmall) as caught:
         desk.solve(budget_bytes=low - 1)
     assert caught.value.floor_bytes == low
-    assert desk.solve(budget_bytes=high, planner="mu-two").schedule.runs == plain_runs(step)
+    assert desk.solve(budget_bytes=high, planner="mu-two").schedule.runs == baseline_runs(step)
 
 
 def test_what_a_chain_makes_inside_of_itself_is_said_to_be_recomputed() -> None:
@@ -120,10 +120,10 @@ def test_a_size_that_holds_more_and_is_hardly_faster_is_not_looked_at() -> None:
 def test_a_choice_is_a_step_of_its_own() -> None:
     step = formulas()
     choice = tuple(Run(rank, "slices") for rank in ends(step))
-    alone = simulate(with_chunks(step, choice), plain_runs(step))
-    inner = {rank for run in choice for rank in stood_in_for(step, run)}
-    runs = [dict(choice).get(run.rank, "") for run in plain_runs(step)]
-    same = [Run(run.rank, how) for run, how in zip(plain_runs(step), runs, strict=True)]
+    alone = simulate(with_chunks(step, choice), baseline_runs(step))
+    inner = {rank for run in choice for rank in replaced_ranks(step, run)}
+    runs = [dict(choice).get(run.rank, "") for run in baseline_runs(step)]
+    same = [Run(run.rank, how) for run, how in zip(baseline_runs(step), runs, strict=True)]
     assert simulate(step, [run for run in same if run.rank not in inner]).peak_bytes == alone.peak_bytes
 
 

@@ -156,7 +156,7 @@ def test_counters_reach_the_peak_and_add_up(case, events):
         for event in counters:
             values[event["name"]] = event["args"]["bytes"]
         assert sum(values.values()) == 2 * values["memory: total"]
-        assert values["memory: total"] == timeline.bytes_held[-1]
+        assert values["memory: total"] == timeline.live_bytes[-1]
 
 
 def test_the_file_is_plain_json(case, tmp_path):

@@ -7,7 +7,7 @@ from report_cases import make_case
 from strategies import steps
 
 from lowtide.facts import Step
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import baseline_runs, simulate
 from lowtide.profiles import Profile
 from lowtide.report.live_tensors import NARROWEST, by_module, by_source, flame, live_at_peak
 
@@ -17,7 +17,7 @@ from lowtide.report.live_tensors import NARROWEST, by_module, by_source, flame, 
 def test_the_rows_add_up_to_the_peak(step: Step) -> None:
     found = Profile(step)
     for timeline in (
-        simulate(step, plain_runs(step)),
+        simulate(step, baseline_runs(step)),
         simulate(step, found.plan(max(found.floor_bytes, 1)).solution.schedule.runs),
     ):
         rows = live_at_peak(step, timeline)

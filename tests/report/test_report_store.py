@@ -102,7 +102,8 @@ def test_curves_with_and_without_the_store_are_in_one_picture(case):
     step = case[0]
     profile = Profile(step)
     curve, without = (
-        tradeoff_points(desk.tradeoff(points=4)) for desk in (profile._desk, profile._desk.without_offload)
+        tradeoff_points(desk.tradeoff(points=4))
+        for desk in (profile._planner, profile._planner.without_offload)
     )
     assert any(point.offloaded for point in curve)
     assert not any(point.offloaded for point in without)
@@ -118,7 +119,7 @@ def test_curves_with_and_without_the_store_are_in_one_picture(case):
     )
     assert "The blue curve may use the store" in page
     assert [p.peak_bytes for p in profile.tradeoff(points=4, offload=False)] == [
-        s.peak_bytes for s in profile._desk.without_offload.tradeoff(points=4)
+        s.peak_bytes for s in profile._planner.without_offload.tradeoff(points=4)
     ]
 
 

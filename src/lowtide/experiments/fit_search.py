@@ -247,7 +247,7 @@ class Search:
         key = (planned, profiled)
         if key not in self._live:
             step = with_remats_of(profiled.profile.step, planned.profile.step, Fraction(size, other))
-            self._live[key] = simulate(step, planned.lowest_runs).bytes_held
+            self._live[key] = simulate(step, planned.lowest_runs).live_bytes
         return self._live[key]
 
     def _planned(self) -> dict[int, tuple[int, SizeInBudget]]:

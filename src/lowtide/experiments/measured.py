@@ -12,7 +12,7 @@ from lowtide.errors import FreshProcessError
 from lowtide.experiments.machine import check_memory, why_not
 from lowtide.facts import Action
 from lowtide.facts.sizes import parse_size
-from lowtide.planning.simulate import eager_runs, walked
+from lowtide.planning.simulate import eager_runs, simulate_unchecked
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
 from lowtide.report.results import Measurement, Results, StepMeasurement, TradeoffPoint, with_why
@@ -86,7 +86,7 @@ def profile_by_running(
     from lowtide.trace.identity import user_tensors
 
     captured = capture(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
-    peak_bytes = walked(captured.step, eager_runs(captured.step)).peak_bytes
+    peak_bytes = simulate_unchecked(captured.step, eager_runs(captured.step)).peak_bytes
     check_memory(captured.step, peak_bytes=peak_bytes, what="running the step whole (--mode run)")
     tensors = user_tensors(target.model, target.batch)
     limit_bytes = parse_size(memory_limit)

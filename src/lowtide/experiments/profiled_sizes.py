@@ -221,7 +221,7 @@ class ProfiledSizes:
             return None
         timelines = {one: profiled[one].profile.timeline for one in chosen}
         if len({timeline.runs for timeline in timelines.values()}) == 1:
-            return interpolate_peak(size, {one: timeline.bytes_held for one, timeline in timelines.items()})
+            return interpolate_peak(size, {one: timeline.live_bytes for one, timeline in timelines.items()})
         step = interpolate_step(size, {one: profiled[one].profile.step for one in chosen})
         return Profile(step).peak_bytes
 

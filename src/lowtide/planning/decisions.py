@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lowtide.facts import Action, Activation, Decision, Kind, Region, Remat, Run, Step
 from lowtide.planning.search.table import Table
-from lowtide.planning.simulate import Timeline, extra_seconds, is_again, remat_of, source_of, stood_in_for
+from lowtide.planning.simulate import Timeline, extra_seconds, is_remat, remat_of, replaced_ranks, source_of
 from lowtide.planning.transfer_model import is_fetch, released_after, value_of
 from lowtide.units import format_size
 
@@ -80,7 +80,7 @@ def decide(
 def _by_rank(timeline: Timeline, num_nodes: int) -> NDArray[np.int64]:
     """Bytes held during the first run of every rank; 0 for those that do not run."""
     held = np.zeros(num_nodes, dtype=np.int64)
-    for run, nbytes in zip(timeline.runs, timeline.bytes_held, strict=True):
+    for run, nbytes in zip(timeline.runs, timeline.live_bytes, strict=True):
         if run.is_first:
             held[run.rank] = nbytes
     return held
@@ -142,11 +142,11 @@ def _within_others(step: Step, runs: Sequence[Run]) -> dict[Run, list[int]]:
     }
     found: dict[Run, list[int]] = {}
     for run in runs:
-        if run.is_first or is_again(step, run):
+        if run.is_first or is_remat(step, run):
             continue
         plain = [
             storage
-            for rank in (run.rank, *stood_in_for(step, run))
+            for rank in (run.rank, *replaced_ranks(step, run))
             for value in step.nodes[rank].reads
             if step.nodes[value].region is Region.FORWARD
             for storage in step.nodes[value].holds

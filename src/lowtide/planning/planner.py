@@ -68,7 +68,7 @@ class Planner:
         return self.problem.table
 
     @property
-    def plain(self) -> Timeline:
+    def baseline(self) -> Timeline:
         return self.problem.baseline
 
     @property
@@ -152,7 +152,7 @@ class Planner:
         timeline = self.planned(planner, budget_bytes)
         if timeline.peak_bytes > budget_bytes:
             if may_be_eager and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
-                plain = self._solution(planner, self.plain, budget_bytes)
+                plain = self._solution(planner, self.baseline, budget_bytes)
                 return replace(plain, peak_bytes=self.eager_peak_bytes, eager=True, lower_bound_seconds=0.0)
             raise self._too_small(planner, budget_bytes, timeline)
         return self._solution(planner, timeline, budget_bytes)
@@ -187,12 +187,12 @@ class Planner:
             peak_node=timeline.peak_node,
             baseline_peak_bytes=self.eager_peak_bytes,
             floor_bytes=self.floor_bytes if planner == "auto" else None,
-            step_seconds=self.plain.seconds,
+            step_seconds=self.baseline.seconds,
             recompute_seconds=max(0.0, timeline.added_seconds),
             decisions=decide(
                 self.table,
                 self.activations,
-                plain=self.plain,
+                plain=self.baseline,
                 planned=timeline,
                 budget_bytes=budget_bytes,
             ),

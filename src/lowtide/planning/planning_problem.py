@@ -12,7 +12,7 @@ from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.dropped_storages import retain_only
 from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import RematSet, Table, make_table, schedule_of
-from lowtide.planning.simulate import Timeline, plain_runs, simulate
+from lowtide.planning.simulate import Timeline, baseline_runs, simulate
 from lowtide.planning.transfer_model import can_offload
 from lowtide.planning.transfer_schedule import placed
 
@@ -42,7 +42,7 @@ class PlanningProblem:
     @cached_property
     def baseline(self) -> Timeline:
         """The step without any remat."""
-        return simulate(self.step, plain_runs(self.step))
+        return simulate(self.step, baseline_runs(self.step))
 
     @cached_property
     def activations(self) -> tuple[Activation, ...]:

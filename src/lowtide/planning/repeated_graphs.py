@@ -242,12 +242,12 @@ class RepeatedGraphsPlanner(Planner):
     def _stretches(self) -> Iterator[_Stretch]:
         plain = [options[0] for options in self.options]
         of = {graph: plain[kind] for kind, graphs in enumerate(self.kinds) for graph in graphs}
-        timeline = self.plain
+        timeline = self.baseline
         waiting: list[int] = []
         position = 0
         for (region, graph), group in groupby(timeline.runs, key=lambda run: self._place(run.rank)):
             length = len(list(group))
-            held = int(timeline.bytes_held[position : position + length].max())
+            held = int(timeline.live_bytes[position : position + length].max())
             position += length
             is_backward = region is Region.BACKWARD
             if is_backward and graph in waiting:
@@ -304,12 +304,12 @@ def _within(options: Sequence[Option], share: float) -> list[int]:
 
 def _options(step: Step, segment: int) -> list[Option]:
     alone = Planner(step_of_graph(step, segment, rest_bytes=0))
-    found = {_option(alone.step, alone.plain)}
+    found = {_option(alone.step, alone.baseline)}
     if alone.table.uses:
         for share in SHARES_OF_REST:
-            rest_bytes = int(alone.plain.peak_bytes * share)
+            rest_bytes = int(alone.baseline.peak_bytes * share)
             desk = Planner(step_of_graph(step, segment, rest_bytes=rest_bytes)) if rest_bytes else alone
-            high, low = desk.plain.peak_bytes, desk.floor().floor_bytes
+            high, low = desk.baseline.peak_bytes, desk.floor().floor_bytes
             for number in range(NUM_BUDGETS):
                 budget_bytes = high - (high - low) * number // (NUM_BUDGETS - 1)
                 timeline = desk.best(budget_bytes)
@@ -321,7 +321,7 @@ def _options(step: Step, segment: int) -> list[Option]:
 def _option(step: Step, timeline: Timeline) -> Option:
     border = next(i for i, run in enumerate(timeline.runs) if step.nodes[run.rank].name == REST)
     rest_bytes = step.storages[-1].nbytes
-    held = timeline.bytes_held
+    held = timeline.live_bytes
     return Option(
         seconds=timeline.added_seconds,
         held_bytes=int(held[border]) - rest_bytes,

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lowtide.facts import UPDATE, Graph, GraphRun, Kind, Node, Region, Reserve, Run, Step, Storage
-from lowtide.planning.simulate import Timeline, eager_runs, is_again, plain_runs, simulate, source_of, walked
+from lowtide.planning.simulate import (
+    Timeline,
+    baseline_runs,
+    eager_runs,
+    is_remat,
+    simulate,
+    simulate_unchecked,
+    source_of,
+)
 from lowtide.planning.transfer_model import (
     last_forward_reads,
     released_after,
@@ -40,7 +48,7 @@ def as_eager(step: Step) -> Step:
 
 def eager_timeline(step: Step) -> Timeline:
     """What a step holds as eager PyTorch runs it."""
-    return walked(as_eager(step), eager_runs(step))
+    return simulate_unchecked(as_eager(step), eager_runs(step))
 
 
 def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -51,7 +59,7 @@ def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:
     brought_back: set[int] = set()
     kept = []
     for run in runs:
-        if is_again(step, run):
+        if is_remat(step, run):
             remat = source_of(step, run)
             if not remat.makes and brought_back.isdisjoint(remat.reads):
                 continue
@@ -170,7 +178,7 @@ def _with_ends(step: Step, runs: Iterable[Run], ends: list[Run]) -> list[Run]:
     """A schedule with what it does not count, each before the first op of a later rank."""
     found: list[Run] = []
     for run in runs:
-        while ends and not is_again(step, run) and ends[0].rank < run.rank:
+        while ends and not is_remat(step, run) and ends[0].rank < run.rank:
             found.append(ends.pop(0))
         found.append(run)
     return found + ends
@@ -218,15 +226,15 @@ class OptimizerStep:
 def optimizer_step(step: Step, timeline: Timeline, budget_bytes: int) -> OptimizerStep:
     """The optimizer's step whole, or in the largest pieces within the budget, or else in the smallest."""
     ways = (0, *(piece_bytes for piece_bytes, _ in reversed(step.optimizer_chunks)))
-    found = [step_in_pieces(step, timeline, piece_bytes) for piece_bytes in ways]
+    found = [split_optimizer_step(step, timeline, piece_bytes) for piece_bytes in ways]
     return next((way for way in found if way.peak_bytes <= budget_bytes), found[-1])
 
 
-def step_in_pieces(step: Step, timeline: Timeline, piece_bytes: int) -> OptimizerStep:
+def split_optimizer_step(step: Step, timeline: Timeline, piece_bytes: int) -> OptimizerStep:
     """The optimizer's step in pieces of `piece_bytes`, one of those that the step knows, or whole for 0."""
     most = dict(step.optimizer_chunks).get(piece_bytes)
     peak_bytes = inside_bytes = 0
-    for run, held_bytes in zip(timeline.runs, timeline.bytes_held, strict=True):
+    for run, held_bytes in zip(timeline.runs, timeline.live_bytes, strict=True):
         node = step.nodes[run.rank]
         if node.region is Region.OPTIMIZER:
             whole = node.workspace_bytes + node.extra_eager_bytes
@@ -313,8 +321,8 @@ def _loss_reserve(step: Step) -> Reserve:
     border = [*loss, *arrivals]
     own = {s for node in border for s in node.makes if not step.storages[s].static}
     storages = tuple(s if s.id in own else replace(s, nbytes=0) for s in step.storages)
-    timeline = simulate(replace(step, storages=storages), plain_runs(step))
-    alone = {run.rank: int(held) for run, held in zip(timeline.runs, timeline.bytes_held, strict=True)}
+    timeline = simulate(replace(step, storages=storages), baseline_runs(step))
+    alone = {run.rank: int(held) for run, held in zip(timeline.runs, timeline.live_bytes, strict=True)}
     kept = {s for s in own if step.storages[s].pinned} | {s for n in arrivals for s in n.holds if s in own}
     tangent_bytes = sum(graph.tangent_bytes for graph in step.graphs if graph.in_model)
     return Reserve(

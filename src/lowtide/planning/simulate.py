@@ -29,7 +29,7 @@ Bytes = NDArray[np.int64]
 class Timeline:
     """Bytes held during each run of a schedule; position `i` is that of `runs[i]`.
 
-    `bytes_by_kind` adds up to `bytes_held`; workspace inside ops counts as `Kind.OTHER`.
+    `bytes_by_kind` adds up to `live_bytes`; workspace inside ops counts as `Kind.OTHER`.
     `last_read[i]` is the position of the last run that reads the value made at `i` (`i` if none).
     `blocks` are all that are made: the storage, and the positions of the first and the last run that hold it.
     `added_seconds` are those of `seconds` that the plain step does not take; what the `traffic` with
@@ -37,7 +37,7 @@ class Timeline:
     """
 
     runs: tuple[Run, ...]
-    bytes_held: Bytes
+    live_bytes: Bytes
     bytes_by_kind: dict[Kind, Bytes]
     last_read: tuple[int, ...]
     peak_bytes: int
@@ -61,7 +61,7 @@ class Timeline:
         return tuple(run.rank for run in self.runs)
 
 
-def plain_runs(step: Step) -> tuple[Run, ...]:
+def baseline_runs(step: Step) -> tuple[Run, ...]:
     """The step as it runs without any plan."""
     return tuple(Run(node.rank) for node in step.nodes if not node.on_demand)
 
@@ -96,16 +96,16 @@ def remat_of(step: Step, run: Run) -> Remat:
     return remat
 
 
-def is_again(step: Step, run: Run) -> bool:
+def is_remat(step: Step, run: Run) -> bool:
     """Whether a run brings a value back; that of a backward node by a method is its first."""
     return not run.is_first and step.nodes[run.rank].region is Region.FORWARD
 
 
-def stood_in_for(step: Step, run: Run) -> tuple[int, ...]:
+def replaced_ranks(step: Step, run: Run) -> tuple[int, ...]:
     """The backward ranks that need not run where `run` does, its own apart: those between it and what it
     reads. None for a first run by no method."""
     remat = step.nodes[run.rank].remat(run.rule)
-    if remat is None or is_again(step, run):
+    if remat is None or is_remat(step, run):
         return ()
     reads = set(remat.reads)
     found: set[int] = set()
@@ -120,13 +120,13 @@ def stood_in_for(step: Step, run: Run) -> tuple[int, ...]:
 
 def extra_seconds(step: Step, run: Run) -> float:
     """What a run of a backward node by a method takes longer than the ops that it stands in for."""
-    plain = [-step.nodes[rank].seconds for rank in (run.rank, *stood_in_for(step, run))]
+    plain = [-step.nodes[rank].seconds for rank in (run.rank, *replaced_ranks(step, run))]
     return fsum([remat_of(step, run).seconds, *plain])
 
 
 def _added_seconds(step: Step, run: Run) -> float:
     """What a run takes that the plain step does not have."""
-    if is_again(step, run) or step.nodes[run.rank].on_demand:
+    if is_remat(step, run) or step.nodes[run.rank].on_demand:
         return source_of(step, run).seconds
     return 0.0 if run.is_first else extra_seconds(step, run)
 
@@ -166,12 +166,12 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
     before: Node | None = None
     needless = {node.rank for node in nodes if node.on_demand}
     known = [run for run in runs if run.rule and 0 <= run.rank < len(nodes)]
-    needless.update(rank for run in known for rank in stood_in_for(step, run))
+    needless.update(rank for run in known for rank in replaced_ranks(step, run))
     for position, run in enumerate(runs):
         rank = run.rank
         try:
             _check_run(step, run, seen)
-            if is_again(step, run):
+            if is_remat(step, run):
                 waiting.append(nodes[rank])
                 continue
             if nodes[rank].movable:
@@ -200,7 +200,7 @@ def _check_run(step: Step, run: Run, seen: set[int]) -> None:
     node = step.nodes[rank]
     if method and node.region is not Region.FORWARD and (rank in seen or not node.remats):
         raise ValueError(f"'{node.name}' is not a forward node, yet brought back")
-    if is_again(step, run) and rank not in seen:
+    if is_remat(step, run) and rank not in seen:
         raise ValueError(f"'{node.name}' is brought back before it has run")
     reads = source_of(step, run).reads if method else node.reads
     if not seen.issuperset(reads):
@@ -243,10 +243,10 @@ def _check_slot(waiting: Sequence[Node], before: Node, slot: int) -> None:
 def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
     """Walk `runs` and count. ValueError when they are not a schedule of `step`."""
     check_runs(step, runs)
-    return walked(step, runs)
+    return simulate_unchecked(step, runs)
 
 
-def walked(step: Step, runs: Sequence[Run]) -> Timeline:
+def simulate_unchecked(step: Step, runs: Sequence[Run]) -> Timeline:
     """The same for runs in any order in which they can run, such as eager's own."""
     nodes, storages = step.nodes, step.storages
     static = [storage.static for storage in storages]
@@ -265,7 +265,7 @@ def walked(step: Step, runs: Sequence[Run]) -> Timeline:
         rank, method = run
         node = nodes[rank]
         source = source_of(step, run) if method else node
-        again = is_again(step, run)
+        again = is_remat(step, run)
         first_value[rank] = not again
         whole = tuple_of(step, source) if isinstance(source, Remat) else None
         if whole is None or not first_value[whole]:
@@ -302,14 +302,14 @@ def walked(step: Step, runs: Sequence[Run]) -> Timeline:
     stalls = [] if traffic is None else [transfer.added_seconds for transfer in traffic.transfers]
     bytes_by_kind = _count(step, block_storage, block_start, block_end, num_runs)
     bytes_by_kind[Kind.OTHER] = bytes_by_kind[Kind.OTHER] + np.array(workspace, dtype=np.int64)
-    bytes_held = sum(bytes_by_kind.values(), start=np.zeros(num_runs, dtype=np.int64))
-    peak = int(bytes_held.argmax()) if num_runs else 0
+    live_bytes = sum(bytes_by_kind.values(), start=np.zeros(num_runs, dtype=np.int64))
+    peak = int(live_bytes.argmax()) if num_runs else 0
     return Timeline(
         runs=tuple(runs),
-        bytes_held=bytes_held,
+        live_bytes=live_bytes,
         bytes_by_kind=bytes_by_kind,
         last_read=tuple(last_read),
-        peak_bytes=int(bytes_held[peak]) if num_runs else 0,
+        peak_bytes=int(live_bytes[peak]) if num_runs else 0,
         peak_position=peak,
         peak_rank=runs[peak].rank if num_runs else 0,
         peak_node=nodes[runs[peak].rank].name if num_runs else "",

@@ -104,7 +104,7 @@ def offload_remat(node: Node) -> Remat | None:
     return next((remat for remat in node.remats if remat.action is Action.OFFLOAD), None)
 
 
-def swapped_bytes(step: Step, rank: int) -> int:
+def transfer_bytes(step: Step, rank: int) -> int:
     """What a transfer of the value of `rank` moves."""
     remat = offload_remat(step.nodes[rank])
     assert remat is not None
@@ -127,7 +127,7 @@ def walk(step: Step, runs: Sequence[Run], link: TransferSpeed) -> Traffic:
     run_seconds: list[float] = []
 
     def ask(node: int, position: int, *, is_write: bool) -> _Open:
-        nbytes = swapped_bytes(step, node)
+        nbytes = transfer_bytes(step, node)
         takes = link.write_seconds(nbytes) if is_write else link.read_seconds(nbytes)
         begin = max(clock, free[is_write])
         free[is_write] = begin + takes

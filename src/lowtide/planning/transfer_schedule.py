@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lowtide.facts import Run, Step, TransferSpeed
 from lowtide.planning.simulate import Timeline, recompute_slots, simulate, source_of
-from lowtide.planning.transfer_model import is_fetch, last_forward_reads, swapped_bytes, value_of
+from lowtide.planning.transfer_model import is_fetch, last_forward_reads, transfer_bytes, value_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def placed(step: Step, runs: Sequence[Run], *, budget_bytes: int, slack: float =
     smallest = _together(
         frame, [release.earliest for release in frame.releases], [fetch.latest for fetch in frame.fetches]
     )
-    held = simulate(step, smallest).bytes_held
+    held = simulate(step, smallest).live_bytes
     in_frame = [not (step.nodes[run.rank].movable or is_fetch(step, run)) for run in smallest]
     room = budget_bytes - held[in_frame]
     slow = replace(
@@ -122,7 +122,7 @@ def _frame(step: Step, runs: Sequence[Run]) -> _Frame:
             if read in waiting:
                 fetch = waiting.pop(read)
                 earliest = last_read.get(read, -1) + 1
-                fetches.append(_Fetch(fetch, earliest, len(kept), swapped_bytes(step, read)))
+                fetches.append(_Fetch(fetch, earliest, len(kept), transfer_bytes(step, read)))
             last_read[read] = len(kept)
         if run.is_first:
             first_run[run.rank] = len(kept)
@@ -164,7 +164,7 @@ def _releases(step: Step, leaves: Sequence[int], first_run: Mapping[int, int]) -
             made=first_run[value_of(step, leave)],
             earliest=first_run[last_use[leave]],
             latest=ends[step.nodes[leave].segment],
-            nbytes=swapped_bytes(step, value_of(step, leave)),
+            nbytes=transfer_bytes(step, value_of(step, leave)),
         )
         for leave in leaves
     ]

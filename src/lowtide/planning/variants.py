@@ -27,8 +27,8 @@ from lowtide.planning.offload_sets import Offloading, offload_sets, with_slack
 from lowtide.planning.planning_problem import PlanningProblem
 from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.problem import Ints
-from lowtide.planning.simulate import Timeline, extra_seconds, is_again, remat_of, simulate, stood_in_for
-from lowtide.planning.transfer_model import can_offload, swapped_bytes
+from lowtide.planning.simulate import Timeline, extra_seconds, is_remat, remat_of, replaced_ranks, simulate
+from lowtide.planning.transfer_model import can_offload, transfer_bytes
 
 FASTER = 0.9
 """Measured times differ by up to this factor by chance: a chain in chunks is faster below it."""
@@ -226,7 +226,7 @@ def _priced(step: Step, node: Node) -> tuple[Remat, ...]:
     for remat in node.remats:
         seconds = remat.seconds
         if remat.action is Action.OFFLOAD:
-            nbytes = swapped_bytes(step, node.rank)
+            nbytes = transfer_bytes(step, node.rank)
             seconds += speed.write_seconds(nbytes) + speed.read_seconds(nbytes)
         found.append(replace(remat, seconds=seconds))
     return tuple(found)
@@ -272,7 +272,7 @@ def _chosen(step: Step, choose: Callable[[Step, Node], Remat | None]) -> Chunked
 
 def _fastest(step: Step, node: Node) -> Remat | None:
     remat = min(node.remats, key=lambda r: (r.seconds, r.workspace_bytes))
-    now = [node.rank, *stood_in_for(step, Run(node.rank, remat.rule))]
+    now = [node.rank, *replaced_ranks(step, Run(node.rank, remat.rule))]
     return remat if remat.seconds < FASTER * fsum(step.nodes[rank].seconds for rank in now) else None
 
 
@@ -294,7 +294,7 @@ def with_chunks(step: Step, chunks: ChunkedRuns) -> Step:
     nodes = list(step.nodes)
     for run in chunks:
         remat = remat_of(step, run)
-        for rank in stood_in_for(step, run):
+        for rank in replaced_ranks(step, run):
             nodes[rank] = replace(
                 nodes[rank], reads=(), holds=(), makes=(), seconds=0.0, workspace_bytes=0, remats=()
             )
@@ -312,7 +312,7 @@ def as_chunks(step: Step, runs: Sequence[Run], chunks: ChunkedRuns) -> tuple[Run
     if not chunks:
         return tuple(runs)
     by_rank: Mapping[int, Run] = {run.rank: run for run in chunks}
-    needless = {rank for run in chunks for rank in stood_in_for(step, run)}
+    needless = {rank for run in chunks for rank in replaced_ranks(step, run)}
     return tuple(
         by_rank.get(run.rank, run) if run.is_first else run
         for run in runs
@@ -322,15 +322,15 @@ def as_chunks(step: Step, runs: Sequence[Run], chunks: ChunkedRuns) -> tuple[Run
 
 def chunks_of(step: Step, runs: Sequence[Run]) -> ChunkedRuns:
     """The chains that a schedule of the step runs in chunks."""
-    return tuple(run for run in runs if not run.is_first and not is_again(step, run))
+    return tuple(run for run in runs if not run.is_first and not is_remat(step, run))
 
 
 def as_ops(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:
     """A schedule of the step as one of `with_chunks(step, chunks_of(step, runs))`."""
-    left_out = sorted((rank for run in runs for rank in stood_in_for(step, run)), reverse=True)
+    left_out = sorted((rank for run in runs for rank in replaced_ranks(step, run)), reverse=True)
     found: list[Run] = []
     for run in runs:
-        if is_again(step, run):
+        if is_remat(step, run):
             found.append(run)
             continue
         while left_out and left_out[-1] < run.rank:

@@ -15,7 +15,7 @@ from torch import fx
 
 from lowtide.analyze.captured_step import Captured
 from lowtide.facts import Run, Step
-from lowtide.planning.simulate import eager_runs, walked
+from lowtide.planning.simulate import eager_runs, simulate_unchecked
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, KnownCosts, measure_costs
 from lowtide.profiling.devices import OpTiming, device_for, outside_profiler, rest_after, typical_seconds
 from lowtide.torch_compat.dispatch import iter_tensors, storage_key
@@ -168,7 +168,7 @@ def run_costs(
     remat rules that run another op) are measured op by op by `measure_costs`, which takes the other
     arguments. Needs the memory of the step.
     """
-    peak = walked(captured.step, eager_runs(captured.step)).peak_bytes
+    peak = simulate_unchecked(captured.step, eager_runs(captured.step)).peak_bytes
     logger.warning("running the whole step for real, which takes about %s", format_size(peak))
     step, known = measure_costs(
         captured, memory_limit_bytes=memory_limit_bytes, use_cache=use_cache, progress=progress

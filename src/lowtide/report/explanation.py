@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowtide.errors import LowtideError
 from lowtide.facts import Action, Activation, Decision, Region, Run, Solution, Step
 from lowtide.planning.activations import activations
-from lowtide.planning.simulate import is_again, source_of
+from lowtide.planning.simulate import is_remat, source_of
 from lowtide.report.payload import pack_integers
 from lowtide.report.style import duration, short_source, size
 
@@ -39,7 +39,7 @@ class Neighbourhoods:
                 self._holders.setdefault(storage, []).append(node.rank)
             for read in node.reads:
                 self._readers.setdefault(read, []).append(node.rank)
-        self._again = {run.rank: run for run in runs if is_again(step, run)}
+        self._again = {run.rank: run for run in runs if is_remat(step, run)}
 
     def of(self, activation: Activation) -> Around:
         nodes = self.step.nodes

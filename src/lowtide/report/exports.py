@@ -74,7 +74,7 @@ def write_node_stats(path: Path, step: Step, timeline: Timeline) -> Path:
             " ".join(remat.rule for remat in node.remats), node.fixed, _flag(node.estimated),
         )
         for node, live in zip(
-            (step.nodes[run.rank] for run in timeline.runs), timeline.bytes_held.tolist(), strict=True
+            (step.nodes[run.rank] for run in timeline.runs), timeline.live_bytes.tolist(), strict=True
         )
     )  # fmt: skip
     return _write(path, NODE_COLUMNS, rows)
@@ -248,7 +248,7 @@ def _events(step: Step, timeline: Timeline, pid: int) -> list[dict[str, Any]]:
     threads = _threads(pid, timeline)
     waits = run_waits(timeline)
     live = {LABELS[kind]: timeline.bytes_by_kind[kind].tolist() for kind in STACK}
-    live["total"] = timeline.bytes_held.tolist()
+    live["total"] = timeline.live_bytes.tolist()
     events: list[dict[str, Any]] = []
     shown: dict[str, int] = {}
     now = 0.0

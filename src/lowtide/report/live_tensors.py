@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lowtide.facts import Kind, Step
-from lowtide.planning.simulate import Timeline, is_again
+from lowtide.planning.simulate import Timeline, is_remat
 from lowtide.report.style import short_source
 
 OUTSIDE = "outside of modules"
@@ -72,7 +72,7 @@ def live_at_peak(step: Step, timeline: Timeline) -> list[LiveTensor]:
             continue
         run = timeline.runs[start]
         maker = step.nodes[run.rank]
-        again = ", rematerialized" if is_again(step, run) else ""
+        again = ", rematerialized" if is_remat(step, run) else ""
         reader = step.nodes[timeline.runs[end].rank].name
         kept = "live to the end of the step" if storage.pinned and end == last else f"read last by {reader}"
         rows.append(

@@ -79,7 +79,7 @@ def timeline_svg(shown: Timeline, *, other: Timeline | None = None, budget_bytes
     if not shown.runs:
         return ""
     top = max(shown.peak_bytes, other.peak_bytes if other else 0, budget_bytes or 0, 1)
-    columns = _columns(shown.bytes_held)
+    columns = _columns(shown.live_bytes)
     drawn = []
     below = np.zeros(len(columns), dtype=np.int64)
     for kind in style.STACK:
@@ -93,7 +93,7 @@ def timeline_svg(shown: Timeline, *, other: Timeline | None = None, budget_bytes
             )
         below = above
     if other is not None:
-        points = _points(other.bytes_held[_columns(other.bytes_held)], top)
+        points = _points(other.live_bytes[_columns(other.live_bytes)], top)
         drawn.append(_line(points, style.BEFORE, "baseline"))
     if budget_bytes is not None:
         y = _y(budget_bytes, top)

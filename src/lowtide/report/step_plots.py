@@ -57,7 +57,7 @@ def plot_node_memory(step: Step, timeline: Timeline) -> "Figure":
     own = np.array([active_bytes(step, step.nodes[rank]) for rank in timeline.order])
     positions = np.arange(len(timeline.order))
     for axes, live, label, colour in (
-        (whole, timeline.bytes_held, "all live", style.AFTER),
+        (whole, timeline.live_bytes, "all live", style.AFTER),
         (part, own, "the op's own", style.RECOMPUTE),
     ):
         unit, scale = byte_unit(float(live.max(initial=0)))
@@ -110,7 +110,7 @@ def plot_before_after(
     scale = _stack(axes, after, times_after)
     axes.step(
         times_before,
-        _closed(before.bytes_held) / scale,
+        _closed(before.live_bytes) / scale,
         where="post",
         color=INK,
         lw=1.4,

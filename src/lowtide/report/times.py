@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.facts import Node, Region, Run, Step
-from lowtide.planning.simulate import Timeline, is_again, source_of
+from lowtide.planning.simulate import Timeline, is_remat, source_of
 from lowtide.planning.transfer_model import Traffic, Transfer
 
 RECOMPUTE = "recompute"
@@ -38,7 +38,7 @@ def timed(step: Step, runs: Sequence[Run]) -> list[_Timed]:
     found = []
     for run in runs:
         node, seconds = step.nodes[run.rank], source_of(step, run).seconds
-        part = RECOMPUTE if is_again(step, run) or node.on_demand else node.region
+        part = RECOMPUTE if is_remat(step, run) or node.on_demand else node.region
         found.append(_Timed(node=node, seconds=seconds, part=part))
     return found
 

@@ -20,7 +20,7 @@ from lowtide.facts import Graph, Node, Region, Run, Solution, Step
 from lowtide.facts.plan import EXECUTORS
 from lowtide.ops.direct import direct_function, direct_parts
 from lowtide.planning.planner import Planner
-from lowtide.planning.schedules import scheduled_ranks, step_in_pieces
+from lowtide.planning.schedules import scheduled_ranks, split_optimizer_step
 from lowtide.planning.simulate import simulate, source_of
 from lowtide.remat import rule_named
 from lowtide.runtime.rewrite import rewrite
@@ -237,11 +237,13 @@ def compiled_peak(step: Step, solution: Solution, segment: Segment, executor: In
     rises = _rises(step, number, solution.graphs[number], segment, executor)
     timeline = simulate(step, solution.schedule.runs)
     piece_bytes = solution.optimizer_chunk_bytes
-    peak_bytes = 0 if solution.step_in_backward else step_in_pieces(step, timeline, piece_bytes).peak_bytes
+    peak_bytes = (
+        0 if solution.step_in_backward else split_optimizer_step(step, timeline, piece_bytes).peak_bytes
+    )
     begun: set[Region] = set()
     for position, run in enumerate(timeline.runs):
         region = _region(step, run)
-        node, live_bytes = step.nodes[run.rank], int(timeline.bytes_held[position])
+        node, live_bytes = step.nodes[run.rank], int(timeline.live_bytes[position])
         if region not in rises or node.segment != number or node.op == "placeholder":
             peak_bytes = max(peak_bytes, live_bytes)
         elif region not in begun:

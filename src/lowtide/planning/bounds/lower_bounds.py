@@ -15,7 +15,7 @@ from math import floor, inf
 from lowtide.planning.bounds.cuts import Cut, TimePoint, time_point
 from lowtide.planning.bounds.needs import needs_of
 from lowtide.planning.search.table import Table
-from lowtide.planning.simulate import plain_runs, simulate
+from lowtide.planning.simulate import baseline_runs, simulate
 
 NUM_TIME_POINTS = 24
 NUM_CUTS = 12
@@ -156,8 +156,8 @@ class Bounds:
 
     @cached_property
     def _ranks(self) -> list[int]:
-        plain = simulate(self.table.step, plain_runs(self.table.step))
-        live = {run.rank: int(nbytes) for run, nbytes in zip(plain.runs, plain.bytes_held, strict=True)}
+        plain = simulate(self.table.step, baseline_runs(self.table.step))
+        live = {run.rank: int(nbytes) for run, nbytes in zip(plain.runs, plain.live_bytes, strict=True)}
         first, last = self._needs.span
         ranks = [rank for rank in range(first, last + 1) if rank not in self.table.on_demand]
         parts = min(NUM_TIME_POINTS, len(ranks))

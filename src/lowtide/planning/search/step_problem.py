@@ -174,7 +174,7 @@ class StepProblem:
         nodes = self.table.step.nodes
         held = [
             int(nbytes)
-            for run, nbytes in zip(plain.runs, plain.bytes_held, strict=True)
+            for run, nbytes in zip(plain.runs, plain.live_bytes, strict=True)
             if nodes[run.rank].region is Region.OPTIMIZER
         ]
         last = self.problem.live_bytes(self.sequence(()))[-1]
