@@ -156,6 +156,16 @@ def test_every_public_name_is_in_the_reference() -> None:
         assert re.search(rf":: lowtide\.{name}\b", page), name
 
 
+def test_names_in_the_glossary_exist() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    code = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    names = set(re.findall(r"`([^`]+)`", page))
+    assert {"lowtide.Plan", "auto", "torch.equal"} <= names
+    for name in names:
+        assert not name.startswith("lowtide.") or name.split(".")[1] in lowtide.__all__, name
+        assert re.search(rf"\b{re.escape(name.split('.')[-1])}\b", code), name
+
+
 ERRORS = {
     error.__name__
     for module in (lowtide.errors, terminal, contenders, machine)

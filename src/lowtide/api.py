@@ -160,29 +160,29 @@ def profile(
     """Capture one training step and measure its ops, without running the step.
 
     `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `optimizer`: one, or a
-    list of those that step one after the other. `loss`: a function
-    of the model's output; without it the output's `.loss`, a scalar output, or the sum of its floating
-    tensors. `accumulate`: gradients of earlier micro-batches are there when the step begins, as in a loop
-    that calls backward() several times before the optimizer's step. `reserve`: bytes that are live besides,
-    such as those of another model. Ops are timed one at a time, within `memory_limit`, and remembered on
-    disk unless `cache=False`. On a terminal, a line on stderr shows how far it is; `progress(done, total)`
-    is called instead, if given. With `mode="run"` the captured graphs are run whole instead, which needs
-    the memory of the step.
+    list of optimizers that step one after the other. `loss`: a function of the model's output; without it the
+    output's `.loss`, a scalar output, or the sum of its floating tensors. `accumulate`: gradients of earlier
+    micro-batches are live when the step begins, as in a loop that calls backward() several times before the
+    optimizer's step. `reserve`: bytes that are live besides, such as those of another model.
 
-    `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final, which is then
-    freed; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or accumulation.
-    `holds_outputs=False`: the loop lets go of what the model returns, but for the loss, before backward.
-    `offload`: activations may also wait outside of device memory: `"disk:FOLDER"` for a folder on a local
-    disk, whose speed is then measured; or `"host"`, the host's memory, where the model is on an accelerator.
-    `swap` is the earlier name of `offload`.
+    Ops are timed one at a time, within `memory_limit`, and remembered on disk unless `cache=False`. With
+    `mode="run"` the captured graphs run whole instead, which needs the memory of the step. On a terminal, a
+    line on stderr shows the progress; `progress(done, total)` is called instead, if given.
 
-    Of a DistributedDataParallel the model inside is profiled, and its buckets are counted; so they are,
-    without options, for any model of a process that is one of several (of `process_group`, by default of
-    all). With `ranks`, the step of one process among so many, if every block of the model and then the model
-    were sharded (`fully_shard`): a prediction that needs none of the others.
+    `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final, and frees the
+    gradient; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or accumulation.
+    `holds_outputs=False`: the loop frees the model's outputs, but for the loss, before backward. `offload`:
+    activations may also wait outside of device memory: `"disk:FOLDER"` for a folder on a local disk, whose
+    speed is then measured; or `"host"`, the host's memory, where the model is on an accelerator. `swap` is
+    the earlier name of `offload`.
 
-    With `device`, the step on a GPU that is not there (`a100-40g`): all is estimated from what its maker
-    publishes, and marked so. A plan of it applies on that GPU.
+    Of a DistributedDataParallel the model inside is profiled, and its buckets are counted; buckets are also
+    counted for any other model of a process that is one of several (of `process_group`, by default of all).
+    With `ranks`, the step is that of one process among so many, with every block of the model and then the
+    model sharded (`fully_shard`): a prediction for which no other process has to run.
+
+    With `device`, the step is one on a GPU that is not there (`a100-40g`): all figures are estimated from
+    what its maker publishes, and marked so. A plan of it applies on that GPU.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
@@ -269,9 +269,9 @@ def checkpoint(
     `executor` is that of `Profile.plan`.
 
     `model` may be a DistributedDataParallel, or become one later, or be sharded by `fully_shard`. Where
-    several processes train it (those of `process_group`, by default of the wrapper's or the shards', or all),
-    each has to call this: rank 0 makes the plan, for all that have batches like its own, and whatever differs
-    between them stops all.
+    several processes train the model (those of `process_group`, by default of the wrapper's or the shards',
+    or all), each has to call this: rank 0 makes the plan for all ranks with batches like its own. A setting that
+    differs between ranks is an error on all of them.
     """
     training = _Training(
         optimizer=optimizer,

@@ -126,12 +126,12 @@ def plots_if_possible(folder: Path, **data: Any) -> list[Path]:
     return write_plots(folder / PLOTS, **data)
 
 
-def write_experiment(path: Path, data: Any, *, plots: dict[str, Any], **page: Any) -> None:
-    """`data` as JSON at `path`; beside it the `plots` that can be drawn, and the report of `page`."""
+def write_experiment(path: Path, data: Any, *, plots: dict[str, Any], **page: Any) -> list[Path]:
+    """`data` as JSON at `path`, beside it the `plots` that can be drawn, and the report of `page`. The report
+    comes last: where it is, all files are."""
     save_json(path, data)
-    if plots:
-        plots_if_possible(path.parent, **plots)
-    write_atomic(path.parent / REPORT, render_report(**page))
+    pictures = plots_if_possible(path.parent, **plots) if plots else []
+    return [path, *pictures, write_atomic(path.parent / REPORT, render_report(**page))]
 
 
 def say_written(terminal: Terminal, folder: Path | None, *names: str) -> None:
@@ -181,47 +181,37 @@ def write_plan(folder: Path, *, spec: TargetSpec | None, plan: Plan) -> list[Pat
 
 
 def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outcome", name: str) -> list[Path]:
-    """All other files; the report comes last, so that its being there means that all are."""
-    step, before = profile.step, profile.timeline
-    after = simulate(step, plan.solution.schedule.runs)
+    """All other files, the report last."""
     from lowtide.experiments.measured import curves_of, point_of
 
+    step, before = profile.step, profile.timeline
+    after = simulate(step, plan.solution.schedule.runs)
     plans, without_offload = curves_of(profile, points=CURVE_POINTS)
     curve = [point_of(plan) for plan in plans]
-    save_json(folder / VERIFICATION, outcome_data(outcome, name=name))
-    files = [folder / VERIFICATION]
-    files.append(
+    files = [
         write_tradeoff(
             folder / TRADEOFF, curve, step_seconds=profile.step_seconds, device=profile.step.device
-        )
-    )
-    use = store_use(step, after)
-    if use is not None:
-        files.append(write_transfers(folder / TRANSFERS, use, device=profile.step.device))
-    files.append(write_trace(folder / TRACE, step, {"without": before, "with": after}))
-    files += plots_if_possible(
-        folder,
-        step=step,
-        before=before,
-        after=after,
-        activations=profile.activations,
-        budget_bytes=plan.budget_bytes,
-        tradeoff=curve,
-        without_offload=without_offload,
-        name=name,
-    )
-    page = render_report(
+        ),
+        write_trace(folder / TRACE, step, {"without": before, "with": after}),
+    ]
+    if (use := store_use(step, after)) is not None:
+        files.append(write_transfers(folder / TRANSFERS, use, device=step.device))
+    shown = {
+        "step": step,
+        "before": before,
+        "after": after,
+        "activations": profile.activations,
+        "tradeoff": curve,
+        "without_offload": without_offload,
+    }
+    return files + write_experiment(
+        folder / VERIFICATION,
+        outcome_data(outcome, name=name),
+        plots={**shown, "budget_bytes": plan.budget_bytes, "name": name},
         title=name,
         environment=environment(step.device),
-        step=step,
-        before=before,
-        after=after,
-        # the curve above searched for it, whatever planner made the plan
+        # the curve above searched for the floor, whatever planner made the plan
         solution=replace(plan.solution, floor_bytes=profile.floor_bytes),
-        activations=profile.activations,
         measurement=outcome.measurement,
-        tradeoff=curve,
-        without_offload=without_offload,
+        **shown,
     )
-    files.append(write_atomic(folder / REPORT, page))
-    return files
