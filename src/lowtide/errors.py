@@ -6,15 +6,15 @@ LowtideError
 ├── CaptureError        the step cannot be captured as a graph
 ├── FreshProcessError   a job in a fresh process failed there
 │   └── CannotMoveToFreshProcess    its model cannot be sent to another process
-├── NotApplicable       a method of `lowtide compare` has nothing to work on in this model
+├── NotApplicable       a contender of `lowtide compare` does not apply to this model
 ├── NotEnoughMemory     a step needs more memory than the machine has free
 ├── PlanMismatch        a plan made for another model, shape or torch version
 ├── RankError           another process of the group failed, or did not come
-├── StoreError          where offloaded values go is full, broken or not there
+├── StoreError          the store of offloaded values is full, broken or missing
 ├── TargetError         the command line's TARGET cannot be loaded
-├── Unsupported         asked at run time for what an exact result cannot be given for
+├── Unsupported         a call at run time for which no exact result can be given
 ├── UnsupportedTorch    torch is too old; an ImportError, too
-└── UsageError          what was typed makes no sense together
+└── UsageError          options of a command contradict each other
 
 `NotApplicable`, `NotEnoughMemory` and `UsageError` live with the code that raises them.
 """
@@ -45,8 +45,8 @@ class PlanMismatch(LowtideError):
 
 
 class RankError(LowtideError):
-    """Another process of the group, `rank`, failed or did not come. `kind` is the type of the exception
-    there, if it raised one."""
+    """Process `rank` of the group failed or did not come. `kind` is the type of its exception, if there was
+    one."""
 
     def __init__(self, rank: int, message: str, *, kind: str = "") -> None:
         self.rank, self.kind = rank, kind
@@ -58,7 +58,7 @@ class StoreError(LowtideError):
 
 
 class TargetError(LowtideError):
-    """A TARGET that cannot be loaded; what was typed may have more than one line, the message has not."""
+    """A TARGET that cannot be loaded. The message has one line, even if the TARGET has several."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))

@@ -1,7 +1,7 @@
 /* Figures of a sequence, and the search for better ones. */
 
-/* The figures of a sequence: excess over the budget, peak, and seconds added. Runs that nobody needs count for
-   nothing. `order` gets those that are left, `held` what each holds. Their number, or -1 without memory. */
+/* The figures of a sequence: excess over the budget, peak, and seconds added. Needless runs do not
+   count. `order` gets the runs that are left, `held` the live bytes at each. Their number, or -1 without memory. */
 int lowtide_evaluate(const Problem *p, int32_t *order, int length, int64_t budget, int64_t *held, Figures *figures) {
     State state;
     int left = -1;

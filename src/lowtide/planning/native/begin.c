@@ -83,7 +83,7 @@ static int begin(State *state, const Problem *p, const int32_t *order, int lengt
     for (int i = 0; i < length && !state->failed; i++) {
         const int op = order[i];
         if (p->optional[op] && op < p->num_first) continue; /* comes with what reads it */
-        if (op >= p->num_first) bring(state, op, TAIL);
+        if (op >= p->num_first) insert_remat(state, op, TAIL);
         else insert(state, op, TAIL);
         state->num_changes = 0;
     }

@@ -1,4 +1,4 @@
-/* Runs put in and taken out, with all that comes and goes with them, and back again. */
+/* Insert and remove runs, with all runs that depend on them; undo. */
 
 /* Let `op` run right before event `before`; the new event. */
 static int insert(State *state, int op, int before) {
@@ -95,8 +95,8 @@ static int full(const State *state) {
     return state->num_changes > 400 || state->num_events - state->num_spare > state->room - 100;
 }
 
-/* Put a run in, and before it what a recipe keeps from the forward pass, where that does not run yet. */
-static void bring(State *state, int op, int before) {
+/* Insert a run, and before it the runs on demand that it reads, where they do not run yet. */
+static void insert_remat(State *state, int op, int before) {
     const Problem *p = state->p;
     for (int j = p->read_ptr[op]; j < p->read_ptr[op + 1]; j++) {
         const int keeper = state->maker[p->reads[j]];
@@ -109,7 +109,7 @@ static void bring(State *state, int op, int before) {
     note(state, insert(state, op, before), op, before, 1);
 }
 
-/* Whether an event brings something back, or keeps something, that nobody reads. */
+/* Whether an event is a remat or a run on demand whose blocks no event reads. */
 static int is_needless(const State *state, int e) {
     const Problem *p = state->p;
     const int op = state->events[e].op;
@@ -124,7 +124,7 @@ static int is_needless(const State *state, int e) {
 
 static void discard(State *state, int e);
 
-/* Discard what brings a storage back for nobody, before its place `i`: the latest, or of a split one any. */
+/* Discard needless remats of a storage before its place `i`: the latest one, or any of a split storage. */
 static void discard_before(State *state, int storage, int i) {
     for (i--; i >= 0 && !full(state); i--) {
         const Touches *mine = &state->touches[storage];
@@ -134,7 +134,7 @@ static void discard_before(State *state, int storage, int i) {
     }
 }
 
-/* Take an event out and with it all that only it needed. */
+/* Remove an event and all events that only it needed. */
 static void discard(State *state, int e) {
     const Problem *p = state->p;
     const int op = state->events[e].op;

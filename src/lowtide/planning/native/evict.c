@@ -1,4 +1,4 @@
-/* Moves that free a block and bring it back before it is read next. */
+/* Moves that evict an idle block and rematerialize it before its next read. */
 
 /* Whether `op` may run again right before an event. */
 static int may_stand(const State *state, int before, int op) {
@@ -15,7 +15,7 @@ static int classes_served(const State *state, int storage, int op) {
     return 0;
 }
 
-/* Some op that brings a storage back for some classes of readers; -1 where none does. */
+/* A random remat of a storage that serves some classes of readers; -1 where there is none. */
 static int some_remat(State *state, int storage, int classes) {
     const Problem *p = state->p;
     const int32_t *remats = p->remats + p->remat_ptr[storage];
@@ -71,9 +71,9 @@ static void gather(State *state, int at, int target, int op, int depth, double c
     state->gathered[state->num_gathered++] = op;
 }
 
-/* Bring a storage back right before an event, and what that needs and is not there at event `at` either, each by
-   the chance `chain`; the classes of readers that this serves. */
-static int bring_all(State *state, int storage, int classes, int at, int target, double chain) {
+/* Rematerialize a storage right before event `target`. A storage that this needs and that is not live at event `at`
+   is rematerialized as well, with probability `chain`. The classes of readers that this serves. */
+static int rematerialize(State *state, int storage, int classes, int at, int target, double chain) {
     if (target == TAIL) return 0;
     const int remat = some_remat(state, storage, classes);
     if (remat < 0 || !may_stand(state, target, remat)) return 0;
@@ -81,7 +81,7 @@ static int bring_all(State *state, int storage, int classes, int at, int target,
     state->num_gathered = 0;
     gather(state, at, target, remat, 0, chain);
     const int first = state->num_changes;
-    for (int j = 0; j < state->num_gathered; j++) bring(state, state->gathered[j], target);
+    for (int j = 0; j < state->num_gathered; j++) insert_remat(state, state->gathered[j], target);
     const int last = state->num_changes;
     for (int j = first; j < last && !full(state); j++) {
         const int e = state->journal[j].event;
@@ -92,7 +92,7 @@ static int bring_all(State *state, int storage, int classes, int at, int target,
     return classes_served(state, storage, remat);
 }
 
-/* Free all blocks of a split storage that are idle at event `at`; whether there was any. */
+/* Evict all blocks of a split storage that are idle at event `at`; whether there was any. */
 static int free_split(State *state, int storage, int at, double chain) {
     const Touches *mine = &state->touches[storage];
     const int i = touch_at(state, storage, at);
@@ -107,14 +107,14 @@ static int free_split(State *state, int storage, int at, double chain) {
         int j = touch_at(state, storage, at);
         while (j < mine->count && !(mine->items[j].is_read && (mine->items[j].classes & idle))) j++;
         if (j == mine->count) break;
-        const int served = bring_all(state, storage, mine->items[j].classes & idle, at, mine->items[j].event, chain);
+        const int served = rematerialize(state, storage, mine->items[j].classes & idle, at, mine->items[j].event, chain);
         if (!served) break;
         idle &= ~served;
     }
     return 1;
 }
 
-/* Free a block that is idle at event `at`: bring it back right before it is read next. */
+/* Evict a block that is idle at event `at`: rematerialize it right before its next read. */
 static void evict(State *state, int at, double chain) {
     if (!state->num_candidates) return;
     const double most = state->weights[state->num_candidates - 1];
@@ -140,6 +140,6 @@ static void evict(State *state, int at, double chain) {
         const Touches *mine = &state->touches[chosen];
         const int i = touch_at(state, chosen, at);
         if (i == 0 || !is_read_at(mine, i) || mine->items[i].event == at) continue;
-        if (bring_all(state, chosen, 1, at, mine->items[i].event, chain)) return;
+        if (rematerialize(state, chosen, 1, at, mine->items[i].event, chain)) return;
     }
 }

@@ -1,9 +1,9 @@
 /* The inner loops of planning: annealing of sequences of runs, and minimum cuts.
 
-   A sequence holds every first run and any number of runs that bring blocks back. Every one of them reads
-   the latest earlier block of what it needs, so that putting such a run in or taking it out is always
-   valid. What that changes is counted at once: it only concerns the runs between two touches of a storage.
-   Nothing here decides by the clock or by addresses: the same input gives the same result.
+   A sequence has every first run and any number of remats. A run reads the latest earlier block of each storage
+   that it needs, so that a remat can be inserted or removed anywhere. The change of live bytes is counted at once:
+   it only concerns the runs between two touches of a storage. No decision depends on the clock or on addresses: the
+   same input gives the same result.
 
    The library is this one file to the compiler, so that functions can be inlined wherever they are used; each
    file uses only what those before it have.

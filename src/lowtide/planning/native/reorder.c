@@ -1,6 +1,6 @@
-/* Moves that let a run stand elsewhere, and events to begin a move at. */
+/* Moves that change the place of a run, and random events to begin a move at. */
 
-/* The event to stand before when moving by some steps from `e`; -1 where it would leave the sequence. */
+/* The event that `e` comes before when it moves by some steps; -1 where it would leave the sequence. */
 static int by_steps(const State *state, int e, int steps) {
     for (; steps > 0 && e != TAIL; steps--) e = next_of(state, e);
     for (; steps < 0 && e != HEAD; steps++) e = prev_of(state, e);
@@ -25,7 +25,7 @@ static int is_made_before(const State *state, int op, int before) {
     return 1;
 }
 
-/* Move a run that brings something back to another place. */
+/* Move a remat to another place. */
 static void move_again(State *state, int e) {
     const Problem *p = state->p;
     const int op = state->events[e].op;
@@ -46,7 +46,7 @@ static void move_again(State *state, int e) {
     if (!may_stand(state, target, op) || !is_made_before(state, op, target)) return;
     note(state, e, op, next_of(state, e), 0);
     take_out(state, e);
-    bring(state, op, target);
+    insert_remat(state, op, target);
     discard_behind(state, state->journal[state->num_changes - 1].event);
 }
 
@@ -71,7 +71,7 @@ static void move_first(State *state, int e) {
                     for (int k = p->read_ptr[op]; k < p->read_ptr[op + 1] && !blocked; k++)
                         blocked = p->makes[j] == p->reads[k];
             }
-            /* runs that bring back what this one makes must stay behind it */
+            /* remats of what this run makes must stay behind it */
             for (int j = p->make_ptr[op]; j < p->make_ptr[op + 1] && !blocked && steps > 0; j++)
                 for (int k = p->make_ptr[other]; k < p->make_ptr[other + 1] && !blocked; k++)
                     blocked = p->makes[j] == p->makes[k];
@@ -91,7 +91,7 @@ static int some_event(State *state) {
     return again < state->p->num_first ? state->first_event[again] : state->again[again - state->p->num_first];
 }
 
-/* Some event that holds more than the budget. */
+/* A random event with more live bytes than the budget. */
 static int some_excess(State *state) {
     for (int tries = 0; tries < 24; tries++) {
         const int e = some_event(state);

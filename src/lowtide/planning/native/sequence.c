@@ -1,4 +1,4 @@
-/* Where events stand, and what is held there. Events are in chunks, and what is added to all of a chunk is added once. */
+/* The order of events, and the live bytes at each. Events are in chunks: bytes for all of a chunk are added once. */
 
 static double draw(State *state) {
     uint64_t x = state->random;
@@ -106,7 +106,7 @@ static void add_between(State *state, int first, int last, int64_t nbytes) {
     state->excess += add_within(state, end, from, state->events[last].index + 1, nbytes);
 }
 
-/* Let the spans from a place on, and their chunks, stand elsewhere. */
+/* Shift the spans from a place on. */
 static void move_spans(State *state, int from, int by) {
     memmove(state->spans + from + by, state->spans + from, (size_t)(state->num_spans - from) * sizeof(Span));
     state->num_spans += by;
@@ -139,7 +139,7 @@ static void shift(State *state, Span *source, int from, Span *target) {
     source->count = from;
 }
 
-/* Let event `e` stand right behind another one, with its bytes. */
+/* Put event `e` right behind another one, with its live bytes. */
 static void link(State *state, int e, int behind, int64_t held) {
     Span *span = span_of(state, behind);
     int index = state->events[behind].index + 1;
@@ -165,7 +165,7 @@ static void link(State *state, int e, int behind, int64_t held) {
     if (held > span->most) span->most = held;
 }
 
-/* Let a span have the events of the next one, too, where both have few. */
+/* Join a span with the next one where both have few events. */
 static int join(State *state, int place) {
     Span *span = &state->spans[place];
     if (span[1].count && span->count + span[1].count > CHUNK / 2) return 0;

@@ -5,7 +5,7 @@ typedef struct {
     int32_t num_first, num_ops, num_storages, num_views;
     const int32_t *read_ptr, *reads;   /* by op: storages */
     const int32_t *make_ptr, *makes;   /* by op: storages */
-    const int32_t *remat_ptr, *remats;     /* by storage: ops that bring it back */
+    const int32_t *remat_ptr, *remats;     /* by storage: ops that make it anew */
     const int32_t *vread_ptr, *vreads; /* by op: views */
     const int32_t *view_ptr, *views;   /* by storage: views of it */
     const double *seconds, *view_seconds;
@@ -29,7 +29,7 @@ typedef struct {
 
 enum { HEAD = 0, TAIL = 1, CHUNK = 64, FILLED = 48, MAX_GATHERED = 48 };
 
-/* One run of a sequence, by where it stands. HEAD and TAIL stand before and after all runs. */
+/* One run of a sequence, by its place. HEAD and TAIL are before and after all runs. */
 typedef struct {
     int32_t op, place; /* place: among the events that can be drawn */
     int32_t chunk, index;

@@ -1,4 +1,4 @@
-/* Who makes and reads a storage, in the order they run: what that holds, and the views that are made for it. */
+/* The events that make and read a storage, in order: its live ranges, and the views that are taken of it. */
 
 /* The place of the first touch of a storage at or after an event. */
 static int touch_at(const State *state, int storage, int event) {
@@ -16,7 +16,7 @@ static int is_read_at(const Touches *mine, int i) { return i < mine->count && mi
 
 static int event_before(const Touches *mine, int i) { return i > 0 ? mine->items[i - 1].event : HEAD; }
 
-/* What the views take that are read of the block around place `i` of a storage, if it was brought back. */
+/* Seconds of the views that are read of the block around place `i` of a storage, if a remat made that block. */
 static double views_around(State *state, int storage, int i) {
     const Problem *p = state->p;
     const Touches *mine = &state->touches[storage];
@@ -57,8 +57,8 @@ static void drop_touch(State *state, int storage, int i) {
     mine->count--;
 }
 
-/* Whether some of what brings a storage back serves some of its readers only. Each of them reads the latest
-   block that serves it, so that several blocks are held side by side. */
+/* Whether some remats of a storage serve some of its readers only. Each reader reads the latest
+   block that serves it, so that several blocks are live side by side. */
 static int is_split(const State *state, int storage) { return state->p->classes[storage] != 1; }
 
 /* The place of the first or the last read that the block made at place `i` serves; `i` where there is none. The
