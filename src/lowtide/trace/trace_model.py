@@ -9,7 +9,7 @@ import contextlib
 import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,55 +54,54 @@ def trace(
     output may get a gradient. Gradients come in the `orders` that are known; where they are seen to come in
     others, the step is traced again.
     """
+    call = _Call(model, args, kwargs, loss, any_loss, simulated, gpu)
     known = dict(orders or {})
     while True:
-        found = _traced(
-            model, args, kwargs, loss=loss, any_loss=any_loss, simulated=simulated, gpu=gpu, orders=known
-        )
+        found = _trace_for(call, known)
         new = {taken: order for taken, order in new_orders(found).items() if taken not in known}
         if not new:
             return replace(found, orders=known)
         known |= new
 
 
-def _traced(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    loss: Callable[[Any], torch.Tensor] | None,
-    any_loss: bool,
-    simulated: SimulatedSharding | None,
-    gpu: Gpu | None,
-    orders: Orders,
-) -> Trace:
-    is_divided = simulated is not None or bool(fsdp2.units_of(model))
-    is_watched = not is_divided and not dispatch.active_modes()
-    collector = Collector(
-        model,
-        (args, kwargs),
-        real=False,
-        gpu=gpu,
-        watch=UncapturedWatch() if is_watched else None,
-        orders=orders,
-    )
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a model, and the loss of its output."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], torch.Tensor] | None
+    any_loss: bool
+    simulated: SimulatedSharding | None
+    gpu: Gpu | None
+
+    def collector(self, orders: Orders, *, real: bool) -> Collector:
+        is_sharded = self.simulated is not None or bool(fsdp2.units_of(self.model))
+        watch = None if is_sharded or dispatch.active_modes() else UncapturedWatch()
+        batch = self.args, self.kwargs
+        gpu = None if real else self.gpu
+        return Collector(self.model, batch, real=real, gpu=gpu, watch=watch, orders=orders)
+
+
+def _trace_for(call: _Call, orders: Orders) -> Trace:
+    """Trace a call for gradients in these orders, first on fake values."""
     try:
-        with collector:
-            return _trace(
-                model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, simulated=simulated
-            )
+        with call.collector(orders, real=False) as collector:
+            return _trace(call, collector)
     except failures.NeedsValues as wanted:
-        if gpu is not None:
+        if call.gpu is not None:
             raise CaptureError(
                 f"the model's Python code needs real values between two graphs ({wanted}), which only the "
-                f"{gpu.words} could give: plan it there, or put what reads them behind @torch._dynamo.disable"
+                f"{call.gpu.words} could give: plan it there, or put what reads them behind "
+                "@torch._dynamo.disable"
             ) from None
-        if any_loss and fsdp2.units_of(model):
+        if call.any_loss and fsdp2.units_of(call.model):
             raise CaptureError(
                 f"the model's Python code needs real values between two graphs ({wanted}), which one process "
                 "cannot have alone: pad its batches to the shape that was planned on all of them"
             ) from None
-        own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        own = sum(tensor.nbytes for tensor in (*call.model.parameters(), *call.model.buffers()))
         logger.warning(
             "the model's Python code needs real values between two graphs (%s): capturing it runs one real "
             "forward pass now, without saved activations. It takes at least %s: %s of parameters and "
@@ -112,23 +111,12 @@ def _traced(
             format_size(own),
             format_size(collector.forward_bytes),
         )
-    watch = UncapturedWatch() if is_watched else None
-    with Collector(model, (args, kwargs), real=True, watch=watch, orders=orders) as collector:
-        return _trace(
-            model, args, kwargs, loss=loss, any_loss=any_loss, collector=collector, simulated=simulated
-        )
+    with call.collector(orders, real=True) as collector:
+        return _trace(call, collector)
 
 
-def _trace(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    loss: Callable[[Any], torch.Tensor] | None,
-    any_loss: bool,
-    collector: Collector,
-    simulated: SimulatedSharding | None,
-) -> Trace:
+def _trace(call: _Call, collector: Collector) -> Trace:
+    model, simulated = call.model, call.simulated
     with (
         user_state_restored(model),
         fsdp2.called_once(model, alone=not collector.real),
@@ -140,49 +128,50 @@ def _trace(
         breaks = dynamo.graph_breaks()
         with failures.explained("the model"), _values_if_needed(collector):
             units = simulated.units if simulated is not None else ()
-            call = compiled_model(model, collector, units=units, watch=collector.note_passage)
-            output = call(model, args, kwargs)
+            run = compiled_model(model, collector, units=units, watch=collector.note_passage)
+            output = run(model, call.args, call.kwargs)
         num_in_model = len(collector.executions)
-        sharding = simulated.sharding if simulated is not None else fsdp2.sharding_of(model)
-        traced = None
-        if (
-            isinstance(call, dynamo.Compiled)
-            and num_in_model == 1
-            and collector.traced is not None
-            and not collector.real
-        ):
-            traced = TracedModel(model, call, collector.traced)
-            call.take_graphs_along()
-            kept.append(call)
         if not num_in_model:
             raise CaptureError(failures.nothing_captured(dynamo.graph_breaks() - breaks))
+        traced = None
+        if isinstance(run, dynamo.Compiled) and num_in_model == 1 and collector.traced and not collector.real:
+            traced = TracedModel(model, run, collector.traced)
+            run.take_graphs_along()
+            kept.append(run)
         returned = frozenset(
             place
             for leaf in tensors_in((output, [vars(module) for module in model.modules()]))
             if (place := collector.where(leaf)) is not None
         )
         if num_in_model == 1 and collector.traced is not None:
-            # what a graph returns that goes to the end, and is not in the output, somebody else asked for
+            # a graph that reaches the end returns nothing that no code reads, in the output or not
             segment = collector.traced.segment
             changed = segment.mutated_inputs
             returned |= {(0, place) for place in range(segment.num_forward_outputs) if place not in changed}
-        value = own_loss(output) if loss is None else None
-        if value is None and any_loss:
-            value = _loss_if_it_fits(loss, output, collector)
+        found = Trace(
+            executions=collector.executions,
+            returned=returned,
+            given=_every_output(collector.executions) & returned,
+            num_in_model=num_in_model,
+            real_forward=collector.real,
+            sharding=simulated.sharding if simulated is not None else fsdp2.sharding_of(model),
+            passages=collector.passages,
+        )
+        value = own_loss(output) if call.loss is None else None
+        if value is None and call.any_loss:
+            value = _loss_if_it_fits(call.loss, output, collector)
             if value is None:
-                alone = _without_loss(collector.executions[:num_in_model], returned, real=collector.real)
-                uncaptured, _ = _uncaptured_code(
-                    collector, [t for t in tensors_in(output) if t.requires_grad]
-                )
-                return replace(alone, sharding=sharding, passages=collector.passages, uncaptured=uncaptured)
+                del collector.executions[num_in_model:]
+                roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+                return replace(found, uncaptured=_uncaptured_code(collector, roots)[0])
         elif value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
-                value = _compiled(loss or sum_of_floats, collector)(output)
-        held: dict[int, int] = {}
+                value = _compiled(call.loss or sum_of_floats, collector)(output)
+        saved: dict[int, int] = {}
         if collector.uncaptured is None:
-            held = bytes_saved_by_autograd(
+            saved = bytes_saved_by_autograd(
                 tensors_in((output, value)),
-                collector.known(model, (args, kwargs)),
+                collector.known(model, (call.args, call.kwargs)),
                 num_graphs=sum(execution.segment.differentiable for execution in collector.executions),
             )
         is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
@@ -199,30 +188,25 @@ def _trace(
             "pass `loss=` a function that returns a scalar"
         )
     place = collector.where(value)
-    return Trace(
-        executions=collector.executions,
+    return replace(
+        found,
         returned=returned if place is None else returned | {place},
         given=_every_output(collector.executions) if place is None else frozenset({place}),
-        num_in_model=num_in_model,
-        real_forward=collector.real,
         loss_is_uncaptured=place is None,
-        uncaptured_bytes=held,
+        uncaptured_bytes=saved,
         uncaptured=uncaptured,
         uncaptured_is_counted=is_counted,
         received=frozenset(collector.received) if collector.ran_backward and is_counted else None,
-        traced=traced
-        if not collector.ran_backward
-        else None,  # torch knows a backward pass that computes nothing
-        sharding=sharding,
-        passages=collector.passages,
+        # where a backward pass ran at capture, torch has compiled one that computes nothing
+        traced=None if collector.ran_backward else traced,
     )
 
 
 def _uncaptured_code(
     collector: Collector, roots: Sequence[torch.Tensor]
 ) -> tuple[UncapturedCode | None, bool]:
-    """What code between the graphs holds, and whether all of it was seen: its backward pass runs where it
-    has one, with stand-ins for the gradients of graphs."""
+    """What uncaptured code keeps live, and whether all of it was seen: its backward pass runs where it has
+    one, with stand-ins for the gradients of graphs."""
     if collector.uncaptured is None:
         return None, False
     gradients: dict[int, torch.Tensor] = {}
@@ -244,17 +228,6 @@ def _every_output(executions: Sequence[Execution]) -> frozenset[tuple[int, int]]
         (index, output)
         for index, execution in enumerate(executions)
         for output in execution.segment.tangents.values()
-    )
-
-
-def _without_loss(executions: list[Execution], returned: frozenset[tuple[int, int]], *, real: bool) -> Trace:
-    """A model's own graphs, where any of its outputs may get a gradient."""
-    return Trace(
-        executions=executions,
-        returned=returned,
-        given=_every_output(executions) & returned,
-        num_in_model=len(executions),
-        real_forward=real,
     )
 
 
