@@ -1,4 +1,4 @@
-"""A plan: what each activation's fate is, and how to put it to work."""
+"""A plan: what becomes of each activation, and how to put the plan to work."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def baseline_peak_bytes(self) -> int:
-        """The plain step's predicted peak."""
+        """The predicted peak of the step without a plan."""
         return self.solution.baseline_peak_bytes
 
     @property
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """Recompute time as a fraction of the plain step's time."""
+        """Recompute time as a fraction of the baseline's time."""
         return self.solution.overhead
 
     @property

@@ -58,12 +58,12 @@ class Profile:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Bytes held during every op of the plain step, as eager PyTorch runs it."""
+        """Bytes live during every op of the baseline, the step as eager PyTorch runs it."""
         return eager_timeline(self.step)
 
     @property
     def peak_bytes(self) -> int:
-        """The plain step's peak, without any recompute."""
+        """The baseline's peak, without any recompute."""
         return self.timeline.peak_bytes
 
     @property
@@ -73,7 +73,7 @@ class Profile:
 
     @property
     def floor_bound_bytes(self) -> int | None:
-        """No plan has a lower peak; None where nobody knows."""
+        """No plan has a lower peak; None where that is unknown."""
         return self._planner.floor_bound()
 
     @property
@@ -88,8 +88,8 @@ class Profile:
     def plan(self, budget: str | int, planner: str = "auto", *, executor: str = "eager") -> Plan:
         """What to recompute so that the step's peak is at most `budget`.
 
-        `budget`: bytes, a size (`"8GiB"`) or a share of the plain peak (`"60%"`). `executor`: who runs the
-        graphs; with `"inductor"` they are compiled here, and the peak is that of the compiled code.
+        `budget`: bytes, a size (`"8GiB"`) or a share of the baseline's peak (`"60%"`). `executor`: what runs
+        the graphs; with `"inductor"` they are compiled here, and the peak is that of the compiled code.
         """
         budget_bytes = parse_budget(budget, whole=self.peak_bytes)
         if executor != "eager":
@@ -112,7 +112,7 @@ class Profile:
         )
 
     def tradeoff(self, points: int = 50, *, offload: bool = True, swap: bool = True) -> list[Plan]:
-        """Plans from the plain peak down to the floor, evenly spaced in bytes.
+        """Plans from the baseline's peak down to the floor, evenly spaced in bytes.
 
         `offload=False`: plans that use no store, where the profile has one; `swap` is its earlier name.
         """

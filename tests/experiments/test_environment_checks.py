@@ -89,7 +89,7 @@ def test_no_temporary_files_at_all(monkeypatch, tmp_path):
 @pytest.mark.parametrize("executable", ["/no/such/python", None])
 def test_a_python_that_cannot_be_started(monkeypatch, executable):
     monkeypatch.setattr(sys, "executable", executable)
-    assert "look after sys.executable" in refused("fresh processes")
+    assert "check sys.executable" in refused("fresh processes")
 
 
 def test_a_full_disk_is_not_the_models_fault(monkeypatch):

@@ -90,7 +90,7 @@ def test_the_graph_is_the_schedule_node_by_node(cases: dict[str, Case], name: st
         assert len(found) == len(expected)
         for node, (origin, method) in zip(found, expected, strict=True):
             assert node.meta.get("lowtide_recompute") == (origin.name if method else None)
-            assert node.meta.get("lowtide_method", "") == method
+            assert node.meta.get("lowtide_rule", "") == method
             assert node.meta["val"] is origin.meta["val"]
             copies += bool(method)
     assert copies > 0

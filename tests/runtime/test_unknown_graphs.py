@@ -66,4 +66,4 @@ def test_a_new_graph_of_several_is_told_with_the_cause(
     model.flag = rows == 8
     with caplog.at_level(logging.INFO, "lowtide"):
         model(torch.randn(rows, 16)).backward()
-    assert cause in caplog.text and "got one of its own" in caplog.text
+    assert cause in caplog.text and "is planned: " in caplog.text

@@ -75,7 +75,7 @@ def checked_executor(executor: str) -> str:
 
 
 def tell(plan: Plan) -> None:
-    """One line about a plan, to the log; where nobody set up logging, to stderr."""
+    """One line about a plan, to the log; where logging is not set up, to stderr."""
     line = (
         f"predicted peak {format_size(plan.peak_bytes)} of {format_size(plan.budget_bytes)} "
         f"({format_size(plan.baseline_peak_bytes)} without a plan), {plan.overhead:.1%} more time, "

@@ -43,11 +43,11 @@ __all__ = ["Lowtide"]
 class Lowtide(Callback):
     """Let a LightningModule train with a peak of at most `budget` bytes.
 
-    `budget`: bytes, a size (`"8GiB"`) or a share of the plain step's peak (`"60%"`). One that cannot be met
+    `budget`: bytes, a size (`"8GiB"`) or a share of the baseline's peak (`"60%"`). One that cannot be met
     raises `BudgetTooSmall` before the first step. `plan` is the plan that was made, None before that. The
-    model is the plain one again when the training ends.
+    model has no plan any more when the training ends.
 
-    Whether what the network returned (logits, say) is held through the backward pass is seen at the first:
+    Whether the network's outputs (logits, say) stay live through the backward pass is seen in the first step:
     where `training_step` lets go of it, on all processes, the second batch is planned anew, with less to
     hold. `holds_outputs=True` or `False` says it beforehand. `offload="disk:FOLDER"`: activations may also
     wait there. `executor="inductor"`: what is planned is compiled by Inductor.
@@ -153,7 +153,7 @@ def _on_all(module: nn.Module, *, is_gone: bool, wins: bool) -> bool:
 
 
 def _may_win(plan: Plan) -> bool:
-    """Whether a step would be faster if it had less to hold."""
+    """Whether a step would be faster with fewer bytes live."""
     return plan.solution.holds_outputs and plan.recompute_seconds > 0
 
 

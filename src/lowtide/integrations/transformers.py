@@ -35,12 +35,12 @@ __all__ = ["Lowtide"]
 class Lowtide(TrainerCallback):
     """Let a Trainer's model train with a peak of at most `budget` bytes.
 
-    `budget`: bytes, a size (`"8GiB"`) or a share of the plain step's peak (`"60%"`). One that cannot be met
+    `budget`: bytes, a size (`"8GiB"`) or a share of the baseline's peak (`"60%"`). One that cannot be met
     raises `BudgetTooSmall` before the first step. `plan` is the plan that was made, None before that. The
-    model is the plain one again when the training ends.
+    model has no plan any more when the training ends.
 
-    `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` holds what the model
-    returns (logits, say) through the backward pass. Trainer itself does not; one that does is warned.
+    `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` keeps the model's
+    outputs (logits, say) live through the backward pass. Trainer itself does not; one that does is warned.
     `offload="disk:FOLDER"`: activations may also wait there. `executor="inductor"`: what is planned is
     compiled by Inductor.
     """

@@ -1,4 +1,4 @@
-"""Put a plan to work on a model, in place, and tell which one is at work."""
+"""Put a plan to work on a model, in place, and say which plan a model trains by."""
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ def apply_plan(
 
 
 def _store_of(plan: Plan) -> OffloadStore | None:
-    """Where the plan's values go, with room for all of them; `StoreError` where there is none."""
+    """Where the plan offloads to, with bytes for all values; `StoreError` where there are none."""
     offload = plan.solution.offload
     if offload is None:
         return None
@@ -73,8 +73,8 @@ def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.opti
     optimizer = given if given is not None or plan.loop is None else plan.loop.optimizer
     if optimizer is None:
         raise LowtideError(
-            "this plan counts on the optimizer's step being taken in the backward pass or in chunks, and no "
-            "optimizer is known here: plan.apply(model, optimizer=...)"
+            "this plan takes the optimizer's step in the backward pass or in chunks, and no optimizer is "
+            "known here: plan.apply(model, optimizer=...)"
         )
     return optimizer
 

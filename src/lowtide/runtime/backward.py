@@ -30,9 +30,9 @@ class _Start(NamedTuple):
 class FirstCalls:
     """What a graph was called with, until a backward pass has shown which of its outputs get a gradient.
 
-    A plan counts on some of them getting none. Where one comes all the same, what the plan saved is not
-    enough, and the forward pass is run once more from its start. Of several calls before a backward pass
-    nobody knows which one it is for, and none is kept.
+    A plan counts on no gradient for some outputs. Where one comes, the values that the plan saved are not
+    enough, and the forward pass is run once more from its start. Of several calls before a backward pass, it
+    is unknown which one the gradient is for, and none is kept.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -71,11 +71,11 @@ class FirstCalls:
 
 
 class Backward:
-    """`used` is told of outputs that got a gradient though the plan counts on none.
+    """Runs a graph's backward pass. `used` is called with outputs whose gradient the plan does not count on.
 
-    Where inputs came through `gates`, it returns with the first gradients and lets those run the rest. Where
-    the model was called again before, the gradients of the inputs `sums` leave as terms.
-    `skips_parameters`: some get no gradient whatever the loss is.
+    Where inputs came through `gates`, the first gradients are returned, and the gates run the rest. Where the
+    model was called again before, the gradients of the inputs `sums` leave as terms.
+    `skips_parameters`: some parameters get no gradient whatever the loss is.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Backward:
         surprising = self.planned_missing - missing
         segment, start = self.first_calls.take(min(surprising))
         self.used(surprising)
-        plain = specialised(segment, missing=missing, apart=self.apart)
-        rewritten = rewrite(plain, baseline_schedule(plain), in_place=self.executor.in_place)
+        baseline = specialised(segment, missing=missing, apart=self.apart)
+        rewritten = rewrite(baseline, baseline_schedule(baseline), in_place=self.executor.in_place)
         forward = self.executor(rewritten.forward, _fake_inputs(rewritten.forward), is_backward=False)
         backward = self.executor(rewritten.backward, _fake_inputs(rewritten.backward), is_backward=True)
         given = args[self.rewritten.num_saved :]

@@ -174,46 +174,46 @@ def executor_named(name: str) -> Executor:
 
 
 def solve_compiled(
-    desk: Planner, segment: Segment, executor: InductorOps, *, budget_bytes: int, planner: str
+    step_planner: Planner, segment: Segment, executor: InductorOps, *, budget_bytes: int, planner: str
 ) -> Solution:
     """The solution of a step of one graph whose peak is at most `budget_bytes` as Inductor's code runs it.
 
     BudgetTooSmall where `ROUNDS` solutions do not get there; its `floor_bytes` are a budget that is met.
     """
-    found = nearest_compiled(desk, segment, executor, budget_bytes=budget_bytes, planner=planner)
+    found = nearest_compiled(step_planner, segment, executor, budget_bytes=budget_bytes, planner=planner)
     if found.peak_bytes <= budget_bytes:
         return found
     floor_bytes = 0
     while found.peak_bytes > floor_bytes:  # for that budget the search may take another path
         floor_bytes = found.peak_bytes
-        found = nearest_compiled(desk, segment, executor, budget_bytes=floor_bytes, planner=planner)
+        found = nearest_compiled(step_planner, segment, executor, budget_bytes=floor_bytes, planner=planner)
     raise BudgetTooSmall(
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,
         node=found.peak_node,
         hint=f"Inductor's code keeps that much live; executor 'eager' reaches "
-        f"{size_and_bytes(desk.floor_bytes)}.",
+        f"{size_and_bytes(step_planner.floor_bytes)}.",
     )
 
 
 def nearest_compiled(
-    desk: Planner, segment: Segment, executor: InductorOps, *, budget_bytes: int, planner: str
+    step_planner: Planner, segment: Segment, executor: InductorOps, *, budget_bytes: int, planner: str
 ) -> Solution:
     """The first solution that keeps the budget as Inductor's code runs it, or the lowest of those tried: each
     is lower than the one before, and the last is as low as the planner goes."""
-    desk = _compiled_desk(desk)
+    step_planner = _compiled_step_planner(step_planner)
     wanted_bytes = budget_bytes
     tried: list[Solution] = []
     is_last = False
     while not is_last:
         is_last = len(tried) == ROUNDS - 1
         try:
-            solution = desk.solve(budget_bytes=0 if is_last else wanted_bytes, planner=planner)
+            solution = step_planner.solve(budget_bytes=0 if is_last else wanted_bytes, planner=planner)
         except BudgetTooSmall as error:
-            solution = desk.solve(budget_bytes=error.floor_bytes, planner=planner)
+            solution = step_planner.solve(budget_bytes=error.floor_bytes, planner=planner)
             is_last = True
         one_by_one_bytes = solution.peak_bytes
-        peak_bytes = compiled_peak(desk.step, solution, segment, executor)
+        peak_bytes = compiled_peak(step_planner.step, solution, segment, executor)
         solution = replace(solution, budget_bytes=budget_bytes, peak_bytes=peak_bytes, executor=executor.name)
         if peak_bytes <= budget_bytes:
             return solution
@@ -222,13 +222,15 @@ def nearest_compiled(
     return min(tried, key=lambda solution: solution.peak_bytes)
 
 
-def _compiled_desk(desk: Planner) -> Planner:
+def _compiled_step_planner(step_planner: Planner) -> Planner:
     """Without remat rules whose ops run as eager's do: compiled ops beside them round otherwise."""
     nodes = tuple(
         replace(node, remats=tuple(r for r in node.remats if not rule_named(r.rule).as_eager_only))
-        for node in desk.step.nodes
+        for node in step_planner.step.nodes
     )
-    return desk if nodes == desk.step.nodes else Planner(replace(desk.step, nodes=nodes))
+    return (
+        step_planner if nodes == step_planner.step.nodes else Planner(replace(step_planner.step, nodes=nodes))
+    )
 
 
 def compiled_peak(step: Step, solution: Solution, segment: Segment, executor: InductorOps) -> int:
@@ -273,7 +275,7 @@ def _rises(
     kept = {node.name: node for node in step.nodes if node.on_demand}
 
     def costs(node: fx.Node) -> Bytes:
-        position, rule = node.meta[POSITION], node.meta.get("lowtide_method", "")
+        position, rule = node.meta[POSITION], node.meta.get("lowtide_rule", "")
         source = source_of(step, Run(ranks[position], rule))
         if "lowtide_kept" in node.meta:
             source = kept[f"{step.nodes[ranks[position]].name}_{node.meta['lowtide_kept']}"]

@@ -217,22 +217,22 @@ class Replanner(Schedules):
         return more_bytes if more_bytes > UNCOUNTED_BYTES else 0
 
     def _times(self, batch_bytes: int) -> Fraction:
-        """How many times larger a call is than the planned one; 1 for a smaller one."""
+        """How many times larger a call is than the planned one; 1 for a smaller call."""
         return max(Fraction(1), Fraction(batch_bytes, max(1, self._context.reserve.batch_bytes)))
 
     def _use(self, fingerprint: str, outputs: Collection[int]) -> None:
         """From now on, these outputs of a graph get a gradient."""
 
-        def mended(graph: Graph) -> Graph:
+        def with_gradients(graph: Graph) -> Graph:
             if graph.fingerprint != fingerprint:
                 return graph
-            # how large the other gradients were tells nothing about this graph any more
+            # the bytes of the other gradients do not hold for this graph any more
             return replace(
                 graph, missing=tuple(o for o in graph.missing if o not in outputs), tangent_bytes=0
             )
 
-        self.first = tuple(map(mended, self.first))
-        self.steps = {kind: tuple(map(mended, graphs)) for kind, graphs in self.steps.items()}
+        self.first = tuple(map(with_gradients, self.first))
+        self.steps = {kind: tuple(map(with_gradients, graphs)) for kind, graphs in self.steps.items()}
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         step = step_of_call(args, kwargs, self._context)
@@ -242,7 +242,7 @@ class Replanner(Schedules):
         larger = growth(step, like=None, reserve=self._context.reserve) > 1
         larger = larger or identify_model(self._context.model) != self.identity
         found = self._plan(step, self.steps.get(_structures(own), ()), larger=larger)
-        self._tell(found.peak_bytes, cause, compiled=False)
+        self._log(found.peak_bytes, cause, compiled=False)
         self._remember(found.graphs[: len(own)])
 
     @property
@@ -251,8 +251,8 @@ class Replanner(Schedules):
         return self.first[0] if len(self.first) == 1 else None
 
     def _as_one_graph(self, segment: Segment, like: Graph | None, cause: str) -> Graph | None:
-        """A plan for a step of this graph alone, whose loss reads the outputs that it reads in another such
-        step; None where there is none with as many outputs."""
+        """Schedule a step of this graph alone, whose loss reads the outputs that it reads in another such
+        step; None where no other step has as many outputs."""
         alone = [graphs[0] for graphs in self.steps.values() if len(graphs) == 1]
         likely = [like] if like is not None else alone
         found = [fitting for graph in likely if (fitting := as_in(graph, segment)) is not None]
@@ -267,12 +267,12 @@ class Replanner(Schedules):
         alike = [graph for graph in found if (graph.structure, graph.apart) == (new.structure, new.apart)]
         larger = changed or growth(step, like=self._planned_graph, reserve=self._context.reserve) > 1
         plan = self._plan(step, alike[:1], larger=larger, segment=segment)
-        self._tell(plan.peak_bytes, cause)
+        self._log(plan.peak_bytes, cause)
         self._remember(plan.graphs)
         return plan.graphs[0]
 
     def _beside_others(self, segment: Segment, like: Graph | None, so_far: CallSoFar, cause: str) -> Graph:
-        """A plan for one of several graphs of a step, beside what the others hold."""
+        """Schedule one of several graphs of a step, beside the bytes that the others keep live."""
         position = so_far.num_graphs
         planned = list(self.steps.values())[-1]
         times = self._times(so_far.batch_bytes)
@@ -287,11 +287,11 @@ class Replanner(Schedules):
             is_whole=False,
         )
         if beside is None and not so_far.is_whole:
-            # nobody knows what follows: leave as much room as there is
+            # what follows is unknown: leave as many bytes free as possible
             found = _lowest(planner_for(step), ())
         else:
             found = self._plan(step, () if like is None else (like,), larger=False)
-        self._tell(found.peak_bytes, cause, compiled=False)
+        self._log(found.peak_bytes, cause, compiled=False)
         return found.graphs[0]
 
     def _other_gradient_bytes(self, segment: Segment) -> int:
@@ -310,45 +310,47 @@ class Replanner(Schedules):
     def _plan(
         self, step: Step, like: Sequence[Graph], *, larger: bool, segment: Segment | None = None
     ) -> StepSchedules:
-        """Schedules for `step`: those of the graphs `like`, mended, or found anew; the lowest there are where
-        none is known to fit and the step is not `larger` than what was planned. Of a step of one `segment`,
-        what a compiler makes of it has to fit."""
-        desk = planner_for(step)
+        """Schedules for `step`: those of the graphs `like`, repaired, or found by a search. Where none fits
+        and the step is not `larger` than the planned one, the lowest. A step of one `segment` has to fit as
+        a compiler runs it."""
+        step_planner = planner_for(step)
         if segment is not None and isinstance(self._executor, InductorOps):
-            return self._compiled_plan(desk, segment, self._executor, larger=larger)
-        adapted = desk.adapt(_schedules(like, step), budget_bytes=self.budget_bytes) if like else None
+            return self._compiled_plan(step_planner, segment, self._executor, larger=larger)
+        adapted = step_planner.adapt(_schedules(like, step), budget_bytes=self.budget_bytes) if like else None
         if adapted is not None and adapted.peak_bytes <= self.budget_bytes:
             return adapted
         try:
-            answer = desk.solve(budget_bytes=self.budget_bytes, planner=self.plan.planner)
+            answer = step_planner.solve(budget_bytes=self.budget_bytes, planner=self.plan.planner)
             return StepSchedules(answer.peak_bytes, answer.graphs)
         except BudgetTooSmall:
             if larger:
                 raise
-        return _lowest(desk, like)
+        return _lowest(step_planner, like)
 
     def _compiled_plan(
-        self, desk: Planner, segment: Segment, executor: InductorOps, *, larger: bool
+        self, step_planner: Planner, segment: Segment, executor: InductorOps, *, larger: bool
     ) -> StepSchedules:
-        """Of a step that is not `larger`, the lowest plan that was found runs where none fits."""
+        """For a step that is not `larger`, the lowest solution where none fits."""
         search = solve_compiled if larger else nearest_compiled
-        answer = search(desk, segment, executor, budget_bytes=self.budget_bytes, planner=self.plan.planner)
+        answer = search(
+            step_planner, segment, executor, budget_bytes=self.budget_bytes, planner=self.plan.planner
+        )
         return StepSchedules(answer.peak_bytes, answer.graphs)
 
-    def _tell(self, peak_bytes: int, cause: str, *, compiled: bool = True) -> None:
-        """`compiled`: the peak is that of what a compiler makes of the graph, if one does."""
+    def _log(self, peak_bytes: int, cause: str, *, compiled: bool = True) -> None:
+        """`compiled`: where a compiler runs the graph, the peak is that of its code."""
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         if peak_bytes > self.budget_bytes:
             logger.warning(
-                "a graph without a plan (%s) runs by its lowest one, with a peak of at most %s: "
-                "that it stays within the budget of %s is not proven",
+                "a new graph (%s) runs with the lowest peak found, at most %s: that it stays within the "
+                "budget of %s is not proven",
                 cause,
                 size_and_bytes(peak_bytes),
                 size_and_bytes(self.budget_bytes),
             )
         else:
             logger.info(
-                "a graph without a plan (%s) got one of its own: %s of %s",
+                "a new graph (%s) is planned: %s of %s",
                 cause,
                 format_size(peak_bytes),
                 format_size(self.budget_bytes),
@@ -356,8 +358,8 @@ class Replanner(Schedules):
         if not compiled and isinstance(self._executor, InductorOps) and not self._told_of_executor:
             self._told_of_executor = True
             logger.warning(
-                "a graph without a plan (%s) is planned as if its ops ran one by one, and what Inductor "
-                "compiles of it may hold more: plan for this shape, or choose executor 'eager'",
+                "a new graph (%s) is planned as if its ops ran one by one, and its code from Inductor "
+                "may keep more bytes live: plan for this shape, or choose executor 'eager'",
                 cause,
             )
 
@@ -375,20 +377,20 @@ def _schedules(like: Sequence[Graph], step: Step) -> list[tuple[GraphRun, ...]]:
     return [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
 
 
-def _lowest(desk: Planner, like: Sequence[Graph]) -> StepSchedules:
-    """The lowest peak known for a step, and its graphs: by a new plan, or by those of the graphs `like`.
+def _lowest(step_planner: Planner, like: Sequence[Graph]) -> StepSchedules:
+    """The lowest peak known for a step, and its schedules: found by a search, or those of the graphs `like`.
 
     A search can miss for a smaller batch what it found for the planned one.
     """
-    lowest = desk.solve(budget_bytes=desk.floor().floor_bytes)
+    lowest = step_planner.solve(budget_bytes=step_planner.floor().floor_bytes)
     if like:
         try:
             releases = [graph.releases for graph in like]
-            runs = runs_of_schedules(desk.step, _schedules(like, desk.step), releases)
-            peak_bytes = simulate(desk.step, runs).peak_bytes
+            runs = runs_of_schedules(step_planner.step, _schedules(like, step_planner.step), releases)
+            peak_bytes = simulate(step_planner.step, runs).peak_bytes
         except ValueError:  # the ops of this shape are others
             pass
         else:
             if peak_bytes < lowest.peak_bytes:
-                return StepSchedules(peak_bytes, graph_schedules(desk.step, runs))
+                return StepSchedules(peak_bytes, graph_schedules(step_planner.step, runs))
     return StepSchedules(lowest.peak_bytes, lowest.graphs)

@@ -1,10 +1,15 @@
 """Turn a joint graph and a schedule into the forward and the backward graph that run.
 
-`graph -> graphs`: the joint graph is not touched. The forward graph runs every forward op once, in
-the order it was captured. The backward graph runs what the schedule says: backward ops, and before
-them copies of forward ops, each reading the latest earlier copy of what it needs. Values that
-backward still reads from the forward pass are saved; nothing else is. A value that leaves for a store begins
-to do so right after its op, and is waited for before its first reader in the backward graph.
+    joint      x ─ a ─ b ─ c ─ loss        c' reads b, b' reads a, a' reads x
+    schedule   c', recompute a, b', a'     (b is kept, a is not)
+
+    forward    x ─ a ─ b ─ c               returns the outputs, and saves b and x
+    backward   b, x ─ c' ─ a again ─ b' ─ a'
+
+The joint graph is not touched. The forward graph runs every forward op once, in the order of capture. The
+backward graph runs what the schedule says: backward ops, and copies of forward ops, each of which reads the
+latest copy of its inputs. Only values that backward reads from the forward pass are saved. A value that is
+offloaded begins to leave right after its op, and is waited for before its first reader in backward.
 """
 
 import operator
@@ -30,8 +35,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """The two graphs that run; `num_saved` values pass from the first to the second, and hold
-    `saved_bytes`, the model's own tensors and those of the batch apart. The last `num_numbers` of them are
+    """The two graphs that run; `num_saved` values pass from the first to the second, and keep `saved_bytes`
+    live besides the tensors of the model and of the batch. The last `num_numbers` of them are
     Python's, and autograd does not check the version of the `num_unchecked` before those.
 
     Backward's inputs are the saved numbers, the saved tensors, then one gradient for each of `tangents`, the
@@ -49,17 +54,17 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One entry of a schedule, looked up: a backward op, or a forward value brought back by a `call`. A
-    backward op has one where it runs in another way."""
+    """One entry of a schedule, looked up: a backward op, or a `call` that rematerializes a forward value. A
+    backward op has a `call` where a rule runs it in another way."""
 
     node: fx.Node
-    method: str = ""
+    rule: str = ""
     call: Call | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What passes from the forward to the backward graph: values, and what methods keep besides."""
+    """What passes from the forward to the backward graph: values, and what remat rules keep besides."""
 
     values: list[fx.Node]
     kept: dict[Kept, str]
@@ -91,7 +96,7 @@ class _Saved:
 
 
 Keepers = dict[fx.Node, list[Kept]]
-"""What methods keep, by the forward node that it is kept for."""
+"""What remat rules keep, by the forward node that they rematerialize."""
 
 
 def baseline_schedule(segment: Segment) -> tuple[GraphRun, ...]:
@@ -142,10 +147,10 @@ def _look_up(
         if not name:
             steps.append(_Step(node))
             continue
-        method = rule_named(name)
+        rule = rule_named(name)
         if (node, name) not in keepers:
-            keepers[node, name] = method.kept(node)
-        steps.append(_Step(node, name, method.call(node, keepers[node, name])))
+            keepers[node, name] = rule.kept(node)
+        steps.append(_Step(node, name, rule.call(node, keepers[node, name])))
     by_node: Keepers = {}
     for (node, _), kept in keepers.items():
         by_node.setdefault(node, []).extend(kept)
@@ -162,7 +167,7 @@ def forward_only(segment: Segment) -> fx.GraphModule:
 
 
 def _saved(segment: Segment, steps: list[_Step], keepers: Keepers, tangents: Container[fx.Node]) -> _Saved:
-    """Forward values that backward reads from their first run, and all that methods keep."""
+    """Forward values that backward reads from their first run, and all that remat rules keep."""
     made: set[fx.Node] = set()
     saved: dict[fx.Node, None] = {}
 
@@ -252,10 +257,10 @@ def _forward_graph(
             keep(*left)
     assert not leaving, "a value leaves after an op that is not there"
     results = segment.outputs
-    plain = segment.joint.graph.output_node().args[0]
-    assert isinstance(plain, (list, tuple))
+    given = segment.joint.graph.output_node().args[0]
+    assert isinstance(given, (list, tuple))
     outputs: list[Any] = [
-        new[node] if node is not None else value for node, value in zip(results, plain, strict=False)
+        new[node] if node is not None else value for node, value in zip(results, given, strict=False)
     ]
     graph.output([*outputs, *(new[value] for value in saved.as_returned)])
     return _module(segment, graph)
@@ -295,7 +300,7 @@ def _backward_graph(
             wait_for(_reads(step))
             latest[step.node] = _written(graph, step, latest, written_over)
             coming.pop(step.node, None)
-            if step.method and (wait := rule_named(step.method).wait) is not None:
+            if step.rule and (wait := rule_named(step.rule).wait) is not None:
                 coming[step.node] = wait
         for index in places.get(place, ()):
             assert updates is not None
@@ -326,7 +331,7 @@ def _written(
     copy = _write(graph, step.call, latest)
     copy.meta = {
         **step.node.meta,
-        "lowtide_method": step.method,
+        "lowtide_rule": step.rule,
         "lowtide_recompute": step.node.name,
         "partitioner_tag": "is_backward",
     }

@@ -79,7 +79,7 @@ class Schedules:
         self.orders = dict(orders)
 
     def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
-        """How `segment` runs. StartOver where `plan_call` has to tell, which needs that nothing ran yet."""
+        """How `segment` runs. StartOver where the whole call has to be planned, while nothing has run yet."""
         graph = self.graphs.get(segment.fingerprint)
         missing = frozenset(graph.missing if graph is not None else ())
         apart = frozenset(graph.apart if graph is not None else ())
@@ -202,7 +202,7 @@ class Runner:
         return output
 
     def _learn(self) -> None:
-        """Plan again where the last step was another one than the plan counts on."""
+        """Plan again where the last step departed from the plan."""
         news = self.observer.news()
         if news is None:
             return
@@ -298,7 +298,7 @@ class Runner:
         return layouts((args, kwargs)) == self.eager_batch and self._situation() == self._planned_situation
 
     def _situation(self) -> tuple[Any, ...]:
-        """What of a model changes what a step holds."""
+        """What of a model changes the bytes of a step."""
         return self.model.training, *((p.requires_grad, p.dtype) for p in self._parameters)
 
     def _raise_as_eager(self, error: Exception) -> NoReturn:

@@ -2,7 +2,7 @@
 
 Losses, gradients, buffers, parameters and the random state are compared with `torch.equal`. Some models
 take another path of their own code while they are captured: then the captured graph is also run without any
-recompute, which tells whether it is the plan that makes results differ from eager's.
+recompute, which shows whether the plan makes the results differ from eager's.
 """
 
 import copy

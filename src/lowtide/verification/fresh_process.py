@@ -21,7 +21,7 @@ from lowtide.facts.files import temporary_folder
 from lowtide.units import size_and_bytes
 
 LITTLE_BYTES = 1 << 20
-"""With less room than that, it is not the model's fault that it cannot be written."""
+"""Where fewer bytes are free, the disk is the reason why a model cannot be written."""
 
 
 def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
@@ -87,8 +87,8 @@ def _wait(command: list[str], environ: Mapping[str, str], output: Any) -> int:
         )
     except OSError as error:
         raise FreshProcessError(
-            f"a fresh process cannot be started ({error}): look after sys.executable, and the limit of "
-            "processes (ulimit -u)",
+            f"a fresh process cannot be started ({error}): check sys.executable, and the limit of processes "
+            "(ulimit -u)",
             kind=type(error).__name__,
         ) from error
     with child:

@@ -35,10 +35,9 @@ def train_step(
 ) -> torch.Tensor:
     """Forward, loss, backward, optimizer step, gradients dropped. Returns the loss, detached.
 
-    The model's output is held to the end, as in a loop that logs it, unless told otherwise.
-    Forward pass and loss run inside of what `within` makes.
-    Gradients are expected to be None at the start. A dict is passed as keywords, a tuple or list as
-    positional arguments.
+    `holds_outputs`: the model's output stays live to the end, as in a loop that logs it. Forward pass and
+    loss run inside of what `within` makes. Gradients have to be None at the start. A dict is passed as
+    keywords, a tuple or list as positional arguments.
     """
     with within():
         output = call(model, batch)
@@ -119,10 +118,10 @@ class Timing:
         return self.median_seconds / baseline.median_seconds - 1
 
     def noise_beside(self, baseline: "Timing") -> float | None:
-        """How far off `added_to` may be; None for a single run, which cannot tell.
+        """How far off `added_to` may be; None for a single run.
 
-        By the runs that followed each other, since a slow moment of the machine hits both of a pair: half
-        the distance between the quartiles of their ratios, and how far their median is from `added_to`.
+        Runs that followed each other are compared, since a slow phase of the machine hits both of a pair:
+        half the distance between the quartiles of their ratios, and how far their median is from `added_to`.
         """
         if len(self.runs) < 2:
             return None
@@ -133,7 +132,7 @@ class Timing:
 def time_steps(
     steps: Mapping[str, Callable[[], object]], *, device: torch.device, warm_up: int = 1, runs: int = 5
 ) -> dict[str, Timing]:
-    """Time several steps in turn (a, b, a, b, ...), so that a slow moment of the machine hits all alike."""
+    """Time several steps in turn (a, b, a, b, ...), so that a slow phase of the machine hits all alike."""
     for _ in range(warm_up):
         for step in steps.values():
             step()
@@ -158,10 +157,10 @@ does so in the second."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Peaks count everything that torch holds: `static_bytes` (parameters, buffers, batch, optimizer
+    """Peaks count all bytes that torch has live: `static_bytes` (parameters, buffers, batch, optimizer
     state) plus what the step adds on top. `resident_peak_bytes` is None where it cannot be measured:
     on a GPU, outside Linux, or not in a fresh process. `timing` is None when no runs were asked for.
-    `peak_op` ran at the peak, by torch's own name; empty where nobody knows.
+    `peak_op` ran at the peak, by torch's own name; empty where that is unknown.
     """
 
     peak_bytes: int
@@ -224,35 +223,21 @@ def measure_here(
         return _measure(prepare(double) if prepare is not None else double, resident=False)
 
 
-def measure_memory(
-    *,
-    source: TargetSpec | Target,
-    with_optimizer: bool,
-    prepare: str | None,
-    payload: dict[str, Any],
-    resident: bool,
-) -> Measured:
+def measure_memory(*, resident: bool, **arguments: Any) -> Measured:
     """The child's job: both peaks, the resident one first, since the profiler leaves traces behind."""
-    target = _load(source, with_optimizer, prepare, payload)
+    target = _load(**arguments)
     return replace(_measure(target, resident=resident and can_measure_resident()), fresh_process=True)
 
 
-def measure_time(
-    *,
-    source: TargetSpec | Target,
-    with_optimizer: bool,
-    prepare: str | None,
-    payload: dict[str, Any],
-    runs: int,
-) -> Timing:
+def measure_time(*, runs: int, **arguments: Any) -> Timing:
     """The child's job: the clock alone, with the allocator as users have it."""
-    target = _load(source, with_optimizer, prepare, payload)
+    target = _load(**arguments)
     device = device_of(target.model, target.batch)
     return time_steps({"step": lambda: _step(target)}, device=device, runs=runs)["step"]
 
 
 def _load(
-    source: TargetSpec | Target, with_optimizer: bool, prepare: str | None, payload: dict[str, Any]
+    *, source: TargetSpec | Target, with_optimizer: bool, prepare: str | None, payload: dict[str, Any]
 ) -> Target:
     target = source.load() if isinstance(source, TargetSpec) else source
     if not with_optimizer:

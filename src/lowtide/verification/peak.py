@@ -20,7 +20,7 @@ RESIDENT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOL
 
 
 def peak_above_start(step: Callable[[], object], *, device: torch.device = CPU) -> int:
-    """Peak bytes that torch holds on `device` during `step()`, above those held before it.
+    """Peak bytes that torch has live on `device` during `step()`, above those live before it.
 
     torch's profiler on the CPU, which does not see a block freed that was there before the start: a
     step that frees such blocks is measured too high. On CUDA, the allocator's own count.
@@ -36,7 +36,7 @@ def peak_and_op(step: Callable[[], object], *, device: torch.device = CPU) -> tu
 
 
 def can_measure_resident() -> bool:
-    """Whether this system can tell and reset the resident high-water mark (Linux)."""
+    """Whether this system reports and resets the resident high-water mark (Linux)."""
     return sys.platform == "linux" and Path("/proc/self/clear_refs").exists()
 
 

@@ -38,11 +38,11 @@ def verdict(result: "Verification") -> list[str]:
             lines.append(f"note: {NOT_BY_RECOMPUTING}")
     if is_noisy(result.overhead, result.noise):
         lines.append(
-            "note: the time added is too noisy to tell: the machine is busy, or it adds next to none"
+            "note: the time added is too noisy to tell: the machine is busy, or the plan adds next to none"
         )
     lines += [f"note: {note}" for note in result.notes]
     if not result.fresh_process:
-        lines.append("note: measured in this process, since the model cannot be sent to a fresh one")
+        lines.append("note: measured in this process, since the model cannot be sent to a fresh process")
     return lines
 
 
@@ -52,7 +52,7 @@ def kept(peak_bytes: int, budget_bytes: int) -> str:
 
 
 def prediction_note(which: str, *, predicted: int, measured: int, op: str) -> str:
-    """Empty where the prediction holds. `op` is what ran at the measured peak, if anybody knows."""
+    """Empty where the prediction is right. `op` ran at the measured peak; empty where that is unknown."""
     off = predicted / measured - 1 if measured else 0.0
     if abs(off) <= PREDICTED_WITHIN:
         return ""
@@ -80,13 +80,13 @@ def agreement_note(which: str, *, measured: int, resident: int | None) -> str:
 
 
 def fault_note(without: "Timing | None", with_plan: "Timing | None") -> str:
-    """Empty where page faults are next to nothing, with and without the plan, or nobody counted them."""
+    """Empty where page faults take next to no time, with and without the plan, or were not counted."""
     if without is None or with_plan is None:
         return ""
     if max(without.fault_share, with_plan.fault_share) < LEAST_SHARE:
         return ""
     return (
-        "taking memory from the system anew is part of the measured time and of no prediction: "
+        "getting memory from the system is part of the measured time and of no prediction: "
         f"{without.median_page_faults:,} page faults in a step without the plan and "
         f"{with_plan.median_page_faults:,} with it, about {without.fault_share:.0%} and "
         f"{with_plan.fault_share:.0%} of the time. The page on measuring says how to keep that memory"
@@ -94,7 +94,7 @@ def fault_note(without: "Timing | None", with_plan: "Timing | None") -> str:
 
 
 def measurement_of(result: "Verification") -> Measurement:
-    """A verified plan, next to the plain step."""
+    """A verified plan, next to the baseline."""
     return Measurement(
         baseline=step_measurement(
             predicted=result.baseline_predicted_peak_bytes,

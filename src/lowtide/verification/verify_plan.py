@@ -33,7 +33,7 @@ class Verification:
 
     `exact`: planned training equals eager training to the last bit. `recompute_exact` is weaker: it
     equals the captured graph without any recompute, which some models make another path in their code.
-    Where a compiler runs the graphs, `exact` is that as well, and `from_eager` says how far the compiled step
+    Where a compiler runs the graphs, `exact` means the same, and `from_eager` says how far the compiled step
     without recompute is from eager. `peak_op` and `baseline_peak_op` ran at the peaks that torch counted.
     `plan` is what was verified.
     """
@@ -81,7 +81,7 @@ class Verification:
 
     @property
     def noise(self) -> float | None:
-        """How far off `overhead` may be; where it is larger, the machine was too busy to tell."""
+        """How far off `overhead` may be; where the noise is larger, the machine was too busy for a figure."""
         if self.step_timing is None or self.baseline_step_timing is None:
             return None
         return self.step_timing.noise_beside(self.baseline_step_timing)
@@ -120,7 +120,7 @@ class Verification:
         return tuple(filter(None, notes))
 
     def summary(self) -> str:
-        """Does it fit, is it exact, and what was not measured well, in a few lines."""
+        """Does the plan fit, is it exact, and what was not measured well, in a few lines."""
         return "\n".join(verdict(self))
 
     def report(self, path: str | Path) -> Path:
