@@ -270,8 +270,8 @@ def checkpoint(
 
     `model` may be a DistributedDataParallel, or become one later, or be sharded by `fully_shard`. Where
     several processes train the model (those of `process_group`, by default of the wrapper's or the shards',
-    or all), each has to call this: rank 0 makes the plan for all ranks with batches like its own. A setting that
-    differs between ranks is an error on all of them.
+    or all), each has to call this: rank 0 makes the plan for all ranks with batches like its own. A setting
+    that differs between ranks is an error on all of them.
     """
     training = _Training(
         optimizer=optimizer,
