@@ -278,7 +278,7 @@ def test_compare(run_lowtide, monkeypatch, tmp_path, verdict, why, difference, c
     )
     monkeypatch.setattr(compare_methods, "compare", methods(ours))
     found, stdout, stderr = run_lowtide("compare", "tiny-bert-base", "-b", "4", "-o", str(tmp_path))
-    words = ours.row.verdict_text
+    words = ours.verdict_text
     assert found == code and "crashed: oh" in stdout and "−55.0 %" in stdout and words in stdout
     assert "rival: crashed: oh" in stderr
     assert [r["verdict"] for r in rows_of(tmp_path / "compare.csv")] == ["exact", "crashed: oh", words]

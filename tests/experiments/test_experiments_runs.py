@@ -238,10 +238,10 @@ def test_compare_gives_the_planners_the_peaks_of_the_others(profile, monkeypatch
         },
     )
     assert len(found) == 8 + 4 and found["none (eager)"].time_ratio == 1.0
-    assert found["checkpoint per block"].row.verdict_text == "wrong: 1 buffer"
-    assert found["partitioner 0.9"].row.verdict_text == "wrong: 1 of 3 gradients"
+    assert found["checkpoint per block"].verdict_text == "wrong: 1 buffer"
+    assert found["partitioner 0.9"].verdict_text == "wrong: 1 of 3 gradients"
     assert "gradient of a, step 1" in found["partitioner 0.9"].first_difference
-    assert found["partitioner 0"].row.verdict_text == "crashed: RuntimeError: out of luck"
+    assert found["partitioner 0"].verdict_text == "crashed: RuntimeError: out of luck"
     assert found["partitioner 0"].peak_bytes is None
     ours = [result for result in found.values() if result.kind == "plan"]
     exact, unreachable = ours[:2], ours[2:]
@@ -288,7 +288,7 @@ def test_where_rivals_save_nothing_the_planners_go_to_the_floor(profile, monkeyp
             "plan": tried(profile.floor_bytes),
         },
     )
-    assert found["checkpoint per block"].row.verdict_text == "not applicable: no repeated blocks"
+    assert found["checkpoint per block"].verdict_text == "not applicable: no repeated blocks"
     ours = [result for result in found.values() if result.kind == "plan"]
     assert ours and all(result.budget_bytes in (None, profile.floor_bytes) for result in ours)
     assert ours[-1].verdict is Results.EXACT

@@ -81,7 +81,7 @@ def compare(
     )
     for result in results:
         found.append(result)
-        terminal.note(f"{result.method}: {result.row.verdict_text}")
+        terminal.note(f"{result.method}: {result.verdict_text}")
         if out is not None:
             _write(out, found, finished=False, name=name, device=profile.step.device)
     terminal.data(compare_data(found, finished=True, name=name))
@@ -107,7 +107,7 @@ def compare_exit(found: "Sequence[MethodResult]") -> Exit:
     """The worst outcome of lowtide's own plans: wrong results, then a crash, then too much memory."""
     plans = [result for result in found if result.kind == "plan"]
     ran = [result for result in plans if result.peak_bytes is not None]
-    if any(not result.row.exact for result in ran):
+    if any(not result.exact for result in ran):
         return Exit.RESULTS_DIFFER
     if any(result.verdict is Results.CRASHED for result in plans):
         return Exit.ERROR
@@ -129,7 +129,7 @@ def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[Render
             size(result.peak_bytes),
             percent(result.peak_bytes / baseline - 1) if baseline and result.peak_bytes else UNKNOWN,
             _time(result.time_ratio, result.noise),
-            result.row.verdict_text,
+            result.verdict_text,
         )
         for result in found
     ]
@@ -153,7 +153,7 @@ def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: 
     from lowtide.cli.output_files import environment, write_experiment
     from lowtide.report.exports import write_compare
 
-    rows = [result.row for result in found]
+    rows = list(found)
     write_compare(out / CSV, rows if finished else [*rows, MORE])
     write_experiment(
         out / JSON,

@@ -1,5 +1,5 @@
 """Does lowtide work on this machine? A small model is captured and timed; a plan for it is made and verified;
-then another one, with values that wait in a store. Where one of these fails, others can still be tried."""
+then another plan, which offloads values. Where one of these fails, others can still be tried."""
 
 import statistics
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ FREE = 1e15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureCheckup:
-    """A model of one device as it is captured and timed.
+    """A model on one device, captured and timed.
 
     `timing_noise`: the median change of an op's time from one profile to the next, each op weighed alike.
     """
@@ -38,7 +38,7 @@ class CaptureCheckup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCheckup:
-    """A plan and what it does in truth. `predicted` and `measured` peaks are (without, with) the plan."""
+    """A plan, predicted and measured. Peaks are (without, with) the plan."""
 
     budget_bytes: int
     predicted_peak_bytes: tuple[int, int]
@@ -72,13 +72,13 @@ class OffloadCheckup:
 
     @property
     def is_fine(self) -> bool:
-        """Values left for the store, came back with the same bits, and took no room in between."""
+        """Values were offloaded, came back with the same bits, and took no memory in between."""
         within = self.measured_peak_bytes <= self.budget_bytes
         return self.exact and within and self.num_offloaded > 0
 
 
 def check_capture(name: str) -> tuple[CaptureCheckup, Built, Profile]:
-    """Profile twice, to see how steady times are; the model and its profile are for the other checks."""
+    """Profile twice, to see how far times vary; the model and its profile are for the other checks."""
     made = build(MODEL, batch_size=BATCH_SIZE, device=name)
     first, second = (
         api.profile(made.model, made.batch, optimizer=made.optimizer, cache=False) for _ in range(2)
@@ -109,7 +109,7 @@ def check_plan(made: Built, profile: Profile) -> PlanCheckup:
 
 
 def check_offload(name: str, made: Built) -> OffloadCheckup:
-    """Plan as if transfers took no time, so that values do leave for the store, and verify that plan."""
+    """Plan as if transfers took no time, so that the plan does offload values, and verify that plan."""
     with temporary_folder() as folder:
         offload = f"disk:{folder}" if name == "cpu" else "host"
         found = api.profile(made.model, made.batch, optimizer=made.optimizer, offload=offload, cache=False)

@@ -1,6 +1,6 @@
-"""lowtide next to other ways to save memory, measured on the same step and in the same manner.
+"""lowtide next to other methods to save memory, measured on the same step and in the same manner.
 
-The others come first; then lowtide's planners get the peaks that the others reached as budgets.
+The others come first; then lowtide's planners get their peaks as budgets.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,43 +21,24 @@ MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
 PLANNERS = ("mu-two", "auto")
 NEAR = 1e-5
 ALIKE = 0.005
-"""Peaks of two rivals that differ by less than this share are one budget: the lower."""
+"""Peaks of two other methods that differ by less than this share are one budget: the lower."""
 EAGER = Contender(name="none (eager)", kind="eager")
 BLOCKS = Contender(name="checkpoint per block", kind="blocks")
 COMPILED = Contender(name="torch.compile", kind="inductor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodResult:
+class MethodResult(CompareRow):
     """One line of the comparison. `kind` is the method's; `first_difference` names a tensor.
 
-    `why` says what is wrong with the results, or why there are none; `noise` is of `time_ratio`.
-
-    `budget_bytes`, `predicted_peak_bytes` and `predicted_overhead` are of lowtide's own plans.
+    `budget_bytes`, `predicted_peak_bytes` and `predicted_overhead` are those of lowtide's own plans.
     """
 
-    method: str
     kind: str
-    verdict: Results
-    why: str = ""
-    peak_bytes: int | None = None
-    time_ratio: float | None = None
-    noise: float | None = None
     first_difference: str = ""
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     predicted_overhead: float | None = None
-
-    @property
-    def row(self) -> CompareRow:
-        return CompareRow(
-            method=self.method,
-            verdict=self.verdict,
-            why=self.why,
-            peak_bytes=self.peak_bytes,
-            time_ratio=self.time_ratio,
-            noise=self.noise,
-        )
 
 
 def rivals(memory_budgets: Sequence[float] = MEMORY_BUDGETS, *, executor: str = "eager") -> list[Contender]:
@@ -91,10 +72,10 @@ def compare(
             found.append(_try(source, method, timed_runs))
         yield found[-1]
     for budget_bytes in budgets_of(found, floor_bytes=profile.floor_bytes):
-        ways = [(planner, "eager") for planner in PLANNERS]
+        pairs = [(planner, "eager") for planner in PLANNERS]
         if executor != "eager":
-            ways.append(("auto", executor))
-        for planner, runs_by in ways:
+            pairs.append(("auto", executor))
+        for planner, runs_by in pairs:
             name = planner if runs_by == "eager" else f"{planner}, {runs_by}"
             with working(f"measuring {name} at {size(budget_bytes)}"):
                 result = _plan(
@@ -104,10 +85,10 @@ def compare(
 
 
 def budgets_of(found: Sequence[MethodResult], *, floor_bytes: int) -> list[int]:
-    """The peaks that others reach, highest first: checkpointing by block, and the partitioner at its best.
+    """The peaks of other methods, highest first: checkpoints by block, and the partitioner at its lowest.
 
-    Where none gets below eager, lowtide's own lowest peak. That is also taken for one that is below it by
-    no more than the numbers beside a graph that every prediction leaves room for.
+    Where none is below eager, the floor of lowtide's plans. The floor also replaces a peak that is lower by
+    no more than `NEAR`: the few scalars beside a graph that every prediction reserves.
     """
     eager = next((result.peak_bytes for result in found if result.kind == "eager"), None)
     budgets = set()

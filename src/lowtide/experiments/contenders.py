@@ -1,4 +1,4 @@
-"""Ways to run a model's step, lowtide's and others', that can be switched on and off in one process."""
+"""Methods to run a step in less memory, lowtide's and others', to switch on and off in one process."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """`on` makes the model run its other way, `off` its own; both as often as you like."""
+    """`on` makes the model run by a method, `off` by itself; both as often as you like."""
 
     on: Callable[[], None]
     off: Callable[[], None]
@@ -72,7 +72,7 @@ def switch_for(method: Contender, target: Target) -> Switch:
 def reference_for(method: Contender, target: Target) -> Switch | None:
     """The graph that a method makes of the model, run without any recompute; None where it makes none.
 
-    Where results differ from eager's but not from these, recomputing is not to blame.
+    Where results differ from eager's but not from these, recompute is not the cause.
     """
     model = target.model
     if method.kind == "partitioner":
@@ -88,8 +88,8 @@ def reference_for(method: Contender, target: Target) -> Switch | None:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a user would checkpoint: of the classes that come several times in one list, the
-    one that does so most often, wherever it stands in a list. Single ops are no blocks.
+    """The blocks that a user would checkpoint: in lists of modules, all of the class that occurs most often
+    in one list. Modules without children are no blocks.
     """
     containers = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     longest: Counter[type[nn.Module]] = Counter()
@@ -162,7 +162,7 @@ def _compiled(
     call = compiled(dynamo.own_code(call_model), backend)
 
     def route(*args: Any, backend: object = backend, **kwargs: Any) -> Any:
-        """`backend` is there since it has to outlive what it compiles."""
+        """`backend` is an argument since it has to outlive the code that it compiles."""
         with dynamo.quiet():
             return call(model, args, kwargs)
 
@@ -170,7 +170,7 @@ def _compiled(
 
 
 def _planned(model: nn.Module) -> Switch:
-    """For a model that a plan was just applied to, which is taken off whole: its optimizer's steps, too."""
+    """For a model that a plan was just applied to: it is removed, from the optimizer's steps, too."""
     runner = runner_of(model)
     assert runner is not None
     remove(model)

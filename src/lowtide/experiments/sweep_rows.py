@@ -17,7 +17,7 @@ from lowtide.report.style import size
 from lowtide.zoo.targets import TargetSpec
 
 FINAL = (SweepStatus.MEASURED, SweepStatus.PLAN_MEASURED, SweepStatus.TOO_SMALL)
-"""Where running a size again could tell nothing new; a failure may have been the machine's."""
+"""A size with one of these is not run again; a failure may have been the machine's."""
 
 logger = logging.getLogger("lowtide")
 
@@ -38,10 +38,10 @@ def sweep(
 ) -> Iterator[SweepRow]:
     """One row after the other, in the order of `batch_sizes`; those `done` before are not run again.
 
-    Where this machine can hold the planned step but not the plain one, the planned one is measured
-    alone, and nothing is compared. What it can hold in neither way, and everything without `measure`,
-    is predicted only. Where no plan meets the budget, the plain step is measured alone. A size that
-    fails is a row that says so. `working` is told what takes long, and is open as long as it does.
+    Where this machine can hold the planned step but not the baseline, the planned one is measured alone, and
+    nothing is compared. A size that fits in neither way, and every size without `measure`, is predicted only.
+    Where no plan meets the budget, the baseline is measured alone. A size that fails is a row that says so.
+    `working` is told what takes long, and is open as long as it does.
     """
     known = {row.batch_size: row for row in done}
     for batch_size in batch_sizes:

@@ -1,16 +1,13 @@
-"""What a method leaves behind that eager training does not: equal, rounded otherwise, or wrong.
+"""One method on one target in a fresh process: results against eager, peak, and time in turn with eager.
 
-Bits are compared over all steps. Whether a difference is a mistake or rounding is judged after the
-first step alone, since every optimizer blows up rounding in the next ones. Some models blow it up in the
-first step already, such as deep ones with batch norm on few samples: there a difference that eager training
-shows itself, from parameters that are the next numbers to its own, is no mistake. Not parameters are judged
-but what they are made of: Adam's first step takes nothing but the sign of a gradient, which rounding turns
-where it is next to zero.
+All in one process, so that a method is compiled once and its time is a ratio within one run. The peak is
+torch's own count of bytes, which does not depend on earlier work of the process.
 
-One method on one target in a fresh process: results against eager, peak, and time in turn with eager.
-
-All in one process, so that a method is compiled once and its time is a ratio within one run. The
-peak is torch's own count of bytes, which does not depend on what the process did before.
+Results are exact, rounded or wrong. Bits are compared over all steps. Rounding or a mistake is decided after
+the first step alone, since every optimizer magnifies rounding in the next ones. Some models magnify it in the
+first step already, such as deep ones with batch norm on few samples. So eager trains once more, from
+parameters that differ in the last bit: a difference as large as that is no mistake. Parameters themselves are
+not judged, only their gradients: Adam's first step takes the sign of a gradient, which rounding may flip.
 """
 
 import copy
@@ -37,17 +34,18 @@ from lowtide.verification.measure_step import (
 from lowtide.verification.peak import peak_above_start
 from lowtide.zoo.targets import Target, TargetSpec
 
+STEPS = 2
 ROUNDING = 1e-3
 """The largest error, relative to the tensor's largest value, that still passes for rounding."""
 
 SHAKEN = 10
-"""So many times what the smallest change of the parameters does still passes for rounding."""
+"""How many times the effect of a change in the last bit of the parameters still passes for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """A difference from eager training, and what the smallest change of the parameters does there to the same
-    tensor (`shaken`)."""
+    """A difference from eager training. `shaken`: the error of the same tensor in eager training from
+    parameters that differ in the last bit."""
 
     name: str
     step: int
@@ -67,15 +65,15 @@ def mistakes(target: Target, start: Start, expected: Sequence[Path]) -> list[Mis
 
 
 def shaken(target: Target, start: Start, expected: Path) -> dict[str, float]:
-    """The relative errors of eager training's first step, by name, from parameters that are the next numbers
-    to those of `start`; `expected` is that step from `start` itself."""
+    """The relative errors of eager training's first step, by name, from parameters that differ from `start`
+    in the last bit; `expected` is that step from `start` itself."""
     moved = copy.copy(start)
     moved.tensors = [_next_to(tensor) for tensor in start.tensors]
     return {found.name: found.error for found in differences(target, moved, [expected])}
 
 
 def weighed(found: Sequence[Mistake], sensitivity: Mapping[str, float]) -> list[Mistake]:
-    """The same differences, seen beside those of `shaken`."""
+    """The same differences with those of `shaken` beside them."""
     return [replace(mistake, shaken=sensitivity.get(mistake.name, 0.0)) for mistake in found]
 
 
@@ -86,7 +84,7 @@ def _next_to(values: torch.Tensor) -> torch.Tensor:
 def judge(found: Sequence[Mistake], *, num_gradients: int, unlike_eager: bool = False) -> tuple[Results, str]:
     """What the results are, and in words what is wrong: `72 of 73 gradients, 12 buffers`.
 
-    `unlike_eager`: the comparison was with the method's own graph, since eager's results are others.
+    `unlike_eager`: the comparison was with the method's own graph, since eager's results differ.
     """
     if not found:
         return (Results.UNLIKE_EAGER if unlike_eager else Results.EXACT), ""
@@ -101,12 +99,9 @@ def judge(found: Sequence[Mistake], *, num_gradients: int, unlike_eager: bool = 
     return Results.WRONG, ", ".join(words or wrong[:1])
 
 
-STEPS = 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderTrial:
-    """What a method does in truth, next to eager in the same process.
+    """What was measured of a method, next to eager in the same process.
 
     `mistakes` are against eager or, where the method compiles the model into other ops, against those
     ops run without recompute; then `unlike_eager`.
@@ -155,12 +150,12 @@ def try_method(source: TargetSpec, method: Contender, *, timed_runs: int) -> Con
 def run_trial(
     *, source: TargetSpec | Target, method: Contender, timed_runs: int, steps: int = STEPS
 ) -> ContenderTrial:
-    """The fresh process's job."""
+    """The job of the fresh process."""
     target = source.load() if isinstance(source, TargetSpec) else source
     try:
         return _run(target, method, timed_runs, steps)
     except dynamo.BackendCompilerFailed as error:
-        # its own text starts with lines that say nothing of what went wrong
+        # its own text starts with lines that do not name the error
         raise error.inner_exception from error
 
 
