@@ -17,14 +17,14 @@ PYTEST := $(QUIETLY) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 KERNELS ?= ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 \
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=4
 EXACT := tests/end_to_end tests/runtime tests/remat tests/verification/test_verify_plan.py \
-	$(addprefix tests/profiling/,test_op_costs.py test_shrink.py test_graph_profiler.py test_real_strides.py test_whole_run.py)
+	$(addprefix tests/profiling/,test_op_costs.py test_work.py test_real_strides.py test_whole_run.py)
 
 SOAK := $(addprefix tests/end_to_end/,test_fuzz.py test_soak.py test_random_models.py) tests/cli/test_trust.py
 
 # What `make test-torch` runs, with which torch, and where: all that can differ from one torch to the next.
 VERSION ?= 2.15.0
 OTHER := .venv-torch-$(VERSION)
-TORCH_TESTS := $(addprefix tests/,analyze end_to_end experiments/test_experiments.py ops optim profiling remat runtime \
+TORCH_TESTS := $(addprefix tests/,analyze end_to_end experiments/test_trial.py ops optim profiling remat runtime \
 	torch_compat trace verification)
 
 .PHONY: install demo test quick soak test-long test-kernels test-torch check format docs bench clean

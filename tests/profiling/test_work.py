@@ -1,4 +1,4 @@
-"""Slices of ops: which sizes are reduced, and that what is left runs."""
+"""Smaller calls of the same op: which sizes are reduced, and that the smaller call runs."""
 
 import pytest
 import torch
