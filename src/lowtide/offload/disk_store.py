@@ -24,6 +24,8 @@ from lowtide.offload.offload_store import Layout, OffloadHandle, OffloadStore, P
 from lowtide.units import size_and_bytes
 
 PAGE_BYTES = 4096
+THREADS = "lowtide-store"
+"""How the names of the threads of a store begin."""
 
 
 def whole_pages(nbytes: int) -> int:
@@ -70,9 +72,6 @@ class Slots:
             else:
                 merged.append((start, size))
         self._gaps = merged
-
-
-THREADS = "lowtide-store"
 
 
 class DiskStore(OffloadStore):
