@@ -30,7 +30,7 @@ from lowtide.analyze.uncaptured_facts import add_uncaptured_bytes, add_uncapture
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Kind, Region, Remat
 from lowtide.ops.calls import Call, target_name
-from lowtide.ops.loss_chunks import extra_logits_bytes, extra_loss_bytes
+from lowtide.ops.loss_chunks import extra_loss_bytes
 from lowtide.ops.random_ops import extra_eager_bytes
 from lowtide.ops.recurrent import extra_inside_bytes, extra_result_bytes
 from lowtide.ops.schema import writes_inputs
@@ -246,7 +246,7 @@ def _add_op(
     for same in stands_for(node):
         state.storage_of[storage_key(same)] = holds[0]
     state.holds[node] = tuple(holds)
-    in_chunks = extra_loss_bytes(node) + extra_logits_bytes(node)
+    in_chunks = extra_loss_bytes(node)
     state.rank[node] = rank = analysis.add_node(
         name=name,
         op=target_name(node.target),

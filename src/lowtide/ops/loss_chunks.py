@@ -1,19 +1,14 @@
-"""The gradient of a cross entropy, row by row.
+"""Cross entropy in chunks of rows: the gradients of its logits, and log-probabilities in the logits' memory.
 
-Between the two ops that it is made of, eager holds a whole tensor of the size of the logits. Each of them
-works on every row alone, so that a few rows at a time give the same bits and hold next to nothing.
+Each row of a log-softmax, and of its gradient, needs that row of its inputs alone. So some rows at a time
+give the same bits as all of them, without a whole tensor of the logits' size between two ops:
 
-The gradient of a cross entropy with probabilities for targets, row by row.
-
-There the gradient of the log-probabilities is a product: of the gradient of the loss, the targets and, where
-there are any, the weights of the classes. Each of its rows needs that row of the factors alone.
-
-Log-probabilities written over the logits that they are made of, a few rows at a time.
-
-Where nothing but the log-softmax reads the product that the logits are, as in a model that returns its loss
-alone, eager holds both at once; each row of one needs that row of the other alone.
+    loss backward -> add -> log-softmax backward        ==>   loss_gradient         targets are classes
+    grad * targets * weights -> log-softmax backward    ==>   soft_loss_gradient    targets are probabilities
+    product -> view -> log-softmax                      ==>   log_probabilities     written over the product
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +21,12 @@ from lowtide.torch_compat.dispatch import FakeTensor, iter_tensors
 aten = torch.ops.aten
 
 CHUNK_BYTES = 1 << 20
-"""What a slice of rows takes at most, unless a single row takes more."""
+"""The most bytes of a chunk, unless a single row has more."""
 LARGE_CHUNK_BYTES = 8 << 20
 FEWEST_CHUNKS = 16
 
 LOSSES = {aten.nll_loss_backward.default: 2, aten.nll_loss2d_backward.default: 4}
-"""Backward ops of losses, and the dimensions of what they read; the first of them are the rows."""
+"""Backward ops of losses, and the number of dimensions of what they read; the first are the rows."""
 
 
 def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
@@ -51,38 +46,47 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
 ) -> Tensor:
     """What `nll_loss_backward` and then `_log_softmax_backward_data` give for the log-probabilities `scores`.
 
-    `plus` is added in between, as the gradient of label smoothing is. `out` may be `scores` itself. It is
-    left alone where autograd keeps what it has saved for another backward pass. A slice takes at most
-    `chunk_bytes`; 0 is for all rows at once.
+    `plus` is added in between, as the gradient of label smoothing is. `out`, `chunk_bytes`: see `_by_rows`.
+    """
+    backward = aten.nll_loss_backward if scores.dim() == 2 else aten.nll_loss2d_backward
+
+    def gradient(rows: slice) -> Tensor:
+        images = scores[rows].unsqueeze(2) if scores.dim() == 3 else scores[rows]  # a sequence is one row
+        own = grad[rows] if grad.dim() else grad
+        made = backward(own, images, target[rows], weight, reduction, ignore_index, total_weight)
+        some: Tensor = made.view_as(scores[rows])
+        return some if plus is None else some.add_(plus[rows])
+
+    return _by_rows(gradient, scores, dim, dtype, out=out, chunk_bytes=chunk_bytes)
+
+
+def _by_rows(
+    gradient: Callable[[slice], Tensor],
+    scores: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None,
+    chunk_bytes: int | None,
+) -> Tensor:
+    """The gradient of a log-softmax, where `gradient` gives some rows of the gradient of its result.
+
+    It is written over `out`, which may be `scores`, unless autograd keeps its graph for another backward
+    pass. A chunk has at most `chunk_bytes`; 0 is for all rows at once.
     """
     if isinstance(scores, FakeTensor):
         return torch.empty_like(scores) if out is None else out
     if out is None or graph_is_kept():
         out = torch.empty_like(scores)
-    backward = aten.nll_loss_backward if scores.dim() == 2 else aten.nll_loss2d_backward
-    images = scores.unsqueeze(2) if scores.dim() == 3 else scores  # torch sees sequences as images of one row
-    per_row = grad.dim() > 0
     step = rows_per_chunk(scores, chunk_bytes)
     for first in range(0, len(scores), step):
         rows = slice(first, first + step)
-        some = backward(
-            grad[rows] if per_row else grad,
-            images[rows],
-            target[rows],
-            weight,
-            reduction,
-            ignore_index,
-            total_weight,
-        ).view_as(scores[rows])
-        if plus is not None:
-            some.add_(plus[rows])
-        aten._log_softmax_backward_data.out(some, scores[rows], dim, dtype, out=out[rows])
-        del some  # or two of them would be there at once
+        aten._log_softmax_backward_data.out(gradient(rows), scores[rows], dim, dtype, out=out[rows])
     return out
 
 
 def rows_per_chunk(scores: Tensor, chunk_bytes: int | None = None) -> int:
-    """How many rows make a slice; all of them where `chunk_bytes` is 0."""
+    """The number of rows of a chunk; all of them where `chunk_bytes` is 0."""
     if chunk_bytes == 0:
         return len(scores)
     most = (chunk_bytes or CHUNK_BYTES) // max(1, scores[0].nbytes)
@@ -90,7 +94,7 @@ def rows_per_chunk(scores: Tensor, chunk_bytes: int | None = None) -> int:
 
 
 def use_loss_chunks(graph: fx.Graph) -> None:
-    """Let the gradient of a cross entropy be made in slices of rows; preserves every bit."""
+    """A pass: compute the gradient of a cross entropy in chunks of rows. Preserves every bit."""
     for target, dims in LOSSES.items():
         for loss in graph.find_nodes(op="call_function", target=target):
             seen = _as_sequence(loss)
@@ -159,37 +163,27 @@ def soft_loss_gradient(
     chunk_bytes: int | None = None,
 ) -> Tensor:
     """What `_log_softmax_backward_data` gives for the product of `grad` and the `factors`, one after the
-    other; `scores` are the log-probabilities. `out` and `chunk_bytes` as for `loss_gradient`."""
-    if isinstance(scores, FakeTensor):
-        return torch.empty_like(scores) if out is None else out
-    if out is None or graph_is_kept():
-        out = torch.empty_like(scores)
-    step = rows_per_chunk(scores, chunk_bytes)
-    for first in range(0, len(scores), step):
-        rows = slice(first, first + step)
+    other.
+
+    `scores` are the log-probabilities; `out`, `chunk_bytes`: see `_by_rows`.
+    """
+
+    def gradient(rows: slice) -> Tensor:
         some = grad[rows]
         for factor in factors:
             has_rows = factor.dim() == scores.dim() and len(factor) == len(scores)
             some = torch.mul(some, factor[rows] if has_rows else factor)
-        aten._log_softmax_backward_data.out(some, scores[rows], dim, dtype, out=out[rows])
-        del some  # or two of them would be there at once
-    return out
+        return some
+
+    return _by_rows(gradient, scores, dim, dtype, out=out, chunk_bytes=chunk_bytes)
 
 
 LOSS_GRADIENTS = (loss_gradient, soft_loss_gradient)
-"""Ops that are one in slices and several in eager."""
-
-
-def extra_loss_bytes(node: fx.Node) -> int:
-    """What eager holds between the two ops beyond one slice of it."""
-    if node.target not in LOSS_GRADIENTS:
-        return 0
-    value = node.meta["val"]
-    return int(value.nbytes - rows_per_chunk(value) * value[0].nbytes)
+"""Ops in chunks that are several ops in eager."""
 
 
 def use_soft_loss_chunks(graph: fx.Graph) -> None:
-    """Let such a gradient be made in slices of rows; preserves every bit."""
+    """A pass: the same where targets are probabilities. Preserves every bit."""
     softmax_backward = aten._log_softmax_backward_data.default
     for softmax in graph.find_nodes(op="call_function", target=softmax_backward):
         found = _product(softmax)
@@ -257,16 +251,16 @@ def log_probabilities(product: Any, arguments: list[Any], shape: list[int]) -> T
     return scores
 
 
-def extra_logits_bytes(node: fx.Node) -> int:
-    """What eager holds of the logits beside the log-probabilities, beyond one slice."""
-    if node.target is not log_probabilities:
+def extra_loss_bytes(node: fx.Node) -> int:
+    """Bytes that eager keeps live, beyond one chunk, between the ops that one of these replaces."""
+    if node.target not in (*LOSS_GRADIENTS, log_probabilities):
         return 0
     value = node.meta["val"]
     return int(value.nbytes - rows_per_chunk(value) * value[0].nbytes)
 
 
 def use_logits_in_place(graph: fx.Graph) -> None:
-    """Let log-probabilities take the place of their logits; preserves every bit."""
+    """A pass: write log-probabilities over logits that nothing else reads. Preserves every bit."""
     for softmax in graph.find_nodes(op="call_function", target=aten._log_softmax.default):
         logits = _logits_of(softmax)
         if logits is None:

@@ -1,15 +1,17 @@
-"""Chains of pointwise ops, run a slice of the elements at a time: what is made on the way is never whole.
+"""Chains of pointwise ops as one op, a chunk of the elements at a time: no value inside a chain is ever
+whole.
 
-Every element of such a chain needs that element of its inputs alone. But kernels work on vectors of elements,
-and round the last few of a range, which fill none, otherwise; with several threads there are as many ranges.
-So slices end where vectors do, counted from the start of each thread's range of the whole, and what is left
-of such a range is cut so small that no thread divides it further.
+    x ── mul ── tanh ── add ── y        ==>        x ── in_chunks(program of mul, tanh, add) ── y
 
-Chains of pointwise ops of the backward pass, run in slices together with the forward ops that they need.
+Every element of a chain needs that element of its inputs alone. But kernels work on vectors of elements, and
+round the last elements of a range, which fill no vector, otherwise; with several threads there are as many
+ranges. So chunks end where vectors do, counted from the start of each thread's range of the whole, and the
+rest of such a range is cut so small that no thread divides it further.
 
-The gradient of a formula written by hand (a GELU, say) is a dozen ops that hold several values of the size of
-their input at once, besides the forward values that they read. As one program over slices, it needs the
-formula's input and the gradient of its result alone, and may write over that gradient.
+A forward value is recomputed so (`forward_program`). In backward, the gradient of a formula written by hand
+(a GELU, say) is a dozen ops that keep several values of its input's size live. As one program, with the
+forward ops that it needs, it reads the formula's input and the gradient of its result alone, and may write
+over that gradient (`backward_program`).
 """
 
 from collections.abc import Container, Iterator
@@ -25,12 +27,12 @@ from lowtide.torch_compat.dispatch import FakeTensor, is_number
 aten = torch.ops.aten
 
 GRAIN = 32768
-"""Fewer elements than this are never divided among threads, but for `SMALL_GRAIN` in some kernels."""
+"""Fewer elements are never divided among threads; some kernels divide from `SMALL_GRAIN` on."""
 SMALL_GRAIN = 2048
 VECTOR = 64
 """A multiple of the elements that any kernel works on at once."""
 CHUNK = 2 * GRAIN
-"""Elements of a slice for each thread: few enough to stay in its cache."""
+"""Elements of a chunk for each thread: few enough to stay in its cache."""
 LARGE_CHUNK = 8 * CHUNK
 """Fewer calls of each op, and more bytes."""
 FEWEST_CHUNKS = 8
@@ -89,10 +91,10 @@ def in_chunks(
     *,
     over: int | None = None,
 ) -> Tensor:
-    """The last result of a program over inputs that lie densely, all of one shape, or are single numbers.
+    """The last result of a program over contiguous inputs of one shape, and single numbers.
 
-    It is written over input `over`, or into memory of its own. Where the inputs do not lie so, against what
-    was captured, the program runs as it is, whole.
+    It is written over input `over`, or into memory of its own. If an input is not contiguous, against what
+    was captured, the program runs on all elements at once.
     """
     whole = next(value for value in inputs if _is_cut(value))
     if isinstance(whole, FakeTensor):
@@ -114,7 +116,7 @@ def _is_cut(value: Any) -> bool:
 
 
 def chunks(count: int, threads: int, size: int = CHUNK) -> Iterator[tuple[int, int]]:
-    """Where a tensor of `count` elements is cut, so that a slice has about `size` for each thread."""
+    """Where a tensor of `count` elements is cut, so that a chunk has about `size` for each thread."""
     if count < threads * GRAIN:  # some kernels would divide the whole among fewer threads than others
         yield 0, count
         return
@@ -130,7 +132,7 @@ def chunks(count: int, threads: int, size: int = CHUNK) -> Iterator[tuple[int, i
 
 
 def _run(program: Program, values: dict[str, Any], last: dict[str, int]) -> Any:
-    """Every value is let go after its last use, so that few are there at once."""
+    """Run a program; every value is freed after its last use."""
     result = None
     for number, (op, args, kwargs) in enumerate(program, start=len(values)):
         result = op(*(values[arg] if _is_name(arg) else arg for arg in args), **kwargs)
@@ -151,13 +153,13 @@ def _is_name(arg: Any) -> bool:
 
 
 def forward_program(node: fx.Node) -> tuple[Program, list[fx.Node]] | None:
-    """How a forward value is made in slices, and of what; None where that is not by several pointwise ops."""
+    """The program that makes a forward value, and its inputs; None unless several pointwise ops make it."""
     inside = _chain(node)
     return written_out(inside) if len(inside) > 1 else None
 
 
 def written_out(inside: list[fx.Node]) -> tuple[Program, list[fx.Node]]:
-    """Ops that run one after the other as a program, and the values that they read of others."""
+    """Ops in their order as a program, and the values of other ops that they read."""
     sources = [source for one in inside for source in one.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys(sources))
     names = {value: f"%{place}" for place, value in enumerate((*inputs, *inside))}
@@ -173,7 +175,7 @@ def written_out(inside: list[fx.Node]) -> tuple[Program, list[fx.Node]]:
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
-    """The pointwise ops that lead to a value and to nothing else of the forward pass, its own the last."""
+    """The pointwise ops that feed nothing else of the forward pass than a value; its own op is the last."""
     if is_view_op(node.target) or not is_pointwise(node, node):
         return []
     inside = {node}
@@ -189,7 +191,7 @@ def _chain(node: fx.Node) -> list[fx.Node]:
 
 
 def in_order(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """These ops so that each comes after what it reads; `node`, which all of them lead to, is the last."""
+    """These ops, each after its inputs; `node`, which all of them feed, is the last."""
     order: dict[fx.Node, None] = {}
     stack = [(node, False)]
     while stack:
@@ -205,8 +207,7 @@ def in_order(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
 def is_pointwise(
     node: fx.Node, like: fx.Node, *, ops: Container[Any] = POINTWISE, backward: bool = False
 ) -> bool:
-    """Whether an op of one of the two passes works element by element on tensors of one shape, each in the
-    order of memory."""
+    """Whether an op of one of the two passes works element by element on contiguous tensors of one shape."""
     if node.op != "call_function" or node.target not in ops or is_backward(node) != backward:
         return False
     if not set(node.kwargs) <= {"dtype", "approximate"} or any(
@@ -215,10 +216,14 @@ def is_pointwise(
         return False
     shape = like.meta["val"].shape
     values = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
-    return isinstance(values[0], Tensor) and bool(values[0].dim()) and all(_lies(v, shape) for v in values)
+    return (
+        isinstance(values[0], Tensor)
+        and bool(values[0].dim())
+        and all(_is_contiguous(v, shape) for v in values)
+    )
 
 
-def _lies(value: Any, shape: Any) -> bool:
+def _is_contiguous(value: Any, shape: Any) -> bool:
     if is_number(value):
         return True
     if not isinstance(value, Tensor) or value.device.type != "cpu" or value.is_complex():
@@ -238,12 +243,13 @@ POINTWISE_BACKWARD = POINTWISE | {
     aten.threshold_backward.default,
     apply_mask,
 }
-"""Ops of the backward pass that give the same bits in slices as whole: tried in
+"""Ops of the backward pass that give the same bits in chunks as whole: see
 `tests/ops/test_backward_chunks.py`."""
 
 
 def backward_program(end: fx.Node) -> tuple[Program, list[fx.Node]] | None:
-    """How the result of a backward op is made in slices, and of what; None where that would hold no less."""
+    """The program that makes a backward op's result, and its inputs; None where it keeps no fewer values
+    live."""
     backward = _backward_part(end)
     if not backward:
         return None
@@ -253,12 +259,12 @@ def backward_program(end: fx.Node) -> tuple[Program, list[fx.Node]] | None:
 
 
 def replaced_ops(end: fx.Node) -> list[fx.Node]:
-    """The backward ops that need not run where the program of `end` does, without `end` itself."""
+    """The backward ops that the program of `end` replaces, without `end` itself."""
     return [node for node in in_order(end, _backward_part(end)) if node is not end]
 
 
 def _backward_part(end: fx.Node) -> set[fx.Node]:
-    """The pointwise ops that lead to `end` and to nothing else, and that run right before it."""
+    """The pointwise ops that feed only `end`, and that run right before it."""
     if not _fits(end, end) or is_view_op(end.target):
         return set()
     found = {end}
@@ -270,7 +276,7 @@ def _backward_part(end: fx.Node) -> set[fx.Node]:
         if all(user in found for user in source.users):
             found.add(source)
             waiting += source.all_input_nodes
-    # what they read would be held for longer, if they had to wait for others
+    # ops further before would keep their inputs live for longer
     near = {end}
     node = end.prev
     while node.op == "call_function" and (not is_backward(node) or is_view_op(node.target) or node in found):
@@ -284,7 +290,7 @@ def _fits(node: fx.Node, end: fx.Node) -> bool:
 
 
 def _with_forward(end: fx.Node, backward: set[fx.Node]) -> set[fx.Node]:
-    """These, and forward ops that can run again among them so that fewer values are read in all."""
+    """The ops `backward`, and forward ops whose recompute among them lowers the number of inputs."""
     inside = set(backward)
     read = _read_whole(inside)
     found = {value: _cone(value, end) for value in read if is_pointwise(value, end)}
@@ -300,7 +306,7 @@ def _with_forward(end: fx.Node, backward: set[fx.Node]) -> set[fx.Node]:
 
 
 def _cone(value: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """The forward pointwise ops that a value is made by, as far as they go; none where they go too far."""
+    """All forward pointwise ops that a value is made by; empty if they are too many."""
     found: set[fx.Node] = set()
     waiting = [value]
     while waiting:
@@ -314,7 +320,7 @@ def _cone(value: fx.Node, end: fx.Node) -> set[fx.Node]:
 
 
 def _read_whole(inside: set[fx.Node]) -> list[fx.Node]:
-    """What these ops read of others and is no single number; in the order of the graph's names."""
+    """The tensors of other ops that these ops read; in the order of the graph's names."""
     found = {
         source
         for node in inside
@@ -325,7 +331,7 @@ def _read_whole(inside: set[fx.Node]) -> list[fx.Node]:
 
 
 def _holds_less(order: list[fx.Node]) -> bool:
-    """Whether something is left out that ops one by one, each over its gradient, would have to hold."""
+    """Whether a program keeps fewer values live than its ops one by one, each written over its gradient."""
     if not all(is_backward(node) for node in order):
         return True
     inside = set(order)

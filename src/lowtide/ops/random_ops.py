@@ -1,7 +1,4 @@
-"""Dropout as eager PyTorch computes it on CPU, forward, backward and again.
-
-Random ops, and the state of the generators that they draw from.
-"""
+"""Random ops: which they are, the generator states that they draw from, and dropout as eager computes it."""
 
 import functools
 import operator
@@ -38,10 +35,10 @@ def eager_dropout(value: torch.Tensor, probability: float, train: bool) -> tuple
 def apply_mask(
     value: torch.Tensor, mask: torch.Tensor, probability: float, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A dropout's result, or its gradient, from the kept mask: eager's arithmetic, without eager's mask.
+    """A dropout's result, or its gradient, from the kept mask, with eager's arithmetic.
 
-    Works in pieces, since torch makes a float copy of whatever bool tensor it multiplies with. `out` may be
-    `value` itself.
+    In chunks, since torch makes a float copy of any bool tensor that it multiplies with. `out` may be
+    `value`.
     """
     scale = _scale(value.dtype, probability)
     whole = isinstance(value, FakeTensor) or value.numel() <= MASK_CHUNK
@@ -59,8 +56,8 @@ def apply_mask(
     "lowtide::dropout_by_number", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def dropout_by_number(value: Tensor, probability: Number) -> tuple[Tensor, Tensor]:
-    """What `eager_dropout` gives, which takes its place in graphs: traced where the probability is an input
-    of the graph, and torch's own ops would ask for its value."""
+    """The traced form of `eager_dropout` where the probability is an input of the graph: torch's own ops
+    would ask for its value."""
     return eager_dropout(value, float(probability), True)
 
 
@@ -81,7 +78,7 @@ def _fake_dropout_backward(grad: Tensor, mask: Tensor, probability: Number) -> T
 
 @functools.lru_cache(maxsize=256)
 def _scale(dtype: torch.dtype, probability: float) -> float:
-    """What eager multiplies with, in its rounding: exactly a number of that type."""
+    """The factor of eager's dropout, rounded to the dtype as eager does."""
     if probability == 1:
         return 0.0
     with real_tensors():
@@ -104,9 +101,13 @@ def dropout_output(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def use_eager_dropout(graph: fx.Graph) -> None:
-    """Let dropouts on CPU take eager's rounding, forward and backward; preserves all else.
+    """A pass: give dropouts on CPU eager's rounding, forward and backward. Preserves all else.
 
-    A mask is taken before its result, since the result can be made again from the mask.
+        native_dropout ──┬─ result                   eager_dropout ──┬─ mask
+                         └─ mask             ==>                     └─ result
+        native_dropout_backward(grad, mask)          apply_mask(grad, mask)
+
+    A mask comes before its result, since the result can be recomputed from the mask.
     """
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         if node.args[2] is not False and node.meta["val"][0].device.type == "cpu":
@@ -160,9 +161,9 @@ def is_random(node: fx.Node) -> bool:
 
 
 def draw_high(module: fx.GraphModule) -> None:
-    """Let a graph that is only captured draw single numbers close to 1, in place.
+    """A pass for graphs that are only captured: draw single numbers close to 1.
 
-    Models that drop layers do so where a draw is low: the step that drops none is the one to plan for.
+    A model drops a layer where a draw is low: the step that drops no layer is the one to plan for.
     """
     for node in module.graph.find_nodes(op="call_function", target=aten.rand.default):
         if node.meta["val"].numel() == 1:

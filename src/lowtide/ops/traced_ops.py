@@ -1,17 +1,13 @@
-"""Ops for which torch must know a number before it can trace them, though any would do.
+"""Ops that torch traces wrongly, or not at all, on fake tensors.
 
-The gradients of `pow` and `lerp` compute with the number in C, and a dropout takes its probability as a
-`float` of C. Here they are traced with numbers that an input of the graph decides: see `numbers`.
+- by number: the gradients of `pow` and `lerp` compute with their number in C, and dropout takes its
+  probability as a C `float`. Here that number may be an input of the graph (see `torch_compat`).
+- by value: the gradient of a product without zeros is the product divided by each factor; the gradient of a
+  value that fills a mask is the sum of what the mask selects. On fake tensors torch cannot look at values,
+  and takes formulas that round otherwise. Here the backward op runs eager's own op again under autograd.
+- norms under autocast, whose fake statistics have the wrong dtype (`use_real_dtypes`)
 
-Ops that eager differentiates by looking at values.
-
-The gradient of a product without zeros is the product divided by each factor; that of a value which fills a
-mask is the sum of what the mask selects. On fake tensors torch cannot look, and takes a way for all values
-that rounds otherwise. Here the backward op runs eager's own op again under autograd.
-
-Shortcomings: not for `masked_fill_`, which works in place.
-
-Norms of a narrow input with wide weights, as autocast makes them on CPU.
+Shortcomings: by value, `masked_fill_` is missing, which works in place.
 """
 
 import contextlib
@@ -113,12 +109,12 @@ OPS = {
 @torch.library.custom_op("lowtide::gradients_by_value", mutates_args=())
 def gradients_by_value(  # noqa: PLR0917 - an op has no keywords
     name: str,
-    grad: torch.Tensor,
-    tensors: list[torch.Tensor],
+    grad: Tensor,
+    tensors: list[Tensor],
     wanted: list[bool],
     numbers: list[int],
     dtype: torch.dtype | None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Those gradients of the `tensors` of one of `OPS` that are `wanted`; `numbers` and `dtype` are the rest
     of its arguments."""
     with dispatch.recording():
@@ -130,47 +126,40 @@ def gradients_by_value(  # noqa: PLR0917 - an op has no keywords
 
 
 @gradients_by_value.register_fake
-def _fake_gradients(  # noqa: PLR0917 - an op has no keywords
-    name: str,
-    grad: torch.Tensor,
-    tensors: list[torch.Tensor],
-    wanted: list[bool],
-    numbers: list[int],
-    dtype: torch.dtype | None,
-) -> list[torch.Tensor]:
+def _fake_gradients(
+    _name: str, _grad: Tensor, tensors: list[Tensor], wanted: list[bool], *_: Any
+) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor, needed in zip(tensors, wanted, strict=True) if needed]
 
 
 class _ByValue(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str, numbers: list[int], dtype: torch.dtype | None, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any, name: str, numbers: list[int], dtype: torch.dtype | None, *tensors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.name, ctx.rest = name, (numbers, dtype)
         with dispatch.below_autograd():
             return _run(name, tensors, numbers, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         tensors, wanted = list(ctx.saved_tensors), list(ctx.needs_input_grad[3:])
         found = iter(gradients_by_value(ctx.name, grad, tensors, wanted, *ctx.rest))
         return (None, None, None, *(next(found) if needed else None for needed in wanted))
 
 
-def _run(
-    name: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int], dtype: torch.dtype | None
-) -> torch.Tensor:
+def _run(name: str, tensors: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dtype | None) -> Tensor:
     options = {} if dtype is None else {"dtype": dtype}
-    result: torch.Tensor = OPS[name](*tensors, *numbers, **options)
+    result: Tensor = OPS[name](*tensors, *numbers, **options)
     return result
 
 
 def _traced_by_value(name: str) -> Callable[..., Any]:
     def trace(*args: Any, dtype: torch.dtype | None = None, **named: Any) -> Any:
         every = (*args, *named.values())
-        tensors = [arg for arg in every if isinstance(arg, torch.Tensor)]
-        numbers = [int(arg) for arg in every if not isinstance(arg, torch.Tensor)]
+        tensors = [arg for arg in every if isinstance(arg, Tensor)]
+        numbers = [int(arg) for arg in every if not isinstance(arg, Tensor)]
         return _ByValue.apply(name, numbers, dtype, *tensors)  # type: ignore[no-untyped-call]
 
     return lambda _torchs: trace
@@ -186,13 +175,13 @@ WEIGHTS = {
     aten._native_batch_norm_legit_functional.default: (1, 3),
     aten.native_group_norm.default: (1,),
 }
-"""Norms whose second and third results are mean and inverse deviation, and which arguments give those their
-type, the first that is there: the weight, the running mean."""
+"""Norms whose second and third results are mean and inverse deviation. Their dtype is that of the first of
+these arguments that is there: the weight, the running mean."""
 
 
 def use_real_dtypes(graph: fx.Graph) -> None:
-    """Give mean and inverse deviation the type that the kernel gives them: that of the weight, where fake
-    tensors say that of the input. Only what is known of their types changes."""
+    """A pass: give the mean and inverse deviation of norms the dtype that kernels give them, the weight's.
+    Fake tensors have the input's. Preserves all ops."""
     for target, places in WEIGHTS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             given = [node.args[place] for place in places]
@@ -214,7 +203,7 @@ def _set_type(norm: fx.Node, dtype: torch.dtype) -> None:
                 _set_value(item, values[index])
 
 
-def _set_value(node: fx.Node, value: torch.Tensor) -> None:
+def _set_value(node: fx.Node, value: Tensor) -> None:
     node.meta["val"] = value
     for user in node.users:
         if user.target is aten.detach.default:
