@@ -281,7 +281,7 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal(width):
     console.print(*outcome_tables(outcome, budget_bytes=100, name="model.py:make, batch 64"))
     text = console.file.getvalue()
     words = " ".join(text.split())
-    assert "without" in words and "114.98 GiB" in words and "1.36 s ± 49.5 ms" in words
+    assert "baseline" in words and "114.98 GiB" in words and "1.36 s ± 49.5 ms" in words
     assert max(map(len, text.splitlines())) <= width
 
 

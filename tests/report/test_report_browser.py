@@ -295,8 +295,8 @@ def test_a_chosen_row_shows_the_graph_around_it(open_page, case):
     browser.execute_script("arguments[0].click()", row)
     pictures = browser.find_elements("css selector", "#around svg")
     assert [p.get_attribute("aria-label") for p in pictures] == [
-        "Without the plan",
-        "With the plan: let go, and made again",
+        "Baseline",
+        "With the plan: freed and recomputed",
     ]
     for picture in pictures:
         titles = [t.get_attribute("textContent") for t in picture.find_elements("css selector", "g title")]
