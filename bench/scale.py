@@ -126,7 +126,7 @@ def planners(size: Size, *, batch: int, length: int, ranks: list[int]) -> dict[i
         known = {run: _cost(call, costs) for run, call in captured.calls.items()}
         planner = RepeatedGraphsPlanner(with_costs(captured.step, known))
         if found:
-            planner.__dict__["options"] = next(iter(found.values())).options  # the graphs are the same
+            planner.__dict__["choices"] = next(iter(found.values())).choices  # the graphs are the same
         found[number] = planner
     return found
 

@@ -1,21 +1,20 @@
-"""The default planner: one search along the border between bytes and seconds, for all budgets at once.
+"""The search of `auto` in one form of a step: the Pareto front of bytes and seconds, for all budgets at once.
 
-Every plan that is worth having goes into an archive, from which a budget takes the cheapest that fits; the
-plans of the other planners are there too, so that it is never worse than any of them. All limits are
-counts of moves, never of time, and the random numbers are seeded, so that the same step always gives the
-same archive.
+Every schedule worth having goes into an archive, from which a budget takes the cheapest that fits. The
+answers of the other built-in planners are in the archive, so that `auto` is never worse than any of them. All
+limits are counts of moves, never of time, and random numbers are seeded: the same step gives the same archive.
 
-0. Where a step has many equal blocks, one with a few of them is solved first (`representative`), and its
-   plans are spread over all. At a level where that is near the bound, the search that follows is as long as
-   for the few blocks, however many there are.
-1. Levels of bytes fall from the plain peak to the proven floor. At each, annealing starts from the best of
-   the plan of the level before, the plans of others, and the cuts that prove the level's bound: those say
-   what to keep at one moment, as it is or as less, which is nearly all that matters at most levels.
-2. Below the last level that was reached, the steps shrink until they fail.
-3. Back up the levels, each from the plan below it; then on at the levels that are furthest from their bounds.
-4. Between two plans of the archive, a few rungs are worked out when a budget first asks for them. Their
-   seconds stay between those of the two, and each rung starts from the one below: so a larger budget is
-   never slower, whichever budgets are asked for and in whatever order.
+0. A step with many equal blocks: a step with a few of them is solved first (`repeated_blocks`), and its
+   schedules are spread over all blocks. At a memory level where these are near the bound, the search that
+   follows is as long as for the few blocks.
+1. Memory levels fall from the baseline's peak to the proven floor. At each level, annealing starts from the
+   best of: the schedule of the level before, the seeds, and the cuts that prove the level's bound. A cut says
+   what to retain at one time point, whole or packed; this choice dominates the cost at most memory levels.
+2. Below the last level that was reached, the distances shrink until the search fails.
+3. Back up the levels, each from the schedule below; then on at the levels furthest from their bounds.
+4. Between two schedules of the archive, a few budget steps are computed when a budget first asks for them.
+   Their seconds stay between those of the two schedules, and each starts from the one below. So a larger
+   budget is never slower, whichever budgets are asked for and in whatever order.
 """
 
 from dataclasses import replace
@@ -35,34 +34,34 @@ from lowtide.planning.simulate import Timeline
 SEEDS = (retain_all, retain_none, every_block, square_root)
 """Planners from whose answers the search starts, `mu-two` besides; never one that a package registers."""
 NUM_LEVELS = 16
-NUM_RUNGS = 12
+NUM_BUDGET_STEPS = 12
 MOVES_PER_OP = 120
 """Moves of annealing for each op of a small step, at each level."""
 MANY_MOVES = 3000
 """Larger steps get these and `FEW_PER_OP` for each op: there, cuts are good starts."""
 FEW_PER_OP = 1
 COLD, WARM, HOT = 0.05, 0.5, 3.0
-"""How warm annealing starts: coldly it keeps what is good in its start, warmly it leaves it."""
+"""The start temperature of annealing: a cold search stays near its start, a warm one leaves it."""
 SOLVED = 1.15
-"""How far above its proven bound a plan of few blocks may be, spread over all, to need little more search."""
+"""A schedule of few blocks, spread over all, that is within this factor of its bound needs little search."""
 ENOUGH = 0.002
-"""How far above its proven bound a plan may be for the search to end."""
+"""The search of a level ends at a schedule that is above its proven bound by this share."""
 SHORT = 8
-"""Starts are compared by what this part of the moves makes of them."""
-NUM_MOMENTS = 2
-"""Moments whose cuts are tried at each level."""
-RUNG_WARMTHS = (WARM, HOT)
-"""How warm the searches between two plans start from below; one more starts coldly from above."""
-RUNGS_PER_SEARCH = 2
-"""Only every so manieth rung is searched for, the others are cuts alone."""
+"""Starts are compared after this part of the moves."""
+NUM_TIME_POINTS = 2
+"""Time points whose cuts are tried at each level."""
+BUDGET_STEP_WARMTHS = (WARM, HOT)
+"""Start temperatures of the searches from the schedule below; one more starts cold from the one above."""
+BUDGET_STEPS_PER_SEARCH = 2
+"""One of so many budget steps is searched for, the others are cuts alone."""
 FLOOR_WARMTHS = (WARM, HOT, HOT, HOT)
-"""How warm the search for the floor starts, where only plans far from all others may fit."""
+"""Start temperatures of the search for the floor, where only schedules far from all others may fit."""
 FLOOR_TIMES, FLOOR_MOVES = 2, 10_000
-"""Moves of each of these searches, against those at every level; and how many they are at least."""
+"""Moves of each of these searches: a multiple of those at a level, and at least so many."""
 NUM_FAILURES = 4
-"""Levels below the lowest plan that may fail before the floor is believed."""
+"""Levels below the lowest schedule that may fail before the search for the floor ends."""
 NUM_REFINEMENTS = 24
-"""Searches where most may still be won, when all levels have a plan, and the moves of each."""
+"""Searches at the levels with the largest gaps, and the moves of each."""
 REFINE_MOVES = 4000
 
 
@@ -75,7 +74,7 @@ class Auto:
         self._spread = spread_of(problem)
         self._uses = frozenset(problem.table.uses)
         self._timelines: dict[int, tuple[ArchiveEntry, Timeline]] = {}
-        self._rungs: dict[int, list[ArchiveEntry]] = {}
+        self._budget_steps: dict[int, list[ArchiveEntry]] = {}
         self.archive: Archive[ArchiveEntry] = Archive()
         self._found = self.archive
         for remats in (*(seed(problem, 0) for seed in SEEDS), mu_two.lowest(problem)):
@@ -112,23 +111,24 @@ class Auto:
         return self.timeline(entry)
 
     def timeline(self, entry: ArchiveEntry) -> Timeline:
-        """What the simulator says of a plan."""
+        """An entry, simulated."""
         if id(entry) not in self._timelines:
             self._timelines[id(entry)] = entry, self._steps.timeline(entry.order)
         return self._timelines[id(entry)][1]
 
     def best(self, budget_bytes: int) -> ArchiveEntry | None:
-        """The cheapest plan whose peak is at most `budget_bytes`.
+        """The cheapest entry whose peak is at most `budget_bytes`: of a level, or of a budget step between two.
 
-        Of two kinds, each of which is never dearer for a larger budget: all that was found for the levels,
-        and rungs between the best of those.
+        Of both kinds, none is slower for a larger budget.
         """
         found = self._checked(self._found, budget_bytes)
-        rung = self._last_rung(budget_bytes)
-        return rung if rung is not None and (found is None or rung.seconds < found.seconds) else found
+        between = self._last_budget_step(budget_bytes)
+        return (
+            between if between is not None and (found is None or between.seconds < found.seconds) else found
+        )
 
     def _checked(self, archive: Archive[ArchiveEntry], budget_bytes: int) -> ArchiveEntry | None:
-        """The best plan of an archive, once the simulator agrees about its bytes."""
+        """The best entry of an archive, once the simulator agrees about its bytes."""
         while (entry := archive.best(budget_bytes)) is not None:
             peak_bytes = self.timeline(entry).peak_bytes
             if peak_bytes == entry.peak_bytes:
@@ -136,23 +136,25 @@ class Auto:
             archive.replace(entry, replace(entry, peak_bytes=peak_bytes))
         return entry
 
-    def _last_rung(self, budget_bytes: int) -> ArchiveEntry | None:
+    def _last_budget_step(self, budget_bytes: int) -> ArchiveEntry | None:
         entry = self._checked(self.archive, budget_bytes)
         above = self.archive.above(budget_bytes)
         if entry is None or above is None:
             return entry
-        if entry.peak_bytes not in self._rungs:
-            self._rungs[entry.peak_bytes] = [entry]
-        rungs = self._rungs[entry.peak_bytes]
+        if entry.peak_bytes not in self._budget_steps:
+            self._budget_steps[entry.peak_bytes] = [entry]
+        steps = self._budget_steps[entry.peak_bytes]
         gap = above.peak_bytes - entry.peak_bytes
-        levels = [entry.peak_bytes + gap * i // NUM_RUNGS for i in range(NUM_RUNGS)]
-        while len(rungs) < NUM_RUNGS and levels[len(rungs)] <= budget_bytes:
-            search = len(rungs) % RUNGS_PER_SEARCH == 0
-            rungs.append(self._rung(rungs[-1], above, levels[len(rungs)], search=search))
-        return [rung for rung, level in zip(rungs, levels, strict=False) if level <= budget_bytes][-1]
+        levels = [entry.peak_bytes + gap * i // NUM_BUDGET_STEPS for i in range(NUM_BUDGET_STEPS)]
+        while len(steps) < NUM_BUDGET_STEPS and levels[len(steps)] <= budget_bytes:
+            search = len(steps) % BUDGET_STEPS_PER_SEARCH == 0
+            steps.append(self._budget_step(steps[-1], above, levels[len(steps)], search=search))
+        return [between for between, level in zip(steps, levels, strict=False) if level <= budget_bytes][-1]
 
-    def _rung(self, last: ArchiveEntry, above: ArchiveEntry, level: int, *, search: bool) -> ArchiveEntry:
-        """A plan within `level`, dearer than `above` and cheaper than `last`; else that one."""
+    def _budget_step(
+        self, last: ArchiveEntry, above: ArchiveEntry, level: int, *, search: bool
+    ) -> ArchiveEntry:
+        """An entry within `level` that costs more than `above` and less than `last`; else `last`."""
         known = self._found.best(level)
         best = last if known is None or known.seconds >= last.seconds else known
         mixed = self._mixed(level)
@@ -160,7 +162,7 @@ class Auto:
         tried = [(self._steps.problem.evaluate(order, level), order) for order in orders]
         best = self._cheapest(best, tried, least_seconds=above.seconds)
         if search:
-            starts = [*((best, warmth) for warmth in RUNG_WARMTHS), (above, COLD)]
+            starts = [*((best, warmth) for warmth in BUDGET_STEP_WARMTHS), (above, COLD)]
             tried = [
                 self._anneal(start.order, level, warmth=warmth, seed=seed, least_seconds=above.seconds)
                 for seed, (start, warmth) in enumerate(starts, start=1)
@@ -176,7 +178,7 @@ class Auto:
         return min([best, *(e for e in fit if e.seconds >= least_seconds)], key=lambda e: e.seconds)
 
     def _levels(self) -> list[int]:
-        """Budgets below the plain peak, from high to low."""
+        """Memory levels below the peak of the baseline, from high to low."""
         low, high = self._bounds.floor_bytes, self.archive.entries[-1].peak_bytes
         levels = {high - (high - low) * i // NUM_LEVELS for i in range(1, NUM_LEVELS + 1)}
         return sorted(levels, reverse=True)
@@ -190,21 +192,21 @@ class Auto:
                 order = found
 
     def _look_for_the_floor(self) -> None:
-        """Lower and lower levels, by steps that shrink where they fail."""
+        """Try lower and lower levels; the distance shrinks after each failure."""
         failures = 0
         while failures < NUM_FAILURES:
             lowest = self.archive.entries[0]
-            room = lowest.peak_bytes - self._bounds.floor_bytes
-            if room <= 0:
+            slack_bytes = lowest.peak_bytes - self._bounds.floor_bytes
+            if slack_bytes <= 0:
                 return
-            level = lowest.peak_bytes - max(1, room >> failures)
+            level = lowest.peak_bytes - max(1, slack_bytes >> failures)
             if not self._lower(lowest, level):
                 failures += 1
 
     def _lower(self, lowest: ArchiveEntry, level: int) -> bool:
-        """Whether some search finds a plan within `level`; the archive gets all that is lower than `lowest`.
+        """Whether some search finds a schedule within `level`; the archive gets all that are below `lowest`.
 
-        Some searches keep nothing as less: among fewer ways they find what the others miss.
+        Some searches store nothing packed: among fewer remats they find what the others miss.
         """
         moves = max(FLOOR_MOVES, FLOOR_TIMES * self._moves(level))
         start = self._best_start(lowest.order, level)
@@ -223,7 +225,7 @@ class Auto:
         return False
 
     def _walk_up(self, levels: list[int]) -> None:
-        """Search from the plan of the level below, whose slack leads where no plan of this level does."""
+        """Search each level from the schedule of the level below, which is far from those of this level."""
         below = self.archive.entries[0]
         for warmth in (WARM, HOT):
             self._improve(
@@ -234,7 +236,7 @@ class Auto:
             below = self.archive.best(level) or below
 
     def _refine(self, levels: list[int]) -> None:
-        """Search on where most of a plan's seconds may still be won, the less the oftener it was tried."""
+        """Search on at the level with the largest gap, decreasing with the number of earlier attempts."""
         tries = dict.fromkeys(levels, 0)
         moves = min(REFINE_MOVES, _moves(len(self._steps.problem.seconds)))
         for _ in range(NUM_REFINEMENTS):
@@ -254,8 +256,8 @@ class Auto:
             self._improve(level, known[start], warmth=warmth, seed=1 + tries[level], moves=moves)
 
     def _keep_the_best_of(self, levels: list[int]) -> None:
-        """Let rungs stand between the best plans of the levels alone: others would stand in their way, since
-        no rung is cheaper than the plan above it."""
+        """Let budget steps lie between the best entries of the levels alone: no budget step is cheaper than
+        the entry above it, so that other entries would only limit them."""
         best = (self._found.best(level) for level in levels)
         self.archive = Archive()
         for entry in (self._found.entries[-1], *best):
@@ -265,7 +267,7 @@ class Auto:
     def _improve(
         self, level: int, start: ArchiveEntry, *, warmth: float, seed: int = 1, moves: int | None = None
     ) -> None:
-        """Let the archive have what a search for `level` finds, if it is better than what it has."""
+        """Add what a search for `level` finds to the archive, if that is better."""
         known = self.archive.best(level)
         figures, order = self._anneal(start.order, level, warmth=warmth, seed=seed, moves=moves)
         if not figures.excess_bytes and (known is None or figures.seconds < known.seconds):
@@ -294,30 +296,30 @@ class Auto:
         return min(tried, key=lambda found: (found[0].excess_bytes, found[0].seconds))[1]
 
     def _mixed(self, level: int) -> Point | None:
-        """A plan that is mixed from those of the shorter step."""
+        """A mixture of schedules of the shorter step."""
         return None if self._spread is None else self._spread.mixed(level)
 
     def _is_solved(self, level: int) -> bool:
-        """Whether what was found for the shorter step is good for a level of the whole one, too."""
+        """Whether a mixture of schedules of the shorter step is near the bound of a level."""
         mixed = self._mixed(level)
         return mixed is not None and mixed.seconds <= SOLVED * self._bounds.seconds(level)
 
     def _cut_orders(self, level: int) -> list[Ints]:
-        """Plans that keep at some moment what a cut there keeps, and all that the cut says nothing about."""
+        """Sequences that retain what a cut retains at its time point, and all that the cut does not decide."""
         table = self._steps.table
         plans: dict[RematSet, None] = {}
-        for moment in self._bounds.tightest(level, NUM_MOMENTS):
-            for dropped in moment.dropped(level):
+        for point in self._bounds.tightest(level, NUM_TIME_POINTS):
+            for dropped in point.dropped(level):
                 plans[retain_only(table, self._uses - dropped)] = None
         return [*(self._steps.sequence(plan) for plan in plans), *self._full_orders(level)]
 
     def _full_orders(self, level: int) -> list[Ints]:
-        """A plan that keeps at the tightest moment what fits there, some of it as less: where no other
-        moment matters it is nearly the best."""
-        for moment in self._bounds.tightest(level, 1):
-            cut = moment.fullest(level)
+        """A sequence that retains at the tightest time point what fits there, some of it packed: nearly the
+        best where no other time point matters."""
+        for point in self._bounds.tightest(level, 1):
+            cut = point.fullest(level)
             if cut is not None:
-                kept = self._uses - moment.not_kept(cut)
+                kept = self._uses - point.not_kept(cut)
                 plan = retain_only(self._steps.table, kept, self._bounds.remats_of_packed(cut.packed))
                 return [self._steps.sequence(plan)]
         return []
@@ -333,7 +335,7 @@ class Auto:
         least_seconds: float = 0.0,
         enough_seconds: float = 0.0,
     ) -> tuple[Figures, Ints]:
-        """The best that annealing finds for `level`, by the figures of the compiled search."""
+        """The best sequence that annealing finds for `level`, by the figures of the compiled search."""
         proven = self._bounds.seconds(level) * (1 + ENOUGH)
         return self._steps.problem.anneal(
             order,
@@ -346,7 +348,7 @@ class Auto:
         )
 
     def _moves(self, level: int) -> int:
-        """By the ops that there are to search for: copies of a solved block are not."""
+        """Moves by the number of ops to search for; copies of a solved block do not count."""
         if self._spread is not None and self._is_solved(level):
             return _moves(self._spread.num_ops)
         return _moves(len(self._steps.problem.seconds))

@@ -1,16 +1,21 @@
-"""One graph of a step, as a step of its own: what stays between its forward and its backward pass, and what
-it needs while they run, for any plan of it.
+"""Plan a step whose graphs run several times: one schedule for all runs of a graph.
 
-Plans for a step whose graphs run several times: one plan for all runs of a graph.
+A model of equal blocks, each a graph of its own, is one graph that runs once per block:
 
-A model of equal blocks, each a graph of its own, is one graph that runs once per block. Each different graph
-is planned alone, for several divisions between what it holds until its backward pass (times the number of
-its runs) and what it needs while it runs. A price per held byte picks one plan for each graph; the cheapest
-pick whose peak, simulated over the whole step, fits the budget is the answer.
+    forward   [A][B][B][B][C]        graphs A, B, C; B runs three times
+    backward  [C][B][B][B][A]
 
-Shortcomings: all runs of a graph are treated alike, also the last one, which need not hold anything for long.
+1. `step_of_graph`: each different graph becomes a step of its own. One storage between its forward and its
+   backward pass stands for the other graphs.
+2. Each of these steps is planned for several budgets. A schedule of a graph is worth its seconds, the bytes
+   that it saves for the backward pass (times the number of runs), and the bytes that each pass needs.
+3. A price per saved byte chooses one schedule for each graph. The cheapest such combination whose peak fits
+   the budget, simulated over the whole step, is the answer.
+
+Shortcoming: all runs of a graph are treated alike, also the last one, which saves its values only briefly.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,8 +38,7 @@ REST = "the rest of the step"
 def step_of_graph(step: Step, segment: int, *, rest_bytes: int) -> Step:
     """The forward and backward pass of one graph, with `rest_bytes` in between for all other graphs.
 
-    What comes from other graphs is there when it is first read, and goes when nothing reads it any more.
-    What is there all along counts nothing.
+    An input from another graph is live from its first to its last read. Static storages count no bytes.
     """
     own = [node for node in step.nodes if node.segment == segment and node.region is not Region.OPTIMIZER]
     num_forward = sum(node.region is Region.FORWARD for node in own)
@@ -91,26 +95,27 @@ def _rest(rank: int, storage: int) -> Node:
 
 
 NUM_BUDGETS = 12
-NUM_LIMITS = 12
-TIED_PLANNERS = ("auto", "none", "all")
+NUM_BACKWARD_LIMITS = 12
+REPEATED_GRAPH_PLANNERS = ("auto", "none", "all")
 SHARES_OF_REST = (0.0, 0.5, 1.0)
-"""How much of a graph's own peak stands for the other graphs, when its plans are looked for."""
+"""Bytes that stand for the other graphs while a graph is planned, as shares of its own peak."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Option:
-    """One plan of a graph: `held_bytes` until its backward pass, what its two passes need, and its cost."""
+class PricedSchedule:
+    """One schedule of a graph: the seconds that it adds, the bytes that it saves for the backward pass, and
+    the peaks of its two passes."""
 
     seconds: float
-    held_bytes: int
+    saved_bytes: int
     backward_bytes: int
     forward_bytes: int
     schedule: tuple[GraphRun, ...]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Pick:
-    """An option for every different graph, by its number, and the peak that they should have together."""
+class Combination:
+    """A schedule for each different graph, by its number in `choices`, and the expected peak of the step."""
 
     seconds: float
     peak_bytes: int
@@ -118,9 +123,9 @@ class Pick:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Runs between which nothing of a plan changes: bytes that no plan changes, the graph that runs (-1 for
-    none), whether backward, and the graphs that hold something for their backward pass."""
+class _GraphPass:
+    """One pass of one graph (-1 for the optimizer): the bytes that no schedule changes, and the graphs whose
+    saved values wait for their backward pass."""
 
     base_bytes: int
     graph: int
@@ -129,58 +134,58 @@ class _Stretch:
 
 
 def planner_for(step: Step) -> Planner:
-    """What plans a step: tied, where a graph that can be planned runs several times."""
-    fingerprints = [graph.fingerprint for graph in step.graphs]
-    repeated = {i for i, name in enumerate(fingerprints) if fingerprints.count(name) > 1}
-    tied = any(node.remats and node.segment in repeated for node in step.nodes)
-    if tied and can_offload(step):
+    """The planner of a step: one schedule for all runs of a graph, where a graph runs several times."""
+    counts = Counter(graph.fingerprint for graph in step.graphs)
+    repeated = {i for i, graph in enumerate(step.graphs) if counts[graph.fingerprint] > 1}
+    repeats = any(node.remats and node.segment in repeated for node in step.nodes)
+    if repeats and can_offload(step):
         raise LowtideError(
             "values cannot be offloaded where graphs run several times, as with FSDP2: leave 'offload' out"
         )
     step = without_dominated(step)
-    return RepeatedGraphsPlanner(step) if tied else Planner(step, variants(step))
+    return RepeatedGraphsPlanner(step) if repeats else Planner(step, variants(step))
 
 
 class RepeatedGraphsPlanner(Planner):
-    """Plans for one step, with the same plan for all runs of a graph."""
+    """Solutions for one step, with one schedule for all runs of a graph."""
 
     @cached_property
     def kinds(self) -> list[list[int]]:
-        """The graphs of the step, equal ones together; those that differ in what the loss asks for do not."""
+        """The graphs of the step, equal ones together: also the same outputs get no gradient."""
         found: dict[object, list[int]] = {}
         for index, graph in enumerate(self.step.graphs):
             found.setdefault((graph.fingerprint, graph.missing), []).append(index)
         return list(found.values())
 
     @cached_property
-    def options(self) -> list[list[Option]]:
-        """What each different graph can do, the cheapest first; the first one recomputes nothing."""
-        return [_options(self.step, kind[0]) for kind in self.kinds]
+    def choices(self) -> list[list[PricedSchedule]]:
+        """The schedules of each different graph, the cheapest first; the first one recomputes nothing."""
+        return [_graph_schedules(self.step, kind[0]) for kind in self.kinds]
 
     @cached_property
-    def picks(self) -> list[Pick]:
-        """All that are worth a look, the cheapest first."""
-        stretches = list(self._stretches())
-        found: set[Pick] = set()
+    def combinations(self) -> list[Combination]:
+        """The Pareto front of seconds and expected peaks, the cheapest first."""
+        passes = list(self._passes())
+        found: set[Combination] = set()
         for options in dict.fromkeys(self._candidates()):
             seconds = sum(
-                self.options[kind][option].seconds * len(self.kinds[kind])
+                self.choices[kind][option].seconds * len(self.kinds[kind])
                 for kind, option in enumerate(options)
             )
-            found.add(Pick(seconds, self._peak(stretches, options), options))
-        best: list[Pick] = []
-        for pick in sorted(found):
-            if not best or pick.peak_bytes < best[-1].peak_bytes:
-                best.append(pick)
+            found.add(Combination(seconds, self._peak(passes, options), options))
+        best: list[Combination] = []
+        for combination in sorted(found):
+            if not best or combination.peak_bytes < best[-1].peak_bytes:
+                best.append(combination)
         return best
 
     def lowest(self) -> Timeline:
-        return min((self._timeline(p) for p in self.picks[-3:]), key=lambda t: t.peak_bytes)
+        return min((self._timeline(p) for p in self.combinations[-3:]), key=lambda t: t.peak_bytes)
 
     def best(self, budget_bytes: int) -> Timeline | None:
-        likely = [pick for pick in self.picks if pick.peak_bytes <= budget_bytes]
-        for pick in (*likely, *(self.picks[-3:] if not likely else ())):
-            timeline = self._timeline(pick)
+        likely = [combination for combination in self.combinations if combination.peak_bytes <= budget_bytes]
+        for combination in (*likely, *(self.combinations[-3:] if not likely else ())):
+            timeline = self._timeline(combination)
             if timeline.peak_bytes <= budget_bytes:
                 return timeline
         return None
@@ -189,7 +194,7 @@ class RepeatedGraphsPlanner(Planner):
         try:
             runs = runs_of_schedules(self.step, schedules)
             peak_bytes = simulate(self.step, runs).peak_bytes
-        except ValueError:  # the ops are others
+        except ValueError:  # the graphs have other ops
             return None
         return (
             StepSchedules(peak_bytes, graph_schedules(self.step, runs))
@@ -198,10 +203,10 @@ class RepeatedGraphsPlanner(Planner):
         )
 
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
-        if planner in planner_names() and planner not in TIED_PLANNERS:
+        if planner in planner_names() and planner not in REPEATED_GRAPH_PLANNERS:
             raise LowtideError(
                 f"planner '{planner}' does not plan models whose graphs run several times: "
-                f"choose one of {', '.join(TIED_PLANNERS)}"
+                f"choose one of {', '.join(REPEATED_GRAPH_PLANNERS)}"
             )
         return super().solve(budget_bytes=budget_bytes, planner=planner)
 
@@ -218,30 +223,30 @@ class RepeatedGraphsPlanner(Planner):
         return None
 
     def _lower_bound(self, timeline: Timeline, budget_bytes: int) -> float | None:
-        """Nothing is proven of plans that are the same for all runs of a graph."""
+        """Nothing is proven about schedules that are the same for all runs of a graph."""
         return None
 
-    def _timeline(self, pick: Pick) -> Timeline:
+    def _timeline(self, combination: Combination) -> Timeline:
         schedules: list[Sequence[GraphRun]] = [()] * len(self.step.graphs)
-        for kind, option in enumerate(pick.options):
+        for kind, option in enumerate(combination.options):
             for graph in self.kinds[kind]:
-                schedules[graph] = self.options[kind][option].schedule
+                schedules[graph] = self.choices[kind][option].schedule
         return simulate(self.step, runs_of_schedules(self.step, schedules))
 
     def _candidates(self) -> Iterator[tuple[int, ...]]:
-        """For prices of a held byte, and limits of what a graph needs while it runs, the best options."""
-        prices = sorted({price for options in self.options for price in _prices(options)} | {0.0})
-        for share in np.linspace(1.0, 0.0, NUM_LIMITS):
-            limited = [_within(options, float(share)) for options in self.options]
+        """The best schedules for each price of a saved byte and each limit of the backward peaks."""
+        prices = sorted({price for options in self.choices for price in _prices(options)} | {0.0})
+        for share in np.linspace(1.0, 0.0, NUM_BACKWARD_LIMITS):
+            limited = [_within(options, float(share)) for options in self.choices]
             for price in prices:
                 yield tuple(
                     min(usable, key=lambda i: (_worth(options[i], price), options[i]))
-                    for options, usable in zip(self.options, limited, strict=True)
+                    for options, usable in zip(self.choices, limited, strict=True)
                 )
 
-    def _stretches(self) -> Iterator[_Stretch]:
-        plain = [options[0] for options in self.options]
-        of = {graph: plain[kind] for kind, graphs in enumerate(self.kinds) for graph in graphs}
+    def _passes(self) -> Iterator[_GraphPass]:
+        baseline = [options[0] for options in self.choices]
+        of = {graph: baseline[kind] for kind, graphs in enumerate(self.kinds) for graph in graphs}
         timeline = self.baseline
         waiting: list[int] = []
         position = 0
@@ -255,8 +260,8 @@ class RepeatedGraphsPlanner(Planner):
             own = 0
             if graph >= 0:
                 own = of[graph].backward_bytes if is_backward else of[graph].forward_bytes
-            base = held - own - sum(of[other].held_bytes for other in waiting)
-            yield _Stretch(base, graph, is_backward, tuple(waiting))
+            base = held - own - sum(of[other].saved_bytes for other in waiting)
+            yield _GraphPass(base, graph, is_backward, tuple(waiting))
             if region is Region.FORWARD and graph >= 0:
                 waiting.append(graph)
 
@@ -264,79 +269,79 @@ class RepeatedGraphsPlanner(Planner):
         node = self.step.nodes[rank]
         return node.region, -1 if node.region is Region.OPTIMIZER else node.segment
 
-    def _peak(self, stretches: Sequence[_Stretch], options: tuple[int, ...]) -> int:
+    def _peak(self, passes: Sequence[_GraphPass], options: tuple[int, ...]) -> int:
         of = {
-            graph: self.options[kind][option]
+            graph: self.choices[kind][option]
             for kind, option in enumerate(options)
             for graph in self.kinds[kind]
         }
-        return max(_need(stretch, of) for stretch in stretches)
+        return max(_need(graph_pass, of) for graph_pass in passes)
 
 
-def _need(stretch: _Stretch, of: Mapping[int, Option]) -> int:
+def _need(graph_pass: _GraphPass, of: Mapping[int, PricedSchedule]) -> int:
     own = 0
-    if stretch.graph >= 0:
-        option = of[stretch.graph]
-        own = option.backward_bytes if stretch.is_backward else option.forward_bytes
-    return stretch.base_bytes + own + sum(of[other].held_bytes for other in stretch.waiting)
+    if graph_pass.graph >= 0:
+        option = of[graph_pass.graph]
+        own = option.backward_bytes if graph_pass.is_backward else option.forward_bytes
+    return graph_pass.base_bytes + own + sum(of[other].saved_bytes for other in graph_pass.waiting)
 
 
-def _worth(option: Option, price: float) -> float:
-    return option.seconds + price * option.held_bytes
+def _worth(option: PricedSchedule, price: float) -> float:
+    return option.seconds + price * option.saved_bytes
 
 
-def _prices(options: Sequence[Option]) -> Iterator[float]:
-    """Those at which one option becomes better than another, and a little more."""
+def _prices(options: Sequence[PricedSchedule]) -> Iterator[float]:
+    """Prices of a saved byte, each a little above one at which two schedules cost the same."""
     for one in options:
         for other in options:
-            if other.held_bytes < one.held_bytes and other.seconds > one.seconds:
-                yield 1.001 * (other.seconds - one.seconds) / (one.held_bytes - other.held_bytes)
+            if other.saved_bytes < one.saved_bytes and other.seconds > one.seconds:
+                yield 1.001 * (other.seconds - one.seconds) / (one.saved_bytes - other.saved_bytes)
     yield 1.0
 
 
-def _within(options: Sequence[Option], share: float) -> list[int]:
-    """Options whose backward pass needs at most that share of the way from the least to the most."""
+def _within(options: Sequence[PricedSchedule], share: float) -> list[int]:
+    """Schedules whose backward peak is at most that share of the way from the lowest to the highest."""
     least = min(option.backward_bytes for option in options)
     most = max(option.backward_bytes for option in options)
     limit = least + (most - least) * share
     return [i for i, option in enumerate(options) if option.backward_bytes <= limit]
 
 
-def _options(step: Step, segment: int) -> list[Option]:
+def _graph_schedules(step: Step, segment: int) -> list[PricedSchedule]:
     alone = Planner(step_of_graph(step, segment, rest_bytes=0))
-    found = {_option(alone.step, alone.baseline)}
+    found = {_graph_schedule(alone.step, alone.baseline)}
     if alone.table.uses:
         for share in SHARES_OF_REST:
             rest_bytes = int(alone.baseline.peak_bytes * share)
-            desk = Planner(step_of_graph(step, segment, rest_bytes=rest_bytes)) if rest_bytes else alone
-            high, low = desk.baseline.peak_bytes, desk.floor().floor_bytes
+            planner = Planner(step_of_graph(step, segment, rest_bytes=rest_bytes)) if rest_bytes else alone
+            high, low = planner.baseline.peak_bytes, planner.floor().floor_bytes
             for number in range(NUM_BUDGETS):
                 budget_bytes = high - (high - low) * number // (NUM_BUDGETS - 1)
-                timeline = desk.best(budget_bytes)
+                timeline = planner.best(budget_bytes)
                 assert timeline is not None
-                found.add(_option(desk.step, timeline))
+                found.add(_graph_schedule(planner.step, timeline))
     return _worthwhile(sorted(found))
 
 
-def _option(step: Step, timeline: Timeline) -> Option:
+def _graph_schedule(step: Step, timeline: Timeline) -> PricedSchedule:
     border = next(i for i, run in enumerate(timeline.runs) if step.nodes[run.rank].name == REST)
     rest_bytes = step.storages[-1].nbytes
     held = timeline.live_bytes
-    return Option(
+    return PricedSchedule(
         seconds=timeline.added_seconds,
-        held_bytes=int(held[border]) - rest_bytes,
+        saved_bytes=int(held[border]) - rest_bytes,
         backward_bytes=int(held[border + 1 :].max(initial=0)),
         forward_bytes=int(held[:border].max(initial=0)),
         schedule=graph_schedules(step, timeline.runs)[0].schedule,
     )
 
 
-def _worthwhile(options: Sequence[Option]) -> list[Option]:
-    """Without those that are nowhere better than a cheaper one."""
-    kept: list[Option] = []
+def _worthwhile(options: Sequence[PricedSchedule]) -> list[PricedSchedule]:
+    """The schedules that no cheaper one dominates."""
+    kept: list[PricedSchedule] = []
     for option in options:
         if not any(
-            other.held_bytes <= option.held_bytes
+            other.saved_bytes <= option.saved_bytes
             and other.backward_bytes <= option.backward_bytes
             and other.forward_bytes <= option.forward_bytes
             for other in kept
