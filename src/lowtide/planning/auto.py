@@ -1,8 +1,8 @@
 """The search of `auto` in one form of a step: the Pareto front of bytes and seconds, for all budgets at once.
 
 Every schedule worth having goes into an archive, from which a budget takes the cheapest that fits. The
-answers of the other built-in planners are in the archive, so that `auto` is never worse than any of them. All
-limits are counts of moves, never of time, and random numbers are seeded: the same step gives the same archive.
+answers of the other built-in planners are there, so that `auto` is never worse than any of them. All limits
+are counts of moves, never of time, and random numbers are seeded: the same step gives the same archive.
 
 0. A step with many equal blocks: a step with a few of them is solved first (`repeated_blocks`), and its
    schedules are spread over all blocks. At a memory level where these are near the bound, the search that
@@ -117,7 +117,7 @@ class Auto:
         return self._timelines[id(entry)][1]
 
     def best(self, budget_bytes: int) -> ArchiveEntry | None:
-        """The cheapest entry whose peak is at most `budget_bytes`: of a level, or of a budget step between two.
+        """The cheapest entry within `budget_bytes`: of a level, or of a budget step between two levels.
 
         Of both kinds, none is slower for a larger budget.
         """
@@ -305,7 +305,7 @@ class Auto:
         return mixed is not None and mixed.seconds <= SOLVED * self._bounds.seconds(level)
 
     def _cut_orders(self, level: int) -> list[Ints]:
-        """Sequences that retain what a cut retains at its time point, and all that the cut does not decide."""
+        """Sequences that retain what a cut retains at its time point, and all that it does not decide."""
         table = self._steps.table
         plans: dict[RematSet, None] = {}
         for point in self._bounds.tightest(level, NUM_TIME_POINTS):
