@@ -18,7 +18,7 @@ from torch import fx, nn
 from lowtide.analyze.analysis import Analysis, GraphNode
 from lowtide.analyze.gradient_sums import shares_gradients, summed_inside_op
 from lowtide.analyze.graph_facts import analyze_graphs
-from lowtide.analyze.optimizer_facts import add_optimizer, pieces_of_step
+from lowtide.analyze.optimizer_facts import add_optimizer, chunks_of_step
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Graph, Kind, Run, Step
 from lowtide.facts.gpus import Gpu
@@ -189,7 +189,7 @@ def captured_step(
     _add_scalars(analysis, traced)
     calls = _calls(analysis, {})
     notes = _notes(analysis, traced)
-    pieces: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
     if optimizer is not None:
         _check_parameters(optimizer, model)
         if simulated is not None:
@@ -200,8 +200,8 @@ def captured_step(
         with stepping_as_real(on_gpu=on_gpu):
             traced_step = trace_optimizer(optimizer, analysis.gradients)
             if not whole:
-                pieces = pieces_of_step(analysis, optimizer, traced_step)
-        add_optimizer(analysis, traced_step, calls, pieces=pieces)
+                chunks = chunks_of_step(analysis, optimizer, traced_step)
+        add_optimizer(analysis, traced_step, calls, chunks=chunks)
         if traced_step.note:
             notes = (*notes, traced_step.note)
             logger.warning(traced_step.note)
@@ -214,7 +214,7 @@ def captured_step(
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
         rules=tuple((rule.name, rule.words) for rule in rules_for(offload=offload)),
-        optimizer_chunks=pieces,
+        optimizer_chunks=chunks,
         gradient_strides=tuple(sorted(traced.orders.items())),
     )
     return Captured(

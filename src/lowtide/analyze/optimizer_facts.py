@@ -26,14 +26,14 @@ SMALL_STEP_BYTES = 16 << 20
 
 
 def add_optimizer(
-    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, pieces: Sequence[tuple[int, int]]
+    analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, chunks: Sequence[tuple[int, int]]
 ) -> None:
     """Append the optimizer's ops. A temporary that its Python code still holds counts as read there.
 
-    Where the step can go in `pieces`, its ops tell of the smallest, and of all that eager holds beyond them.
+    Where the step can go in `chunks`, its ops tell of the smallest, and of all that eager holds beyond them.
     """
-    if pieces:
-        _add_pieces(analysis, traced, calls, pieces[0][1])
+    if chunks:
+        _add_chunked(analysis, traced, calls, chunks[0][1])
         return
     storage: dict[int, int] = {}
     maker: dict[int, int] = {}
@@ -69,11 +69,11 @@ def add_optimizer(
     keep_earlier_gradients(analysis)
 
 
-def pieces_of_step(
+def chunks_of_step(
     analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace
 ) -> tuple[tuple[int, int], ...]:
-    """What the optimizer's step at the end holds inside where it does not go whole, by size of its pieces:
-    nothing where all of it was taken in backward. Empty where it goes whole, since it must or since pieces
+    """What the optimizer's step at the end holds inside where it does not go whole, by size of its chunks:
+    nothing where all of it was taken in backward. Empty where it goes whole, since it must or since chunks
     hold no less."""
     if analysis.updated and set(analysis.gradients) <= analysis.updated:
         return ((0, 0),)
@@ -91,13 +91,13 @@ def pieces_of_step(
     ):
         if nbytes >= whole_bytes:
             break
-        if found and nbytes <= found[-1][1]:  # larger pieces that hold no more
+        if found and nbytes <= found[-1][1]:  # larger chunks that hold no more
             found.pop()
         found.append((size, nbytes))
     return tuple(found)
 
 
-def _add_pieces(
+def _add_chunked(
     analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], inside_bytes: int
 ) -> None:
     for position, key in enumerate(traced.state):
