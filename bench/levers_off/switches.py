@@ -32,5 +32,5 @@ def without(levers: Collection[str]) -> Iterator[None]:
             stack.enter_context(mock.patch.object(passes, "PASSES", whole))
             stack.enter_context(mock.patch.object(BackwardOrder, "overwrites", lambda *_: {}))
         if "pieces" in levers:
-            stack.enter_context(mock.patch.object(captured_step, "pieces_of_step", lambda *_: ()))
+            stack.enter_context(mock.patch.object(captured_step, "chunks_of_step", lambda *_: ()))
         yield
