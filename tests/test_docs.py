@@ -135,12 +135,19 @@ def test_files_are_found_in_pages() -> None:
     assert {"facts/", "parallel/exchange.py"} <= set(named_files(ROOT / "docs" / "architecture.md"))
 
 
-def test_every_file_of_a_folder_is_in_its_list() -> None:
-    """A folder's `__init__.py` names each of its files, and no other."""
-    for folder in (SOURCE / "cli", SOURCE / "report"):
-        listed = re.findall(r"^- (.+?):", (folder / "__init__.py").read_text(), re.M)
-        names = {name for line in listed for name in re.findall(r"`(\w+)`", line)}
-        assert names == {path.stem for path in folder.glob("*.py")} - {"__init__"}, folder.name
+FOLDERS = sorted(path.parent for path in SOURCE.rglob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(SOURCE)))
+def test_a_folder_lists_its_files(folder: Path) -> None:
+    """`__init__.py` names each file, and begins no line with a name that is not there."""
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    lines = re.findall(r"^- (.+?)(?=\n- |\n\n|\Z)", doc, re.M | re.S)
+    named = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} <= named
+    heads = {name for line in lines for name in re.findall(r"`([\w.]+)`", line.partition(":")[0])}
+    present = {name for path in folder.iterdir() for name in (path.stem, path.name)}
+    assert heads <= present
 
 
 def test_every_page_is_listed() -> None:
