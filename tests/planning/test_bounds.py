@@ -12,7 +12,7 @@ from synthetic import chain, transformer, unet
 from lowtide.errors import BudgetTooSmall
 from lowtide.planning.bounds.lower_bounds import Bounds
 from lowtide.planning.planner import Planner
-from lowtide.planning.search.table import make_table
+from lowtide.planning.search.table import Table
 
 
 def budgets(low, high):
@@ -89,7 +89,7 @@ def kept_mask_step():
 
 def test_a_bound_holds_for_every_method_of_bringing_a_value_back():
     step = kept_mask_step()
-    bounds = Bounds(make_table(step))
+    bounds = Bounds(Table(step))
     low = least_peak(step)
     assert bounds.floor_bytes <= low
     for budget in range(low, Planner(step).baseline.peak_bytes):
@@ -124,7 +124,7 @@ def test_a_kept_form_is_not_enough_for_who_reads_the_value_itself():
     one = build.grad((start, wide), 10, 1)
     build.grad((build.grad((one, big), 10, 1), sign), 10, 1)
     step = build.step()
-    bounds = Bounds(make_table(step))
+    bounds = Bounds(Table(step))
     budget = least_peak(step)
     best = least_seconds(step, budget)
     assert best / 2 < bounds.seconds(budget) <= best  # a kept form takes a quarter
@@ -140,7 +140,7 @@ def test_a_kept_form_is_not_enough_for_what_is_made_of_the_value_again():
     one = build.grad((start, wide), 10, 1)
     build.grad((build.grad((one, out), 10, 1), sign), 10, 1)
     step = build.step()
-    bounds = Bounds(make_table(step))
+    bounds = Bounds(Table(step))
     budget = least_peak(step) + 20
     best = least_seconds(step, budget)
     assert best == 105  # both ops
@@ -160,7 +160,7 @@ def test_a_bound_counts_the_views_through_which_a_value_is_read_again():
     budget = least_peak(step)
     best = least_seconds(step, budget)
     assert best == 27  # both ops and both views
-    assert 0.95 * best < Bounds(make_table(step)).seconds(budget) <= best
+    assert 0.95 * best < Bounds(Table(step)).seconds(budget) <= best
 
 
 def test_the_fullest_cut_leaves_no_room_for_another_of_several_equal_layers():
@@ -172,7 +172,7 @@ def test_the_fullest_cut_leaves_no_room_for_another_of_several_equal_layers():
     gradient = build.grad((build.backward(), wide), 10, 1)
     for layer in layers:
         gradient = build.grad((gradient, layer), 10, 1)
-    bounds = Bounds(make_table(build.step()))
+    bounds = Bounds(Table(build.step()))
     at = bounds.at(wide)
     budget = at.at.fixed_bytes + 130
     assert {cut.nbytes for cut in at.cuts} <= {0, 240}

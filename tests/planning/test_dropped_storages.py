@@ -6,7 +6,7 @@ from strategies import steps
 from test_simulate import reference
 
 from lowtide.planning.search.dropped_storages import DroppedStorages, retain_only
-from lowtide.planning.search.table import make_table, remats_in, schedule_of
+from lowtide.planning.search.table import Table, remats_in, schedule_of
 from lowtide.planning.simulate import simulate
 
 
@@ -23,7 +23,7 @@ def slots_of(step, schedule):
 @settings(max_examples=150, deadline=None)
 @given(steps(max_forward=10), st.randoms(use_true_random=False))
 def test_every_drop_equals_the_full_simulation(step, random):
-    table = make_table(step)
+    table = Table(step)
     storages = [s for s in table.uses if not step.storages[s].pinned]
     random.shuffle(storages)
     state = DroppedStorages(table)

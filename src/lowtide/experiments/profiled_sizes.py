@@ -27,7 +27,7 @@ from lowtide.experiments.interpolate import (
 from lowtide.facts import Run, Step
 from lowtide.ops.calls import OpCost
 from lowtide.planning.bounds.lower_bounds import Bounds
-from lowtide.planning.search.table import make_table
+from lowtide.planning.search.table import Table
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
 from lowtide.profiling.costing import KnownCosts, workspace_bytes
@@ -254,7 +254,7 @@ class ProfiledSizes:
         [(only, found)] = self.profiled.items()
         degree, far = self.degree, FAR * only
         if self._far is None:
-            self._far = Bounds(make_table(extrapolate_step(found.profile.step, Fraction(FAR) ** degree)))
+            self._far = Bounds(Table(extrapolate_step(found.profile.step, Fraction(FAR) ** degree)))
         return _floor_from(size**degree, {only**degree: found.profile.bounds, far**degree: self._far})
 
     @property

@@ -11,7 +11,7 @@ from lowtide.planning.bounds.lower_bounds import Bounds
 from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.dropped_storages import retain_only
 from lowtide.planning.search.step_problem import StepProblem
-from lowtide.planning.search.table import RematSet, Table, make_table, schedule_of
+from lowtide.planning.search.table import RematSet, Table, schedule_of
 from lowtide.planning.simulate import Timeline, baseline_runs, simulate
 from lowtide.planning.transfer_model import can_offload
 from lowtide.planning.transfer_schedule import placed
@@ -37,7 +37,7 @@ class PlanningProblem:
     @rarely_collected()
     def table(self) -> Table:
         """The step as plain tuples, for inner loops; it numbers all remats."""
-        return make_table(self.step)
+        return Table(self.step)
 
     @cached_property
     def baseline(self) -> Timeline:

@@ -40,44 +40,58 @@ class Op:
     rule: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class Table:
-    """`plain[r]` is the first run of rank `r`. `remats` are all remats, numbered in the order of ranks;
+    """The ops of a step by rank and by number.
+
+    `plain[r]` is the first run of rank `r`. `remats` are all remats, numbered in the order of ranks;
     `again[r]` are the numbers of those of rank `r`, the preferred one first.
 
     A remat before backward node `t` stands in *slot* `t`. A run's key is `t * width + place[n]` for remat
     `n`; the first run of `t` is the last of its slot and has `t * width + width - 1`. `place` sorts remats
-    so that each comes after the remats of its reads.
+    so that each comes after the remats of its reads; `remat_at` is its inverse.
     """
 
-    step: Step
-    size: int
-    width: int
-    plain: tuple[Op, ...]
-    remats: tuple[Op, ...]
-    again: tuple[tuple[int, ...], ...]
-    recompute: tuple[int | None, ...]
-    """by rank, the number of the preferred remat that computes the value again"""
-    place: tuple[int, ...]
-    remat_at: tuple[int, ...]
-    segment: tuple[int, ...]
-    slot_segment: tuple[int, ...]
-    static_bytes: int
-    first_backward: int
-    uses: dict[int, Uses]
-    """by storage, of the activations"""
-    own: tuple[tuple[int, ...], ...]
-    """by rank, the storages of its value that can be dropped: neither static nor pinned"""
-    first_need: tuple[int, ...]
-    """by rank, the first slot that reads it and where it may be recomputed; `size` where there is none"""
-    readers_first: tuple[int, ...]
-    """forward ranks that can be recomputed, each after all ranks whose remats read it"""
-    on_demand: frozenset[int] = frozenset()
-    """ranks that run only where a remat reads them"""
-    parts: frozenset[int] = frozenset()
-    """numbers of remats that only take a part of a tuple"""
-    tuple_keys: frozenset[int] = frozenset()
-    """keys of the first runs of those tuples"""
+    def __init__(self, step: Step) -> None:
+        nodes, storages = step.nodes, step.storages
+        self.step, self.size = step, len(nodes)
+        self.static_bytes, self.first_backward = step.static_bytes, step.first_backward_rank
+        self.segment, self.slot_segment = [node.segment for node in nodes], recompute_slots(step)
+        self.plain = [_op(step, node.rank, node) for node in nodes]
+        numbered = [(node, remat) for node in nodes if node.region is Region.FORWARD for remat in node.remats]
+        self.remats = [_op(step, node.rank, remat) for node, remat in numbered]
+        self.width = len(self.remats) + 1
+        self.again: list[list[int]] = [[] for _ in nodes]
+        self.recompute: list[int | None] = [None] * self.size
+        """by rank, the number of the preferred remat that computes the value again"""
+        for number, (node, remat) in enumerate(numbered):
+            self.again[node.rank].append(number)
+            if remat is node.recompute and self.recompute[node.rank] is None:
+                self.recompute[node.rank] = number
+        order = _topological(step)
+        self.remat_at = [number for rank in order for number in self.again[rank]]
+        self.place = [0] * len(self.remats)
+        for where, number in enumerate(self.remat_at):
+            self.place[number] = where
+        self.readers_first = [rank for rank in reversed(order) if self.recompute[rank] is not None]
+        """forward ranks that can be recomputed, each after all ranks whose remats read it"""
+        self.first_need = [self.size] * self.size
+        """by rank, the first slot that reads it and where it may be recomputed; `size` where there is none"""
+        for node in reversed(nodes):
+            for read in node.reads:
+                if self.may_recompute(read, node.rank):
+                    self.first_need[read] = node.rank
+        self.uses: dict[int, Uses] = storage_uses(step)
+        """by storage, of the activations"""
+        droppable = [not storage.static and not storage.pinned for storage in storages]
+        self.own = [[s for s in node.holds if droppable[s]] for node in nodes]
+        """by rank, the storages of its value that can be dropped: neither static nor pinned"""
+        self.on_demand = frozenset(node.rank for node in nodes if node.on_demand)
+        """ranks that run only where a remat reads them"""
+        wholes = {number: tuple_of(step, remat) for number, (_, remat) in enumerate(numbered)}
+        self.parts = frozenset(number for number, whole in wholes.items() if whole is not None)
+        """numbers of remats that only take a part of a tuple"""
+        self.tuple_keys = frozenset(self.last_key(whole) for whole in wholes.values() if whole is not None)
+        """keys of the first runs of those tuples"""
 
     def key(self, slot: int, remat: int) -> int:
         return slot * self.width + self.place[remat]
@@ -104,60 +118,6 @@ class Table:
     def may_recompute(self, rank: int, slot: int) -> bool:
         """Whether it may be recomputed there."""
         return self.recompute[rank] is not None and self.segment[rank] == self.slot_segment[slot]
-
-
-def make_table(step: Step) -> Table:
-    nodes, storages = step.nodes, step.storages
-    found: list[Op] = []
-    again: list[tuple[int, ...]] = []
-    recompute: list[int | None] = []
-    parts: dict[int, int] = {}
-    for node in nodes:
-        mine = node.remats if node.region is Region.FORWARD else ()
-        again.append(tuple(range(len(found), len(found) + len(mine))))
-        recompute.append(next((n for n, r in zip(again[-1], mine, strict=True) if r is node.recompute), None))
-        for remat in mine:
-            whole = tuple_of(step, remat)
-            if whole is not None:
-                parts[len(found)] = whole
-            found.append(_op(step, node.rank, remat))
-    width = len(found) + 1
-    order = _topological(step)
-    remat_at = tuple(number for rank in order for number in again[rank])
-    place = [0] * len(found)
-    for where, number in enumerate(remat_at):
-        place[number] = where
-    slot_segment = recompute_slots(step)
-    need = [len(nodes)] * len(nodes)
-    for node in reversed(nodes):
-        for read in node.reads:
-            if recompute[read] is not None and nodes[read].segment == slot_segment[node.rank]:
-                need[read] = node.rank
-    return Table(
-        step=step,
-        size=len(nodes),
-        width=width,
-        plain=tuple(_op(step, node.rank, node) for node in nodes),
-        remats=tuple(found),
-        again=tuple(again),
-        recompute=tuple(recompute),
-        place=tuple(place),
-        remat_at=remat_at,
-        segment=tuple(node.segment for node in nodes),
-        slot_segment=slot_segment,
-        static_bytes=step.static_bytes,
-        first_backward=step.first_backward_rank,
-        uses=storage_uses(step),
-        own=tuple(
-            tuple(s for s in node.holds if not storages[s].static and not storages[s].pinned)
-            for node in nodes
-        ),
-        first_need=tuple(need),
-        readers_first=tuple(rank for rank in reversed(order) if recompute[rank] is not None),
-        on_demand=frozenset(node.rank for node in nodes if node.on_demand),
-        parts=frozenset(parts),
-        tuple_keys=frozenset(whole * width + width - 1 for whole in parts.values()),
-    )
 
 
 def _op(step: Step, rank: int, source: Node | Remat) -> Op:
