@@ -137,9 +137,13 @@ class Device(ABC):
         """Free memory of the device itself; None for the processor, whose memory is the machine's."""
         return None
 
-    @abstractmethod
+    @cache  # noqa: B019  one instance per device for the whole process
     def copy_bytes_per_second(self) -> float:
-        """Measured speed of copies to host memory."""
+        """Measured speed of copies to host memory, which is pinned for an accelerator."""
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.torch_device)
+        target = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=self.torch_device.type != "cpu")
+        copies = [self.timed(lambda: target.copy_(source, non_blocking=True))[1] for _ in range(_COPY_RUNS)]
+        return _COPY_BYTES / typical_seconds(copies)
 
     def kept_rng(self) -> AbstractContextManager[None]:
         """Restores the global random state afterwards, for ops that draw from it."""
@@ -179,13 +183,6 @@ class Cpu(Device):
         around = [name for name in names if "Backward" in name and "::" not in name]
         around += [name.partition("#")[2] for name in names if name.startswith("Optimizer.step#")]
         return peak_bytes, " in ".join(filter(None, (op, *around[:1])))
-
-    @cache  # noqa: B019  one instance for the whole process
-    def copy_bytes_per_second(self) -> float:
-        source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
-        target = torch.ones_like(source)
-        timings = [self.timed(lambda: target.copy_(source))[1] for _ in range(_COPY_RUNS)]
-        return _COPY_BYTES / typical_seconds(timings)
 
 
 class Cuda(Device):
@@ -227,13 +224,6 @@ class Cuda(Device):
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]
-
-    @cache  # noqa: B019  one instance per GPU for the whole process
-    def copy_bytes_per_second(self) -> float:
-        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.torch_device)
-        target = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-        copies = [self.timed(lambda: target.copy_(source, non_blocking=True))[1] for _ in range(_COPY_RUNS)]
-        return _COPY_BYTES / typical_seconds(copies)
 
     def kept_rng(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[self.torch_device])

@@ -60,42 +60,29 @@ class TargetSpec:
     seed: int = 0
 
     def load(self) -> Target:
-        options = asdict(self)
-        return load_target(options.pop("text"), **options)
+        """The same fields give the same weights and batch in any process."""
+        where, colon, factory_name = _parts(self.text)
+        if colon:
+            if self.image_size is not None or self.sequence_length is not None:
+                raise TargetError(
+                    "image size and sequence length are for built-in targets; "
+                    f"'{self.text}' makes its own batch"
+                )
+            with _importable(where):
+                factory = _find_factory(where, factory_name)
+                target = call_factory(factory, self.text, batch_size=self.batch_size, seed=self.seed)
+            return _with_optimizer(target, self.optimizer)
+        check_target(self.text)
+        from lowtide.zoo.build import build
+
+        options = asdict(self) | {"optimizer": self.optimizer or "adam"}
+        built = build(options.pop("text"), **options)
+        return Target(self.text, built.model, built.batch, built.optimizer)
 
 
-def load_target(
-    text: str,
-    *,
-    batch_size: int,
-    image_size: int | None = None,
-    sequence_length: int | None = None,
-    optimizer: str | None = None,
-    seed: int = 0,
-) -> Target:
-    """Load `text`; the same arguments give the same weights and batch in any process."""
-    where, colon, factory_name = _parts(text)
-    if colon:
-        if image_size is not None or sequence_length is not None:
-            raise TargetError(
-                f"image size and sequence length are for built-in targets; '{text}' makes its own batch"
-            )
-        with _importable(where):
-            factory = _find_factory(where, factory_name)
-            target = call_factory(factory, text, batch_size=batch_size, seed=seed)
-        return _with_optimizer(target, optimizer)
-    check_target(text)
-    from lowtide.zoo.build import build
-
-    built = build(
-        text,
-        batch_size=batch_size,
-        image_size=image_size,
-        sequence_length=sequence_length,
-        optimizer=optimizer or "adam",
-        seed=seed,
-    )
-    return Target(text, built.model, built.batch, built.optimizer)
+def load_target(text: str, **options: Any) -> Target:
+    """`TargetSpec(text=text, ...).load()`."""
+    return TargetSpec(text=text, **options).load()
 
 
 def check_target(text: str) -> None:
