@@ -129,13 +129,13 @@ def test_a_recompute_lengthens_the_life_of_its_source():
     [
         ((0, 1, 2, 2, 3, 4, 5), "outside the backward part"),
         ((0, 1, 2, 3, 4, 5, 2), "after the last node"),
-        ((0, 0, 1, 2, 3, 4, 5), "cannot be brought back: an input of the step"),
+        ((0, 0, 1, 2, 3, 4, 5), "cannot be rematerialized: an input of the step"),
         ((0, 1, 3, 2, 4, 5), "first run of rank 3, where that of 2 is due"),
         ((0, 1, 2, 3, 4), "never runs"),
         ((0, 1, 2, 3, 4, 4, 5), "not a forward node"),
         ((0, 1, 2, 3, 4, 5, 6), "no rank 6"),
         ((0, 1, 2, 3, (2, "magic"), 4, 5), "has no remat 'magic'"),
-        ((0, 1, (2, "again"), 2, 3, 4, 5), "brought back before it has run"),
+        ((0, 1, (2, "again"), 2, 3, 4, 5), "rematerialized before it has run"),
         ((0, 1, 2, 3, (3, ""), 4, 5), "first run of rank 3, where that of 4 is due"),
     ],
 )

@@ -11,7 +11,12 @@ from strategies import StepBuilder, orders, release_places, steps
 from lowtide.facts import Graph, Run, TransferSpeed
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import simulate
-from lowtide.planning.transfer_model import last_forward_reads, released_after, walk, with_releases
+from lowtide.planning.transfer_model import (
+    last_forward_reads,
+    released_after,
+    simulate_transfers,
+    with_releases,
+)
 
 LINK = TransferSpeed(store="disk:/x", write_bytes_per_second=10, read_bytes_per_second=20, latency_seconds=1)
 
@@ -39,7 +44,7 @@ def test_transfers_hide_behind_compute_one_at_a_time():
     # a is let go at the end of the forward pass, b right after it, and both come back one node early
     order = [Run(r) for r in (0, 1, 3, 5, 2, 4, 6)]
     order += [Run(3, "swap"), Run(7), Run(1, "swap"), Run(8), Run(9)]
-    traffic = walk(step, order, LINK)
+    traffic = simulate_transfers(step, order, LINK)
     # a: 1 + 40/10 s from second 2 to 7; b, made at 3, waits for the link: 1 + 20/10 s from 7 to 10;
     # the forward pass computes until 11. Back: b 1 + 20/20 s, a 1 + 40/20 s, each behind 3 s of compute.
     assert moves(traffic) == [
@@ -76,8 +81,8 @@ def test_compute_beside_transfers_is_slower_by_what_copies_take():
     step = swap_chain()
     order = [Run(r) for r in (0, 1, 3, 2, 5, 6, 7, 8)]
     order += [Run(1, "swap"), Run(9)]
-    plain = walk(step, order, LINK)
-    slowed = walk(step, order, replace(LINK, slows_compute=0.25))
+    plain = simulate_transfers(step, order, LINK)
+    slowed = simulate_transfers(step, order, replace(LINK, slows_compute=0.25))
     assert slowed.stall_seconds == plain.stall_seconds and plain.slowed_seconds == 0
     assert slowed.slowed_seconds == 0.25 * plain.hidden_seconds > 0
     timeline = simulate(replace(step, transfer_speed=replace(LINK, slows_compute=0.25)), order)
@@ -88,7 +93,7 @@ def test_a_value_that_is_read_back_twice_takes_the_link_twice():
     step = swap_chain()
     order = [Run(r) for r in (0, 1, 3, 2, 5, 6)]
     order += [Run(1, "swap"), Run(7), Run(8), Run(1, "swap"), Run(9)]
-    traffic = walk(step, order, LINK)
+    traffic = simulate_transfers(step, order, LINK)
     assert [(t.is_write, t.awaited_at) for t in traffic.transfers] == [(True, 3), (False, -1), (False, 10)]
 
 

@@ -1,8 +1,8 @@
-"""Which values to offload on top of a plan: one by one those that lie idle longest across the highest moment.
+"""Which values to offload on top of a schedule: one after the other, the longest idle across the peak first.
 
-A plan is a sequence of ops of the step's problem, in which a value that backward reads from the forward pass
-lies idle between two uses. Offloading it frees its bytes there and changes nothing else, so that one pass
-over a plan gives a whole row of plans, each with one more value on the store and a lower peak.
+A schedule is a sequence of ops of the step's problem. A value that backward reads is idle between its last
+forward use and its first backward use. Offloading frees its bytes there and changes nothing else. So one pass
+over a sequence gives a row of sequences, each with one more value in the store and a lower peak.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ SMALLEST_PART = 1000
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A value that `op` can read back; idle after position `last_use` of a sequence until `next_use`."""
+    """A value that `op` can fetch; idle after position `last_use` of a sequence until `next_use`."""
 
     op: int
     last_use: int
@@ -58,7 +58,7 @@ def offload_sets(problem: PlanningProblem) -> "OffloadSets":
 
 
 class OffloadSets:
-    """What can be offloaded in the sequences of one step."""
+    """The values to offload in sequences of one step."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem, self._steps = problem, problem.search_problem
@@ -92,7 +92,7 @@ class OffloadSets:
 
     @cached_property
     def ops(self) -> dict[int, int]:
-        """By storage of the problem, the op that reads it back."""
+        """By storage of the problem, the op that fetches it."""
         steps = self._steps
         found: dict[int, int] = {}
         for place, number in enumerate(steps.remats):
@@ -105,7 +105,7 @@ class OffloadSets:
         return found
 
     def storages(self, value: Idle) -> list[int]:
-        """Those of the step that come back with a value."""
+        """The storages of the step that a fetch of the value makes."""
         steps = self._steps
         remat = steps.table.remats[steps.remats[value.op - steps.problem.num_first]]
         return [storage for storage, _, _ in remat.fresh]
@@ -125,17 +125,17 @@ class OffloadSets:
             for storage in used:
                 after.setdefault(storage, position)
             for storage in made:
-                after.setdefault(storage, -1)  # it comes back by other means
+                after.setdefault(storage, -1)  # another remat makes it
         found = []
-        for storage, swap in sorted(self.ops.items()):
+        for storage, fetch in sorted(self.ops.items()):
             position, last = after.get(storage, -1), before.get(storage)
-            if position >= 0 and last is not None and self._may_stand(swap, order, position):
+            if position >= 0 and last is not None and self._may_run_at(fetch, order, position):
                 idle = float(clock[position] - clock[last + 1])
-                found.append(Idle(swap, last, position, int(problem.nbytes[storage]), idle))
+                found.append(Idle(fetch, last, position, int(problem.nbytes[storage]), idle))
         return found
 
     def rows(self, order: Ints) -> Iterator[tuple[int, Ints]]:
-        """Sequences with more and more values offloaded, and what each should hold at most."""
+        """Sequences with more and more values offloaded, and the expected peak of each."""
         held = self._steps.problem.live_bytes(order).copy()
         idle = self.idle(order)
         least_bytes = int(held.max(initial=0)) // SMALLEST_PART
@@ -164,11 +164,11 @@ class OffloadSets:
             len(order),
         )
 
-    def _may_stand(self, swap: int, order: Ints, position: int) -> bool:
+    def _may_run_at(self, fetch: int, order: Ints, position: int) -> bool:
         """Whether an op may run right before that position."""
         slot = self._steps.problem.slot
         following = (op for op in order[position:] if op < self._steps.problem.num_first)
-        return bool(slot[swap] == slot[next(following)])
+        return bool(slot[fetch] == slot[next(following)])
 
     @cached_property
     def _reads(self) -> list[list[int]]:
@@ -195,7 +195,7 @@ def _lists(ends: Ints, flat: Ints) -> list[list[int]]:
 
 
 def with_fetches(order: Ints, values: list[Idle]) -> Ints:
-    """A sequence that reads these values back where they are first used again."""
+    """A sequence that fetches these values before their next use."""
     at = sorted((value.next_use, value.op) for value in values)
     unique = list(dict.fromkeys(at))
     return np.insert(order, [position for position, _ in unique], [op for _, op in unique]).astype(np.int32)

@@ -1,15 +1,15 @@
-"""Simulate a schedule: the bytes held during every run, by kind, and the peak.
+"""Simulate a schedule: the live bytes during every run, by kind, the peak and the seconds.
 
-The model: a run makes fresh blocks, holds its workspace while it runs, and gives back after it
-every value whose last read it was. A block is freed when no live value holds it. Static blocks are
-always there; a pinned one stays from the run that first makes it to the end of the step. A run
-reads the latest earlier run of each node it needs; one that brings a value back goes by the remat of
-its method. A backward node that runs by a method does so in the place of those that lead to it alone.
-What a remat keeps from the forward pass is made only where such a remat is used.
-Transfers to a store and back change no bytes here: a value is held until the run that lets go of it, and
-again from the run that reads it back. They only take time (`planning/link.py`).
-A part taken again from a tuple that stands since the forward pass is the part's first value: it
-holds that part and not the rest of the tuple.
+- A run makes fresh blocks, has its workspace while it runs, and afterwards frees every value that no later
+  run reads. A block is live while a live value refers to it.
+- Static blocks are always live. A pinned block is live from the run that makes it to the end of the step.
+- A run reads the latest earlier run of each node that it needs.
+- A remat run makes a second block. What the forward pass saves for a remat is made only where a run uses it.
+- A backward node that runs by a rule replaces the chain of ops that leads to it alone.
+- An offloaded value is live until the run that frees it, and again from the run that fetches it. Its
+  transfers take time alone (`transfer_model`).
+- A part that is taken again from a tuple of the forward pass is the part's first value: it keeps that part
+  live, and not the rest of the tuple.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -20,20 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.facts import Kind, Node, Region, Remat, Run, Step
-from lowtide.planning.transfer_model import Traffic, walk
+from lowtide.planning.transfer_model import Traffic, simulate_transfers
 
 Bytes = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """Bytes held during each run of a schedule; position `i` is that of `runs[i]`.
+    """The live bytes during each run of a schedule; position `i` is that of `runs[i]`.
 
     `bytes_by_kind` adds up to `live_bytes`; workspace inside ops counts as `Kind.OTHER`.
     `last_read[i]` is the position of the last run that reads the value made at `i` (`i` if none).
-    `blocks` are all that are made: the storage, and the positions of the first and the last run that hold it.
-    `added_seconds` are those of `seconds` that the plain step does not take; what the `traffic` with
-    a store adds is among them.
+    `blocks` are all blocks of memory: the storage, and the positions between which the block is live.
+    `added_seconds` are the `seconds` beyond those of the baseline, stalls of the `traffic` with a store
+    included.
     """
 
     runs: tuple[Run, ...]
@@ -62,7 +62,7 @@ class Timeline:
 
 
 def baseline_runs(step: Step) -> tuple[Run, ...]:
-    """The step as it runs without any plan."""
+    """The baseline: every node once, those on demand not at all."""
     return tuple(Run(node.rank) for node in step.nodes if not node.on_demand)
 
 
@@ -82,28 +82,27 @@ def eager_runs(step: Step) -> tuple[Run, ...]:
 
 
 def source_of(step: Step, run: Run) -> Node | Remat:
-    """What says how a run goes: the node itself for its first, else its remat by the run's method."""
+    """The node of a first run, or the remat of any other: what the run reads, makes and costs."""
     return step.nodes[run.rank] if run.is_first else remat_of(step, run)
 
 
 def remat_of(step: Step, run: Run) -> Remat:
-    """The remat of the run's method."""
+    """The remat of a run; ValueError where its node has none by that rule."""
     node = step.nodes[run.rank]
     remat = node.remat(run.rule)
     if remat is None:
         why = node.fixed or f"it has no remat '{run.rule}'"
-        raise ValueError(f"'{node.name}' cannot be brought back: {why}")
+        raise ValueError(f"'{node.name}' cannot be rematerialized: {why}")
     return remat
 
 
 def is_remat(step: Step, run: Run) -> bool:
-    """Whether a run brings a value back; that of a backward node by a method is its first."""
+    """Whether a run rematerializes a value. A backward node that runs by a rule runs for the first time."""
     return not run.is_first and step.nodes[run.rank].region is Region.FORWARD
 
 
 def replaced_ranks(step: Step, run: Run) -> tuple[int, ...]:
-    """The backward ranks that need not run where `run` does, its own apart: those between it and what it
-    reads. None for a first run by no method."""
+    """The other backward ranks that a run by a rule replaces: the chain between the run and its reads."""
     remat = step.nodes[run.rank].remat(run.rule)
     if remat is None or is_remat(step, run):
         return ()
@@ -119,22 +118,22 @@ def replaced_ranks(step: Step, run: Run) -> tuple[int, ...]:
 
 
 def extra_seconds(step: Step, run: Run) -> float:
-    """What a run of a backward node by a method takes longer than the ops that it stands in for."""
+    """The seconds of a backward run by a rule, beyond those of the ops that it replaces."""
     plain = [-step.nodes[rank].seconds for rank in (run.rank, *replaced_ranks(step, run))]
     return fsum([remat_of(step, run).seconds, *plain])
 
 
 def _added_seconds(step: Step, run: Run) -> float:
-    """What a run takes that the plain step does not have."""
+    """The seconds of a run that the baseline does not take."""
     if is_remat(step, run) or step.nodes[run.rank].on_demand:
         return source_of(step, run).seconds
     return 0.0 if run.is_first else extra_seconds(step, run)
 
 
 def recompute_slots(step: Step) -> tuple[int, ...]:
-    """For every rank, the segment whose forward nodes may run again right before it; -1 for none.
+    """For each rank, the segment whose forward nodes may be rematerialized right before it; -1 for none.
 
-    Only backward nodes qualify, and only from where all inputs of their segment's backward stand.
+    Only backward nodes qualify, after all inputs of their segment's backward pass.
     """
     last_input: dict[int, int] = {}
     for node in step.nodes:
@@ -187,7 +186,7 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
         if not nodes[rank].movable:
             due, before = rank + 1, nodes[rank]
     if waiting:
-        raise ValueError(f"'{waiting[0].name}' is brought back after the last node of the step")
+        raise ValueError(f"'{waiting[0].name}' is rematerialized after the last node of the step")
     for node in nodes[due:]:
         if node.rank not in needless:
             raise ValueError(f"'{node.name}' never runs")
@@ -199,9 +198,9 @@ def _check_run(step: Step, run: Run, seen: set[int]) -> None:
         raise ValueError(f"there is no rank {rank}")
     node = step.nodes[rank]
     if method and node.region is not Region.FORWARD and (rank in seen or not node.remats):
-        raise ValueError(f"'{node.name}' is not a forward node, yet brought back")
+        raise ValueError(f"'{node.name}' is not a forward node, yet rematerialized")
     if is_remat(step, run) and rank not in seen:
-        raise ValueError(f"'{node.name}' is brought back before it has run")
+        raise ValueError(f"'{node.name}' is rematerialized before it has run")
     reads = source_of(step, run).reads if method else node.reads
     if not seen.issuperset(reads):
         missing = next(read for read in reads if read not in seen)
@@ -209,7 +208,7 @@ def _check_run(step: Step, run: Run, seen: set[int]) -> None:
 
 
 def _check_first(rank: int, due: int, needless: Container[int]) -> None:
-    """First runs come in the order of ranks; only what is needless may be left out."""
+    """First runs come in the order of ranks; only needless ones may be missing."""
     left_out = [other for other in range(due, rank) if other not in needless]
     if rank < due or left_out:
         wanted = left_out[0] if left_out else due
@@ -219,7 +218,7 @@ def _check_first(rank: int, due: int, needless: Container[int]) -> None:
 def _check_movable(
     nodes: Sequence[Node], rank: int, due: int, before: Node | None, seen: Container[int]
 ) -> None:
-    """It runs once, not before its rank, and where its segment's forward part runs."""
+    """A movable node runs once, not before its rank, and inside the forward part of its segment."""
     node = nodes[rank]
     if rank in seen:
         raise ValueError(f"'{node.name}' runs twice")
@@ -235,7 +234,7 @@ def _check_slot(waiting: Sequence[Node], before: Node, slot: int) -> None:
     for node in waiting:
         if slot != node.segment:
             raise ValueError(
-                f"'{node.name}' is brought back before '{before.name}', outside the backward part of its "
+                f"'{node.name}' is rematerialized before '{before.name}', outside the backward part of its "
                 f"segment {node.segment}"
             )
 
@@ -247,7 +246,7 @@ def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
 
 
 def simulate_unchecked(step: Step, runs: Sequence[Run]) -> Timeline:
-    """The same for runs in any order in which they can run, such as eager's own."""
+    """The same for runs in any order in which they can run, such as eager's."""
     nodes, storages = step.nodes, step.storages
     static = [storage.static for storage in storages]
     num_runs = len(runs)
@@ -298,7 +297,7 @@ def simulate_unchecked(step: Step, runs: Sequence[Run]) -> Timeline:
         if pinned:
             block_end[block] = num_runs - 1
 
-    traffic = None if step.transfer_speed is None else walk(step, runs, step.transfer_speed)
+    traffic = None if step.transfer_speed is None else simulate_transfers(step, runs, step.transfer_speed)
     stalls = [] if traffic is None else [transfer.added_seconds for transfer in traffic.transfers]
     bytes_by_kind = _count(step, block_storage, block_start, block_end, num_runs)
     bytes_by_kind[Kind.OTHER] = bytes_by_kind[Kind.OTHER] + np.array(workspace, dtype=np.int64)
@@ -323,7 +322,7 @@ def simulate_unchecked(step: Step, runs: Sequence[Run]) -> Timeline:
 
 
 def _shared_block(step: Step, node: Node, storage: int, sources: Iterable[dict[int, int]]) -> int:
-    """The block of `storage` that `node` shares with the first of what it reads that has it."""
+    """The block of `storage` that `node` shares with the first of its reads that has one."""
     for held in sources:
         if storage in held:
             return held[storage]

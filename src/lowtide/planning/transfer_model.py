@@ -1,11 +1,16 @@
-"""The traffic of a schedule with the store of offloaded values, on one clock with the compute.
+"""The transfers of a schedule to the store of offloaded values and back, on one clock with the compute.
 
-A write begins when the value has been made, a read where the schedule brings the value back. Each direction
-takes one transfer at a time, in the order in which they are asked for. Who needs a transfer's end waits for
-it: the run that lets go of a value for its write, the first run that reads a value for its read. Such a stall
-is added to the step; the rest is hidden behind the compute, which is the slower for it as the link says.
+    compute   [make v][ ... ][free v] ...       [fetch v][ ... ][read v]
+    write             [=========]
+    read                                                 [=========]
 
-Where a forward pass lets go of the values that it offloads: runs of the movable nodes of a step.
+A write begins when the value has been made, a read where the schedule fetches the value. Each direction has
+one transfer at a time, in the order of the requests. The run that frees a value waits for its write, and the
+first run that reads a fetched value waits for its read. Such a stall is added to the step; the rest of a
+transfer hides behind the compute, which is slower by `TransferSpeed.slows_compute`.
+
+`last_forward_reads`, `with_releases` and `released_after` say where the forward pass frees offloaded values:
+by the runs of the step's movable nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +22,11 @@ from lowtide.facts import Action, Node, Region, Remat, Run, Step, TransferSpeed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One value on its way to the store or back; seconds count from the start of the step.
+    """One copy of a value to the store or back; seconds count from the start of the step.
 
-    `node` is the rank of the value. It is asked for at `asked_at` (a position of the schedule), and the run
-    at `awaited_at` waits `stall_seconds` for its end; -1 where nobody does. What computes beside it takes
-    `slowed_seconds` longer.
+    `node` is the rank of the value. The transfer is asked for at position `asked_at` of the schedule, and the
+    run at `awaited_at` waits `stall_seconds` for its end; -1 where no run waits. Compute beside the transfer
+    takes `slowed_seconds` longer.
     """
 
     node: int
@@ -56,7 +61,7 @@ class Traffic:
 
     @property
     def slowed_seconds(self) -> float:
-        """What the compute takes longer for the copies beside it."""
+        """The seconds by which copies slow the compute beside them."""
         return fsum(transfer.slowed_seconds for transfer in self.transfers)
 
     @property
@@ -65,12 +70,12 @@ class Traffic:
 
     @property
     def hidden_seconds(self) -> float:
-        """What the transfers take while the step computes."""
+        """The transfer seconds that hide behind compute."""
         return max(0.0, self.transfer_seconds - self.stall_seconds)
 
     @property
     def store_bytes(self) -> int:
-        """What the store holds at most: all that is written in a step."""
+        """The largest size of the store: all bytes that a step writes."""
         return sum(transfer.nbytes for transfer in self.transfers if transfer.is_write)
 
 
@@ -87,12 +92,12 @@ class _Open:
 
 
 def can_offload(step: Step) -> bool:
-    """Whether some value of the step can leave device memory."""
+    """Whether some value of the step can release device memory."""
     return step.transfer_speed is not None and any(node.movable for node in step.nodes)
 
 
 def is_fetch(step: Step, run: Run) -> bool:
-    """Whether a run reads a value back from the store."""
+    """Whether a run fetches a value from the store."""
     if run.is_first:
         return False
     remat = step.nodes[run.rank].remat(run.rule)
@@ -100,24 +105,24 @@ def is_fetch(step: Step, run: Run) -> bool:
 
 
 def offload_remat(node: Node) -> Remat | None:
-    """The remat that reads a node's value back from the store."""
+    """The remat that fetches a node's value from the store."""
     return next((remat for remat in node.remats if remat.action is Action.OFFLOAD), None)
 
 
 def transfer_bytes(step: Step, rank: int) -> int:
-    """What a transfer of the value of `rank` moves."""
+    """The bytes that a transfer of the value of `rank` moves."""
     remat = offload_remat(step.nodes[rank])
     assert remat is not None
     return sum(step.storages[storage].nbytes for storage in remat.makes)
 
 
-def value_of(step: Step, leave: int) -> int:
-    """The rank of the value that a movable node lets go of."""
-    return step.nodes[leave].reads[0]
+def value_of(step: Step, release: int) -> int:
+    """The rank of the value that a movable node frees."""
+    return step.nodes[release].reads[0]
 
 
-def walk(step: Step, runs: Sequence[Run], link: TransferSpeed) -> Traffic:
-    """Run a schedule of `step` on the clock."""
+def simulate_transfers(step: Step, runs: Sequence[Run], speed: TransferSpeed) -> Traffic:
+    """The transfers of a schedule, and the seconds at which its runs begin."""
     written = {value_of(step, run.rank) for run in runs if run.is_first and step.nodes[run.rank].movable}
     clock = 0.0
     free = {True: 0.0, False: 0.0}
@@ -128,7 +133,7 @@ def walk(step: Step, runs: Sequence[Run], link: TransferSpeed) -> Traffic:
 
     def ask(node: int, position: int, *, is_write: bool) -> _Open:
         nbytes = transfer_bytes(step, node)
-        takes = link.write_seconds(nbytes) if is_write else link.read_seconds(nbytes)
+        takes = speed.write_seconds(nbytes) if is_write else speed.read_seconds(nbytes)
         begin = max(clock, free[is_write])
         free[is_write] = begin + takes
         return _Open(node, is_write, nbytes, position, begin, begin + takes)
@@ -137,7 +142,7 @@ def walk(step: Step, runs: Sequence[Run], link: TransferSpeed) -> Traffic:
         nonlocal clock
         stall = max(0.0, transfer.end_seconds - clock)
         clock += stall
-        done.append(_closed(transfer, position, stall, link))
+        done.append(_closed(transfer, position, stall, speed))
 
     for position, run in enumerate(runs):
         node = step.nodes[run.rank]
@@ -152,19 +157,19 @@ def walk(step: Step, runs: Sequence[Run], link: TransferSpeed) -> Traffic:
         run_seconds.append(clock)
         if isinstance(source, Remat) and source.action is Action.OFFLOAD:
             if run.rank in reads:
-                done.append(_closed(reads.pop(run.rank), -1, 0.0, link))
+                done.append(_closed(reads.pop(run.rank), -1, 0.0, speed))
             reads[run.rank] = ask(run.rank, position, is_write=False)
         clock += source.seconds
         if run.is_first and run.rank in written:
             writes[run.rank] = ask(run.rank, position, is_write=True)
-    done += [_closed(transfer, -1, 0.0, link) for transfer in (*writes.values(), *reads.values())]
+    done += [_closed(transfer, -1, 0.0, speed) for transfer in (*writes.values(), *reads.values())]
     return Traffic(
         transfers=tuple(sorted(done, key=lambda t: (t.begin_seconds, t.asked_at, t.is_write))),
         run_seconds=tuple(run_seconds),
     )
 
 
-def _closed(transfer: _Open, position: int, stall: float, link: TransferSpeed) -> Transfer:
+def _closed(transfer: _Open, position: int, stall: float, speed: TransferSpeed) -> Transfer:
     hidden = max(0.0, transfer.end_seconds - transfer.begin_seconds - stall)
     return Transfer(
         node=transfer.node,
@@ -175,12 +180,12 @@ def _closed(transfer: _Open, position: int, stall: float, link: TransferSpeed) -
         begin_seconds=transfer.begin_seconds,
         end_seconds=transfer.end_seconds,
         stall_seconds=stall,
-        slowed_seconds=link.slows_compute * hidden,
+        slowed_seconds=speed.slows_compute * hidden,
     )
 
 
 def last_forward_reads(step: Step) -> dict[int, int]:
-    """By movable node, the rank after which nothing in the forward part of its segment needs its value."""
+    """By movable node, the rank of the last forward read of its value in its segment."""
     movable = [node for node in step.nodes if node.movable]
     last: dict[tuple[int, int], int] = {}
     for node in step.nodes[: step.first_backward_rank] if movable else ():
@@ -201,17 +206,17 @@ def with_releases(step: Step, runs: Sequence[Run], after: Mapping[int, int]) -> 
     """The same runs, each movable node of `after` right after the first run of the rank that it names."""
     present = [run.rank for run in runs if run.is_first and run.rank in after]
     behind: dict[int, list[int]] = {}
-    for leave in sorted(present):
-        behind.setdefault(after[leave], []).append(leave)
+    for release in sorted(present):
+        behind.setdefault(after[release], []).append(release)
     found: list[Run] = []
     for run in runs:
         if run.is_first and run.rank in after:
             continue
         found.append(run)
         if run.is_first:
-            found += [Run(leave) for leave in behind.pop(run.rank, ())]
+            found += [Run(release) for release in behind.pop(run.rank, ())]
     if behind:
-        raise ValueError(f"a value is let go after rank {min(behind)}, which does not run")
+        raise ValueError(f"a value is freed after rank {min(behind)}, which does not run")
     return tuple(found)
 
 

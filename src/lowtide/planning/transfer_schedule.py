@@ -1,10 +1,10 @@
-"""Where a schedule lets go of offloaded values and begins to read them back, so that transfers hide.
+"""When a schedule frees offloaded values and begins to fetch them, so that transfers hide behind compute.
 
-First everything is as small as can be: a value leaves right after its last use in the forward pass, and its
-read begins right before its first use in the backward pass. Then values are held longer, and read back
-earlier, as far as the budget has room at every run in between and the link needs the time. Forward in time
-for the writes; for the reads the same from the end of the step backward in time, where a read that must be
-done by a run is a write that begins after it.
+First the live bytes are as few as possible: a value is freed right after its last forward use, and fetched
+right before its first backward use. Then values stay live longer, and fetches begin earlier, as far as the
+budget leaves spare bytes at every run in between and the transfers need the time. Writes are placed forward
+in time. Reads are placed backward, from the end of the step: mirrored in time, a read with a deadline is a
+write with a release time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from lowtide.planning.transfer_model import is_fetch, last_forward_reads, transf
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """A run that reads a value back: before run `latest` of the frame, and not before run `earliest`."""
+    """A run that fetches a value, before one of the runs `earliest` to `latest` of the frame."""
 
     run: Run
     earliest: int
@@ -30,8 +30,7 @@ class _Fetch:
 
 @dataclass(frozen=True, slots=True)
 class _Release:
-    """A movable node: after run `earliest` of the frame, and not after run `latest`. The value was made by
-    run `made`."""
+    """A movable node, after one of the runs `earliest` to `latest` of the frame; run `made` made its value."""
 
     node: int
     made: int
@@ -42,7 +41,7 @@ class _Release:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """A schedule without its releases and fetches, and where those may be."""
+    """A schedule without its releases and fetches, and the ranges of positions for these."""
 
     runs: tuple[Run, ...]
     seconds: tuple[float, ...]
@@ -53,8 +52,8 @@ class _Frame:
 def placed(step: Step, runs: Sequence[Run], *, budget_bytes: int, slack: float = 1.0) -> Timeline:
     """The schedule `runs` with its transfers placed so that they hide as well as the budget allows.
 
-    What it holds is within the budget wherever that is possible without moving anything else. Transfers are
-    placed as if they took `slack` times as long, for a link that is not always as fast as it was measured.
+    The live bytes are within the budget wherever moving transfers alone can do that. Transfers are placed as
+    if they took `slack` times as long, since a store is not always as fast as it was measured.
     """
     assert step.transfer_speed is not None
     frame = _frame(step, _used_late(step, runs))
@@ -63,19 +62,19 @@ def placed(step: Step, runs: Sequence[Run], *, budget_bytes: int, slack: float =
     )
     held = simulate(step, smallest).live_bytes
     in_frame = [not (step.nodes[run.rank].movable or is_fetch(step, run)) for run in smallest]
-    room = budget_bytes - held[in_frame]
+    spare_bytes = budget_bytes - held[in_frame]
     slow = replace(
         step.transfer_speed,
         write_bytes_per_second=step.transfer_speed.write_bytes_per_second / slack,
         read_bytes_per_second=step.transfer_speed.read_bytes_per_second / slack,
         latency_seconds=step.transfer_speed.latency_seconds * slack,
     )
-    releases, fetches = _release_places(frame, slow, room), _fetch_places(frame, slow, room)
+    releases, fetches = _release_places(frame, slow, spare_bytes), _fetch_places(frame, slow, spare_bytes)
     return simulate(step, _together(frame, releases, fetches))
 
 
 def _used_late(step: Step, runs: Sequence[Run]) -> list[Run]:
-    """The same schedule, where what reads a value back, and views of that, run right before their use."""
+    """The same schedule, with fetches and views of fetched values right before their use."""
     latest: dict[int, int] = {}
     sources: list[list[int]] = []
     late: set[int] = set()
@@ -106,14 +105,14 @@ def _used_late(step: Step, runs: Sequence[Run]) -> list[Run]:
 
 def _frame(step: Step, runs: Sequence[Run]) -> _Frame:
     kept: list[Run] = []
-    leaves: list[int] = []
+    released: list[int] = []
     waiting: dict[int, Run] = {}
     last_read: dict[int, int] = {}
     fetches: list[_Fetch] = []
     first_run: dict[int, int] = {}
     for run in runs:
         if run.is_first and step.nodes[run.rank].movable:
-            leaves.append(run.rank)
+            released.append(run.rank)
             continue
         if is_fetch(step, run):
             waiting[run.rank] = run
@@ -137,13 +136,13 @@ def _frame(step: Step, runs: Sequence[Run]) -> _Frame:
     return _Frame(
         runs=tuple(kept),
         seconds=tuple(source_of(step, run).seconds for run in kept),
-        releases=_releases(step, [leave for leave in leaves if value_of(step, leave) in fetched], first_run),
+        releases=_releases(step, [node for node in released if value_of(step, node) in fetched], first_run),
         fetches=tuple(fetches),
     )
 
 
 def _slot_starts(step: Step, runs: Sequence[Run]) -> dict[int, int]:
-    """By segment, the first run before which its values may be brought back."""
+    """By segment, the first run before which its values may be fetched."""
     slots = recompute_slots(step)
     starts: dict[int, int] = {}
     for position, run in enumerate(runs):
@@ -152,7 +151,7 @@ def _slot_starts(step: Step, runs: Sequence[Run]) -> dict[int, int]:
     return starts
 
 
-def _releases(step: Step, leaves: Sequence[int], first_run: Mapping[int, int]) -> tuple[_Release, ...]:
+def _releases(step: Step, released: Sequence[int], first_run: Mapping[int, int]) -> tuple[_Release, ...]:
     last_use = last_forward_reads(step)
     ends: dict[int, int] = {}
     for node in step.nodes[: step.first_backward_rank]:
@@ -160,20 +159,20 @@ def _releases(step: Step, leaves: Sequence[int], first_run: Mapping[int, int]) -
             ends[node.segment] = first_run[node.rank]
     found = [
         _Release(
-            node=leave,
-            made=first_run[value_of(step, leave)],
-            earliest=first_run[last_use[leave]],
-            latest=ends[step.nodes[leave].segment],
-            nbytes=transfer_bytes(step, value_of(step, leave)),
+            node=node,
+            made=first_run[value_of(step, node)],
+            earliest=first_run[last_use[node]],
+            latest=ends[step.nodes[node].segment],
+            nbytes=transfer_bytes(step, value_of(step, node)),
         )
-        for leave in leaves
+        for node in released
     ]
     return tuple(sorted(found, key=lambda release: (release.made, release.node)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A transfer that ends at `end`, and until then takes its bytes; the `number` of a release or fetch."""
+    """The transfer of release or fetch `number`: its bytes stay live until `end`, in seconds."""
 
     end: float
     number: int
@@ -182,8 +181,8 @@ class _Waiting:
     until: int
 
 
-def _release_places(frame: _Frame, link: TransferSpeed, room: NDArray[np.int64]) -> list[int]:
-    """After which run of the frame each value is let go."""
+def _release_places(frame: _Frame, speed: TransferSpeed, spare_bytes: NDArray[np.int64]) -> list[int]:
+    """After which run of the frame each value is freed."""
     made: dict[int, list[int]] = {}
     for number, release in enumerate(frame.releases):
         made.setdefault(release.made, []).append(number)
@@ -191,15 +190,16 @@ def _release_places(frame: _Frame, link: TransferSpeed, room: NDArray[np.int64])
     def begins(position: int) -> list[_Waiting]:
         mine = (frame.releases[number] for number in made.get(position, ()))
         return [
-            _Waiting(link.write_seconds(r.nbytes), number, r.nbytes, r.earliest, r.latest)
+            _Waiting(speed.write_seconds(r.nbytes), number, r.nbytes, r.earliest, r.latest)
             for number, r in zip(made.get(position, ()), mine, strict=True)
         ]
 
-    return _walk(len(frame.releases), frame.seconds, room, begins)
+    return _walk(len(frame.releases), frame.seconds, spare_bytes, begins)
 
 
-def _fetch_places(frame: _Frame, link: TransferSpeed, room: NDArray[np.int64]) -> list[int]:
-    """Before which run of the frame each read begins: releases in a step that runs from its end."""
+def _fetch_places(frame: _Frame, speed: TransferSpeed, spare_bytes: NDArray[np.int64]) -> list[int]:
+    """Before which run of the frame each read begins. Mirrored in time, a prefetch with a deadline is a write
+    with a release time."""
     size = len(frame.runs)
     needed: dict[int, list[int]] = {}
     for number, fetch in enumerate(frame.fetches):
@@ -209,24 +209,24 @@ def _fetch_places(frame: _Frame, link: TransferSpeed, room: NDArray[np.int64]) -
         found = []
         for number in reversed(needed.get(position, [])):
             fetch = frame.fetches[number]
-            seconds = link.read_seconds(fetch.nbytes)
+            seconds = speed.read_seconds(fetch.nbytes)
             found.append(_Waiting(seconds, number, fetch.nbytes, position, size - 1 - fetch.earliest))
         return found
 
-    places = _walk(len(frame.fetches), frame.seconds[::-1], room[::-1], begins)
+    places = _walk(len(frame.fetches), frame.seconds[::-1], spare_bytes[::-1], begins)
     return [size - 1 - place for place in places]
 
 
 def _walk(
     count: int,
     seconds: Sequence[float],
-    room: NDArray[np.int64],
+    spare_bytes: NDArray[np.int64],
     begins: Callable[[int], list[_Waiting]],
 ) -> list[int]:
-    """Hold what is on its way until its transfer is done, as long as there is room; takes it from `room`.
+    """Keep each value live until its transfer ends, while `spare_bytes` last; takes its bytes from these.
 
-    The answer is for each transfer the last run during which its value is held. Where not all fit, those
-    whose transfers end first are waited for.
+    The answer is for each transfer the last run during which its value is live. Where not all values fit, the
+    step waits for the transfers that end first.
     """
     places = [0] * count
     clock = free = 0.0
@@ -238,14 +238,14 @@ def _walk(
             for transfer in waiting:
                 if transfer.since >= position:
                     stay.append(transfer)
-                elif transfer.end <= clock or held > room[position] or transfer.until < position:
+                elif transfer.end <= clock or held > spare_bytes[position] or transfer.until < position:
                     clock = max(clock, transfer.end)
                     places[transfer.number] = position - 1
                     held -= transfer.nbytes
                 else:
                     stay.append(transfer)
             waiting = stay
-            room[position] -= held
+            spare_bytes[position] -= held
         clock += takes
         for transfer in begins(position):
             free = max(clock, free) + transfer.end
