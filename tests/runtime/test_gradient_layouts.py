@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 SIZE = 15
 LABELS = torch.zeros(5, SIZE, SIZE, dtype=torch.long)
-WORDS = "arrives with its dimensions in another order in memory than the output has"
+WORDS = "gets a gradient whose strides differ from its own"
 
 
 class Dense(nn.Module):

@@ -38,7 +38,7 @@ from lowtide.trace.failures import refuse_several_graphs, refuse_what_cannot_be_
 from lowtide.trace.identity import identify, identify_inputs, name_tensors
 from lowtide.trace.model_call import split_batch, tensors_in
 from lowtide.trace.segments import Segment, Trace, TracedModel
-from lowtide.trace.tangents import OTHER_STRIDES, has_other_strides
+from lowtide.trace.tangents import GRADIENT_HAS_OTHER_STRIDES, has_other_strides
 from lowtide.trace.trace_model import trace
 
 SCALARS_BYTES = 1024
@@ -159,7 +159,7 @@ def _warn(step: Step, traced: Trace) -> None:
             "%s, but not for all outputs with these strides: torch copies such a gradient to the output's "
             "strides, eager does not, so that the last bits can differ. lowtide.verify says whether they do; "
             "return outputs `.contiguous()`, or compute the loss in the model's forward, to be exact",
-            OTHER_STRIDES,
+            GRADIENT_HAS_OTHER_STRIDES,
         )
 
 

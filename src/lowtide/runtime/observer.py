@@ -26,7 +26,7 @@ from lowtide.torch_compat.aot_autograd import in_another_order, order_of
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.modules import route_of
 from lowtide.trace.model_call import tensors_in
-from lowtide.trace.tangents import OTHER_STRIDES
+from lowtide.trace.tangents import GRADIENT_HAS_OTHER_STRIDES
 from lowtide.units import format_size
 
 logger = logging.getLogger("lowtide")
@@ -48,7 +48,7 @@ GRAPH_KEPT = (
     "backward() once, or plan for a budget that is smaller by %d bytes"
 )
 OTHER_STRIDES = (
-    f"{OTHER_STRIDES}: the last bits of this step can differ, since torch copies the gradient into the "
+    f"{GRADIENT_HAS_OTHER_STRIDES}: the last bits of this step can differ, since torch copies the gradient into the "
     "output's order first, and eager does not. The gradient is planned for from the next step on; pass "
     "`loss=` to plan for it from the first step"
 )

@@ -14,7 +14,7 @@ from lowtide.errors import Unsupported
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """What gradients are copied to on their way to other processes.
+    """The buckets that gradients are copied to before they are sent to other processes.
 
     `hold_gradients`: each gradient is freed as soon as it is there, since `.grad` is a part of a bucket.
     """
@@ -60,7 +60,7 @@ def buckets_of(wrapper: DistributedDataParallel) -> Buckets:
 
 
 def future_buckets(model: nn.Module) -> Buckets:
-    """Those of a wrapper that is still to come, without options."""
+    """The buckets of a wrapper that is made later, without options."""
     return Buckets(sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad))
 
 

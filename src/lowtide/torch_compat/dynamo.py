@@ -1,6 +1,6 @@
 """Dynamo's private names: compile a function with settings of our own, and what torch gave up on.
 
-- `Compiled`: a function that Dynamo traces, under settings that hold only meanwhile
+- `Compiled`: a function that Dynamo traces, and the settings of torch while it does
 - `graph_inputs`, `reaches_the_end`, `casts_weights_once`: what a Dynamo graph says about itself
 - `quiet`, `unlogged`: torch's log lines stay off the user's screen
 """
@@ -86,7 +86,7 @@ def settings() -> Iterator[None]:
             trace_numpy=False,
             # torch would not notice a hook that a module gets later
             skip_nnmodule_hook_guards=False,
-            # what it takes to tell of side effects that nobody is told of, and to look for garbage every time
+            # takes time: to tell of side effects, which is then not said, and to look for garbage
             side_effect_replay_policy="silent",
             run_gc_after_compile=False,
             # inside of DistributedDataParallel torch would cut graphs at its buckets, past their plans
@@ -159,7 +159,7 @@ class Compiled:
 
     @property
     def backend(self) -> Callable[..., Any]:
-        """Who compiles the next graph."""
+        """The backend that compiles the next graph."""
         backend = self._backend()
         assert backend is not None, "a backend must outlive what it compiles"
         return backend
@@ -175,8 +175,8 @@ class Compiled:
         self.seconds = 0.0
 
     def take_graphs_along(self) -> None:
-        """Let the graphs go with this object: torch itself lets go of a function's graphs only when it is
-        asked to. Not for a function of the user's."""
+        """Free the graphs with this object: torch itself frees a function's graphs only when it is asked
+        to. Not for a function of the user's."""
         if self.code is not None:
             weakref.finalize(self, reset_code, self.code).atexit = False
 
@@ -205,7 +205,7 @@ class Compiled:
         """
         _let_go_of_frames(sys.exc_info()[1])
         if self._attempts:
-            gc.collect()  # what torch gave up on before the user's own error came holds the batch, too
+            gc.collect()  # frames that torch gave up on before the user's own error keep the batch live, too
         own = self.code
         if own is not None:
             set_code_exec_strategy(own, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
@@ -257,8 +257,8 @@ def _within(
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Clear the finished frames of a failed tracing: their cycles hold the batch until Python next looks
-    for garbage. Those of an error of the user's own stay, for debuggers."""
+    """Clear the finished frames of a failed tracing: their cycles keep the batch live until Python next looks
+    for garbage. Frames of an error of the user's own stay, for debuggers."""
     while isinstance(error, (TorchDynamoException, LowtideError)):
         traceback.clear_frames(error.__traceback__)
         for inner in (error.__cause__, error.__context__):
@@ -392,8 +392,8 @@ def unlogged() -> Iterator[None]:
     """Keep torch's log lines off the screen, but not warnings, which may be the user's own.
 
     Only those of this thread: another one may be compiling something of the user's. What torch logs as
-    an error, it also raises. Its structured trace goes to a file, if anywhere, and must not be kept from
-    finding out: as long as it does not know that nobody wants a record, it makes all of them.
+    an error, it also raises. The structured trace is left alone: it goes to a file, if anywhere, and
+    makes all of its records until it finds out that no file is wanted.
     """
     thread = threading.get_ident()
 

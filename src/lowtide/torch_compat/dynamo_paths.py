@@ -80,7 +80,7 @@ def _not_compiling(torchs: Handler) -> Handler:
 
 
 def _has_context_variable(tx: Any) -> bool:
-    """Whether who asks owns a `ContextVar`: torch cannot follow one, hence the question."""
+    """Whether the asking object owns a `ContextVar`: torch cannot follow one, hence the question."""
     for _ in range(ASKERS):
         if tx is None:
             return False

@@ -240,7 +240,7 @@ def _compute(
 def _guard(
     compute: Callable[..., torch.Tensor], read: Callable[[torch.Tensor], Any], value: Any, sources: list[Any]
 ) -> Callable[..., None]:
-    def holds(*inputs: torch.Tensor) -> bool:
+    def is_same(*inputs: torch.Tensor) -> bool:
         try:
             return bool(_compute(compute, read, list(inputs)) == value)
         except Exception:
@@ -249,7 +249,7 @@ def _guard(
     def add_guard(builder: Any, _guard: Any) -> None:
         arguments = ", ".join(source.name for source in sources)
         words = f"___same_value({arguments})"
-        names = {**_get_closure_vars(), "___same_value": holds}  # what torch's names of inputs may refer to
+        names = {**_get_closure_vars(), "___same_value": is_same}  # what torch's names of inputs may refer to
         builder.add_python_lambda_leaf_guard_to_root([words], [words], closure_vars=names)
 
     return add_guard

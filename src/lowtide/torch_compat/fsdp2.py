@@ -1,8 +1,4 @@
-"""FSDP2's private names: which modules are units, what their parameters are, and how to call one without
-the other processes.
-
-Like `hooks`, one of the files to read when torch changes.
-"""
+"""FSDP2: which modules are units, what their parameters are, and how to call one without other processes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +14,7 @@ from lowtide.facts.sharding import Part, Sharding, Unit
 
 
 class Copies(NamedTuple):
-    """How many times what is exchanged a communication library holds inside."""
+    """How many copies of the exchanged bytes a communication library keeps live inside."""
 
     gather: int
     reduce: int
@@ -34,7 +30,7 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor that is divided among several; any other as it is."""
+    """This process's part of a tensor that is sharded; any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,15 +1,17 @@
-"""Graphs compiled by Inductor: as functions, and what these hold.
+"""Graphs compiled by Inductor: as functions, and the bytes that are live in them.
 
-All that is Inductor's own is used here alone. Nothing is left to it but fusing and ordering the ops of one
-graph that work number by number; a graph gets its inputs and gives its outputs in the layouts that it was
-traced with, all other ops run as they are (`opaque`), and numbers of less than 32 bits are rounded wherever
-eager would: so a value does not depend on what it is fused with.
+Inductor only fuses and orders the pointwise ops of one graph. A graph takes its inputs and returns its
+outputs with the strides that it was traced with, and numbers of less than 32 bits are rounded wherever eager
+rounds: so a value does not depend on the ops that it is fused with.
 
-Calls of a graph that a compiler must leave as they are, behind one op.
+All other ops run as they are, behind the op `lowtide::opaque`. Inductor refuses functions that are no op of
+torch, draws random numbers in an order of its own, and sums in an order that depends on the rest of the loop.
 
-Inductor refuses what is no op of torch, draws random numbers in an order of its own, and adds numbers up in
-an order that depends on what else it does in the same loop. `lowtide::opaque` is an op that it knows nothing
-of: it makes a call by its number, and reads a token of the call before, so that they stay in their order.
+    y = mm(a, b)                  made = opaque([a, b], token_of_the_call_before, number)
+    z = relu(y) * 2       =>      token, y = made
+                                  z = relu(y) * 2                      # fused
+
+The op makes the call with that number; the token keeps the calls in their order.
 """
 
 import contextlib
@@ -52,7 +54,7 @@ SETTINGS = {
     "fallback_random": True,
     "emulate_precision_casts": True,
     "layout_optimization": False,
-    # What it holds is found by running its code, so that this has to be Python that takes and frees buffers.
+    # Live bytes are found by running the code, which therefore has to be Python that takes and frees buffers.
     "cpp_wrapper": False,
     "graph_partition": True,
     "memory_planning": False,
@@ -103,7 +105,8 @@ def compiled_by_torch(
 
 
 class Bytes(NamedTuple):
-    """What an op holds: the storages that it makes, which may be larger than fake ones, and inside of it."""
+    """Bytes of an op: of the storages that it makes, which may be larger than fake ones, and its
+    workspace."""
 
     made: tuple[int, ...]
     inside: int
@@ -142,12 +145,11 @@ class CompiledGraph:
     def dry_run(
         self, inputs: list[Any], module: fx.GraphModule, *, costs: Callable[[fx.Node], Bytes]
     ) -> tuple[list[Any], int]:
-        """What it returns for fake tensors, and the most that it holds at once beyond what is there when it
-        begins. An input that nobody else holds leaves room when it was read last: `inputs` is emptied.
-        `costs` says what a node of `module` holds that is no op of Inductor's; that is the graph that was
-        compiled, or an equal one.
+        """The results for fake tensors, and the most bytes live at once above those at the start.
 
-        Runs Inductor's own code, whose kernels do nothing then.
+        Runs Inductor's own code with kernels that do nothing. `inputs` is emptied, so that an input is freed
+        after its last read. `costs` gives the bytes of a node of `module` that is no op of Inductor's;
+        `module` is the graph that was compiled, or an equal one.
         """
         runner = self._compiled.compiled_fn_runner
         code = runner.call.__func__
@@ -161,8 +163,9 @@ class CompiledGraph:
 
 
 class Kernel:
-    """A kernel that is not built yet: what a graph holds is known without, and most plans that are looked at
-    never run. torch may give code with such kernels to others, for whom it builds itself when it is called.
+    """A kernel that is not built yet: live bytes are known without it, and most compiled plans never run.
+
+    torch may give code with such kernels to other callers; then the kernel is built when it is called.
     """
 
     def __init__(self, argtypes: list[str], source: str) -> None:
@@ -341,8 +344,8 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _like(fake: Tensor, value: Any) -> Tensor:
-    """A value in the layout that the compiled code counts on: real ones differ from fake ones at times, and
-    are missing where nobody reads them."""
+    """A value with the strides that the compiled code counts on: real strides differ from fake ones at times,
+    and a value without readers is missing."""
     if not isinstance(value, Tensor):
         return _empty(fake)
     if value.dtype == fake.dtype and value.stride() == fake.stride():

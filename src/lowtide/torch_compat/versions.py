@@ -1,6 +1,7 @@
 """The versions of torch that lowtide was checked with, and what happens with any other.
 
-Where these versions differ is handled in `lowtide.torchside` alone, with a comment that names them.
+Differences between these versions are handled in `lowtide.torch_compat` alone, with a comment that names
+them.
 """
 
 import logging
@@ -39,7 +40,7 @@ def check_version(found: str) -> None:
 
 
 def is_newer(found: str) -> bool:
-    """Whether a torch is newer than any that was checked, or nobody can tell."""
+    """Whether a torch is newer than any that was checked, or has a version that cannot be read."""
     version = _version(found)
     return version is None or version > NEWEST
 

@@ -1,4 +1,9 @@
-"""Collect the graphs that torch traces of a model, and hand stand-ins of their results on."""
+"""A torch.compile backend that keeps the joint graphs of a model, and hands stand-ins of their results on.
+
+Dynamo graph ──> Collector ──> AOTAutograd ──> Segment
+                    │
+model code <── fake results <── Execution, one per call of the graph
+"""
 
 import contextlib
 import functools
@@ -44,7 +49,7 @@ from lowtide.trace.uncaptured import UncapturedPoint, UncapturedWatch, leaves_be
 class Collector:
     """A torch.compile backend that keeps every joint graph and computes nothing, unless it is `real`.
 
-    `forward_bytes`: the most that one of the forward graphs so far holds when it is run for real.
+    `forward_bytes`: the most bytes live in one of the forward graphs so far when it is run for real.
     """
 
     def __init__(
@@ -307,7 +312,8 @@ class Collector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the results go: through autograd they hold what made them, where no garbage is collected."""
+        """Free the results: through autograd they keep all that made them live while no garbage is
+        collected."""
         self._made.clear()
         self._alive.clear()
         for binding in self._bindings:

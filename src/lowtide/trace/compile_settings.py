@@ -1,8 +1,7 @@
-"""Let one thread at a time trace and plan: torch's tracers, and what lowtide changes in them, are shared.
+"""Compile functions with lowtide's own settings of torch, which are on while torch traces and off otherwise.
 
-Calls that run what was compiled before do not wait.
-
-Compile functions with lowtide's own settings of torch, which hold while torch traces and not otherwise.
+One thread at a time traces and plans: torch's tracers, and the patches around them, belong to the whole
+process. Calls that run a compiled graph do not wait.
 """
 
 import contextlib
@@ -22,7 +21,8 @@ R = TypeVar("R")
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` under the lock that torch itself holds while it compiles; who has it may go on."""
+    """`function` under the lock that torch itself takes while it compiles; the same thread may take it
+    again."""
 
     @functools.wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:

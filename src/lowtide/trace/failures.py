@@ -1,6 +1,6 @@
-"""Say in one line what of a model could not be captured, and where in the user's source.
+"""Say in one line what of a model cannot be captured, where in the user's source, and what to do next.
 
-What is known beforehand not to be traceable, each refused in one line with the next step.
+`explained` turns errors of tracing into a `CaptureError`; the `refuse_...` functions know beforehand.
 """
 
 import traceback
@@ -19,8 +19,6 @@ from lowtide.trace.model_call import tensors_in
 from lowtide.trace.segments import Segment, Trace
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
-
 LOOP_HINT = (
     "It cannot break a graph inside a loop: take the cause away, or write the loop's body as a module with a "
     "forward of its own"
@@ -38,8 +36,6 @@ HINTS = {
     "save_on_cpu": "lowtide decides what is kept: leave save_on_cpu out",
 }
 """What to do next, by what torch says."""
-
-
 NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 """What torch says where code asks for a GPU that is not there."""
 

@@ -1,8 +1,6 @@
 """How a model is called and what a step differentiates: one answer for capture, measuring and verifying.
 
-Where a call of a module goes: through its own code, or through what took its place.
-
-What a training loop does with a model's output, as far as the user told.
+A `Loop` is what a training loop does with the model's output, as far as the user told.
 """
 
 import weakref
@@ -126,10 +124,10 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The loss and the optimizers that a step was captured with, and the bytes held besides; the optimizers
+    """The loss and the optimizers that a step was captured with, and the bytes live besides; the optimizers
     are not kept alive.
 
-    `holds_outputs`: whether it holds what the model returned, besides the loss, until backward is over.
+    `holds_outputs`: whether the model's outputs, besides the loss, stay live until backward is over.
     """
 
     loss: Loss | None = None

@@ -301,7 +301,7 @@ class TracedGraph:
     """A graph with a backward pass that torch compiled at capture.
 
     `inputs` are fake tensors like those that it takes. torch will ask for the gradients that the segment has,
-    and calls `binding`. `key` is None where the graph holds for this one call of the function only.
+    and calls `binding`. `key` is None where the graph is right for this one call of the function only.
     """
 
     segment: Segment
@@ -320,7 +320,7 @@ class TracedModel:
         self._is_taken = False
 
     def take(self, model: nn.Module) -> bool:
-        """Whether this is `model`, and nobody has taken it before: it can run by one plan only."""
+        """Whether this is `model`, and it was not taken before: it can run by one plan only."""
         if self._is_taken or self._model() is not model:
             return False
         self._is_taken = True

@@ -125,7 +125,7 @@ def _same_size(one: fx.Node, other: fx.Node) -> bool:
 
 
 def specialise(trace: Trace) -> tuple[list[Execution], list[frozenset[int]]]:
-    """The captured graphs without the gradients that nobody asks for, and which outputs those are of.
+    """The captured graphs without the tangents that never come, and the outputs that these belong to.
 
     A graph that runs several times in one process has the same ones each time: those that no run asks for.
     """
@@ -151,7 +151,7 @@ def _specialise(
     for index in reversed(range(len(trace.executions))):
         execution = trace.executions[index]
         storages = execution.segment.output_storages
-        # a view that the caller holds passes its gradient on to whichever output it is a view of
+        # a view that the caller keeps passes its gradient on to the output that it is a view of
         passed = {storages[output] for place, output in wanted if place == index}
         outputs = execution.segment.tangents.values()
         absent = frozenset(output for output in outputs if storages[output] not in passed)
@@ -164,7 +164,7 @@ def _specialise(
             place for primal, place in execution.links.items() if primal < len(grads) and grads[primal]
         }
         if execution.from_uncaptured:
-            # unless it was run, nobody can tell which of the earlier outputs that code read
+            # unless that code was run, it may have read any of the earlier outputs
             wanted |= {
                 (earlier, output)
                 for earlier in range(index)
@@ -193,14 +193,14 @@ def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:
     return edited(segment, drop)
 
 
-OTHER_STRIDES = (
-    "the gradient of an output of the model arrives with its dimensions in another order in memory than the "
-    "output has (channels last, a transposed result)"
+GRADIENT_HAS_OTHER_STRIDES = (
+    "an output of the model gets a gradient whose strides differ from its own (channels last, a transposed "
+    "result)"
 )
 
 
 def seen_orders(trace: Trace) -> dict[str, set[str]]:
-    """By the order that was traced, those in which gradients go from one graph of a step to another."""
+    """By the order that was traced, the orders in which gradients go from one graph of a step to another."""
     made = {
         (number, output): tangent.meta["val"]
         for number, execution in enumerate(trace.executions[: trace.num_in_model])
@@ -223,7 +223,7 @@ def seen_orders(trace: Trace) -> dict[str, set[str]]:
 
 
 def new_orders(trace: Trace) -> dict[str, str]:
-    """The orders to trace a step for, where one rule holds for all outputs that are laid out alike."""
+    """The orders to trace a step for, where all outputs of one order get gradients in one order."""
     return {
         taken: next(iter(found))
         for taken, found in seen_orders(trace).items()
