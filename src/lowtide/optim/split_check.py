@@ -135,10 +135,10 @@ def _try_split(optimizer: Optimizer) -> StepSplit:
                 what = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 if way != "chunks":
                     return StepSplit(False, False, f"{name} cannot take its step for one parameter ({what})")
-        if not _equal(results["whole"], results["by parameter"]):
+        if not same(results["whole"], results["by parameter"]):
             why = f"{name} updates its parameters together: one by one gives other values"
             return StepSplit(False, False, why)
-        within = "chunks" in results and _equal(results["whole"], results["chunks"])
+        within = "chunks" in results and same(results["whole"], results["chunks"])
         return StepSplit(True, within and _rounds_single_elements_alike(optimizer))
 
 
@@ -156,7 +156,7 @@ def _rounds_single_elements_alike(optimizer: Optimizer) -> bool:
                 groups.append({**group, "params": own})
             parameters = [parameter for group in groups for parameter in group["params"]]
             results.append(_trained(build(groups), parameters, way=way))
-    return _equal(*results)
+    return same(*results)
 
 
 def _trained(small: Optimizer, parameters: Sequence[torch.Tensor], *, way: str) -> list[Any]:
@@ -179,13 +179,14 @@ def _trained(small: Optimizer, parameters: Sequence[torch.Tensor], *, way: str) 
     return [parameters, [small.state[parameter] for parameter in parameters], settings]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested values are equal, tensors in them to the last bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import Unsupported
 from lowtide.optim.joined_optimizers import Arguments, has_arguments, run_closure
+from lowtide.optim.split_check import same
 from lowtide.optim.split_step import take_step
 from lowtide.torch_compat.autograd_engine import ProcessPatch, gradient_hooks, graph_is_kept
 from lowtide.torch_compat.dispatch import tensor_without_memory, torch_function_off
@@ -253,19 +254,11 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
     """The names of the settings that differ."""
     pairs = zip(before, now, strict=False)
-    return [
-        name for one, other in pairs for name in other if name in one and not _same(one[name], other[name])
-    ]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+    return [name for old, new in pairs for name in new if name in old and not same(old[name], new[name])]
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    """Whether somebody else waits for a parameter's gradient."""
+    """Whether a hook that is not lowtide's waits for a parameter's gradient."""
     hooks = gradient_hooks(parameter)
     return any(not str(getattr(hook, "__module__", "")).startswith("lowtide.") for hook in hooks)
 
