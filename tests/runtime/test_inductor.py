@@ -306,7 +306,7 @@ def test_chains_in_slices_are_left_to_eager() -> None:
     model = nn.Sequential(nn.Linear(8, 512), Gate(), nn.Linear(512, 8))
     found = lowtide.profile(model, torch.randn(1024 * torch.get_num_threads(), 8))
     assert any(node.remat("slices") for node in found.nodes)
-    compiled = executor._compiled_desk(Planner(found.step))
+    compiled = executor._compiled_planner(Planner(found.step))
     assert not any(node.remat("slices") for node in compiled.step.nodes)
 
 

@@ -201,7 +201,7 @@ def nearest_compiled(
 ) -> Solution:
     """The first solution that keeps the budget as Inductor's code runs it, or the lowest of those tried: each
     is lower than the one before, and the last is as low as the planner goes."""
-    step_planner = _compiled_step_planner(step_planner)
+    step_planner = _compiled_planner(step_planner)
     wanted_bytes = budget_bytes
     tried: list[Solution] = []
     is_last = False
@@ -222,7 +222,7 @@ def nearest_compiled(
     return min(tried, key=lambda solution: solution.peak_bytes)
 
 
-def _compiled_step_planner(step_planner: Planner) -> Planner:
+def _compiled_planner(step_planner: Planner) -> Planner:
     """Without remat rules whose ops run as eager's do: compiled ops beside them round otherwise."""
     nodes = tuple(
         replace(node, remats=tuple(r for r in node.remats if not rule_named(r.rule).as_eager_only))
