@@ -48,9 +48,9 @@ GRAPH_KEPT = (
     "backward() once, or plan for a budget that is smaller by %d bytes"
 )
 OTHER_STRIDES = (
-    f"{GRADIENT_HAS_OTHER_STRIDES}: the last bits of this step can differ, since torch copies the gradient into the "
-    "output's order first, and eager does not. The gradient is planned for from the next step on; pass "
-    "`loss=` to plan for it from the first step"
+    f"{GRADIENT_HAS_OTHER_STRIDES}: the last bits of this step can differ, since torch copies the gradient "
+    "into the output's order first, and eager does not. The gradient is planned for from the next step on; "
+    "pass `loss=` to plan for it from the first step"
 )
 TWO_CALLS_LIVE = (
     "the model is called again before the backward pass of its last call, which keeps %s live, and the plan "
