@@ -1,7 +1,4 @@
-"""One row per activation: what a plan does with it, what that costs, and why, in words.
-
-Why a budget cannot be met, and what would lower the floor.
-"""
+"""A schedule in words: one decision for each activation, and what would lower the floor of a step."""
 
 from collections.abc import Container, Mapping, Sequence
 from math import fsum
@@ -24,14 +21,14 @@ def decide(
     planned: Timeline,
     budget_bytes: int,
 ) -> tuple[Decision, ...]:
-    """The decisions of the schedule `planned` about the activations `found`, against the plain one."""
+    """The decisions of the schedule `planned` about the activations `found`, against the baseline."""
     step = table.step
-    brought_back = _brought_back(step, planned.runs)
-    seconds = _seconds_by_storage(step, planned, brought_back)
+    rematerialized = _rematerialized(step, planned.runs)
+    seconds = _seconds_by_storage(step, planned, rematerialized)
     within = _within_others(step, planned.runs)
     for run, storages in within.items():
         for storage in storages:
-            brought_back[storage] = [remat_of(step, run)]
+            rematerialized[storage] = [remat_of(step, run)]
             seconds[storage] = [extra_seconds(step, run) / len(storages)]
     inside = {s: step.nodes[run.rank].name for run, storages in within.items() for s in storages}
     over = np.flatnonzero(_by_rank(plain, len(step.nodes)) > budget_bytes)
@@ -40,14 +37,14 @@ def decide(
         (
             a.recompute_seconds / a.nbytes
             for a in found
-            if a.storage in brought_back and a.nbytes and a.storage not in away
+            if a.storage in rematerialized and a.nbytes and a.storage not in away
         ),
         default=0.0,
     )
     said = dict(step.rules)
     rows = []
     for a in found:
-        remats = brought_back.get(a.storage, ())
+        remats = rematerialized.get(a.storage, ())
         cost = fsum(seconds.get(a.storage, ()))
         action = remats[0].action if remats else Action.RETAINED
         recomputes = action is Action.RECOMPUTE
@@ -78,7 +75,7 @@ def decide(
 
 
 def _by_rank(timeline: Timeline, num_nodes: int) -> NDArray[np.int64]:
-    """Bytes held during the first run of every rank; 0 for those that do not run."""
+    """The live bytes during the first run of each rank; 0 for ranks that do not run."""
     held = np.zeros(num_nodes, dtype=np.int64)
     for run, nbytes in zip(timeline.runs, timeline.live_bytes, strict=True):
         if run.is_first:
@@ -87,7 +84,7 @@ def _by_rank(timeline: Timeline, num_nodes: int) -> NDArray[np.int64]:
 
 
 def _kept_bytes(step: Step, remats: Sequence[Remat]) -> int:
-    """What these remats keep of a value in another form."""
+    """The bytes of the packed forms that these remats read."""
     kept = {read for remat in remats for read in remat.reads if step.nodes[read].on_demand}
     return sum(step.storages[s].nbytes for rank in sorted(kept) for s in step.nodes[rank].makes)
 
@@ -107,9 +104,8 @@ def _away(step: Step, runs: Sequence[Run]) -> dict[int, tuple[str, str]]:
     return found
 
 
-def _brought_back(step: Step, runs: Sequence[Run]) -> dict[int, list[Remat]]:
-    """Storages that some backward node reads from a value that was brought back, with the remat of every
-    run that made them for it."""
+def _rematerialized(step: Step, runs: Sequence[Run]) -> dict[int, list[Remat]]:
+    """Storages that backward nodes read from rematerialized values, with the remats that made them."""
     makers: dict[int, dict[int, int]] = {}  # by rank, the positions of the runs that made what it holds
     read: dict[int, set[int]] = {}
     for position, run in enumerate(runs):
@@ -131,8 +127,7 @@ def _brought_back(step: Step, runs: Sequence[Run]) -> dict[int, list[Remat]]:
 
 
 def _within_others(step: Step, runs: Sequence[Run]) -> dict[Run, list[int]]:
-    """By run of a backward node that stands in for others, the forward storages that are read nowhere for its
-    sake: it makes what it needs of them inside of itself."""
+    """By backward run in chunks, the forward storages that no run reads because it makes them inside."""
     read = {
         storage
         for run in runs
@@ -158,10 +153,10 @@ def _within_others(step: Step, runs: Sequence[Run]) -> dict[Run, list[int]]:
 
 
 def _seconds_by_storage(
-    step: Step, planned: Timeline, brought_back: Container[int]
+    step: Step, planned: Timeline, rematerialized: Container[int]
 ) -> dict[int, list[float]]:
-    """Every run that a plan adds, charged to the activation that it brings back, or else to the first run
-    that it serves."""
+    """The seconds of each added run, charged to the activation that it rematerializes, or else to the one of
+    its first reader."""
     latest: dict[int, int] = {}
     first_reader: dict[int, int] = {}
     for position, run in enumerate(planned.runs):
@@ -174,14 +169,14 @@ def _seconds_by_storage(
         if run.is_first and not step.nodes[run.rank].on_demand:
             continue
         source = source_of(step, run)
-        mine = next((s for s in source.holds if s in brought_back), None)
+        mine = next((s for s in source.holds if s in rematerialized), None)
         if mine is None:
             mine = owner.get(first_reader.get(position, -1))
         if mine is not None:
             owner[position] = mine
             charged.setdefault(mine, []).append(source.seconds)
     for transfer in planned.traffic.transfers if planned.traffic is not None else ():
-        mine = next((s for s in step.nodes[transfer.node].holds if s in brought_back), None)
+        mine = next((s for s in step.nodes[transfer.node].holds if s in rematerialized), None)
         if mine is not None:
             charged.setdefault(mine, []).append(transfer.added_seconds)
     return charged
@@ -226,18 +221,18 @@ LASTING = {
     Kind.OPTIMIZER_STATE: "optimizer state",
     Kind.BUFFER: "buffers",
 }
-"""What is held from step to step or to the end of one: no recompute lowers it."""
+"""Kinds that are live to the end of a step: no recompute lowers them."""
 
 
 def floor_hint(step: Step, timeline: Timeline) -> str:
-    """What holds the bytes at the lowest peak, and what to try."""
+    """What is live at the lowest peak, and what to try."""
     at = timeline.peak_position
     held = {kind: int(series[at]) for kind, series in timeline.bytes_by_kind.items()}
     return hint(step.nodes[timeline.peak_rank].region, held)
 
 
 def hint(region: Region, held: Mapping[Kind, int]) -> str:
-    """The same from the region where the lowest peak is, and the bytes held there by kind."""
+    """The same from the region of the lowest peak, and the live bytes there by kind."""
     largest = ", ".join(
         f"{format_size(nbytes)} {kind.value.replace('_', ' ')}"
         for kind, nbytes in sorted(held.items(), key=lambda item: -item[1])[:3]

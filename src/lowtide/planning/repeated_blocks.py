@@ -34,15 +34,15 @@ from lowtide.planning.search.step_problem import StepProblem
 from lowtide.planning.search.table import RematSet, Rerun, Table
 
 WINDOW = 8
-"""Ops in a row that are equal where a block may begin again."""
+"""Equal ops in a row that suggest a repeated block."""
 NUM_LENGTHS = 6
-"""Lengths of blocks that are tried, the likeliest first."""
+"""Block lengths that are tried, the likeliest first."""
 LEAST_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Equal ranges of ranks in a row: `count` times `length`, from `start` on."""
+    """Equal blocks in a row: `count` ranges of `length` ranks, from `start` on."""
 
     start: int
     length: int
@@ -58,26 +58,26 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Equal blocks: their ranges in the forward pass, and in the backward pass."""
+    """Equal blocks: their ranks in the forward pass, and in the backward pass."""
 
     forward: BlockRun
     backward: BlockRun
 
 
 def find_repeats(step: Step) -> list[Repeat]:
-    """All equal blocks in a row, without those that overlap with longer ones."""
+    """All runs of equal blocks, without those that overlap with longer ones."""
     first = step.first_backward_rank
     last = next((n.rank for n in step.nodes if n.region is Region.OPTIMIZER), len(step.nodes))
     ops = _Ops(step)
-    forwards = [s for p in ops.lengths(0, first) for s in ops.stretches(0, first, p, (p, p))]
+    forwards = [s for p in ops.lengths(0, first) for s in ops.block_runs(0, first, p, (p, p))]
     found: list[Repeat] = []
     for forward in sorted(forwards, key=lambda s: (s.start - s.end, s.start)):
         if all(forward.end <= other.forward.start or other.forward.end <= forward.start for other in found):
             backwards = [
-                stretch
+                run
                 for q in ops.lengths(first, last)
-                for stretch in ops.stretches(first, last, q, (-forward.length, q))
-                if any(u in forward for r in range(stretch.start, stretch.end) for u in step.nodes[r].reads)
+                for run in ops.block_runs(first, last, q, (-forward.length, q))
+                if any(u in forward for r in range(run.start, run.end) for u in step.nodes[r].reads)
             ]
             if backwards:
                 longest = max(backwards, key=lambda s: (s.end - s.start, -s.start))
@@ -96,7 +96,7 @@ class _Ops:
         self._given = [not n.reads and all(step.storages[s].static for s in n.holds) for n in step.nodes]
 
     def lengths(self, start: int, end: int) -> list[int]:
-        """How far from each other equal ops stand most often."""
+        """The most frequent distances between equal ops."""
         kinds = self._kinds[start:end].tolist()
         seen: dict[tuple[int, ...], int] = {}
         votes: Counter[int] = Counter()
@@ -108,9 +108,8 @@ class _Ops:
         likely = sorted(votes, key=lambda length: (-votes[length], length))[:NUM_LENGTHS]
         return [length for length in likely if votes[length] > length]
 
-    def stretches(self, start: int, end: int, length: int, shifts: tuple[int, int]) -> list[BlockRun]:
-        """Where ops are equal to those `length` ranks later, whose reads in the forward and the backward pass
-        stand by `shifts` from theirs."""
+    def block_runs(self, start: int, end: int, length: int, shifts: tuple[int, int]) -> list[BlockRun]:
+        """Runs of blocks of `length` ranks; `shifts`: the distances of their forward and backward reads."""
         kinds = self._kinds[start:end]
         same = kinds[:-length] == kinds[length:]
         for low, high in _runs_of(same, (LEAST_BLOCKS - 1) * length):
@@ -129,7 +128,7 @@ class _Ops:
         )
 
     def _alike(self, reads: tuple[int, ...], others: tuple[int, ...], shifts: tuple[int, int]) -> bool:
-        """Whether two ops read values of their own blocks, the same value, or parameters of equal size."""
+        """Whether two ops read equal values of their blocks, the same value, or parameters of equal size."""
         return all(
             other - read == shifts[read >= self._border]
             or other == read
@@ -150,7 +149,7 @@ def _kind(node: Node, made: list[tuple[int, bool, bool]]) -> tuple[object, ...]:
 
 
 def _runs_of(same: NDArray[np.bool_], least: int) -> list[tuple[int, int]]:
-    """Ranges of at least so many places in a row that are true."""
+    """Ranges of at least `least` true places in a row."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False]))))
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True) if b - a >= least]
 
@@ -158,16 +157,16 @@ def _runs_of(same: NDArray[np.bool_], least: int) -> list[tuple[int, int]]:
 Some = TypeVar("Some", Node, Remat)
 
 TILE = 4
-"""Blocks that are repeated together: some of them can be brought back from what others keep."""
+"""Blocks that are repeated together: some of them can be recomputed from what others retain."""
 HEAD, TAIL = 1, 2
-"""Blocks before and after those, which may differ from them as they stand at the ends."""
+"""Blocks before and after the tile, which can differ from it at the ends of the run."""
 MOST = 0.18
-"""Of the nodes of a step, how many a shorter one may have to be worth its search."""
+"""The largest share of the nodes at which a shorter step is worth its search."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGap:
-    """What is left out: `tiles` times the tile, from `forward` and from `backward` on."""
+    """The blocks that are left out: `tiles` tiles, from ranks `forward` and `backward` on."""
 
     repeat: Repeat
     tiles: int
@@ -176,7 +175,7 @@ class BlockGap:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """How many ranks a tile takes in the forward and in the backward pass."""
+        """The ranks of one tile in the forward and in the backward pass."""
         return TILE * self.repeat.forward.length, TILE * self.repeat.backward.length
 
     @property
@@ -189,8 +188,8 @@ class BlockGap:
         return self.forward <= rank < one or self.backward <= rank < two
 
     def moved(self, rank: int, reader: int) -> int | None:
-        """What stands for a rank that is left out, for a reader that is not: the like of it in the nearest
-        block on the reader's side. None for readers outside of all blocks."""
+        """The rank that a reader reads instead of one that is left out: the equal op of the nearest block on
+        the reader's side. None for readers outside of all blocks."""
         repeat = self.repeat
         if reader not in repeat.forward and reader not in repeat.backward:
             return None
@@ -202,7 +201,7 @@ class BlockGap:
 
 
 class Representative:
-    """The shorter step, and how its plans are those of the whole one."""
+    """The shorter step, and how to spread its remats over the whole one."""
 
     def __init__(self, whole: Step, gaps: list[BlockGap], ranks: list[int]) -> None:
         self._gaps, self._ranks = gaps, ranks
@@ -210,12 +209,12 @@ class Representative:
 
     @property
     def most_blocks(self) -> int:
-        """Of those that are left out in a row."""
+        """The most blocks that are left out in a row."""
         return TILE * max(gap.tiles for gap in self._gaps)
 
     def spread(self, plan: RematSet, short: Table, whole: Table) -> list[list[Rerun]]:
-        """A plan of the shorter step as one of the whole: what is done outside of the blocks that are left
-        out, and in the `most_blocks` parts of those, from the last of a row to the first."""
+        """A set of remats of the shorter step in the whole one, in parts: first the remats outside of the
+        blocks that are left out, then those of each such block, from the last of a row to the first."""
         parts: list[list[Rerun]] = [[] for _ in range(1 + self.most_blocks)]
         for slot, number in sorted(plan):
             rank = short.remats[number].rank
@@ -226,7 +225,7 @@ class Representative:
         return parts
 
     def _copies(self, slot: int, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Where and what is run again in the whole step, for a run in the shorter one; and in which part."""
+        """(part, slot, rank) of all runs in the whole step for one run in the shorter step."""
         yield 0, slot, rank
         for gap in self._gaps:
             one, two = gap.steps
@@ -265,7 +264,7 @@ def _gap(step: Step, repeat: Repeat) -> BlockGap | None:
 
 
 def _kept_ranks(step: Step, gaps: list[BlockGap]) -> list[int]:
-    """All but what is left out, the optimizer, and parameters of what is left out."""
+    """All ranks but the blocks that are left out, their parameters, and the optimizer."""
     kept = [
         node
         for node in step.nodes
@@ -285,7 +284,7 @@ def _shortened(step: Step, gaps: list[BlockGap], ranks: list[int]) -> Step:
     storages: dict[int, int] = {}
 
     def rank_for(rank: int, reader: int) -> int | None:
-        """What a reader that is left has of a rank, as a rank of the whole step."""
+        """The rank of the whole step that a kept reader reads instead of `rank`."""
         if rank in new:
             return rank
         gap = next((gap for gap in gaps if gap.has(rank)), None)
@@ -332,11 +331,11 @@ def _shortened(step: Step, gaps: list[BlockGap], ranks: list[int]) -> Step:
 Parts = list[list[Rerun]]
 
 NUM_TRIES = 4
-"""Mixtures of two plans that are tried for a budget."""
+"""Mixtures of two schedules that are tried for a budget."""
 
 
 class Point(NamedTuple):
-    """A spread plan with its figures in the whole step."""
+    """A schedule that was spread over all blocks, with its figures in the whole step."""
 
     figures: Figures
     parts: Parts
@@ -352,8 +351,8 @@ class Point(NamedTuple):
 
 
 class Spread:
-    """The plans of one shorter step in the whole one. `num_ops` are what there is to search for: the ops
-    without the copies that follow them."""
+    """The schedules of one shorter step in the whole one. `num_ops` are the ops to search for, without the
+    copies of blocks."""
 
     def __init__(
         self, found: Representative, short: StepProblem, whole: StepProblem, orders: Iterable[Ints]
@@ -365,11 +364,11 @@ class Spread:
 
     @cached_property
     def points(self) -> list[Point]:
-        """All plans, by their peaks."""
+        """All schedules, by their peaks."""
         return sorted((self._point(parts) for parts in self._all), key=lambda p: (p.peak_bytes, p.seconds))
 
     def mixed(self, budget_bytes: int) -> Point | None:
-        """The plan that uses a budget up, of those that are mixed from the two around it."""
+        """The mixture of the two schedules around a budget that uses the budget up."""
         if budget_bytes not in self._mixed:
             below = [point for point in self._best if point.peak_bytes <= budget_bytes]
             above = [point for point in self._best if point.peak_bytes > budget_bytes]
@@ -397,7 +396,7 @@ class Spread:
 
     @cached_property
     def _best(self) -> list[Point]:
-        """Those that no mixture of two others beats."""
+        """The lower convex hull: schedules that no mixture of two others beats."""
         found: list[Point] = []
         for point in self.points:
             if found and point.seconds >= found[-1].seconds:
@@ -413,5 +412,5 @@ class Spread:
 
 
 def _slope(one: Point, two: Point) -> float:
-    """Seconds for each byte; less than none, since more bytes take fewer seconds."""
+    """Seconds for each byte: negative, since more bytes take fewer seconds."""
     return (two.seconds - one.seconds) / max(1, two.peak_bytes - one.peak_bytes)

@@ -1,4 +1,4 @@
-"""Schedules over a whole step: without runs that make nothing, and as what each captured graph runs."""
+"""The schedule of a step as one schedule for each graph, eager's own, and the bytes besides the graphs."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -24,11 +24,11 @@ from lowtide.planning.transfer_model import (
 )
 
 ENDS = ("placeholder", "output", UPDATE)
-"""What is no op of a graph: its ends, and updates of parameters; its schedule does not count them."""
+"""Nodes that are no ops of a graph: inputs, outputs and updates. Positions do not count them."""
 
 
 def as_eager(step: Step) -> Step:
-    """The same step with the sizes that eager PyTorch's own ops have: what a user runs today."""
+    """The same step with the bytes of eager PyTorch's own ops: what a user runs without lowtide."""
     storages = tuple(
         replace(s, nbytes=s.nbytes + s.extra_eager_bytes, pinned=s.pinned or s.pinned_in_eager)
         for s in step.storages
@@ -47,14 +47,14 @@ def as_eager(step: Step) -> Step:
 
 
 def eager_timeline(step: Step) -> Timeline:
-    """What a step holds as eager PyTorch runs it."""
+    """A step as eager PyTorch runs it."""
     return simulate_unchecked(as_eager(step), eager_runs(step))
 
 
 def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Leave out every run that makes nothing from what stands since the forward pass.
+    """Leave out every remat run that makes no storage and reads first values alone.
 
-    A view, or a part of a tuple, is then the same value as its first run.
+    Its value, a view or a part of a tuple, is the same as that of the first run.
     """
     brought_back: set[int] = set()
     kept = []
@@ -91,7 +91,7 @@ def graph_schedules(step: Step, runs: Sequence[Run]) -> tuple[Graph, ...]:
 
 
 Releases = Sequence[tuple[int, int]]
-"""Those of one graph (`facts.Graph`)."""
+"""The releases of one graph (`facts.Graph`)."""
 
 
 def runs_of_schedules(
@@ -175,7 +175,7 @@ def _first_runs(nodes: Iterable[Node]) -> list[Run]:
 
 
 def _with_ends(step: Step, runs: Iterable[Run], ends: list[Run]) -> list[Run]:
-    """A schedule with what it does not count, each before the first op of a later rank."""
+    """A schedule with the nodes that positions do not count, each before the first op of a later rank."""
     found: list[Run] = []
     for run in runs:
         while ends and not is_remat(step, run) and ends[0].rank < run.rank:
@@ -198,7 +198,7 @@ def scheduled_ranks(step: Step) -> list[list[int]]:
 
 
 def reserve(step: Step) -> Reserve:
-    """What the optimizer and a loss outside of the model need, in bytes."""
+    """The bytes of the optimizer and of a loss outside of the model."""
     return replace(
         _loss_reserve(step),
         optimizer_state_bytes=sum(s.nbytes for s in step.storages if s.kind is Kind.OPTIMIZER_STATE),
@@ -245,7 +245,7 @@ def split_optimizer_step(step: Step, timeline: Timeline, piece_bytes: int) -> Op
 
 
 def bucket_bytes(step: Step) -> int:
-    """What the buckets take in which gradients go to other processes."""
+    """The bytes of the buckets in which gradients go to other processes."""
     return sum(s.nbytes for s in step.storages if s.kind is Kind.GRADIENT and s.static)
 
 
@@ -291,7 +291,7 @@ def batch_bytes(step: Step) -> int:
 
 
 def _earlier_gradient_bytes(step: Step) -> int:
-    """Gradients that are there before the backward pass makes any."""
+    """The bytes of gradients that are live before the backward pass makes any."""
     forward = [s for node in step.nodes[: step.first_backward_rank] for s in node.makes]
     return sum(step.storages[s].nbytes for s in forward if step.storages[s].kind is Kind.GRADIENT)
 
@@ -333,12 +333,12 @@ def _loss_reserve(step: Step) -> Reserve:
 
 
 def _is_input(storage: Storage) -> bool:
-    """Whether it is there before the step without being the model's own."""
+    """Whether a storage is live before the step and does not belong to the model."""
     return storage.static and storage.kind in (Kind.INPUT, Kind.OTHER)
 
 
 def _temporary_peak(step: Step, nodes: Sequence[Node]) -> int:
-    """The most that these nodes hold of what they make themselves."""
+    """The peak of the storages that these nodes make."""
     last = {node.rank: node.rank for node in nodes}
     for node in nodes:
         for read in node.reads:

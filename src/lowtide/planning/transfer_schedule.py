@@ -30,7 +30,7 @@ class _Fetch:
 
 @dataclass(frozen=True, slots=True)
 class _Release:
-    """A movable node, after one of the runs `earliest` to `latest` of the frame; run `made` made its value."""
+    """A movable node, after one of the runs `earliest` to `latest` of the frame; `made` made its value."""
 
     node: int
     made: int
