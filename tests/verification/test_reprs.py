@@ -15,7 +15,7 @@ def case():
 
 
 def test_a_profile_in_one_line(case, monkeypatch):
-    monkeypatch.setattr(planner, "Auto", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(planner, "PlanningProblem", lambda *_: pytest.fail("searched"))
     text = repr(Profile(case.step))
     assert text.startswith("Profile(peak=") and f"{len(case.step.nodes)} nodes" in text and len(text) < 100
 
