@@ -15,7 +15,7 @@ from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
 from lowtide.planning import variants
 from lowtide.planning.bounds.lower_bounds import Bounds
-from lowtide.planning.planner import Planner, floor, solve
+from lowtide.planning.planner import Planner
 from lowtide.planning.registry import BUILT_IN
 from lowtide.planning.search.problem import Problem
 from lowtide.planning.simulate import baseline_runs, simulate
@@ -140,15 +140,15 @@ def test_a_chain_is_planned_far_below_the_square_root():
 
 
 def test_the_same_step_gives_the_same_solution():
-    first, second = (solve(SHAPES["unet"](), budget_bytes=9_000_000) for _ in range(2))
-    assert floor(SHAPES["unet"]()).floor_bytes == first.floor_bytes
+    first, second = (Planner(SHAPES["unet"]()).solve(budget_bytes=9_000_000) for _ in range(2))
+    assert Planner(SHAPES["unet"]()).floor_bytes == first.floor_bytes
     assert first.recompute_seconds > 0
     assert first == second
 
 
 def test_an_unknown_planner_is_named_with_the_known_ones():
     with pytest.raises(LowtideError, match=r"no planner 'best': choose one of auto, mu-two, none, all"):
-        solve(chain(length=2), budget_bytes=10**9, planner="best")
+        Planner(chain(length=2)).solve(budget_bytes=10**9, planner="best")
 
 
 @pytest.mark.parametrize("planner", [name for name in BUILT_IN if name != "auto"])
@@ -161,7 +161,7 @@ def test_only_auto_pays_for_its_search(planner, monkeypatch):
 
 
 def test_a_budget_above_the_plain_peak_recomputes_nothing():
-    solution = solve(chain(length=8), budget_bytes=10**9)
+    solution = Planner(chain(length=8)).solve(budget_bytes=10**9)
     assert solution.recompute_seconds == 0
     assert {d.reason for d in solution.decisions} == {"the budget is met without recomputing anything"}
 
@@ -181,7 +181,7 @@ def test_an_optimizer_that_sets_the_floor_is_named_with_what_helps():
     with pytest.raises(
         BudgetTooSmall, match=r"optimizer step sets it.*fused=True or foreach=False"
     ) as caught:
-        solve(optimizer_step(), budget_bytes=400)
+        Planner(optimizer_step()).solve(budget_bytes=400)
     assert (caught.value.floor_bytes, caught.value.node) == (500, "adam_4")
 
 
@@ -192,7 +192,7 @@ def test_gradients_that_set_the_floor_are_named():
     start = build.backward()
     build.grad((start, first), 100, 1.0, pinned=True)
     with pytest.raises(BudgetTooSmall, match="Parameters and gradients set it"):
-        solve(build.step(), budget_bytes=100)
+        Planner(build.step()).solve(budget_bytes=100)
 
 
 def test_retained_activations_say_why():
@@ -209,7 +209,7 @@ def test_retained_activations_say_why():
     build.grad((two, cheap, written), 5, 1.0)
     step = build.step()
     peak = simulate(step, baseline_runs(step)).peak_bytes
-    reasons = {d.name: (d.action, d.reason) for d in solve(step, budget_bytes=peak - 90).decisions}
+    reasons = {d.name: (d.action, d.reason) for d in Planner(step).solve(budget_bytes=peak - 90).decisions}
     assert reasons["write_1"] == (Action.RETAINED, "cannot be recomputed: it has side effects")
     assert reasons["cheap_2"][0] is Action.RECOMPUTE
     assert "costs more per byte" in reasons["dear_3"][1]
@@ -228,7 +228,7 @@ def test_values_that_can_be_kept_as_less_do_not_raise_a_floor(most, seed):
     ]
     assert list(step.nodes) != fewer
     without = dataclasses.replace(step, nodes=tuple(fewer))
-    assert floor(step).floor_bytes <= floor(without).floor_bytes
+    assert Planner(step).floor_bytes <= Planner(without).floor_bytes
 
 
 def test_a_bound_that_is_above_a_schedule_by_rounding_ends_no_plan(monkeypatch):

@@ -229,21 +229,6 @@ class Planner:
         return [self.solve(budget_bytes=budget, may_be_eager=bool(self.step.graphs)) for budget in budgets]
 
 
-def floor(step: Step) -> Floor:
-    """The lowest reachable peak of a step."""
-    return Planner(step).floor()
-
-
-def solve(step: Step, *, budget_bytes: int, planner: str = "auto") -> Solution:
-    """One plan; for several budgets of the same step, keep a `Planner`."""
-    return Planner(step).solve(budget_bytes=budget_bytes, planner=planner)
-
-
-def tradeoff(step: Step, *, points: int = 50) -> list[Solution]:
-    """The curve of `auto` for a step."""
-    return Planner(step).tradeoff(points=points)
-
-
 def _offload(step: Step, timeline: Timeline) -> Offload | None:
     traffic = timeline.traffic
     if step.transfer_speed is None or traffic is None:
