@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from lowtide.facts import Node, Region, Storage
+from lowtide.facts import Kind, Node, Region, Storage
 from lowtide.ops.calls import Call
 from lowtide.remat import Kept, RematRule
 from lowtide.trace.segments import Segment
@@ -56,8 +56,8 @@ class Analysis:
         self.storages.append(Storage(id=len(self.storages), **fields))
         return len(self.storages) - 1
 
-    def add_node(self, **fields: Any) -> int:
-        self.nodes.append(Node(rank=len(self.nodes), **fields))
+    def add_node(self, *, kind: Kind = Kind.OTHER, **fields: Any) -> int:
+        self.nodes.append(Node(rank=len(self.nodes), kind=kind, **fields))
         return len(self.nodes) - 1
 
     def renumber(self, rank: Mapping[int, int]) -> None:

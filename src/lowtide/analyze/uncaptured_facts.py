@@ -100,7 +100,6 @@ def _add_node(
         name=f"outside_{len(analysis.nodes)}",
         op="outside",
         region=point.region,
-        kind=Kind.OTHER,
         segment=NO_GRAPH,
         reads=reads,
         holds=makes,

@@ -1,13 +1,11 @@
-"""Attention as torch runs it on a GPU, for steps that are planned for one on a machine without.
+"""Attention and autocast as torch runs them on a GPU, for steps that are planned for a GPU that is absent.
 
-On a CPU, attention with a mask or with dropout is computed with all scores in memory. A GPU has kernels that
-keep one number for each row of scores. Their fake versions run anywhere. Which of them torch takes depends on
-types, shapes and the settings of `torch.backends.cuda`; where none fits, all scores are in memory there, too.
+Attention: on a CPU, attention with a mask or with dropout keeps all scores in memory. A GPU has kernels that
+keep one number for each row of scores. Their fake versions run anywhere. Which kernel torch takes depends on
+dtypes, shapes and the settings of `torch.backends.cuda`; where none fits, a GPU keeps all scores, too.
 
-Autocast as it is on a GPU, for steps that are planned for one on a machine without.
-
-Autocast of a CPU leaves norms and softmax in the short type; that of a GPU computes them in float32, and
-their results are kept so. What is wanted for "cuda" is off on a machine without a GPU.
+Autocast: on a CPU it leaves norms and softmax in the short dtype. On a GPU it computes them in float32, and
+keeps their results so. Autocast for "cuda" is off on a machine without a GPU.
 """
 
 import functools
@@ -34,12 +32,12 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def use_gpu_attention(graph: fx.GraphModule, *, has_flash: bool) -> None:
-    """Let a graph of Dynamo call the kernels that a GPU has; preserves all else."""
-    attention = _newer_attention if has_flash else _older_attention
-    for node in graph.graph.find_nodes(op="call_function", target=_PLAIN):
-        node.target = attention
-    for node in graph.graph.find_nodes(op="call_function", target=_HEADS):
-        node.target = functools.update_wrapper(functools.partial(_heads, attention), _HEADS)
+    """A pass on Dynamo's graph: call the attention kernels that a GPU has. Preserves all else."""
+    attention = functools.update_wrapper(partial(_attention, has_flash=has_flash), _PLAIN)
+    heads = functools.update_wrapper(partial(_heads, attention), _HEADS)
+    for plain, on_gpu in ((_PLAIN, attention), (_HEADS, heads)):
+        for node in graph.graph.find_nodes(op="call_function", target=plain):
+            node.target = on_gpu
     graph.recompile()
 
 
@@ -47,14 +45,6 @@ def _heads(attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
     """What `nn.MultiheadAttention` calls, with `attention` inside."""
     with mock.patch.object(functional, _PLAIN.__name__, attention):
         return _HEADS(*args, **kwargs)
-
-
-def _newer_attention(*args: Any, **kwargs: Any) -> Tensor:
-    return _attention(*args, has_flash=True, **kwargs)
-
-
-def _older_attention(*args: Any, **kwargs: Any) -> Tensor:
-    return _attention(*args, has_flash=False, **kwargs)
 
 
 def _attention(  # noqa: PLR0917  the arguments of torch's own function
@@ -95,7 +85,8 @@ def _attention(  # noqa: PLR0917  the arguments of torch's own function
 
 
 def _fits_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-    """Several heads may share a key; a mask of its own, or of more rows than columns, is too much."""
+    """Whether flash attention fits: heads may share a key, but it takes no mask besides a square causal
+    one."""
     widths = {tensor.shape[-1] for tensor in (query, key, value)}
     return (
         torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -109,7 +100,7 @@ def _fits_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
 
 
 def _fits_efficient(query: Tensor, key: Tensor, value: Tensor, *, is_new: bool) -> bool:
-    """Every head has a key of its own, whose width its instructions can load."""
+    """Whether efficient attention fits: every head has its own key, of a width that the kernel can load."""
     types = (torch.float32, torch.float16, *([torch.bfloat16] if is_new else []))
     multiple = 8 if query.dtype in HALF_TYPES else 4 if is_new else 1
     return (
@@ -129,8 +120,8 @@ def _first(results: Any) -> Tensor:
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """What is added to the scores; no larger than the mask, which is a view of them all. Rows that do not
-    begin where the kernel can load them are copied into longer ones."""
+    """The mask as a bias of the scores, expanded without a copy. Rows that are not aligned for the kernel are
+    copied into longer ones."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
     mask = mask.to(query.dtype)
@@ -141,7 +132,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def backward_bytes(target: Any, query: Tensor, key: Tensor) -> int:
-    """What the backward kernels hold inside; 0 for any other op."""
+    """The workspace of the backward kernels; 0 for any other op."""
     rows = query.shape[0] * query.shape[1] * query.shape[2]
     if target is aten._scaled_dot_product_flash_attention_backward.default:
         # gradients of the queries are added up in float32, with rows and heads rounded up
@@ -175,7 +166,7 @@ _IN_FLOAT32 = (
 
 
 def use_gpu_autocast(graph: fx.GraphModule) -> None:
-    """Let a graph of Dynamo cast as on a GPU wherever autocast is on; preserves all else."""
+    """A pass on Dynamo's graph: cast as on a GPU wherever autocast is on. Preserves all else."""
     for node in graph.graph.nodes:
         if node.target is ENTER_AUTOCAST:
             node.args = _entered(*node.args)

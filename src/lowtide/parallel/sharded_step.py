@@ -112,7 +112,6 @@ def _add_node(
         name=name,
         op="exchange",
         region=region,
-        kind=Kind.OTHER,
         segment=NO_GRAPH,
         reads=reads,
         holds=makes,

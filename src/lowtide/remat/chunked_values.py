@@ -1,8 +1,8 @@
-"""A value at the end of a chain of pointwise ops, made from the chain's inputs a slice at a time.
+"""A value at the end of a chain of pointwise ops, made from the chain's inputs a chunk at a time.
 
-What the chain makes on its way is never whole, and stays in the processor's caches. A forward value comes
-back so; a backward op runs so, in the place of those that lead to it. How large slices are is part of a
-method, since it has its price: a plan takes what is cheapest of what fits.
+No value inside the chain is ever whole, and chunks stay in the processor's caches. A forward value is
+recomputed so; a backward op runs so, in place of the chain before it. The size of chunks is part of a rule,
+since each size has its price: a plan takes the cheapest that fits.
 """
 
 from typing import ClassVar
@@ -59,7 +59,7 @@ class LargeChunks(Chunks):
 
 
 class LargeLossChunks(RematRule):
-    """The gradient of a cross entropy in larger slices than it runs in by itself."""
+    """The gradient of a cross entropy in larger chunks than by default."""
 
     name = "large_rows"
     words = f"in slices of rows of {LARGE_CHUNK_BYTES >> 20} MiB"

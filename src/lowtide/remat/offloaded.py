@@ -19,8 +19,8 @@ SMALLEST_BYTES = 64 << 10
 class OffloadedValue(RematRule):
     """Its write begins when the value is made, and its read where a plan says; both run beside the ops.
 
-    What the forward pass keeps is a handle. A value that the step changes in place is none for it, since
-    nobody knows when its bytes are read.
+    The forward pass keeps a handle. The rule does not fit a value that the step changes in place, since the
+    time of the copy is not fixed.
     """
 
     name = "swap"
@@ -45,12 +45,12 @@ class OffloadedValue(RematRule):
         return Call(start_prefetch, kept)
 
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
-        # read into a block of its own, also where the first run only takes it out of a tuple
+        # read into a storage of its own, also where the first run only takes it out of a tuple
         return holds, holds
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether a value lies in memory that an earlier op made, as the parts of a split do."""
+    """Whether an earlier op made the storage of a value, as for the parts of a split."""
     maker = node.args[0] if node.target is operator.getitem else node
     assert isinstance(maker, fx.Node)
     sources = [source.meta.get("val") for source in maker.all_input_nodes]

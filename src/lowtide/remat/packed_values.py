@@ -29,12 +29,12 @@ SMALLEST_BYTES = 4096
 
 
 class Packed(RematRule):
-    """What the methods of this file share: a value that fills a block of its own is kept in a smaller one."""
+    """What the rules of this file share: a value with a storage of its own is kept in a smaller one."""
 
     action = Action.RETAINED
 
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
-        # unpacked into a block of its own, also where the first run only takes it out of a tuple
+        # unpacked into a storage of its own, also where the first run only takes it out of a tuple
         return holds, holds
 
 

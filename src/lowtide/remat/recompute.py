@@ -27,7 +27,7 @@ class Recompute(RematRule):
 
     def why_not(self, node: fx.Node) -> str | None:
         if is_random(node) or batch_norm.counts_statistics(node) or dropout_output(node) is not None:
-            return None  # these have methods of their own
+            return None  # these have rules of their own
         if node.target is operator.getitem:
             return batch_norm.COUNTED_ONCE if batch_norm.is_statistic(node) else ""
         return reason_unrepeatable(node)
