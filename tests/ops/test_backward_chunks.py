@@ -1,4 +1,4 @@
-"""Chains of backward ops in slices: the same bits as one by one, for all types, sizes and threads."""
+"""Chains of backward ops in chunks: the same bits as one by one, for all types, sizes and threads."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""Chains of pointwise ops in slices: the same bits as whole, for all types, sizes and numbers of threads."""
+"""Chains of pointwise ops in chunks: the same bits as whole, for all types, sizes and numbers of threads."""
 
 from collections.abc import Callable, Iterator
 

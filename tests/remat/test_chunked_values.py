@@ -44,7 +44,7 @@ class Block(nn.Module):
     ],
     indirect=["threads"],
 )
-def test_a_chain_comes_back_in_slices(dtype: torch.dtype, threads: int) -> None:
+def test_a_chain_comes_back_in_chunks(dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(513), Block(513)).to(dtype)
     batch = torch.randn(1024 * threads + 3, 16, dtype=dtype)

@@ -26,7 +26,7 @@ from lowtide.remat.rule import Kept, RematRule
 
 class Chunks(RematRule):
     name = "slices"
-    words = f"run again in slices of {CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
+    words = f"run again in chunks of {CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
     as_eager_only = True
     size: ClassVar[int] = CHUNK
 
@@ -53,7 +53,7 @@ class Chunks(RematRule):
 class LargeChunks(Chunks):
     name = "large_slices"
     words = (
-        f"run again in slices of {LARGE_CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
+        f"run again in chunks of {LARGE_CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
     )
     size = LARGE_CHUNK
 
@@ -62,7 +62,7 @@ class LargeLossChunks(RematRule):
     """The gradient of a cross entropy in larger chunks than by default."""
 
     name = "large_rows"
-    words = f"in slices of rows of {LARGE_CHUNK_BYTES >> 20} MiB"
+    words = f"in chunks of rows of {LARGE_CHUNK_BYTES >> 20} MiB"
     as_eager_only = True
     chunk_bytes: ClassVar[int] = LARGE_CHUNK_BYTES
 
@@ -85,5 +85,5 @@ class WholeLoss(LargeLossChunks):
     """At once, as eager does."""
 
     name = "whole_rows"
-    words = "at once, not in slices"
+    words = "at once, not in chunks"
     chunk_bytes = 0
