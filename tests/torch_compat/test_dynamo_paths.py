@@ -1,7 +1,10 @@
-"""Model code that asks whether it is being compiled takes the path that it takes in eager."""
+"""Model code takes eager's path under Dynamo, and logs, loops and masked writes end no graph in vain."""
 
+import copy
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ from torch import nn
 from training import differences, train, twin
 
 import lowtide
-from lowtide.torch_compat import dynamo
+from lowtide.runtime.runner import runner_of
+from lowtide.torch_compat import aot_autograd, dynamo
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow
@@ -123,3 +127,86 @@ def test_hints_for_the_compiler_are_no_hindrance() -> None:
     assert sum(graph.in_model for graph in profile.step.graphs) == 1
     profile.plan(between(profile, 0.5)).apply(planned.model)
     assert differences(train(plain), train(planned)) == []
+
+
+logger = logging.getLogger("a-users-model")
+
+
+class Logs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        logger.warning("%d rows", len(x))
+        result: torch.Tensor = self.last(hidden.tanh())
+        return result.square().mean()
+
+
+def test_a_log_line_does_not_break_the_graph(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = Logs(), torch.randn(4, 8)
+    lowtide.checkpoint(model, batch, budget="1GB")
+    caplog.clear()
+    for _ in range(3):
+        model(batch).backward()
+    runner = runner_of(model)
+    assert runner is not None and len(runner.backend.graphs) == 1
+    assert [record.getMessage() for record in caplog.records if record.name == logger.name] == ["4 rows"] * 3
+
+
+MASKED_WIDTH = 8
+
+
+class Words(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(10, MASKED_WIDTH)
+        self.special = nn.Parameter(torch.randn(MASKED_WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = super().forward(ids) * 2
+        found[ids == 3] = self.special.sin()
+        return found
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = Words(), nn.Linear(MASKED_WIDTH, MASKED_WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.words(ids)).relu()
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.layer = Inner(), nn.Linear(MASKED_WIDTH, MASKED_WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.inner(ids)).square().sum()
+
+
+def test_no_graph_is_made_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[BaseException] = []
+    plain = aot_autograd.compile_graph
+
+    def watch(*args: Any, **options: Any) -> Any:
+        try:
+            return plain(*args, **options)
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    monkeypatch.setattr(aot_autograd, "compile_graph", watch)
+    torch.manual_seed(0)
+    planned, ids = Outer(), torch.arange(12).reshape(3, 4) % 5
+    eager = copy.deepcopy(planned)
+    found = lowtide.profile(planned, ids)
+    found.plan(found.peak_bytes).apply(planned)
+    for batch in (ids, ids.flip(0)):
+        planned(batch).backward()
+        eager(batch).backward()
+    assert not failed
+    for ours, plain_one in zip(planned.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours.grad, plain_one.grad)
