@@ -30,8 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.runtime import backend
-from lowtide.verification.measure_step import static_bytes, train_step
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 from lowtide.zoo.targets import TargetSpec
 
 Row = dict[str, Any]

@@ -29,8 +29,7 @@ import lowtide
 from lowtide.parallel.simulated_sharding import blocks_of
 from lowtide.runtime.apply import plan_of
 from lowtide.torch_compat.fsdp2 import local
-from lowtide.verification.measure_step import static_bytes, train_step
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 from lowtide.zoo.targets import Target, TargetSpec
 
 Row = dict[str, Any]

@@ -15,8 +15,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import lowtide
 from lowtide.runtime.runner import runner_of
-from lowtide.verification.measure_step import static_bytes
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes
 
 VOCABULARY, BATCH_SIZE, SHORTEST = 1000, 8, 16
 

@@ -17,8 +17,13 @@ from lowtide.facts.serial import solution_to_dict
 from lowtide.offload import disk_store
 from lowtide.verification.comparison import Start, differences, planned, record
 from lowtide.verification.fresh_process import run_fresh
-from lowtide.verification.measure_step import device_of, static_bytes, time_steps, train_step
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import (
+    device_of,
+    peak_above_start,
+    static_bytes,
+    time_steps,
+    train_step,
+)
 from lowtide.zoo.targets import Target, TargetSpec
 
 STEPS = 2

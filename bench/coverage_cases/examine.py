@@ -16,8 +16,7 @@ import torch
 import lowtide
 from lowtide.torch_compat import dynamo
 from lowtide.trace.model_call import tensors_in
-from lowtide.verification.measure_step import static_bytes
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes
 
 from .case import Case, Training
 from .outcome import GOOD, OVER, Outcome

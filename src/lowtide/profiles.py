@@ -13,7 +13,7 @@ from lowtide.facts.serial import load_step, save_step
 from lowtide.facts.sizes import parse_budget
 from lowtide.planning.activations import activations
 from lowtide.planning.allocator import reserved_for
-from lowtide.planning.bounds.lower_bounds import Bounds
+from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planner import Planner
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import as_eager, eager_timeline

@@ -11,8 +11,7 @@ from torch import nn
 from training import differences, measured_peak, train, twin
 
 import lowtide
-from lowtide.verification.measure_step import static_bytes, train_step
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,7 @@ from torch import nn
 from training import twin
 
 import lowtide
-from lowtide.verification.measure_step import static_bytes
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes
 from lowtide.zoo.targets import Target
 
 ROWS, LENGTH, WIDTH = 4, 24, 32

@@ -10,11 +10,12 @@ import warnings
 import pytest
 import torch
 
+from lowtide import torch_compat
 from lowtide.errors import FreshProcessError, LowtideError, UnsupportedTorch
 from lowtide.experiments import machine
 from lowtide.experiments.machine import Note
 from lowtide.planning.native import library
-from lowtide.torch_compat import inductor, versions
+from lowtide.torch_compat import inductor
 from lowtide.verification import fresh_process
 from lowtide.zoo import build
 
@@ -125,7 +126,7 @@ def test_a_busy_machine(monkeypatch):
 
 def test_another_torch(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "9.0.0")
-    assert "newer than" in told("torch") and versions.REQUIREMENT in told("torch")
+    assert "newer than" in told("torch") and torch_compat.REQUIREMENT in told("torch")
     monkeypatch.setattr(torch, "__version__", "2.12.0")
     with pytest.raises(UnsupportedTorch, match="lowtide needs torch"):
         CHECKS["torch"]()

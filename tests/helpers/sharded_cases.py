@@ -17,8 +17,7 @@ from torch.nn import functional
 
 import lowtide
 from lowtide.runtime.runner import runner_of
-from lowtide.verification.measure_step import static_bytes, train_step
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 
 WORDS = 101
 """Odd, so that no two processes have parts of the same size."""

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lowtide.trace.model_call import call, loss_of
-from lowtide.verification.measure_step import static_bytes, train_step
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 from lowtide.zoo.targets import Target
 
 Results = list[tuple[str, torch.Tensor | None]]

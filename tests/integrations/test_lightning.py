@@ -16,8 +16,7 @@ import lowtide  # noqa: E402
 from lowtide.integrations.lightning import Lowtide  # noqa: E402
 from lowtide.runtime.runner import runner_of  # noqa: E402
 from lowtide.torch_compat.inductor import has_compiler  # noqa: E402
-from lowtide.verification.measure_step import static_bytes  # noqa: E402
-from lowtide.verification.peak import peak_above_start  # noqa: E402
+from lowtide.verification.measure_step import peak_above_start, static_bytes  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,8 +16,7 @@ from lowtide.facts import Kind, Region, Step
 from lowtide.optim.shadow_optimizer import tensors_of
 from lowtide.planning.schedules import reserve
 from lowtide.profiling.costing import measure_costs
-from lowtide.verification.measure_step import static_bytes
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes
 
 OPTIMIZERS = {
     "Adam": {},

@@ -11,7 +11,7 @@ from lowtide.optim.optimizer_trace import trace_optimizer
 from lowtide.optim.shadow_optimizer import estimate
 from lowtide.optim.split_check import check_split, chunked_step_bytes
 from lowtide.torch_compat.modules import stepping_as_real
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start
 
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 20)
 KINDS = {

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import lowtide
 from lowtide.planning.schedules import bucket_bytes, reserve, with_buckets
 from lowtide.runtime.runner import runner_of
-from lowtide.verification.measure_step import static_bytes, train_step
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 
 pytestmark = pytest.mark.slow
 

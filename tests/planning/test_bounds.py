@@ -10,7 +10,7 @@ from strategies import StepBuilder, steps
 from synthetic import chain, transformer, unet
 
 from lowtide.errors import BudgetTooSmall
-from lowtide.planning.bounds.lower_bounds import Bounds
+from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planner import Planner
 from lowtide.planning.search.table import Table
 

@@ -14,7 +14,7 @@ from synthetic import chain, resnet, transformer, unet
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
 from lowtide.planning import variants
-from lowtide.planning.bounds.lower_bounds import Bounds
+from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planner import Planner
 from lowtide.planning.registry import BUILT_IN
 from lowtide.planning.search.problem import Problem

@@ -15,8 +15,7 @@ from lowtide.profiling.devices import OpTiming, device_for
 from lowtide.profiling.op_costs import ShortTimeLimit, measure_calls, short_time_limit
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.work import work_of
-from lowtide.verification.measure_step import tensors_in
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, tensors_in
 
 aten = torch.ops.aten
 empty = torch.empty

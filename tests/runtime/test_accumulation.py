@@ -9,8 +9,7 @@ from budgets import between
 from torch import nn
 
 import lowtide
-from lowtide.verification.measure_step import static_bytes
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,7 @@ from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime import incomplete_steps
 from lowtide.runtime.runner import runner_of
 from lowtide.torch_compat import dispatch
-from lowtide.verification.measure_step import static_bytes, train_step
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 from lowtide.zoo.targets import Target
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import LowtideError, UnsupportedTorch
-from lowtide.torch_compat.versions import CHECKED_TORCH, NEWEST, OLDEST, REQUIREMENT, check_version
+from lowtide.torch_compat import CHECKED_TORCH, NEWEST, OLDEST, REQUIREMENT, check_version
 
 ROOT = Path(__file__).parent.parent.parent
 

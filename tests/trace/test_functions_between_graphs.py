@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.verification.measure_step import static_bytes, train_step
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from trouble import WIDTH as TROUBLE_WIDTH
 from lowtide.analyze.captured_step import capture
 from lowtide.facts import Region
 from lowtide.torch_compat.dispatch import FakeTensor
-from lowtide.verification.peak import peak_above_start
+from lowtide.verification.measure_step import peak_above_start
 
 
 def test_a_graph_break_needs_no_real_forward(caplog: pytest.LogCaptureFixture) -> None:

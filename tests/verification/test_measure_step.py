@@ -18,8 +18,13 @@ from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, LowtideE
 from lowtide.measure import measure_here, measure_step, static_bytes, train_step
 from lowtide.trace.model_call import call, loss_of
 from lowtide.verification.fresh_process import run_fresh
-from lowtide.verification.measure_step import Timing, tensors_in, time_steps
-from lowtide.verification.peak import can_measure_resident, peak_above_start
+from lowtide.verification.measure_step import (
+    Timing,
+    can_measure_resident,
+    peak_above_start,
+    tensors_in,
+    time_steps,
+)
 from lowtide.verification.verdict import fault_note
 from lowtide.zoo.targets import Target, TargetSpec, load_target
 

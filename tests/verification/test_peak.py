@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.verification.measure_step import train_step
-from lowtide.verification.peak import peak_above_start, peak_and_op
+from lowtide.verification.measure_step import peak_above_start, peak_and_op, train_step
 from lowtide.verification.verdict import agreement_note, prediction_note
 
 MIB = 1 << 20

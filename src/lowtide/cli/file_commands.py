@@ -16,7 +16,7 @@ from lowtide.cli.options import Force, command
 from lowtide.cli.terminal import Terminal, table
 from lowtide.errors import LowtideError
 from lowtide.report.style import size
-from lowtide.zoo.catalog import CATALOG
+from lowtide.zoo.targets import CATALOG
 
 if TYPE_CHECKING:
     from lowtide.planning.abstract import AbstractGraph, GraphSolution

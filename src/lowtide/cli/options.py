@@ -31,7 +31,7 @@ from lowtide.facts.gpus import GPUS
 from lowtide.facts.plan import parse_offload
 from lowtide.facts.sizes import BadSize, parse_budget, parse_size
 from lowtide.planning.registry import planner_names
-from lowtide.zoo.catalog import CATALOG
+from lowtide.zoo.targets import CATALOG
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "none", "adam:fused", "adam:foreach", "adam:single")
 

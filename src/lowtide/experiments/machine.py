@@ -135,7 +135,7 @@ def torch_version() -> str:
     if not hasattr(torch, "__version__"):
         where = getattr(torch, "__file__", None) or list(torch.__path__)
         raise LowtideError(f"what is imported as torch is {where}: rename it, or start somewhere else")
-    from lowtide.torch_compat.versions import CHECKED_TORCH, REQUIREMENT, check_version, is_newer
+    from lowtide.torch_compat import CHECKED_TORCH, REQUIREMENT, check_version, is_newer
 
     check_version(torch.__version__)
     if is_newer(torch.__version__):

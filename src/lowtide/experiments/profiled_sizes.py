@@ -26,7 +26,7 @@ from lowtide.experiments.interpolate import (
 )
 from lowtide.facts import Run, Step
 from lowtide.ops.calls import OpCost
-from lowtide.planning.bounds.lower_bounds import Bounds
+from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.search.table import Table
 from lowtide.plans import Plan
 from lowtide.profiles import Profile

@@ -27,11 +27,11 @@ from lowtide.verification.measure_step import (
     WARM_UP_STEPS,
     Timing,
     device_of,
+    peak_above_start,
     static_bytes,
     time_steps,
     train_step,
 )
-from lowtide.verification.peak import peak_above_start
 from lowtide.zoo.targets import Target, TargetSpec
 
 STEPS = 2

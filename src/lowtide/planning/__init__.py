@@ -13,7 +13,8 @@ From a step to a solution:
 - `variants`: `auto`, as one flat list of the forms of a step and a search over them
 - `auto`: the search of one form; `repeated_blocks`: where it starts in a step of many equal blocks
 - `offload_sets`: which values to offload; `transfer_schedule`: when their transfers begin and end
-- `search`: the search space and its annealing; `native`: its inner loops, in C; `bounds`: proven lower bounds
+- `search`: the search space and its annealing; `native`: its inner loops, in C
+- `needs`, `cuts`, `lower_bounds`: what a step needs when, as minimum cuts at time points: proven lower bounds
 - `planner`: the solutions of one step; `repeated_graphs`: one schedule for all runs of a graph
 - `decisions`: a solution in words, and what would lower the floor
 

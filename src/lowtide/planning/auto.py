@@ -25,9 +25,9 @@ from lowtide.planning import mu_two
 from lowtide.planning.baselines import every_block, retain_all, retain_none, square_root
 from lowtide.planning.planning_problem import PlanningProblem
 from lowtide.planning.repeated_blocks import Point, Spread, representative
-from lowtide.planning.search.archive import Archive, ArchiveEntry
 from lowtide.planning.search.dropped_storages import retain_only
 from lowtide.planning.search.problem import Figures, Ints
+from lowtide.planning.search.step_problem import Archive, ArchiveEntry
 from lowtide.planning.search.table import RematSet
 from lowtide.planning.simulate import Timeline
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from lowtide.facts import Action, Run, Step
 from lowtide.planning.planning_problem import PlanningProblem
-from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.problem import Ints
+from lowtide.planning.search.step_problem import Archive
 from lowtide.planning.simulate import Timeline, simulate
 from lowtide.planning.transfer_schedule import placed
 

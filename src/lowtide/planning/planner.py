@@ -8,8 +8,8 @@ from typing import NamedTuple
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import UPDATE, Activation, Graph, GraphRun, Offload, Reserve, Schedule, Solution, Step
 from lowtide.garbage import rarely_collected
-from lowtide.planning.bounds.lower_bounds import Bounds
 from lowtide.planning.decisions import decide, floor_hint
+from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planning_problem import PlanningProblem
 from lowtide.planning.registry import call_planner
 from lowtide.planning.schedules import (

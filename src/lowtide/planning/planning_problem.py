@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from lowtide.facts import Activation, Run, Step
 from lowtide.garbage import rarely_collected
 from lowtide.planning.activations import activations
-from lowtide.planning.bounds.lower_bounds import Bounds
+from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.dropped_storages import retain_only
 from lowtide.planning.search.step_problem import StepProblem

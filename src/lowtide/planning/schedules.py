@@ -16,12 +16,7 @@ from lowtide.planning.simulate import (
     simulate_unchecked,
     source_of,
 )
-from lowtide.planning.transfer_model import (
-    last_forward_reads,
-    released_after,
-    value_of,
-    with_releases,
-)
+from lowtide.planning.transfer_model import last_forward_reads, released_after, value_of, with_releases
 
 ENDS = ("placeholder", "output", UPDATE)
 """Nodes that are no ops of a graph: inputs, outputs and updates. Positions do not count them."""

@@ -25,8 +25,8 @@ from lowtide.planning.auto import Auto
 from lowtide.planning.mu_two import policy_with_offload
 from lowtide.planning.offload_sets import Offloading, offload_sets, with_slack
 from lowtide.planning.planning_problem import PlanningProblem
-from lowtide.planning.search.archive import Archive
 from lowtide.planning.search.problem import Ints
+from lowtide.planning.search.step_problem import Archive
 from lowtide.planning.simulate import Timeline, extra_seconds, is_remat, remat_of, replaced_ranks, simulate
 from lowtide.planning.transfer_model import can_offload, transfer_bytes
 

@@ -2,7 +2,6 @@
 
 In the order in which a model passes them:
 
-- `versions`: the versions of torch that all of this was checked with; importing anything here asks it
 - `modules`: what a call of a module runs, and hooks around modules and optimizers
 - `dynamo`: Dynamo, which traces Python code: compiled functions, settings, errors, log lines
 - `dynamo_paths`: model code takes the path of eager under Dynamo, with few graph breaks
@@ -12,10 +11,60 @@ In the order in which a model passes them:
 - `inductor`: graphs that Inductor compiles, and calls in them that it leaves as they are
 - `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters
 - `ddp`, `fsdp2`: models on several processes
+
+Importing anything here asks `check_version`. Where the checked versions differ, a comment names the version.
 """
+
+import logging
+import re
 
 import torch
 
-from lowtide.torch_compat.versions import check_version
+from lowtide.errors import UnsupportedTorch
+
+CHECKED_TORCH = ("2.13.0", "2.14.1", "2.15.0")
+"""Every test of exactness has passed with these: `make test-torch VERSION=...` runs them."""
+
+REQUIREMENT = "torch>=2.13,<2.16"
+"""As pip reads it; the same as in pyproject.toml."""
+
+OLDEST, NEWEST = (2, 13), (2, 15)
+
+logger = logging.getLogger("lowtide")
+
+
+def check_version(found: str) -> None:
+    """Raise for a torch that is too old, and warn of one that is newer than any that was checked."""
+    version = _version(found)
+    if version is not None and version < OLDEST:
+        raise UnsupportedTorch(
+            f"lowtide needs torch {_text(OLDEST)} or newer, and this is torch {found}: "
+            f"pip install '{REQUIREMENT}'"
+        )
+    if is_newer(found):
+        logger.warning(
+            "lowtide was checked with torch %s to %s, and this is torch %s: lowtide.verify says whether it "
+            "is exact, or pip install '%s'",
+            _text(OLDEST),
+            _text(NEWEST),
+            found,
+            REQUIREMENT,
+        )
+
+
+def is_newer(found: str) -> bool:
+    """Whether a torch is newer than any that was checked, or has a version that cannot be read."""
+    version = _version(found)
+    return version is None or version > NEWEST
+
+
+def _version(found: str) -> tuple[int, int] | None:
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+def _text(version: tuple[int, int]) -> str:
+    return "{}.{}".format(*version)
+
 
 check_version(torch.__version__)

@@ -2,15 +2,23 @@
 
 `measure_step` measures in fresh processes, memory apart from time, since the first disturbs the second.
 Times are taken after a warm-up, every run by itself, synchronized.
+
+A peak is the largest number of bytes live while a function runs, above those live when it started. torch
+keeps no statistics of its CPU allocator. Two independent methods are here, and they should agree: torch's
+profiler sees every block that torch asks for; the resident high-water mark is what the kernel saw of the
+whole process. On CUDA the allocator itself keeps the peak.
 """
 
 import copy
+import gc
 import importlib
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +28,6 @@ from lowtide.profiling.devices import device_for, page_fault_seconds, page_fault
 from lowtide.torch_compat.fsdp2 import local
 from lowtide.trace.model_call import Loss, call, loss_of, tensors_in
 from lowtide.verification.fresh_process import run_fresh
-from lowtide.verification.peak import RESIDENT_ENVIRONMENT, can_measure_resident, peak_and_op, resident_peak
 from lowtide.zoo.targets import Target, TargetSpec
 
 
@@ -276,3 +283,49 @@ def _step(target: Target) -> None:
         holds_outputs=target.holds_outputs,
         within=target.within,
     )
+
+
+CPU = torch.device("cpu")
+RESIDENT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+"""With these, glibc returns memory to the kernel when it is freed, so that residence follows use."""
+
+
+def peak_above_start(step: Callable[[], object], *, device: torch.device = CPU) -> int:
+    """Peak bytes that torch has live on `device` during `step()`, above those live before it.
+
+    torch's profiler on the CPU, which does not see a block freed that was there before the start: a
+    step that frees such blocks is measured too high. On CUDA, the allocator's own count.
+    """
+    gc.collect()
+    return device_for(device).measured(step)[1]
+
+
+def peak_and_op(step: Callable[[], object], *, device: torch.device = CPU) -> tuple[int, str]:
+    """As `peak_above_start`, with the op that ran at the peak; empty where only the allocator counts."""
+    gc.collect()
+    return device_for(device).peak_and_op(step)
+
+
+def can_measure_resident() -> bool:
+    """Whether this system reports and resets the resident high-water mark (Linux)."""
+    return sys.platform == "linux" and Path("/proc/self/clear_refs").exists()
+
+
+def resident_peak(step: Callable[[], object]) -> int:
+    """Growth of the process's resident high-water mark during `step()`.
+
+    Means something only in a process that was started with `RESIDENT_ENVIRONMENT`, and after a
+    warm-up: what torch loads or allocates only once would count as well.
+    """
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    step()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")

@@ -1,10 +1,9 @@
 """What can be planned from the command line: built-in models with random weights, and the user's own.
 
-- `targets`: from a TARGET, as typed, to a model, its batch, its optimizer and its loss
-- `catalog`: the built-in targets and their options, without importing torch
+- `targets`: the built-in targets; from a TARGET, as typed, to a model, its batch, its optimizer and its loss
 - `build`: makes one of them, with an optimizer by name; `from_transformers`: models of that library
 """
 
-from lowtide.zoo.catalog import CATALOG, Entry, find_entry
+from lowtide.zoo.targets import CATALOG, Entry, find_entry
 
 __all__ = ["CATALOG", "Entry", "find_entry"]

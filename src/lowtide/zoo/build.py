@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from lowtide.errors import TargetError
 from lowtide.zoo import from_transformers
-from lowtide.zoo.catalog import Entry, find_entry
 from lowtide.zoo.from_transformers import Batch
+from lowtide.zoo.targets import Entry, find_entry
 
 
 class EncoderModel(nn.Module):

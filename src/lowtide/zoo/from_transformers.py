@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import TargetError
-from lowtide.zoo.catalog import Entry
+from lowtide.zoo.targets import Entry
 
 Batch = dict[str, torch.Tensor]
 

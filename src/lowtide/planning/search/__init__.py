@@ -3,6 +3,5 @@
 - `table`: a step as plain tuples, sets of remats, and storages behind values
 - `dropped_storages`: schedules that retain some storages and drop the others
 - `problem`: ops that read and make storages, as flat arrays for the compiled search
-- `step_problem`: a step as such a problem, and sequences of its ops as schedules
-- `archive`: the Pareto front of peaks and seconds, for all budgets
+- `step_problem`: a step as such a problem, sequences of its ops as schedules, and the Pareto front of these
 """

@@ -1,6 +1,6 @@
 """A step or a graph as flat arrays, for the compiled search: ops that read and make storages.
 
-As in `bounds`, an op needs the latest block of each storage that it reads, and makes new blocks. Values
+As in `needs`, an op needs the latest block of each storage that it reads, and makes new blocks. Values
 that only refer to a storage (views, parts of tuples) are rematerialized with it, so that the search has
 fewer and larger moves; `step_problem` adds their runs.
 

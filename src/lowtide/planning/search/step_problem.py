@@ -1,9 +1,16 @@
-"""A step as a problem of the compiled search, and sequences of ops as schedules and back."""
+"""A step as a problem of the compiled search; sequences of ops as schedules and back, and the best of them.
 
-from bisect import bisect_left
+`Archive` is the Pareto front of peaks and seconds: for every peak the cheapest schedule that was ever seen.
+One archive serves all budgets of a step. That makes planning monotone: a larger budget chooses among more
+of the same schedules.
+"""
+
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -12,6 +19,68 @@ from lowtide.planning.schedules import without_needless_runs
 from lowtide.planning.search.problem import Classes, Ints, OpRow, Problem, View, flatten, single_classes
 from lowtide.planning.search.table import RematSet, Rerun, StorageValues, Table, demanded, remats_in
 from lowtide.planning.simulate import Timeline, simulate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArchiveEntry:
+    """A schedule as a sequence of ops of the step's problem."""
+
+    peak_bytes: int
+    seconds: float
+    order: Ints
+
+    @property
+    def price(self) -> float:
+        return self.seconds
+
+
+class Planned(Protocol):
+    """Anything with a peak and a price: the seconds that it adds, and a tie-break."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def price(self) -> Any: ...
+
+
+Some = TypeVar("Some", bound=Planned)
+
+
+class Archive(Generic[Some]):
+    """The Pareto front of all recorded (peak, price), by rising peak and falling price."""
+
+    def __init__(self) -> None:
+        self.entries: list[Some] = []
+
+    def best(self, budget_bytes: int) -> Some | None:
+        """The cheapest entry whose peak is at most `budget_bytes`."""
+        i = bisect_right(self.entries, budget_bytes, key=lambda e: e.peak_bytes)
+        return self.entries[i - 1] if i else None
+
+    def above(self, budget_bytes: int) -> Some | None:
+        """The entry with the lowest peak above `budget_bytes`."""
+        i = bisect_right(self.entries, budget_bytes, key=lambda e: e.peak_bytes)
+        return self.entries[i] if i < len(self.entries) else None
+
+    def replace(self, entry: Some, by: Some) -> None:
+        """Put another one in the place of `entry`."""
+        self.entries.remove(entry)
+        self.add(by)
+
+    def add(self, entry: Some) -> bool:
+        """Keep an entry if none with at most its peak is as cheap; True when kept."""
+        there = self.best(entry.peak_bytes)
+        if there is not None and there.price <= entry.price:
+            return False
+        i = bisect_right(self.entries, entry.peak_bytes, key=lambda e: e.peak_bytes)
+        if i and self.entries[i - 1].peak_bytes == entry.peak_bytes:
+            i -= 1
+        j = i
+        while j < len(self.entries) and self.entries[j].price >= entry.price:
+            j += 1
+        self.entries[i:j] = [entry]
+        return True
+
 
 REPAIR_MOVES, REPAIR_MOVES_PER_OP = 6000, 2
 """Moves of annealing to repair a schedule: so many, and so many more for each op."""

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.bounds.needs import Needs
 from lowtide.planning.native.library import min_cut
+from lowtide.planning.needs import Needs
 
 SOURCE, SINK = 0, 1
 LARGEST = 2**52

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from math import floor, inf
 
-from lowtide.planning.bounds.cuts import Cut, TimePoint, time_point
-from lowtide.planning.bounds.needs import needs_of
+from lowtide.planning.cuts import Cut, TimePoint, time_point
+from lowtide.planning.needs import needs_of
 from lowtide.planning.search.table import Table
 from lowtide.planning.simulate import baseline_runs, simulate
 
