@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.optim import step_in_backward
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.torch_compat.autograd_engine import ProcessPatch
 
@@ -48,6 +49,16 @@ def test_a_holder_that_is_collected_gives_the_original_back(module, patch):
     assert module.function is original
 
 
+def test_two_patches_of_a_function_are_released_in_any_order(module, patch):
+    original, over = module.function, ProcessPatch(module, "function", lambda below: lambda: 10 * below())
+    holder = Holder()
+    releases = [patch.hold(holder), over.hold(holder)]
+    assert module.function() == 20
+    for release in releases:
+        release()
+    assert module.function is original
+
+
 def test_what_others_put_over_it_stays(module, patch):
     holder = Holder()
     release, replacement = patch.hold(holder), module.function
@@ -57,14 +68,19 @@ def test_what_others_put_over_it_stays(module, patch):
 
 
 @pytest.mark.parametrize("ends", ["closed", "collected"])
-def test_scaling_is_watched_only_while_parameters_are_updated_in_backward(ends):
-    original, model = torch.amp.GradScaler.scale, nn.Linear(3, 3)
+def test_scaling_is_watched_only_while_parameters_are_updated_in_backward(ends, monkeypatch):
+    class Scaler:  # torch's own may be replaced for models of other tests
+        scale = torch.amp.GradScaler.scale
+
+    patch = ProcessPatch(Scaler, "scale", step_in_backward._refusing)
+    monkeypatch.setattr(step_in_backward, "_REFUSED_SCALERS", patch)
+    original, model = Scaler.scale, nn.Linear(3, 3)
     updates = StepInBackward([torch.optim.SGD(model.parameters())], model, within_parameters=False)
     updates.open()
-    assert torch.amp.GradScaler.scale is not original
+    assert Scaler.scale is not original
     if ends == "closed":
         updates.close()
     else:
         del updates
         gc.collect()
-    assert torch.amp.GradScaler.scale is original
+    assert Scaler.scale is original

@@ -115,10 +115,20 @@ class ProcessPatch:
 
     def _release(self) -> None:
         self._holders -= 1
-        if self._holders == 0:
-            if getattr(self.owner, self.name) is self._replacement:
-                setattr(self.owner, self.name, self._original)
-            self._original = self._replacement = None
+        if self._holders:
+            return
+        if getattr(self.owner, self.name) is self._replacement:
+            original = self._original
+            while original in _COVERED:
+                original = _COVERED.pop(original)
+            setattr(self.owner, self.name, original)
+        else:
+            _COVERED[self._replacement] = self._original
+        self._original = self._replacement = None
+
+
+_COVERED: dict[Any, Any] = {}
+"""Originals by replacements that were released while another replacement was put over them."""
 
 
 def around_backward(context: Callable[[], AbstractContextManager[None]]) -> ProcessPatch:
