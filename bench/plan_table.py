@@ -21,19 +21,19 @@ PLANNERS = ("mu-two", "auto", "every-block", "sqrt")
 
 
 def rows(path: Path) -> list[dict[str, object]]:
-    desk = Planner(load_step(path))
+    planner = Planner(load_step(path))
     start = time.perf_counter()
-    floor = desk.floor()
+    floor = planner.floor()
     planning_seconds = time.perf_counter() - start
-    static = desk.table.static_bytes
+    static = planner.table.static_bytes
     found: list[dict[str, object]] = []
     for whole, base in (("peak", 0), ("peak above what is always there", static)):
         for share in SHARES:
-            budget = base + (desk.baseline.peak_bytes - base) * share // 100
+            budget = base + (planner.baseline.peak_bytes - base) * share // 100
             row: dict[str, object] = {
                 "step": path.stem,
-                "nodes": len(desk.step.nodes),
-                "plain_peak_bytes": desk.baseline.peak_bytes,
+                "nodes": len(planner.step.nodes),
+                "plain_peak_bytes": planner.baseline.peak_bytes,
                 "always_bytes": static,
                 "floor_bytes": floor.floor_bytes,
                 "planning_seconds": round(planning_seconds, 2),
@@ -41,12 +41,12 @@ def rows(path: Path) -> list[dict[str, object]]:
                 "share_percent": share,
                 "budget_bytes": budget,
             }
-            for planner in PLANNERS:
+            for name in PLANNERS:
                 try:
-                    solution = desk.solve(budget_bytes=budget, planner=planner)
-                    row[planner] = f"{100 * solution.overhead:.2f}"
+                    solution = planner.solve(budget_bytes=budget, planner=name)
+                    row[name] = f"{100 * solution.overhead:.2f}"
                 except BudgetTooSmall:
-                    row[planner] = "–"
+                    row[name] = "–"
             found.append(row)
     return found
 

@@ -39,10 +39,10 @@ def test_nothing_is_collected_while_a_plan_is_made(threshold):
     threshold(10, 10, 10)
     gc.callbacks.append(watch := lambda phase, info: found.append(phase))
     try:
-        desk = Planner(step)
+        planner = Planner(step)
         found.clear()
         with pytest.raises(BudgetTooSmall):
-            desk.solve(budget_bytes=1)
+            planner.solve(budget_bytes=1)
         during = len(found)
     finally:
         gc.callbacks.remove(watch)

@@ -23,7 +23,7 @@ PLANNED = PlanCheckup(
     noise=0.01,
     fresh_process=True,
 )
-SWAPPED = OffloadCheckup(
+OFFLOADED = OffloadCheckup(
     link=TransferSpeed(
         store="disk", write_bytes_per_second=2e9, read_bytes_per_second=1 << 30, latency_seconds=0.001
     ),
@@ -48,9 +48,9 @@ def finds(monkeypatch):
 
         return check
 
-    def let(*, capture=CAPTURED, plan=PLANNED, swap=SWAPPED, **checks):
+    def let(*, capture=CAPTURED, plan=PLANNED, offload=OFFLOADED, **checks):
         captured = capture if isinstance(capture, Exception) else (capture, None, None)
-        for name, found in (("check_capture", captured), ("check_plan", plan), ("check_offload", swap)):
+        for name, found in (("check_capture", captured), ("check_plan", plan), ("check_offload", offload)):
             monkeypatch.setattr(checkup, name, answer(found))
         checks = {"torch": "2.13.0", **checks}
         monkeypatch.setattr(machine, "WITH_TORCH", {})
@@ -67,12 +67,12 @@ def finds(monkeypatch):
         ({}, Exit.DONE, "1.00 GiB/s back"),
         ({"plan": replace(PLANNED, noise=0.5)}, Exit.DONE, "measured +12.0 % (noise: ± 50.0 %)"),
         (
-            {"swap": replace(SWAPPED, exact=False, differences=("loss",))},
+            {"offload": replace(OFFLOADED, exact=False, differences=("loss",))},
             Exit.RESULTS_DIFFER,
             "results: DIFFERENT: loss",
         ),
-        ({"swap": replace(SWAPPED, num_offloaded=0)}, Exit.DOES_NOT_FIT, "NOT as promised"),
-        ({"swap": replace(SWAPPED, measured_peak_bytes=121)}, Exit.DOES_NOT_FIT, "NOT as promised"),
+        ({"offload": replace(OFFLOADED, num_offloaded=0)}, Exit.DOES_NOT_FIT, "NOT as promised"),
+        ({"offload": replace(OFFLOADED, measured_peak_bytes=121)}, Exit.DOES_NOT_FIT, "NOT as promised"),
         (
             {"plan": replace(PLANNED, exact=False, differences=("loss, step 1",))},
             Exit.RESULTS_DIFFER,
@@ -83,7 +83,7 @@ def finds(monkeypatch):
         ({"capture": RuntimeError("broken")}, Exit.ERROR, "cpu: FAILED: RuntimeError: broken"),
         ({"plan": RuntimeError("no compiler")}, Exit.ERROR, "  plan: FAILED: RuntimeError: no compiler"),
         ({"plan": RuntimeError("no compiler")}, Exit.ERROR, "1.00 GiB/s back"),
-        ({"swap": RuntimeError("full")}, Exit.ERROR, "results: exact\n"),
+        ({"offload": RuntimeError("full")}, Exit.ERROR, "results: exact\n"),
         ({"planner": OSError("no compiler")}, Exit.ERROR, "planner: FAILED: OSError: no compiler"),
         ({"planner": OSError("no compiler")}, Exit.ERROR, "captured: 100 nodes"),
         ({"load": Note("1.9 of 2 cores")}, Exit.DONE, "load: NOTE: 1.9 of 2 cores"),

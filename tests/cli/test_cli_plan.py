@@ -4,8 +4,8 @@ import csv
 import json
 
 import pytest
+from offloadable import with_offload
 from report_cases import make_case
-from swapping import with_swap
 
 from lowtide.cli.output_files import load_plan, load_profile, save_profile
 from lowtide.cli.tables import NUM_LARGEST, profile_summary, profile_tables
@@ -143,7 +143,7 @@ FAST = TransferSpeed(store="disk:/scratch", write_bytes_per_second=1e15, read_by
 
 def test_a_plan_tells_what_leaves_for_a_store(run_lowtide, step, tmp_path):
     path, out = tmp_path / "profile.json", tmp_path / "out"
-    save_profile(path, Profile(with_swap(step, FAST)), SPEC)
+    save_profile(path, Profile(with_offload(step, FAST)), SPEC)
     code, stdout, _ = run_lowtide("plan", str(path), "--budget", "60%", "-o", str(out))
     assert code == 0 and "to disk:/scratch" in stdout and "activations that are offloaded" in stdout
     code, stdout, _ = run_lowtide("plan", str(path), "--budget", "60%", "--json")

@@ -30,8 +30,8 @@ from lowtide.profiles import Profile, load_profile
 
 
 def planned(step: Step) -> Solution:
-    desk = Planner(step)
-    return desk.solve(budget_bytes=desk.floor().floor_bytes)
+    planner = Planner(step)
+    return planner.solve(budget_bytes=planner.floor().floor_bytes)
 
 
 @settings(max_examples=50, deadline=None)
@@ -41,8 +41,8 @@ def test_every_step_comes_back_as_it_was(step: Step) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(steps(swap=True))
-def test_every_step_with_swap_comes_back_as_it_was(step: Step) -> None:
+@given(steps(offload=True))
+def test_every_step_with_offload_comes_back_as_it_was(step: Step) -> None:
     assert step_from_dict(json.loads(json.dumps(step_to_dict(step)))) == step
 
 
@@ -93,7 +93,7 @@ def test_all_fields_travel() -> None:
     assert solution_from_dict(solution_to_dict(solution)) == solution
 
 
-def test_nothing_is_written_of_swap_where_there_is_none() -> None:
+def test_nothing_is_written_of_offload_where_there_is_none() -> None:
     step = chain(length=4)
     written = json.dumps([step_to_dict(step), solution_to_dict(planned(step))])
     for word in ("link", "movable", "releases", "released_after", "fetched_before", "offload"):

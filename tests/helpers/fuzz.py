@@ -1,4 +1,4 @@
-"""Inputs that nobody wrote on purpose: sizes, files, targets and command lines, each from a number.
+"""Generated inputs: sizes, files, targets and command lines, each from a number.
 
 The same number always gives the same input, so that a failure is found again by its name, `plans-17`.
 """

@@ -4,7 +4,7 @@ import copy
 
 import torch
 import torch.distributed as dist
-from swaps import swapped
+from offload_plans import offload_plan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Results, differences, train
@@ -33,7 +33,7 @@ def trained(rank: int, folder: str) -> tuple[list[str], int, int]:
             loss=_loss,
             offload=f"disk:{folder}",
         )
-        swapped(found, delay=1, ahead=2).save(f"{folder}/plan.json")
+        offload_plan(found, delay=1, ahead=2).save(f"{folder}/plan.json")
     dist.barrier()
     lowtide.load_plan(f"{folder}/plan.json").apply(other)
     seen = _results(other, batch)

@@ -1,4 +1,4 @@
-"""Plans that no planner would make, to see one method at work."""
+"""Plans that no planner would make, to see one remat rule at work."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ from lowtide.planning.planner import Planner
 from lowtide.planning.schedules import graph_schedules
 
 
-def by_hand(found: lowtide.Profile, method: str) -> lowtide.Plan:
-    """The plan that brings every value back by `method` that can be, where it is first read."""
+def by_hand(found: lowtide.Profile, rule: str) -> lowtide.Plan:
+    """The plan that rematerializes by `rule` every value that can be, before its first backward read."""
     planner = Planner(found.step)
     table = planner.table
     reruns = set()
     for number, op in enumerate(table.remats):
-        if op.rule == method:
+        if op.rule == rule:
             ((storage, _, _),) = op.fresh
             slot = table.uses[storage].backward[0]
             views = [node.rank for node in found.nodes if storage in node.holds and node.remats]

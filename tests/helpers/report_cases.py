@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from offloadable import with_offload
 from report_steps import MIB, residual_step
-from swapping import with_swap
 from synthetic import chain
 
 from lowtide.facts import Action, Activation, Decision, Run, Schedule, Solution, Step, TransferSpeed
@@ -57,7 +57,7 @@ def make_case(num_layers: int = 12, *, num_points: int = 20, **names: str) -> Ca
 def store_case() -> dict[str, Any]:
     """A step, its plain timeline, a solution that waits for its store, and its timeline."""
     link = TransferSpeed(store="disk:/scratch", write_bytes_per_second=1e9, read_bytes_per_second=1e9)
-    step = with_swap(chain(length=8, nbytes=MIB), link)
+    step = with_offload(chain(length=8, nbytes=MIB), link)
     planner = planner_for(step)
     lowest = planner.problem.once(offload_alone).entries[0]
     after = simulate(step, lowest.runs)

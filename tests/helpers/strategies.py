@@ -96,7 +96,7 @@ class StepBuilder:
         return out, mask
 
     def packed(self, source, nbytes, seconds) -> int:
-        """An op whose value can also be kept as a quarter of its bytes, and brought back from that."""
+        """An op whose value can also be kept as a quarter of its bytes, and unpacked."""
         return self._from_less(self.op("op", (source,), nbytes, seconds), nbytes, seconds)
 
     def signed(self, source, nbytes, seconds) -> tuple[int, int]:
@@ -120,13 +120,15 @@ class StepBuilder:
         self.nodes[rank] = replace(node, remats=(*node.remats, unpack))
         return rank
 
-    def swappable(self, rank) -> int:
+    def offloadable(self, rank) -> int:
         """Let the value of `rank`, the newest node, be offloaded as well; its own rank again."""
         node = self.nodes[rank]
         handle = self.storage(1)
         leave = self.node("leave", (rank,), makes=(handle,), on_demand=True, movable=True, fixed="kept")
-        swap = Remat(rule="swap", action=Action.OFFLOAD, reads=(leave,), holds=node.holds, makes=node.holds)
-        self.nodes[rank] = replace(node, remats=(*node.remats, swap))
+        offload = Remat(
+            rule="swap", action=Action.OFFLOAD, reads=(leave,), holds=node.holds, makes=node.holds
+        )
+        self.nodes[rank] = replace(node, remats=(*node.remats, offload))
         return rank
 
     def backward(self, *, segment=0) -> int:
@@ -200,13 +202,13 @@ def grow(draw, build, what, reads) -> list[int]:
 
 
 @st.composite
-def steps(draw, max_forward=14, max_segments=2, swap=False):
-    """A small training step with views, tuples, dropout, fixed ops, pinned outputs and segments; with `swap`,
-    some of its values may be offloaded."""
+def steps(draw, max_forward=14, max_segments=2, offload=False):
+    """A small training step with views, tuples, dropout, fixed ops, pinned outputs and segments. With
+    `offload`, some of its values may be offloaded."""
     build = StepBuilder()
     sizes = st.integers(1, 60)
     cost = st.integers(1, 20)
-    build.link = draw(links()) if swap else None
+    build.link = draw(links()) if offload else None
     values = [build.given(draw(sizes)), build.given(draw(sizes), Kind.INPUT)]
     forward_of: list[list[int]] = []
     for segment in range(draw(st.integers(1, max_segments))):
@@ -217,8 +219,8 @@ def steps(draw, max_forward=14, max_segments=2, swap=False):
             what = draw(st.sampled_from(KINDS_OF_OPS))
             build.module = f"layers.{draw(st.integers(0, 3))}"
             new = grow(draw, build, what, reads)
-            if swap and what in ("op", "fixed", "several", "dropout") and draw(st.booleans()):
-                build.swappable(new[0])
+            if offload and what in ("op", "fixed", "several", "dropout") and draw(st.booleans()):
+                build.offloadable(new[0])
             mine += new
             values += new[:1]
         forward_of.append(mine)

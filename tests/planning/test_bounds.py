@@ -24,16 +24,16 @@ def check_instances(seeds, *, most=5, **kinds):
     plans = optimal = found = 0
     for seed in seeds:
         step = random_step(Random(seed), most=most, **kinds)
-        desk = Planner(step)
+        planner = Planner(step)
         low = least_peak(step)
-        assert desk.bounds.floor_bytes <= low <= desk.floor().floor_bytes, seed
-        assert desk.bounds.seconds(desk.bounds.floor_bytes - 1) == inf
-        found += low == desk.floor().floor_bytes
-        for budget in budgets(low, desk.baseline.peak_bytes):
+        assert planner.bounds.floor_bytes <= low <= planner.floor().floor_bytes, seed
+        assert planner.bounds.seconds(planner.bounds.floor_bytes - 1) == inf
+        found += low == planner.floor().floor_bytes
+        for budget in budgets(low, planner.baseline.peak_bytes):
             best = least_seconds(step, budget)
-            assert desk.bounds.seconds(budget) <= best + 1e-9, (seed, budget)
+            assert planner.bounds.seconds(budget) <= best + 1e-9, (seed, budget)
             try:
-                solution = desk.solve(budget_bytes=budget)
+                solution = planner.solve(budget_bytes=budget)
             except BudgetTooSmall:
                 continue
             plans += 1
@@ -107,10 +107,10 @@ def test_a_kept_form_bounds_what_holding_its_value_costs():
     one = build.grad((start, wide), 10, 1)
     build.grad((one, big), 10, 1)
     step = build.step()
-    desk = Planner(step)
+    planner = Planner(step)
     budget = least_peak(step) + 20
-    assert 0 < desk.bounds.seconds(budget) <= least_seconds(step, budget) + 1e-9
-    solution = desk.solve(budget_bytes=budget)
+    assert 0 < planner.bounds.seconds(budget) <= least_seconds(step, budget) + 1e-9
+    solution = planner.solve(budget_bytes=budget)
     assert solution.recompute_seconds == least_seconds(step, budget)
 
 
@@ -191,11 +191,11 @@ def test_the_fullest_cut_leaves_no_room_for_another_of_several_equal_layers():
     ids=["unet", "transformer", "chain"],
 )
 def test_plans_of_models_are_near_their_bounds(step):
-    desk = Planner(step)
-    high, low = desk.baseline.peak_bytes, desk.bounds.floor_bytes
+    planner = Planner(step)
+    high, low = planner.baseline.peak_bytes, planner.bounds.floor_bytes
     last = -1.0
     for part in (1, 2, 3):
-        solution = desk.solve(budget_bytes=high - (high - low) * part // 8)
+        solution = planner.solve(budget_bytes=high - (high - low) * part // 8)
         assert last <= solution.lower_bound_seconds <= solution.recompute_seconds
         assert solution.recompute_seconds <= 1.35 * solution.lower_bound_seconds
         last = solution.lower_bound_seconds
@@ -221,12 +221,12 @@ def test_a_floor_is_proven_where_plan_and_bound_meet():
 @settings(max_examples=50, deadline=None)
 @given(steps(max_forward=6))
 def test_no_sequence_of_any_step_is_below_its_bound(step):
-    desk = Planner(step)
-    low, high = desk.bounds.floor_bytes, desk.baseline.peak_bytes
+    planner = Planner(step)
+    low, high = planner.bounds.floor_bytes, planner.baseline.peak_bytes
     for part in range(4):
-        search = desk.problem.search_problem
+        search = planner.problem.search_problem
         figures, _ = search.problem.anneal(
             search.sequence(()), budget_bytes=low + (high - low) * part // 4, moves=1000, warmth=1.0
         )
         assert figures.peak_bytes >= low
-        assert desk.bounds.seconds(figures.peak_bytes) <= figures.seconds + 1e-9
+        assert planner.bounds.seconds(figures.peak_bytes) <= figures.seconds + 1e-9

@@ -1,8 +1,8 @@
-"""The swap branch of μ-TWO's policy: what a swap costs by algorithm C, and which branch is taken."""
+"""The offload branch of μ-TWO's policy: what an offload costs by algorithm C, and which branch is taken."""
 
 import pytest
+from offloadable import with_offload
 from strategies import StepBuilder
-from swapping import with_swap
 from synthetic import chain
 
 from lowtide.errors import BudgetTooSmall
@@ -22,7 +22,7 @@ def three(bandwidth: float = 10.0, recomputable: bool = True):
     value, made = build.given(1, Kind.INPUT), []
     op = build.op if recomputable else build.fixed
     for _ in range(3):
-        value = build.swappable(op("op", (value,), 40, 2.0))
+        value = build.offloadable(op("op", (value,), 40, 2.0))
         made.append(value)
     gradient = build.backward()
     for rank in reversed(made):
@@ -30,7 +30,7 @@ def three(bandwidth: float = 10.0, recomputable: bool = True):
     return build.step()
 
 
-def test_a_swap_costs_what_cannot_hide_behind_ops_after_the_peak_interval():
+def test_an_offload_costs_what_cannot_hide_behind_ops_after_the_peak_interval():
     step = three()
     first, second, third = activations(step)
     start = step.first_backward_rank
@@ -47,7 +47,7 @@ def test_a_swap_costs_what_cannot_hide_behind_ops_after_the_peak_interval():
     assert offload_overhead(second, step.transfer_speed, free) == pytest.approx(2.0)
 
 
-def test_the_longest_idle_is_swapped_first():
+def test_the_longest_idle_is_offloaded_first():
     step = three()
     assert longest_idle(list(activations(step))) == activations(step)[0]
 
@@ -58,7 +58,7 @@ def actions(solution) -> set[Action]:
 
 @pytest.mark.parametrize(("bandwidth", "action"), [(1e9, Action.OFFLOAD), (1e4, Action.RECOMPUTE)])
 def test_the_cheaper_branch_is_taken(bandwidth, action):
-    step = with_swap(chain(length=8), link(bandwidth))
+    step = with_offload(chain(length=8), link(bandwidth))
     planner = planner_for(step)
     solution = planner.solve(budget_bytes=planner.baseline.peak_bytes * 7 // 10, planner="mu-two")
     assert solution.peak_bytes <= solution.budget_bytes
@@ -66,8 +66,8 @@ def test_the_cheaper_branch_is_taken(bandwidth, action):
 
 
 def test_both_branches_in_one_plan():
-    """What can hide is swapped, and the rest recomputed."""
-    step = with_swap(chain(length=12), link(1.2e8))
+    """What can hide is offloaded, and the rest recomputed."""
+    step = with_offload(chain(length=12), link(1.2e8))
     planner = planner_for(step)
     found = [
         planner.solve(budget_bytes=planner.baseline.peak_bytes * n // 20, planner="mu-two")

@@ -29,15 +29,15 @@ def test_a_value_that_comes_back_for_some_readers_only_is_counted_as_the_simulat
 
 
 def check_counts(step):
-    desk = Planner(step)
-    problem = desk.problem.search_problem.problem
-    plain = desk.problem.search_problem.sequence(())
-    assert problem.evaluate(plain, 0).peak_bytes == desk.baseline.peak_bytes
-    budget = desk.bounds.floor_bytes + (desk.baseline.peak_bytes - desk.bounds.floor_bytes) // 2
+    planner = Planner(step)
+    problem = planner.problem.search_problem.problem
+    plain = planner.problem.search_problem.sequence(())
+    assert problem.evaluate(plain, 0).peak_bytes == planner.baseline.peak_bytes
+    budget = planner.bounds.floor_bytes + (planner.baseline.peak_bytes - planner.bounds.floor_bytes) // 2
     figures, order = problem.anneal(plain, budget_bytes=budget, moves=300, warmth=1.0)
-    timeline = simulate(step, without_needless_runs(step, desk.problem.search_problem.runs(order)))
+    timeline = simulate(step, without_needless_runs(step, planner.problem.search_problem.runs(order)))
     assert timeline.peak_bytes == figures.peak_bytes
-    assert timeline.added_seconds == desk.problem.search_problem.added_seconds(order)
+    assert timeline.added_seconds == planner.problem.search_problem.added_seconds(order)
     assert timeline.added_seconds == pytest.approx(figures.seconds)
     again = problem.evaluate(order, budget)
     assert (again.excess_bytes, again.peak_bytes) == (figures.excess_bytes, figures.peak_bytes)
@@ -54,20 +54,20 @@ def test_a_value_stays_until_the_last_view_of_the_forward_pass_is_taken():
     gradient = build.grad((build.backward(), wide), 1, 1)
     build.grad((gradient, view), 1, 1)
     step = build.step()
-    desk = Planner(step)
-    figures, order = desk.problem.search_problem.problem.anneal(
-        desk.problem.search_problem.sequence(()), budget_bytes=30, moves=2000, warmth=1.0
+    planner = Planner(step)
+    figures, order = planner.problem.search_problem.problem.anneal(
+        planner.problem.search_problem.sequence(()), budget_bytes=30, moves=2000, warmth=1.0
     )
-    assert figures.peak_bytes == desk.problem.search_problem.timeline(order).peak_bytes == least_peak(step)
-    assert desk.floor_bytes == least_peak(step)
+    assert figures.peak_bytes == planner.problem.search_problem.timeline(order).peak_bytes == least_peak(step)
+    assert planner.floor_bytes == least_peak(step)
 
 
 def test_the_same_seed_gives_the_same_sequence():
-    desk = Planner(random_step(Random(7)))
+    planner = Planner(random_step(Random(7)))
     found = [
-        desk.problem.search_problem.problem.anneal(
-            desk.problem.search_problem.sequence(()),
-            budget_bytes=desk.bounds.floor_bytes,
+        planner.problem.search_problem.problem.anneal(
+            planner.problem.search_problem.sequence(()),
+            budget_bytes=planner.bounds.floor_bytes,
             moves=500,
             warmth=1.0,
             seed=3,

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from offloadable import with_offload
 from strategies import StepBuilder, links, steps
-from swapping import with_swap
 from synthetic import chain
 
 from lowtide.errors import LowtideError
@@ -39,7 +39,7 @@ def budgets(planner: Planner, points: int = 7) -> list[int]:
 
 
 @settings(max_examples=10, deadline=None)
-@given(steps(max_forward=6, swap=True).filter(can_offload))
+@given(steps(max_forward=6, offload=True).filter(can_offload))
 def test_auto_is_never_worse_than_either_alone_and_never_slower_with_more(step):
     planner = planner_for(step)
     before = float("inf")
@@ -61,7 +61,7 @@ def test_auto_is_never_worse_than_either_alone_and_never_slower_with_more(step):
 
 
 def test_the_same_step_gives_the_same_plans():
-    step = with_swap(chain(length=8), link(2e8))
+    step = with_offload(chain(length=8), link(2e8))
     one, other = planner_for(step), planner_for(step)
     for budget in budgets(one, 3):
         assert one.solve(budget_bytes=budget) == other.solve(budget_bytes=budget)
@@ -71,7 +71,7 @@ def test_without_remats_to_offload_nothing_changes():
     step = chain(length=6)
     fast = replace(step, transfer_speed=link(1e9))
     assert not can_offload(fast)
-    assert not can_offload(replace(with_swap(step, link(1e9)), transfer_speed=None))
+    assert not can_offload(replace(with_offload(step, link(1e9)), transfer_speed=None))
     budget = Planner(step).floor_bytes
     solution = planner_for(fast).solve(budget_bytes=budget)
     assert replace(solution, offload=None) == planner_for(step).solve(budget_bytes=budget)
@@ -79,7 +79,7 @@ def test_without_remats_to_offload_nothing_changes():
 
 def test_a_fast_link_takes_what_recomputing_would_cost():
     """Bytes enough for half of the step's peak, hidden behind its compute."""
-    step = with_swap(chain(length=10), link(1e9))
+    step = with_offload(chain(length=10), link(1e9))
     planner = planner_for(step)
     assert isinstance(planner, Planner)
     solution = planner.solve(budget_bytes=planner.baseline.peak_bytes * 6 // 10)
@@ -104,7 +104,7 @@ def test_a_slow_link_is_left_alone():
     build = StepBuilder(link=link(1e-3))
     value, made = build.given(1, Kind.INPUT), []
     for number in range(9):
-        value = build.swappable(build.op("op", (value,), 1000 + 137 * number**2 % 911, 1.0 + number % 4))
+        value = build.offloadable(build.op("op", (value,), 1000 + 137 * number**2 % 911, 1.0 + number % 4))
         made.append(value)
     gradient = build.backward()
     for rank in reversed(made):
@@ -120,12 +120,12 @@ def test_a_slow_link_is_left_alone():
     assert all(d.action is not Action.OFFLOAD for d in solution.decisions)
 
 
-def test_swap_reaches_below_the_floor_of_recomputing():
+def test_offload_reaches_below_the_floor_of_recomputing():
     """Values that nothing can compute again leave for the store."""
     build = StepBuilder(link=link(1))
     value, made = build.given(1, Kind.INPUT), []
     for _ in range(6):
-        value = build.swappable(build.fixed("custom", (value,), 50, 10.0))
+        value = build.offloadable(build.fixed("custom", (value,), 50, 10.0))
         made.append(value)
     gradient = build.backward()
     for rank in reversed(made):
@@ -140,7 +140,7 @@ def test_swap_reaches_below_the_floor_of_recomputing():
 
 def test_room_hides_transfers():
     """The same offloaded values, let go later and read back earlier where the budget allows it."""
-    step = with_swap(chain(length=8, nbytes=1000), link(2e8, latency=1e-6))
+    step = with_offload(chain(length=8, nbytes=1000), link(2e8, latency=1e-6))
     order = planner_for(step).problem.once(offload_alone).entries[0].runs
     tight = simulate(step, order).peak_bytes
     stalls = [placed(step, order, budget_bytes=tight + 1000 * room).added_seconds for room in range(6)]
@@ -152,7 +152,7 @@ def test_room_hides_transfers():
 
 def test_transfers_have_time_to_spare_where_there_is_room():
     """A link that is slower than measured by a third adds nothing."""
-    step = with_swap(chain(length=10), link(6e8))
+    step = with_offload(chain(length=10), link(6e8))
     planner = planner_for(step)
     best = planner.best(planner.baseline.peak_bytes * 8 // 10)
     assert best is not None
@@ -164,7 +164,7 @@ def test_transfers_have_time_to_spare_where_there_is_room():
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_placing_keeps_to_the_budget_and_to_the_values(data):
-    step = data.draw(steps(swap=True).filter(can_offload))
+    step = data.draw(steps(offload=True).filter(can_offload))
     planner = planner_for(step)
     order = data.draw(
         st.sampled_from(
@@ -186,14 +186,14 @@ def test_placing_keeps_to_the_budget_and_to_the_values(data):
 
 
 def test_graphs_that_run_several_times_are_refused():
-    step = with_swap(chain(length=3), link(1e9))
+    step = with_offload(chain(length=3), link(1e9))
     with pytest.raises(LowtideError, match="leave 'offload' out"):
         planner_for(replace(step, graphs=(GRAPH, GRAPH)))
 
 
 def test_a_schedule_is_carried_over_with_its_transfers():
-    small = replace(with_swap(chain(length=8, nbytes=1000), link(1e9)), graphs=(GRAPH,))
-    large = replace(with_swap(chain(length=8, nbytes=2000), link(1e9)), graphs=(GRAPH,))
+    small = replace(with_offload(chain(length=8, nbytes=1000), link(1e9)), graphs=(GRAPH,))
+    large = replace(with_offload(chain(length=8, nbytes=2000), link(1e9)), graphs=(GRAPH,))
     solution = planner_for(small).solve(
         budget_bytes=planner_for(small).problem.once(offload_alone).entries[0].peak_bytes
     )
@@ -213,7 +213,7 @@ def tiny(draw):
     offloadable = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=2, unique=True))
     for number in range(count):
         value = build.fixed("op", (value,), draw(st.integers(5, 60)), draw(st.integers(1, 20)))
-        made.append(build.swappable(value) if number in offloadable else value)
+        made.append(build.offloadable(value) if number in offloadable else value)
     gradient = build.backward()
     for rank in reversed(made):
         gradient = build.grad((gradient, rank), draw(st.integers(1, 40)), draw(st.integers(1, 20)))

@@ -33,9 +33,9 @@ def shaped(request):
     return Planner(SHAPES[request.param]())
 
 
-def attempt(desk, budget_bytes, planner):
+def attempt(planner, budget_bytes, name):
     try:
-        return desk.solve(budget_bytes=budget_bytes, planner=planner)
+        return planner.solve(budget_bytes=budget_bytes, planner=name)
     except BudgetTooSmall as error:
         assert error.floor_bytes > budget_bytes
         return error
@@ -67,21 +67,21 @@ def test_what_the_simulator_says_counts_where_the_search_counts_less(monkeypatch
         Problem, "anneal", lambda *args, **kw: (less((found := anneal(*args, **kw))[0]), found[1])
     )
     step = chain(length=12)
-    desk = Planner(step)
-    found = attempt(desk, int(desk.baseline.peak_bytes * share), "auto")
+    planner = Planner(step)
+    found = attempt(planner, int(planner.baseline.peak_bytes * share), "auto")
     if not isinstance(found, BudgetTooSmall):
         check(step, found)
-    assert desk.solve(budget_bytes=desk.floor_bytes).peak_bytes <= desk.floor_bytes
+    assert planner.solve(budget_bytes=planner.floor_bytes).peak_bytes <= planner.floor_bytes
 
 
 @settings(max_examples=25, deadline=None)
 @given(steps(max_forward=10), st.floats(0.3, 1.0))
 def test_auto_is_never_worse_than_another_planner(step, share):
     budget = max(1, int(simulate(step, baseline_runs(step)).peak_bytes * share))
-    desk = Planner(step)
-    mine = attempt(desk, budget, "auto")
-    for planner in BUILT_IN:
-        other = attempt(desk, budget, planner)
+    planner = Planner(step)
+    mine = attempt(planner, budget, "auto")
+    for name in BUILT_IN:
+        other = attempt(planner, budget, name)
         if isinstance(other, BudgetTooSmall):
             assert mine.floor_bytes <= other.floor_bytes
         else:
@@ -94,22 +94,22 @@ def test_auto_is_never_worse_than_another_planner(step, share):
 @settings(max_examples=25, deadline=None)
 @given(steps(max_forward=10), st.lists(st.floats(0.0, 1.1), min_size=2, max_size=4))
 def test_a_larger_budget_is_never_slower_and_the_floor_is_reachable(step, shares):
-    desk = Planner(step)
-    low = desk.floor().floor_bytes
+    planner = Planner(step)
+    low = planner.floor().floor_bytes
     high = simulate(step, baseline_runs(step)).peak_bytes
     budgets = sorted(low + int((high - low) * share) for share in (0.0, *shares))
-    for planner in ("auto", "mu-two"):
+    for name in ("auto", "mu-two"):
         seconds = [
             s.recompute_seconds
-            for s in (attempt(desk, b, planner) for b in budgets)
+            for s in (attempt(planner, b, name) for b in budgets)
             if not isinstance(s, BudgetTooSmall)
         ]
         assert seconds == sorted(seconds, reverse=True)
-    assert desk.solve(budget_bytes=low).peak_bytes == low
+    assert planner.solve(budget_bytes=low).peak_bytes == low
     with pytest.raises(BudgetTooSmall) as caught:
-        desk.solve(budget_bytes=low - 1)
+        planner.solve(budget_bytes=low - 1)
     assert caught.value.floor_bytes == low
-    assert desk.bounds.floor_bytes <= low
+    assert planner.bounds.floor_bytes <= low
 
 
 def test_shapes_of_real_models(shaped):
@@ -133,10 +133,10 @@ def test_the_curve_rises_from_the_plain_step_to_the_floor(shaped):
 
 
 def test_a_chain_is_planned_far_below_the_square_root():
-    desk = Planner(chain(length=64))
-    assert desk.floor().floor_bytes <= 8 * 1000
+    planner = Planner(chain(length=64))
+    assert planner.floor().floor_bytes <= 8 * 1000
     with pytest.raises(BudgetTooSmall, match="planner 'auto' meets this budget"):
-        desk.solve(budget_bytes=8 * 1000, planner="sqrt")
+        planner.solve(budget_bytes=8 * 1000, planner="sqrt")
 
 
 def test_the_same_step_gives_the_same_solution():
@@ -151,13 +151,13 @@ def test_an_unknown_planner_is_named_with_the_known_ones():
         Planner(chain(length=2)).solve(budget_bytes=10**9, planner="best")
 
 
-@pytest.mark.parametrize("planner", [name for name in BUILT_IN if name != "auto"])
-def test_only_auto_pays_for_its_search(planner, monkeypatch):
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "auto"])
+def test_only_auto_pays_for_its_search(name, monkeypatch):
     monkeypatch.setattr(variants, "Auto", lambda *_: pytest.fail("searched"))
-    desk = Planner(chain(length=8))
-    assert desk.solve(budget_bytes=10**9, planner=planner).floor_bytes is None
+    planner = Planner(chain(length=8))
+    assert planner.solve(budget_bytes=10**9, planner=name).floor_bytes is None
     monkeypatch.undo()
-    assert desk.solve(budget_bytes=10**9).floor_bytes == desk.floor().floor_bytes
+    assert planner.solve(budget_bytes=10**9).floor_bytes == planner.floor().floor_bytes
 
 
 def test_a_budget_above_the_plain_peak_recomputes_nothing():
@@ -266,6 +266,6 @@ def test_a_chain_of_views_may_be_longer_than_the_stack_of_python():
         value = build.view(value)
     wide = build.op("wide", (value,), 50, 1)
     build.grad((build.grad((build.backward(), wide), 10, 1), value), 1, 1)
-    desk = Planner(build.step())
-    for planner in ("auto", "mu-two", "sqrt"):
-        desk.solve(budget_bytes=desk.baseline.peak_bytes, planner=planner)
+    planner = Planner(build.step())
+    for name in ("auto", "mu-two", "sqrt"):
+        planner.solve(budget_bytes=planner.baseline.peak_bytes, planner=name)

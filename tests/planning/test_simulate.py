@@ -60,7 +60,7 @@ def reference(step, schedule):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_equals_the_naive_reference(data):
-    step = data.draw(steps(max_forward=8, swap=data.draw(st.booleans())))
+    step = data.draw(steps(max_forward=8, offload=data.draw(st.booleans())))
     order = data.draw(orders(step))
     timeline = simulate(step, order)
     assert timeline.live_bytes.tolist() == reference(step, order)

@@ -21,12 +21,12 @@ from lowtide.planning.transfer_model import (
 LINK = TransferSpeed(store="disk:/x", write_bytes_per_second=10, read_bytes_per_second=20, latency_seconds=1)
 
 
-def swap_chain(link=LINK):
+def offload_chain(link=LINK):
     """Ranks: weight 0, a 1 (leave 2), b 3 (leave 4), c 5; backward 6, of c 7, of b 8, of a 9."""
     build = StepBuilder(link=link)
     weight = build.given(100)
-    a = build.swappable(build.op("a", (weight,), 40, 2.0))
-    b = build.swappable(build.op("b", (a,), 20, 1.0))
+    a = build.offloadable(build.op("a", (weight,), 40, 2.0))
+    b = build.offloadable(build.op("b", (a,), 20, 1.0))
     c = build.op("c", (b,), 10, 8.0)
     start = build.backward()
     first = build.grad((start, c), 5, 3.0)
@@ -40,7 +40,7 @@ def moves(traffic):
 
 
 def test_transfers_hide_behind_compute_one_at_a_time():
-    step = swap_chain()
+    step = offload_chain()
     # a is let go at the end of the forward pass, b right after it, and both come back one node early
     order = [Run(r) for r in (0, 1, 3, 5, 2, 4, 6)]
     order += [Run(3, "swap"), Run(7), Run(1, "swap"), Run(8), Run(9)]
@@ -59,7 +59,7 @@ def test_transfers_hide_behind_compute_one_at_a_time():
 
 
 def test_what_does_not_hide_is_time_added():
-    step = swap_chain()
+    step = offload_chain()
     # both are let go right after their last use, and come back where they are read
     order = [Run(r) for r in (0, 1, 3, 2, 5, 4, 6, 7)]
     order += [Run(3, "swap"), Run(8), Run(1, "swap"), Run(9)]
@@ -78,7 +78,7 @@ def test_what_does_not_hide_is_time_added():
 
 
 def test_compute_beside_transfers_is_slower_by_what_copies_take():
-    step = swap_chain()
+    step = offload_chain()
     order = [Run(r) for r in (0, 1, 3, 2, 5, 6, 7, 8)]
     order += [Run(1, "swap"), Run(9)]
     plain = simulate_transfers(step, order, LINK)
@@ -90,7 +90,7 @@ def test_compute_beside_transfers_is_slower_by_what_copies_take():
 
 
 def test_a_value_that_is_read_back_twice_takes_the_link_twice():
-    step = swap_chain()
+    step = offload_chain()
     order = [Run(r) for r in (0, 1, 3, 2, 5, 6)]
     order += [Run(1, "swap"), Run(7), Run(8), Run(1, "swap"), Run(9)]
     traffic = simulate_transfers(step, order, LINK)
@@ -107,7 +107,7 @@ def test_a_value_that_is_read_back_twice_takes_the_link_twice():
 )
 def test_a_release_out_of_place_is_refused(order, message):
     with pytest.raises(ValueError, match=message):
-        simulate(swap_chain(), [Run(rank) for rank in order])
+        simulate(offload_chain(), [Run(rank) for rank in order])
 
 
 def test_a_release_before_its_rank_is_refused():
@@ -124,7 +124,7 @@ def test_a_release_before_its_rank_is_refused():
 def test_a_value_is_let_go_after_the_last_use_of_what_it_holds():
     build = StepBuilder(link=LINK)
     weight = build.given(1)
-    a = build.swappable(build.op("a", (weight,), 1, 1.0))
+    a = build.offloadable(build.op("a", (weight,), 1, 1.0))
     view = build.view(a)
     build.op("b", (a,), 1, 1.0)
     last = build.op("c", (view,), 1, 1.0)
@@ -136,7 +136,7 @@ def test_a_value_is_let_go_after_the_last_use_of_what_it_holds():
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_schedules_of_graphs_say_where_values_are_let_go(data):
-    step = data.draw(steps(swap=True))
+    step = data.draw(steps(offload=True))
     graph = Graph(fingerprint="", in_model=True, returned=(), missing=())
     num_graphs = 1 + max(node.segment for node in step.nodes)
     step = type(step)(**{**{f: getattr(step, f) for f in step.__slots__}, "graphs": (graph,) * num_graphs})
@@ -152,7 +152,7 @@ def test_schedules_of_graphs_say_where_values_are_let_go(data):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_stalls_are_the_only_seconds_that_transfers_add(data):
-    step = data.draw(steps(swap=True))
+    step = data.draw(steps(offload=True))
     order = data.draw(orders(step))
     traffic = simulate(step, order).traffic
     assert traffic is not None

@@ -69,10 +69,10 @@ def test_a_chain_stands_in_for_the_ops_between_it_and_what_it_reads() -> None:
 @pytest.mark.parametrize("extra_seconds", [1e-4, -1e-4])
 def test_never_worse_than_without_and_monotone(extra_seconds: float) -> None:
     step = formulas(extra_seconds=extra_seconds)
-    desk, without = planner_for(step), Planner(step)
-    assert desk.floor_bytes < without.floor_bytes
-    low, high = desk.floor_bytes, desk.eager_peak_bytes
-    found = [desk.solve(budget_bytes=low + (high - low) * i // 12) for i in range(13)]
+    planner, without = planner_for(step), Planner(step)
+    assert planner.floor_bytes < without.floor_bytes
+    low, high = planner.floor_bytes, planner.eager_peak_bytes
+    found = [planner.solve(budget_bytes=low + (high - low) * i // 12) for i in range(13)]
     seconds = [solution.recompute_seconds for solution in found]
     assert seconds == sorted(seconds, reverse=True)
     for solution in found:
@@ -84,23 +84,27 @@ def test_never_worse_than_without_and_monotone(extra_seconds: float) -> None:
         other = without.best(solution.budget_bytes)
         assert other is None or solution.recompute_seconds <= other.added_seconds
     with pytest.raises(BudgetTooSmall) as caught:
-        desk.solve(budget_bytes=low - 1)
+        planner.solve(budget_bytes=low - 1)
     assert caught.value.floor_bytes == low
-    assert desk.solve(budget_bytes=high, planner="mu-two").schedule.runs == baseline_runs(step)
+    assert planner.solve(budget_bytes=high, planner="mu-two").schedule.runs == baseline_runs(step)
 
 
 def test_what_a_chain_makes_inside_of_itself_is_said_to_be_recomputed() -> None:
-    desk = planner_for(formulas())
-    solution = desk.solve(budget_bytes=desk.floor_bytes)
+    planner = planner_for(formulas())
+    solution = planner.solve(budget_bytes=planner.floor_bytes)
     inside = [row for row in solution.decisions if "inside of 'first_backward" in row.reason]
     assert inside and all((row.action, row.method) == ("RECOMPUTE", "slices") for row in inside)
 
 
 def test_larger_slices_are_taken_where_they_are_faster_and_fit() -> None:
-    desk = planner_for(formulas(sizes=True))
+    planner = planner_for(formulas(sizes=True))
     at_floor, at_ease = (
-        {run.rule for run in desk.solve(budget_bytes=budget).schedule.runs if run.rank in ends(desk.step)}
-        for budget in (desk.floor_bytes, desk.eager_peak_bytes)
+        {
+            run.rule
+            for run in planner.solve(budget_bytes=budget).schedule.runs
+            if run.rank in ends(planner.step)
+        }
+        for budget in (planner.floor_bytes, planner.eager_peak_bytes)
     )
     assert at_floor == {"slices"} and at_ease == {"large"}
 

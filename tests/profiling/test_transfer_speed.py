@@ -31,18 +31,18 @@ STEP = Step(nodes=(), storages=())
 
 def test_both_ways_are_measured_and_remembered(quick, tmp_path):
     before = torch.get_rng_state()
-    swap = OffloadTarget("disk", str(tmp_path))
-    found = measure_transfer_speed(swap, STEP, True)
+    target = OffloadTarget("disk", str(tmp_path))
+    found = measure_transfer_speed(target, STEP, True)
     assert torch.equal(torch.get_rng_state(), before)
     assert found.store == f"disk:{tmp_path}"
     assert min(found.write_bytes_per_second, found.read_bytes_per_second, found.latency_seconds) > 0
     assert 0 <= found.slows_compute <= 1
     assert quick == [4096, 1 << 18]
-    assert measure_transfer_speed(swap, STEP, True) == found
+    assert measure_transfer_speed(target, STEP, True) == found
     assert quick == [4096, 1 << 18]
     (tmp_path / "other").mkdir()
     measure_transfer_speed(OffloadTarget("disk", str(tmp_path / "other")), STEP, True)
-    measure_transfer_speed(swap, STEP, False)
+    measure_transfer_speed(target, STEP, False)
     assert len(quick) == 6
 
 

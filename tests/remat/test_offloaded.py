@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from swaps import swapped
+from offload_plans import offload_plan
 from torch import nn
 from torch.nn import functional as F
 from training import differences, measured_peak, train, twin
@@ -105,7 +105,7 @@ def test_training_is_exact_and_takes_the_predicted_bytes(name, delay, ahead, tmp
     torch.manual_seed(0)
     target = TARGETS[name]()
     found = profile(target, tmp_path)
-    plan = swapped(found, delay=delay, ahead=ahead)
+    plan = offload_plan(found, delay=delay, ahead=ahead)
     assert plan.solution.offload.store_bytes >= 2 * SMALLEST_BYTES
     expected = train(twin(target))
     plan.apply(target.model)
@@ -113,7 +113,7 @@ def test_training_is_exact_and_takes_the_predicted_bytes(name, delay, ahead, tmp
     assert measured_peak(target) == pytest.approx(plan.peak_bytes, rel=0.01)
 
 
-def test_nothing_is_swapped_unless_the_user_names_a_store(tmp_path):
+def test_nothing_is_offloaded_unless_the_user_names_a_store(tmp_path):
     target = of_rows(Layers(F.gelu))
     plain = lowtide.profile(target.model, target.batch, optimizer=target.optimizer)
     assert plain.step.transfer_speed is None
@@ -124,7 +124,7 @@ def test_nothing_is_swapped_unless_the_user_names_a_store(tmp_path):
     assert offloads and all(remat.seconds == 0 for remat in offloads)
 
 
-def test_what_the_step_changes_in_place_is_not_swapped(tmp_path):
+def test_what_the_step_changes_in_place_is_not_offloaded(tmp_path):
     class Running(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +137,7 @@ def test_what_the_step_changes_in_place_is_not_swapped(tmp_path):
             return (y.sin() * self.seen).mean()
 
     target = of_rows(Running())
-    plan = swapped(profile(target, tmp_path))
+    plan = offload_plan(profile(target, tmp_path))
     expected = train(twin(target))
     plan.apply(target.model)
     assert differences(expected, train(target)) == []
@@ -154,7 +154,7 @@ def test_a_model_under_autocast(tmp_path):
                 return self.inner(x)
 
     target = of_rows(Cast())
-    plan = swapped(profile(target, tmp_path), delay=1, ahead=1)
+    plan = offload_plan(profile(target, tmp_path), delay=1, ahead=1)
     expected = train(twin(target))
     plan.apply(target.model)
     assert differences(expected, train(target)) == []

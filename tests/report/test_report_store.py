@@ -102,8 +102,8 @@ def test_curves_with_and_without_the_store_are_in_one_picture(case):
     step = case[0]
     profile = Profile(step)
     curve, without = (
-        tradeoff_points(desk.tradeoff(points=4))
-        for desk in (profile._planner, profile._planner.without_offload)
+        tradeoff_points(planner.tradeoff(points=4))
+        for planner in (profile._planner, profile._planner.without_offload)
     )
     assert any(point.offloaded for point in curve)
     assert not any(point.offloaded for point in without)

@@ -1,4 +1,4 @@
-"""A loop that swaps trains as eager does, whatever else it does and whatever goes wrong in between."""
+"""A loop that offloads trains as eager does, whatever else it does and whatever goes wrong in between."""
 
 import errno
 import gc
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from swaps import swapped
+from offload_plans import offload_plan
 from torch import nn
 from training import differences, measured_peak, snapshot, train, twin
 
@@ -37,7 +37,7 @@ def plan(plain, tmp_path_factory):
     found = lowtide.profile(
         plain.model, plain.batch, optimizer=plain.optimizer, loss=mean_square, offload=f"disk:{folder}"
     )
-    return swapped(found, delay=1, ahead=2)
+    return offload_plan(found, delay=1, ahead=2)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_other_levers_and_a_store_together(plain, tmp_path, options):
         offload=f"disk:{tmp_path}",
         **options,
     )
-    plan = swapped(found, delay=1, ahead=2)
+    plan = offload_plan(found, delay=1, ahead=2)
     assert plan.solution.offload.store_bytes > 0
     plan.apply(other.model, optimizer=other.optimizer)
 
@@ -157,7 +157,7 @@ def test_other_levers_and_a_store_together(plain, tmp_path, options):
     assert is_empty(store_of(other))
 
 
-def test_a_plan_from_a_file_swaps(plain, plan, tmp_path):
+def test_a_plan_from_a_file_offloads(plain, plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     target = twin(plain)
     lowtide.load_plan(tmp_path / "plan.json").apply(target.model)
@@ -166,7 +166,7 @@ def test_a_plan_from_a_file_swaps(plain, plan, tmp_path):
 
 
 def test_other_batch_sizes_get_plans_of_their_own(plain, plan, planned):
-    """Within the same budget, by what they swap and recompute."""
+    """Within the same budget, by what they offload and recompute."""
     for rows in (ROWS, ROWS // 2, ROWS - 3):
         smaller = replace(plain, batch=plain.batch[:rows])
         one, other = twin(smaller), replace(planned, batch=smaller.batch)
@@ -177,7 +177,7 @@ def test_other_batch_sizes_get_plans_of_their_own(plain, plan, planned):
     assert runner_of(planned.model).backend.num_graphs == 3
 
 
-def test_a_larger_batch_swaps_though_the_planned_one_did_not(plain, plan):
+def test_a_larger_batch_offloads_though_the_planned_one_did_not(plain, plan):
     target = twin(replace(plain, batch=plain.batch[:8]))
     store = plan.solution.offload.transfer_speed.store
     lowtide.checkpoint(

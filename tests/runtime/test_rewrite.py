@@ -36,11 +36,11 @@ class Case:
         sizes = {node.rank: sum(step.storages[s].nbytes for s in node.makes) for node in step.nodes}
         costs = {Run(rank): (1e-6 + 1e-9 * size, 0, False) for rank, size in sizes.items()}
         self.step = with_costs(step, costs)
-        self.desk = Planner(self.step)
+        self.planner = Planner(self.step)
 
     def solution(self, planner: str) -> Solution:
-        budget = self.desk.floor().floor_bytes if planner == "auto" else 1 << 40
-        return self.desk.solve(budget_bytes=budget, planner=planner)
+        budget = self.planner.floor().floor_bytes if planner == "auto" else 1 << 40
+        return self.planner.solve(budget_bytes=budget, planner=planner)
 
 
 @pytest.fixture(scope="module")

@@ -147,10 +147,10 @@ def test_statistics_counted_twice_are_found(
     assert found.differences[0].startswith("buffer norms.0.running_mean, step 1: 32 of 32 values differ")
 
 
-def test_swapped_gradients_are_found(planned: tuple[Target, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanged_gradients_are_found(planned: tuple[Target, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = backend.rewrite
 
-    def swapped(segment: Any, schedule: Any, **options: Any) -> Any:
+    def exchanged(segment: Any, schedule: Any, **options: Any) -> Any:
         graphs = plain(segment, schedule, **options)
         if tuple(schedule) == rewrite.baseline_schedule(segment):
             return graphs  # the graph without recompute that a plan is compared with
@@ -162,7 +162,7 @@ def test_swapped_gradients_are_found(planned: tuple[Target, Plan], monkeypatch: 
         graphs.backward.recompile()
         return graphs
 
-    monkeypatch.setattr(backend, "rewrite", swapped)
+    monkeypatch.setattr(backend, "rewrite", exchanged)
     found = compared(planned)
     assert not found.recompute_exact
     assert found.differences[0].startswith("gradient of layers.1.weight, step 1")

@@ -1,9 +1,9 @@
-"""Rematerialisation of an abstract graph: nodes with bytes and cost, nothing else.
+"""Rematerialization of an abstract graph: nodes with bytes and costs.
 
-Any node may run again anywhere after its first run, nothing is pinned, an output is freed after its
-last read, and nodes may change places. `solve_graph` anneals the whole sequence of runs: first the places
-of first runs alone, then with runs that come again, from several starts. All limits are counts and the
-random numbers are seeded, so that the result is always the same.
+A node may run again anywhere after its first run. An output is freed after its last read. Nodes may change
+places. `solve_graph` anneals the whole sequence of runs: first the order of the first runs, then also
+recomputed runs, from several starts. All limits are counts and the random numbers are seeded, so the result
+is always the same.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ from lowtide.planning.search.problem import Ints, OpRow, Problem, flatten
 from lowtide.units import size_and_bytes
 
 MOVES_PER_NODE = 6_000
-"""Moves of annealing for each node of a small graph."""
+"""Annealing moves for each node of a small graph."""
 
 MANY_MOVES, FEW_PER_NODE = 300_000, 1_300
-"""Larger graphs get these and so many for each node: seconds for hundreds of nodes, growing with them."""
+"""Annealing moves of a larger graph: a constant, and moves for each node. Hundreds of nodes take seconds."""
 
 WARMTHS = (0.03, 0.3, 3.0)
-"""How warm annealing starts, of the mean cost of a node."""
+"""The temperatures where annealing starts, as parts of the mean cost of a node."""
 
 REORDER = 0.5
-"""The share of moves that only change places."""
+"""The share of moves that only reorder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AbstractGraph:
-    """Nodes `0..n-1` in a topological order; `parents[i]` are read by node `i`."""
+    """Nodes `0..n-1` in a topological order; node `i` reads `parents[i]`."""
 
     name: str
     nbytes: tuple[int, ...]
@@ -41,7 +41,7 @@ class AbstractGraph:
 
     @cached_property
     def problem(self) -> Problem:
-        """The graph for the compiled search; op `n + i` runs node `i` again."""
+        """The graph for the compiled search; op `n + i` recomputes node `i`."""
         nodes = range(len(self.nbytes))
         return flatten(
             [OpRow(reads=self.parents[i], makes=(i,), slot=0, may_move=True) for i in nodes],
@@ -56,17 +56,17 @@ class AbstractGraph:
         )
 
     @property
-    def plain_order(self) -> Ints:
+    def baseline_order(self) -> Ints:
         return np.arange(len(self.nbytes), dtype=np.int32)
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the plain order."""
-        return self.problem.evaluate(self.plain_order, 0).peak_bytes if self.nbytes else 0
+        """The peak of the baseline."""
+        return self.problem.evaluate(self.baseline_order, 0).peak_bytes if self.nbytes else 0
 
     @property
     def floor_bytes(self) -> int:
-        """No order holds less: the largest output plus inputs of any node."""
+        """A lower bound: no order has a lower peak than the largest sum of a node's output and inputs."""
         return max(
             nbytes + sum(self.nbytes[p] for p in parents)
             for nbytes, parents in zip(self.nbytes, self.parents, strict=True)
@@ -113,22 +113,22 @@ def load_graph(path: str | Path) -> AbstractGraph:
 
 
 def solve_graph(graph: AbstractGraph, *, budget_bytes: int, moves: int | None = None) -> GraphSolution:
-    """The cheapest order found whose peak is at most `budget_bytes`; BudgetTooSmall when none is.
+    """The cheapest order found with a peak of at most `budget_bytes`; BudgetTooSmall where none is found.
 
-    `moves` of annealing in all; without it, as many as a graph of this size deserves.
+    Annealing takes `moves` moves in all; by default, a number that grows with the graph.
     """
     size = len(graph.nbytes)
     if not size:
         raise LowtideError(f"graph '{graph.name}' has no nodes")
-    enough = min(MOVES_PER_NODE * size, MANY_MOVES + FEW_PER_NODE * size)
-    order = _search(graph, budget_bytes, enough if moves is None else moves)
+    default_moves = min(MOVES_PER_NODE * size, MANY_MOVES + FEW_PER_NODE * size)
+    order = _search(graph, budget_bytes, default_moves if moves is None else moves)
     figures = graph.problem.evaluate(order, budget_bytes)
     if figures.excess_bytes:
-        held = graph.problem.live_bytes(order)
+        live = graph.problem.live_bytes(order)
         raise BudgetTooSmall(
             budget_bytes=budget_bytes,
             floor_bytes=figures.peak_bytes,
-            node=str(int(order[int(held.argmax())]) % size),
+            node=str(int(order[int(live.argmax())]) % size),
             hint=f"No order holds less than {size_and_bytes(graph.floor_bytes)}.",
         )
     nodes = tuple(int(op) % size for op in order)
@@ -142,13 +142,13 @@ def solve_graph(graph: AbstractGraph, *, budget_bytes: int, moves: int | None = 
 
 
 def _search(graph: AbstractGraph, budget_bytes: int, moves: int) -> Ints:
-    """First by changing places alone, which costs nothing; then from there and from the plain order."""
-    plain = graph.plain_order
-    placed, found = _placed(graph, budget_bytes, moves // 4)
+    """Reorder only, at no cost; then recompute as well, starting from that order and from the baseline."""
+    baseline = graph.baseline_order
+    reordered, found = _reordered(graph, budget_bytes, moves // 4)
     if not found:
-        return placed
+        return reordered
     best: tuple[tuple[int, float], Ints] | None = None
-    for start in (placed, plain):
+    for start in (reordered, baseline):
         for seed, warmth in enumerate(WARMTHS, start=1):
             figures, order = graph.problem.anneal(
                 start, budget_bytes=budget_bytes, moves=moves // 8, warmth=warmth, seed=seed, reorder=REORDER
@@ -162,9 +162,9 @@ def _search(graph: AbstractGraph, budget_bytes: int, moves: int) -> Ints:
     return order if (figures.excess_bytes, figures.seconds) <= best[0] else best[1]
 
 
-def _placed(graph: AbstractGraph, budget_bytes: int, moves: int) -> tuple[Ints, int]:
-    """The order of first runs with the least excess, and that excess."""
+def _reordered(graph: AbstractGraph, budget_bytes: int, moves: int) -> tuple[Ints, int]:
+    """The order of first runs with the least bytes above the budget, and these bytes."""
     figures, order = graph.problem.anneal(
-        graph.plain_order, budget_bytes=budget_bytes, moves=moves, warmth=WARMTHS[1], reorder=1.0
+        graph.baseline_order, budget_bytes=budget_bytes, moves=moves, warmth=WARMTHS[1], reorder=1.0
     )
     return order, figures.excess_bytes

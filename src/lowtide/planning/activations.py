@@ -1,7 +1,7 @@
 """Activations: the forward storages that backward reads again, with the attributes of μ-TWO.
 
-An activation is a storage, not a node: views and getitems of it are the same activation.
-Shortcoming: the recompute fields describe one activation dropped alone, all others retained.
+An activation is a storage, not a node: a node and its views are one activation.
+Shortcoming: the recompute fields of an activation assume that all other activations are retained.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from itertools import accumulate
 from lowtide.facts import Activation, Node, Region, Step
 
 NANOSECOND = 1e-9
-"""Ops that cost nothing at all (views) would have an infinite ratio, which no file format likes."""
+"""The shortest recompute: views take no time, and JSON has no infinite ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """Where one storage is made and read; `holder` is the node that names it."""
+    """The ranks that make and read one storage; `holder` is the node that names it."""
 
     storage: int
     maker: int
@@ -25,7 +25,7 @@ class Uses:
 
 
 def storage_uses(step: Step) -> dict[int, Uses]:
-    """Uses of every forward-made, non-static storage held by a forward value that backward reads."""
+    """Uses of each storage that forward makes and backward reads through a forward value; no static ones."""
     nodes, storages = step.nodes, step.storages
     readers: list[list[int]] = [[] for _ in nodes]
     always = [node for node in nodes if not node.on_demand]
@@ -63,7 +63,7 @@ def storage_uses(step: Step) -> dict[int, Uses]:
 
 
 def _holder(step: Step, storage: int, maker: int, holders: list[int]) -> int:
-    """The maker itself, or the getitem that picks `storage` out of the several that it makes."""
+    """The maker, or the getitem that picks `storage` where the maker makes several."""
     if len(step.nodes[maker].makes) > 1:
         for rank in holders:
             node = step.nodes[rank]
@@ -73,9 +73,9 @@ def _holder(step: Step, storage: int, maker: int, holders: list[int]) -> int:
 
 
 def recompute_ranks(step: Step, storage: int, holder: int, kept: set[int]) -> tuple[list[int], list[int]]:
-    """Ranks to run again for `storage`, and the ranks that those read, when only `kept` storages stay.
+    """The ranks to recompute for `storage` where only `kept` storages are retained, and the ranks these read.
 
-    Values without a remat end the walk like kept ones: they would have to stay.
+    A value without a remat ends the walk as a kept value does.
     """
     storages = step.storages
     again: set[int] = set()
@@ -89,9 +89,9 @@ def recompute_ranks(step: Step, storage: int, holder: int, kept: set[int]) -> tu
         remat = step.nodes[rank].recompute
         assert remat is not None
         for read in remat.reads:
-            held = [s for s in step.nodes[read].holds if not storages[s].static]
-            stays = all(s in kept and s != storage for s in held)
-            if stays or step.nodes[read].recompute is None:
+            read_storages = [s for s in step.nodes[read].holds if not storages[s].static]
+            is_kept = all(s in kept and s != storage for s in read_storages)
+            if is_kept or step.nodes[read].recompute is None:
                 sources.add(read)
             else:
                 stack.append(read)
@@ -99,7 +99,7 @@ def recompute_ranks(step: Step, storage: int, holder: int, kept: set[int]) -> tu
 
 
 def activations(step: Step, known: dict[int, Uses] | None = None) -> tuple[Activation, ...]:
-    """All activations of `step`, in the order they are made; `known` are its `storage_uses`, if they are."""
+    """All activations of `step` in the order of their makers; `known`: its `storage_uses`, where known."""
     found = storage_uses(step) if known is None else known
     uses = sorted(found.values(), key=lambda u: (u.maker, u.holder, u.storage))
     names = _names(step, uses)
@@ -121,7 +121,7 @@ def _names(step: Step, uses: list[Uses]) -> dict[int, str]:
 
 
 def why_fixed(step: Step, use: Uses) -> str:
-    """Why this activation can never be recomputed, or '' when it can."""
+    """Why no remat can recompute this activation; '' where one can."""
     if step.storages[use.storage].pinned:
         return "the caller holds it to the end of the step"
     for node in (step.nodes[use.holder], step.nodes[use.maker]):
@@ -157,21 +157,21 @@ def _activation(
         recompute_sources=_source_names(step.nodes, sources, names),
         recompute_nodes=tuple(step.nodes[r].name for r in again),
         recompute_seconds=seconds,
-        recompute_bytes=_bytes_on_the_way(step, again),
+        recompute_bytes=_recompute_peak_bytes(step, again),
         recompute_ratio=0.0 if fixed else nbytes / max(seconds, NANOSECOND),
         fixed=fixed,
     )
 
 
 def _offload_seconds(step: Step, nbytes: int) -> float:
-    """One way over the link, or by a plain copy where there is none."""
+    """The seconds of one transfer; of a copy on the device where the step has no store."""
     if step.transfer_speed is not None:
         return step.transfer_speed.read_seconds(nbytes)
     return nbytes / step.copy_bytes_per_second if step.copy_bytes_per_second else 0.0
 
 
 def _source_names(nodes: tuple[Node, ...], sources: list[int], names: dict[int, str]) -> tuple[str, ...]:
-    """A source that holds activations goes by their names, so that views of one are the same source."""
+    """The names of the activations that the sources read; of the nodes where a source reads none."""
     found: dict[str, None] = {}
     for rank in sources:
         mine = [names[s] for s in nodes[rank].holds if s in names]
@@ -179,15 +179,15 @@ def _source_names(nodes: tuple[Node, ...], sources: list[int], names: dict[int, 
     return tuple(found)
 
 
-def _bytes_on_the_way(step: Step, again: list[int]) -> int:
-    """The most that the runs of `again` hold at once, their sources not counted."""
-    last_holder: dict[int, int] = {}
+def _recompute_peak_bytes(step: Step, again: list[int]) -> int:
+    """The peak of the live bytes that the runs of `again` make, workspaces included."""
+    last_read: dict[int, int] = {}
     for position, rank in enumerate(again):
         remat = step.nodes[rank].recompute
         assert remat is not None
         for read in remat.reads:
             for storage in step.nodes[read].holds:
-                last_holder[storage] = position
+                last_read[storage] = position
     live = most = 0
     made: dict[int, int] = {}
     for position, rank in enumerate(again):
@@ -198,7 +198,7 @@ def _bytes_on_the_way(step: Step, again: list[int]) -> int:
                 made[storage] = step.storages[storage].nbytes
                 live += made[storage]
         most = max(most, live + remat.workspace_bytes)
-        for storage in [s for s in made if last_holder.get(s, -1) <= position and made[s]]:
+        for storage in [s for s in made if last_read.get(s, -1) <= position and made[s]]:
             if position != len(again) - 1:
                 live -= made[storage]
                 made[storage] = 0

@@ -1,12 +1,18 @@
-"""torch's caching allocator for GPUs, simulated: what it reserves for a schedule's blocks.
+"""torch's caching allocator for GPUs, simulated: the bytes that it reserves for the blocks of a schedule.
 
-Requests are rounded to 512 bytes. Those of up to 1 MiB are cut from segments of 2 MiB; larger ones from
-segments of 20 MiB, from 10 MiB on from segments of their own size, rounded to 2 MiB. A freed block is joined
-with free neighbours and cut again for the smallest request that it is the best fit for, but a large block
-is not cut where no more than 1 MiB would be left. Segments are never given back.
+The allocator rounds a request to 512 bytes and cuts a block from a segment:
 
-Shortcomings: one stream, no garbage collection of segments, no `expandable_segments`, and what the process
-did before the step is unknown, which is why what is reserved is the upper end of a range.
+    request          segment
+    up to 1 MiB      2 MiB
+    up to 10 MiB     20 MiB
+    larger           as large as the request, rounded to 2 MiB
+
+A request takes the smallest free block that is large enough. The rest of the block becomes a free block,
+except where the rest of a large block is at most 1 MiB. Free neighbours are joined. The device never gets a
+segment back.
+
+Shortcomings: one stream, no garbage collection of segments, no `expandable_segments`. The allocations of the
+process before the step are unknown. So the reserved bytes are the upper end of a range.
 """
 
 from bisect import bisect_left, insort
@@ -27,12 +33,12 @@ SEGMENT_ROUND_BYTES = 2 * MIB
 
 
 def rounded(nbytes: int) -> int:
-    """What the allocator makes of a request; nothing of nothing."""
+    """The bytes of the block for a request; 0 for a request of 0 bytes."""
     return -(-nbytes // ROUND_BYTES) * ROUND_BYTES
 
 
 def cut_by_allocator(step: Step) -> Step:
-    """The same step with blocks as large as the allocator gives them."""
+    """The same step with storages as large as the blocks of the allocator."""
     return replace(step, storages=tuple(map(_cut, step.storages)))
 
 
@@ -53,7 +59,7 @@ class _Block:
 
 
 class Allocator:
-    """Blocks in use and free ones. Nothing of `reserved_bytes` is ever given back."""
+    """Blocks in use and free blocks; `reserved_bytes` never shrink."""
 
     def __init__(self) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = self.reserved_bytes = 0
@@ -61,7 +67,7 @@ class Allocator:
         self._by_number: dict[int, _Block] = {}
 
     def allocate(self, nbytes: int) -> _Block | None:
-        """A block for a request; None for one of no bytes."""
+        """A block for a request; None for a request of 0 bytes."""
         size = rounded(nbytes)
         if not size:
             return None
@@ -131,14 +137,14 @@ class Allocator:
 
 
 class Reserved(NamedTuple):
-    """The most that a schedule has of blocks at once, as the allocator cuts them, and what is reserved."""
+    """The largest sum of blocks in use at one time point of a schedule, and the sum of all segments."""
 
     allocated_bytes: int
     reserved_bytes: int
 
 
 def reserved_for(step: Step, timeline: Timeline) -> Reserved:
-    """What the allocator makes of a schedule of `step`, whose static blocks are there before."""
+    """The bytes of the allocator under a schedule of `step`; static storages are allocated first."""
     allocator = Allocator()
     for storage in step.storages:
         if storage.static:
@@ -148,19 +154,19 @@ def reserved_for(step: Step, timeline: Timeline) -> Reserved:
     for number, (_, start, end) in enumerate(timeline.blocks):
         starts[start].append(number)
         ends[end].append(number)
-    living: dict[int, _Block | None] = {}
+    live: dict[int, _Block | None] = {}
     for position in range(len(timeline.runs)):
-        inside_bytes = timeline.workspace_bytes[position]
-        leaving = [number for number in ends[position] if number in living]
-        if inside_bytes < 0:  # the result is written over what is read last
-            _release_all(allocator, living, leaving)
+        workspace_bytes = timeline.workspace_bytes[position]
+        freed = [number for number in ends[position] if number in live]
+        if workspace_bytes < 0:  # the op writes its result over its input
+            _release_all(allocator, live, freed)
         for number in starts[position]:
-            living[number] = allocator.allocate(step.storages[timeline.blocks[number][0]].nbytes)
-        allocator.release(allocator.allocate(max(0, inside_bytes)))
-        _release_all(allocator, living, [number for number in ends[position] if number in living])
+            live[number] = allocator.allocate(step.storages[timeline.blocks[number][0]].nbytes)
+        allocator.release(allocator.allocate(max(0, workspace_bytes)))
+        _release_all(allocator, live, [number for number in ends[position] if number in live])
     return Reserved(allocator.peak_allocated_bytes, allocator.reserved_bytes)
 
 
-def _release_all(allocator: Allocator, living: dict[int, "_Block | None"], numbers: Sequence[int]) -> None:
+def _release_all(allocator: Allocator, live: dict[int, "_Block | None"], numbers: Sequence[int]) -> None:
     for number in numbers:
-        allocator.release(living.pop(number))
+        allocator.release(live.pop(number))

@@ -1,20 +1,21 @@
 """The search of `auto` in one form of a step: the Pareto front of bytes and seconds, for all budgets at once.
 
-Every schedule worth having goes into an archive, from which a budget takes the cheapest that fits. The
-answers of the other built-in planners are there, so that `auto` is never worse than any of them. All limits
+An archive collects the schedules of the Pareto front. A budget takes the cheapest schedule that fits. The
+archive has the answers of the other built-in planners, so `auto` is never worse than any of them. All limits
 are counts of moves, never of time, and random numbers are seeded: the same step gives the same archive.
 
-0. A step with many equal blocks: a step with a few of them is solved first (`repeated_blocks`), and its
-   schedules are spread over all blocks. At a memory level where these are near the bound, the search that
-   follows is as long as for the few blocks.
-1. Memory levels fall from the baseline's peak to the proven floor. At each level, annealing starts from the
-   best of: the schedule of the level before, the seeds, and the cuts that prove the level's bound. A cut says
-   what to retain at one time point, whole or packed; this choice dominates the cost at most memory levels.
-2. Below the last level that was reached, the distances shrink until the search fails.
-3. Back up the levels, each from the schedule below; then on at the levels furthest from their bounds.
+0. For a step with many equal blocks, a shorter step with few of them is solved first (`repeated_blocks`). Its
+   schedules are spread over all blocks. At a memory level where a spread schedule is near the bound, the
+   search is as short as for the few blocks.
+1. Memory levels fall from the baseline's peak to the proven floor. At each memory level, annealing starts
+   from the best of: the schedule of the memory level before, the seeds, and the cuts that prove the bound. A
+   cut says what to retain at one time point, whole or packed; this choice dominates the cost at most levels.
+2. Below the lowest memory level reached, the distances shrink until the search fails.
+3. The search goes up the memory levels, each from the schedule below; then on where the gap to the bound is
+   largest.
 4. Between two schedules of the archive, a few budget steps are computed when a budget first asks for them.
    Their seconds stay between those of the two schedules, and each starts from the one below. So a larger
-   budget is never slower, whichever budgets are asked for and in whatever order.
+   budget is never slower, in whatever order budgets are asked for.
 """
 
 from dataclasses import replace
@@ -36,32 +37,32 @@ SEEDS = (retain_all, retain_none, every_block, square_root)
 NUM_LEVELS = 16
 NUM_BUDGET_STEPS = 12
 MOVES_PER_OP = 120
-"""Moves of annealing for each op of a small step, at each level."""
+"""Annealing moves for each op of a small step, at each memory level."""
 MANY_MOVES = 3000
-"""Larger steps get these and `FEW_PER_OP` for each op: there, cuts are good starts."""
+"""Annealing moves of a larger step, and `FEW_PER_OP` for each op: there, cuts are good starts."""
 FEW_PER_OP = 1
 COLD, WARM, HOT = 0.05, 0.5, 3.0
 """The start temperature of annealing: a cold search stays near its start, a warm one leaves it."""
 SOLVED = 1.15
 """A schedule of few blocks, spread over all, that is within this factor of its bound needs little search."""
 ENOUGH = 0.002
-"""The search of a level ends at a schedule that is above its proven bound by this share."""
+"""The search of a memory level ends at a schedule that is above its proven bound by this share."""
 SHORT = 8
 """Starts are compared after this part of the moves."""
 NUM_TIME_POINTS = 2
-"""Time points whose cuts are tried at each level."""
+"""Time points whose cuts are tried at each memory level."""
 BUDGET_STEP_WARMTHS = (WARM, HOT)
 """Start temperatures of the searches from the schedule below; one more starts cold from the one above."""
 BUDGET_STEPS_PER_SEARCH = 2
-"""One of so many budget steps is searched for, the others are cuts alone."""
+"""One of this many budget steps is searched; the others are cuts alone."""
 FLOOR_WARMTHS = (WARM, HOT, HOT, HOT)
 """Start temperatures of the search for the floor, where only schedules far from all others may fit."""
 FLOOR_TIMES, FLOOR_MOVES = 2, 10_000
-"""Moves of each of these searches: a multiple of those at a level, and at least so many."""
+"""Moves of each of these searches: a multiple of those at a memory level, and a minimum."""
 NUM_FAILURES = 4
-"""Levels below the lowest schedule that may fail before the search for the floor ends."""
+"""Memory levels below the lowest schedule that may fail before the search for the floor ends."""
 NUM_REFINEMENTS = 24
-"""Searches at the levels with the largest gaps, and the moves of each."""
+"""Searches at the memory levels with the largest gaps, and the moves of each."""
 REFINE_MOVES = 4000
 
 
@@ -98,7 +99,7 @@ class Auto:
         return self.archive.entries[0].peak_bytes
 
     def best_timeline(self, budget_bytes: int) -> Timeline | None:
-        """The cheapest schedule within `budget_bytes`; that of `mu-two` where it is cheaper for once."""
+        """The cheapest schedule within `budget_bytes`; that of `mu-two` where it is cheaper."""
         entry = self.best(budget_bytes)
         if entry is None:
             return None
@@ -117,9 +118,9 @@ class Auto:
         return self._timelines[id(entry)][1]
 
     def best(self, budget_bytes: int) -> ArchiveEntry | None:
-        """The cheapest entry within `budget_bytes`: of a level, or of a budget step between two levels.
+        """The cheapest entry within `budget_bytes`: of a memory level, or of a budget step between two.
 
-        Of both kinds, none is slower for a larger budget.
+        Neither kind is slower for a larger budget.
         """
         found = self._checked(self._found, budget_bytes)
         between = self._last_budget_step(budget_bytes)
@@ -192,7 +193,7 @@ class Auto:
                 order = found
 
     def _look_for_the_floor(self) -> None:
-        """Try lower and lower levels; the distance shrinks after each failure."""
+        """Try lower and lower memory levels; the distance shrinks after each failure."""
         failures = 0
         while failures < NUM_FAILURES:
             lowest = self.archive.entries[0]
@@ -204,9 +205,9 @@ class Auto:
                 failures += 1
 
     def _lower(self, lowest: ArchiveEntry, level: int) -> bool:
-        """Whether some search finds a schedule within `level`; the archive gets all that are below `lowest`.
+        """Whether a search finds a schedule within `level`; the archive gets every schedule below `lowest`.
 
-        Some searches store nothing packed: among fewer remats they find what the others miss.
+        Some searches pack nothing: a search among fewer remats can find what the others miss.
         """
         moves = max(FLOOR_MOVES, FLOOR_TIMES * self._moves(level))
         start = self._best_start(lowest.order, level)
@@ -225,7 +226,7 @@ class Auto:
         return False
 
     def _walk_up(self, levels: list[int]) -> None:
-        """Search each level from the schedule of the level below, which is far from those of this level."""
+        """Search each memory level from the schedule of the one below, far from the schedules here."""
         below = self.archive.entries[0]
         for warmth in (WARM, HOT):
             self._improve(
@@ -236,7 +237,7 @@ class Auto:
             below = self.archive.best(level) or below
 
     def _refine(self, levels: list[int]) -> None:
-        """Search on at the level with the largest gap, decreasing with the number of earlier attempts."""
+        """Search on at the memory level with the largest gap, divided by the number of earlier attempts."""
         tries = dict.fromkeys(levels, 0)
         moves = min(REFINE_MOVES, _moves(len(self._steps.problem.seconds)))
         for _ in range(NUM_REFINEMENTS):
@@ -256,8 +257,8 @@ class Auto:
             self._improve(level, known[start], warmth=warmth, seed=1 + tries[level], moves=moves)
 
     def _keep_the_best_of(self, levels: list[int]) -> None:
-        """Let budget steps lie between the best entries of the levels alone: no budget step is cheaper than
-        the entry above it, so that other entries would only limit them."""
+        """Keep the best entry of each memory level: no budget step is cheaper than the entry above it, so
+        other entries would only limit budget steps."""
         best = (self._found.best(level) for level in levels)
         self.archive = Archive()
         for entry in (self._found.entries[-1], *best):
@@ -267,7 +268,7 @@ class Auto:
     def _improve(
         self, level: int, start: ArchiveEntry, *, warmth: float, seed: int = 1, moves: int | None = None
     ) -> None:
-        """Add what a search for `level` finds to the archive, if that is better."""
+        """Add the result of a search for `level` to the archive, where it is better."""
         known = self.archive.best(level)
         figures, order = self._anneal(start.order, level, warmth=warmth, seed=seed, moves=moves)
         if not figures.excess_bytes and (known is None or figures.seconds < known.seconds):
@@ -300,12 +301,12 @@ class Auto:
         return None if self._spread is None else self._spread.mixed(level)
 
     def _is_solved(self, level: int) -> bool:
-        """Whether a mixture of schedules of the shorter step is near the bound of a level."""
+        """Whether a mixture of schedules of the shorter step is near the bound of a memory level."""
         mixed = self._mixed(level)
         return mixed is not None and mixed.seconds <= SOLVED * self._bounds.seconds(level)
 
     def _cut_orders(self, level: int) -> list[Ints]:
-        """Sequences that retain what a cut retains at its time point, and all that it does not decide."""
+        """Sequences that retain what a cut keeps live at its time point, and storages outside of the cut."""
         table = self._steps.table
         plans: dict[RematSet, None] = {}
         for point in self._bounds.tightest(level, NUM_TIME_POINTS):
@@ -314,7 +315,7 @@ class Auto:
         return [*(self._steps.sequence(plan) for plan in plans), *self._full_orders(level)]
 
     def _full_orders(self, level: int) -> list[Ints]:
-        """A sequence that retains at the tightest time point what fits there, some of it packed: nearly the
+        """A sequence that retains at the tightest time point as much as fits, partly packed. It is nearly the
         best where no other time point matters."""
         for point in self._bounds.tightest(level, 1):
             cut = point.fullest(level)
@@ -348,7 +349,7 @@ class Auto:
         )
 
     def _moves(self, level: int) -> int:
-        """Moves by the number of ops to search for; copies of a solved block do not count."""
+        """Annealing moves by the number of ops; copies of a solved block do not count."""
         if self._spread is not None and self._is_solved(level):
             return _moves(self._spread.num_ops)
         return _moves(len(self._steps.problem.seconds))
@@ -362,7 +363,7 @@ def _moves(num_ops: int) -> int:
 
 
 def spread_of(problem: PlanningProblem) -> Spread | None:
-    """The schedules of a step with fewer of the equal blocks, where this one has many."""
+    """The schedules of a shorter step with few of the equal blocks; None for a step without many."""
     found = representative(problem.step)
     if found is None:
         return None

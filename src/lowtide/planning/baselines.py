@@ -15,12 +15,12 @@ def retain_all(problem: PlanningProblem, budget_bytes: int) -> RematSet:
 
 
 def retain_none(problem: PlanningProblem, budget_bytes: int) -> RematSet:
-    """Recompute everything that can be: only inputs and fixed values stay."""
+    """Recompute every value that can be: only inputs and fixed values are retained."""
     return problem.retaining(())
 
 
 def every_block(problem: PlanningProblem, budget_bytes: int) -> RematSet:
-    """Retain what passes from one block of the model to another, as `torch.utils.checkpoint` per block does.
+    """Retain the values that one block reads from another, as `torch.utils.checkpoint` per block does.
 
     Blocks are the numbered modules (`layers.3`). Where blocks contain numbered blocks, the depth with the
     lowest peak is taken.
@@ -45,7 +45,7 @@ def every_block(problem: PlanningProblem, budget_bytes: int) -> RematSet:
 
 
 def _numbers(node: Node) -> list[int]:
-    """Where the numbered parts of its module path end."""
+    """The ends of the numbered parts of a node's module path."""
     parts = node.module.split(".")
     return [i + 1 for i, part in enumerate(parts) if part.isdigit()]
 
@@ -59,7 +59,7 @@ def _block(node: Node, depth: int) -> str:
 
 
 def square_root(problem: PlanningProblem, budget_bytes: int) -> RematSet:
-    """Cut the forward pass into about √n parts of equal bytes, and retain what crosses the cuts.
+    """Cut the forward pass into about √n parts of equal bytes, and retain the values that cross the cuts.
 
     Each cut is at the narrowest rank near its even share of the bytes.
     """
@@ -84,7 +84,7 @@ def square_root(problem: PlanningProblem, budget_bytes: int) -> RematSet:
 
 
 def _forward_lives(table: Table) -> list[tuple[int, int, int]]:
-    """(storage, first rank, last forward rank that reads it) of what forward makes."""
+    """(storage, rank of its maker, rank of its last forward reader) of the storages that forward makes."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     nodes, storages = table.step.nodes, table.step.storages
@@ -99,7 +99,7 @@ def _forward_lives(table: Table) -> list[tuple[int, int, int]]:
 
 
 def _crossing_bytes(table: Table, lives: list[tuple[int, int, int]]) -> list[int]:
-    """For each forward rank, the bytes that later forward nodes read of what was made up to it."""
+    """For each forward rank, the bytes made up to that rank that later forward nodes read."""
     change = [0] * table.first_backward
     for storage, first, last in lives:
         change[first] += table.step.storages[storage].nbytes

@@ -87,19 +87,19 @@ class TimePoint:
         wanted[SOURCE] = True
         for _ in range(2):  # a storage that is needed whole, and what could be kept of it
             wanted[self.heads[wanted[self.tails] & self.infinite]] = True
-        held = (self.arc_storage >= 0) & ~self.rest & wanted[self.tails]
-        kept = tuple(sorted(self.arc_storage[held].tolist()))
-        return Cut(0.0, 0.0, 0.0, float(self.arc_bytes[held].sum()), kept, (), wanted)
+        live = (self.arc_storage >= 0) & ~self.rest & wanted[self.tails]
+        kept = tuple(sorted(self.arc_storage[live].tolist()))
+        return Cut(0.0, 0.0, 0.0, float(self.arc_bytes[live].sum()), kept, (), wanted)
 
-    def between(self, lean: Cut, rich: Cut, room: float) -> Cut:
-        """The cut `lean` with the parts of `rich` that fit into `room` as well.
+    def between(self, lean: Cut, rich: Cut, free_bytes: float) -> Cut:
+        """The cut `lean` with the parts of `rich` that fit into `free_bytes` as well.
 
         Where one price has several minimum cuts, as with equal layers, all mixtures of them are minimal.
         """
         differs = lean.reached & ~rich.reached
         inner = differs[self.tails] & differs[self.heads]
         part = components(self.num_vertices, self.tails[inner], self.heads[inner])
-        # of each part, what is held and taken where it is not made anew, against where it is
+        # for each part: the bytes and seconds where it is kept live, minus those where it is made anew
         entered = lean.reached[self.tails] & differs[self.heads] & ~inner
         left = differs[self.tails] & ~lean.reached[self.heads]
         is_whole = self._is_whole(1.0, lean.price)
@@ -116,7 +116,7 @@ class TimePoint:
         numbers = [n for n in np.unique(part[differs]).tolist() if more_seconds[n] < 0]
         reached, nbytes = lean.reached.copy(), lean.nbytes
         for number in sorted(numbers, key=lambda n: (more_seconds[n] / max(more_bytes[n], 1.0), n)):
-            if nbytes + more_bytes[number] <= room:
+            if nbytes + more_bytes[number] <= free_bytes:
                 nbytes += more_bytes[number]
                 reached &= part != number
         return self._border(1.0, lean.price, 0.0, reached)
@@ -128,7 +128,7 @@ class TimePoint:
         costs = np.where(self.rest, whole - least, least)
         most = float(costs[(self.heads == SINK) & ~self.infinite].sum())
         if most <= 0:
-            # nothing needs to be held
+            # no storage needs to be live
             reached = np.arange(self.num_vertices) != SINK
             return Cut(price, 0.0, float(self.arc_seconds.sum()), 0.0, (), (), reached)
         scale = LARGEST / most if weight else 1.0
@@ -141,20 +141,20 @@ class TimePoint:
         """The cut between the vertices `reached` and the others."""
         is_whole = self._is_whole(weight, price)
         crossing = reached[self.tails] & ~reached[self.heads]
-        held = self.arc_storage[crossing]
+        live = self.arc_storage[crossing]
         packed = set(self.arc_storage[crossing & ~is_whole & ~self.rest].tolist())
         return Cut(
             price=price,
             value=value,
             seconds=float(self._taken(self.arc_seconds, self.kept_seconds, is_whole)[crossing].sum()),
             nbytes=float(self._taken(self.arc_bytes, self.kept_bytes, is_whole)[crossing].sum()),
-            kept=tuple(sorted(set(held[held >= 0].tolist()))),
+            kept=tuple(sorted(set(live[live >= 0].tolist()))),
             packed=tuple(sorted(packed.difference(self.arc_storage[crossing & self.rest].tolist()))),
             reached=reached,
         )
 
     def _is_whole(self, weight: float, price: float) -> NDArray[np.bool_]:
-        """By arc, whether packed the whole storage is as cheap as its packed form."""
+        """By arc, whether the whole storage is as cheap as its packed form."""
         whole = weight * self.arc_seconds + price * self.arc_bytes
         is_whole: NDArray[np.bool_] = whole <= weight * self.kept_seconds + price * self.kept_bytes
         return is_whole
@@ -205,7 +205,7 @@ class _Network:
         self.made_by: dict[int, int] = {}
         self.todo: list[int] = []
         self.always: set[int] = set()
-        self.here = self._held_by_the_run()
+        self.here = self._live_in_run()
 
     def time_point(self) -> TimePoint:
         needs, rank = self.needs, self.rank
@@ -243,8 +243,8 @@ class _Network:
             kept_bytes=np.array([arc.kept_bytes for arc in self.arcs], dtype=np.float64),
         )
 
-    def _held_by_the_run(self) -> set[int]:
-        """What the run itself reads and makes."""
+    def _live_in_run(self) -> set[int]:
+        """The storages that the run itself reads and makes."""
         needs = self.needs
         op = needs.table.plain[self.rank]
         made = {s for s, _, is_pinned in op.fresh if not is_pinned}
@@ -259,7 +259,7 @@ class _Network:
             present = self._present(storage)
             vertex = self.vertices[name] = 2 + len(self.vertices)
             self.arcs.append(_Arc(vertex, present, infinite=True))
-            self.arcs.append(self._holding(storage, vertex, self.made_by[storage], rest=True))
+            self.arcs.append(self._keeping(storage, vertex, self.made_by[storage], rest=True))
         return self.vertices[name]
 
     def _present(self, storage: int) -> int:
@@ -271,10 +271,10 @@ class _Network:
             group = needs.group_of.get(storage)
             may_run = group is not None and needs.may_be_made(group, self.rank, needs.table.size)
             self.made_by[storage] = self._made(storage, group) if may_run and group is not None else SINK
-            self.arcs.append(self._holding(storage, vertex, self.made_by[storage], rest=False))
+            self.arcs.append(self._keeping(storage, vertex, self.made_by[storage], rest=False))
         return self.vertices[name]
 
-    def _holding(self, storage: int, tail: int, head: int, *, rest: bool) -> _Arc:
+    def _keeping(self, storage: int, tail: int, head: int, *, rest: bool) -> _Arc:
         """The arc whose cut keeps `storage` or its packed form live; or the `rest` beyond the packed form."""
         nbytes = float(self.needs.nbytes[storage])
         packed = self.needs.packed_form(storage, self.rank)

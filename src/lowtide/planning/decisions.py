@@ -1,4 +1,4 @@
-"""A schedule in words: one decision for each activation, and what would lower the floor of a step."""
+"""A schedule in words: one decision for each activation, and hints how to lower the floor of a step."""
 
 from collections.abc import Container, Mapping, Sequence
 from math import fsum
@@ -25,30 +25,30 @@ def decide(
     step = table.step
     rematerialized = _rematerialized(step, planned.runs)
     seconds = _seconds_by_storage(step, planned, rematerialized)
-    within = _within_others(step, planned.runs)
-    for run, storages in within.items():
+    in_chunks = _made_in_chunks(step, planned.runs)
+    for run, storages in in_chunks.items():
         for storage in storages:
             rematerialized[storage] = [remat_of(step, run)]
             seconds[storage] = [extra_seconds(step, run) / len(storages)]
-    inside = {s: step.nodes[run.rank].name for run, storages in within.items() for s in storages}
+    inside = {s: step.nodes[run.rank].name for run, storages in in_chunks.items() for s in storages}
     over = np.flatnonzero(_by_rank(plain, len(step.nodes)) > budget_bytes)
-    away = _away(step, planned.runs)
-    dearest = max(
+    offloaded = _offloaded(step, planned.runs)
+    highest_price = max(
         (
             a.recompute_seconds / a.nbytes
             for a in found
-            if a.storage in rematerialized and a.nbytes and a.storage not in away
+            if a.storage in rematerialized and a.nbytes and a.storage not in offloaded
         ),
         default=0.0,
     )
-    said = dict(step.rules)
+    rule_texts = dict(step.rules)
     rows = []
     for a in found:
         remats = rematerialized.get(a.storage, ())
         cost = fsum(seconds.get(a.storage, ()))
         action = remats[0].action if remats else Action.RETAINED
         recomputes = action is Action.RECOMPUTE
-        between = away[a.storage] if action is Action.OFFLOAD else ("", "")
+        between = offloaded[a.storage] if action is Action.OFFLOAD else ("", "")
         rows.append(
             Decision(
                 name=a.name,
@@ -64,9 +64,16 @@ def decide(
                 first_backward_use=a.first_backward_use,
                 last_backward_use=a.last_backward_use,
                 recompute_seconds=cost if recomputes else a.recompute_seconds,
-                reason=_why_freed(a, cost, remats, said=said, away=between, inside=inside.get(a.storage, ""))
+                reason=_why_freed(
+                    a,
+                    cost,
+                    remats,
+                    rule_texts=rule_texts,
+                    offloaded=between,
+                    inside=inside.get(a.storage, ""),
+                )
                 if remats
-                else _why_retained(a, over, dearest),
+                else _why_retained(a, over, highest_price),
                 released_after=between[0],
                 fetched_before=between[1],
             )
@@ -76,11 +83,11 @@ def decide(
 
 def _by_rank(timeline: Timeline, num_nodes: int) -> NDArray[np.int64]:
     """The live bytes during the first run of each rank; 0 for ranks that do not run."""
-    held = np.zeros(num_nodes, dtype=np.int64)
+    live = np.zeros(num_nodes, dtype=np.int64)
     for run, nbytes in zip(timeline.runs, timeline.live_bytes, strict=True):
         if run.is_first:
-            held[run.rank] = nbytes
-    return held
+            live[run.rank] = nbytes
+    return live
 
 
 def _kept_bytes(step: Step, remats: Sequence[Remat]) -> int:
@@ -89,10 +96,10 @@ def _kept_bytes(step: Step, remats: Sequence[Remat]) -> int:
     return sum(step.storages[s].nbytes for rank in sorted(kept) for s in step.nodes[rank].makes)
 
 
-def _away(step: Step, runs: Sequence[Run]) -> dict[int, tuple[str, str]]:
-    """By offloaded storage, the names of the nodes between which it is only on the store: the one after which
-    it is let go, and the one before which its first read begins."""
-    let_go = {value_of(step, leave): after for leave, after in released_after(step, runs).items()}
+def _offloaded(step: Step, runs: Sequence[Run]) -> dict[int, tuple[str, str]]:
+    """By offloaded storage, the names of two nodes: after the first the storage is freed, before the second
+    its prefetch begins."""
+    freed_after = {value_of(step, leave): after for leave, after in released_after(step, runs).items()}
     found: dict[int, tuple[str, str]] = {}
     following = ""
     for run in reversed(runs):
@@ -100,13 +107,13 @@ def _away(step: Step, runs: Sequence[Run]) -> dict[int, tuple[str, str]]:
             following = step.nodes[run.rank].name
         elif is_fetch(step, run):
             for storage in source_of(step, run).makes:
-                found[storage] = (step.nodes[let_go[run.rank]].name, following)
+                found[storage] = (step.nodes[freed_after[run.rank]].name, following)
     return found
 
 
 def _rematerialized(step: Step, runs: Sequence[Run]) -> dict[int, list[Remat]]:
     """Storages that backward nodes read from rematerialized values, with the remats that made them."""
-    makers: dict[int, dict[int, int]] = {}  # by rank, the positions of the runs that made what it holds
+    makers: dict[int, dict[int, int]] = {}  # by rank and storage, the position of the maker
     read: dict[int, set[int]] = {}
     for position, run in enumerate(runs):
         source = source_of(step, run)
@@ -126,8 +133,8 @@ def _rematerialized(step: Step, runs: Sequence[Run]) -> dict[int, list[Remat]]:
     return found
 
 
-def _within_others(step: Step, runs: Sequence[Run]) -> dict[Run, list[int]]:
-    """By backward run in chunks, the forward storages that no run reads because it makes them inside."""
+def _made_in_chunks(step: Step, runs: Sequence[Run]) -> dict[Run, list[int]]:
+    """By chunked backward run, the forward storages that it recomputes inside and that no run reads."""
     read = {
         storage
         for run in runs
@@ -155,8 +162,8 @@ def _within_others(step: Step, runs: Sequence[Run]) -> dict[Run, list[int]]:
 def _seconds_by_storage(
     step: Step, planned: Timeline, rematerialized: Container[int]
 ) -> dict[int, list[float]]:
-    """The seconds of each added run, charged to the activation that it rematerializes, or else to the one of
-    its first reader."""
+    """The seconds of each added run, charged to an activation: the one that the run rematerializes, or else
+    the one that its first reader is charged to."""
     latest: dict[int, int] = {}
     first_reader: dict[int, int] = {}
     for position, run in enumerate(planned.runs):
@@ -187,21 +194,21 @@ def _why_freed(
     seconds: float,
     remats: Sequence[Remat],
     *,
-    said: Mapping[str, str],
-    away: tuple[str, str],
+    rule_texts: Mapping[str, str],
+    offloaded: tuple[str, str],
     inside: str,
 ) -> str:
     between = f"ranks {a.last_forward_use} and {a.first_backward_use}"
     if remats[0].action is Action.OFFLOAD:
-        between = f"'{away[0]}' and '{away[1]}'"
+        between = f"'{offloaded[0]}' and '{offloaded[1]}'"
     idle = f"frees {format_size(a.nbytes)} between {between}"
     often = f", {len(remats)} times" if len(remats) > 1 else ""
-    how = said.get(remats[0].rule, remats[0].rule)
+    how = rule_texts.get(remats[0].rule, remats[0].rule)
     where = f", inside of '{inside}'" if inside else ""
     return f"{idle} for {1e3 * seconds:.3g} ms: {how}{often}{where}"
 
 
-def _why_retained(a: Activation, over: NDArray[np.intp], dearest: float) -> str:
+def _why_retained(a: Activation, over: NDArray[np.intp], highest_price: float) -> str:
     if a.fixed:
         return f"cannot be recomputed: {a.fixed}"
     if not len(over):
@@ -209,8 +216,8 @@ def _why_retained(a: Activation, over: NDArray[np.intp], dearest: float) -> str:
     following = int(np.searchsorted(over, a.last_forward_use, side="right"))
     if following == len(over) or over[following] >= a.first_backward_use:
         return "does not live across the peak"
-    if a.nbytes and a.recompute_seconds / a.nbytes > dearest:
-        cost, limit = (1e3 * 2**20 * each for each in (a.recompute_seconds / a.nbytes, dearest))
+    if a.nbytes and a.recompute_seconds / a.nbytes > highest_price:
+        cost, limit = (1e3 * 2**20 * each for each in (a.recompute_seconds / a.nbytes, highest_price))
         return f"costs more per byte ({cost:.3g} ms/MiB) than what is recomputed (at most {limit:.3g})"
     return "the budget is met without it"
 
@@ -225,28 +232,28 @@ LASTING = {
 
 
 def floor_hint(step: Step, timeline: Timeline) -> str:
-    """What is live at the lowest peak, and what to try."""
+    """The largest kinds that are live at the lowest peak, and remedies."""
     at = timeline.peak_position
-    held = {kind: int(series[at]) for kind, series in timeline.bytes_by_kind.items()}
-    return hint(step.nodes[timeline.peak_rank].region, held)
+    live = {kind: int(series[at]) for kind, series in timeline.bytes_by_kind.items()}
+    return hint(step.nodes[timeline.peak_rank].region, live)
 
 
-def hint(region: Region, held: Mapping[Kind, int]) -> str:
-    """The same from the region of the lowest peak, and the live bytes there by kind."""
+def hint(region: Region, live: Mapping[Kind, int]) -> str:
+    """The hint from the region of the lowest peak, and the live bytes there by kind."""
     largest = ", ".join(
         f"{format_size(nbytes)} {kind.value.replace('_', ' ')}"
-        for kind, nbytes in sorted(held.items(), key=lambda item: -item[1])[:3]
+        for kind, nbytes in sorted(live.items(), key=lambda item: -item[1])[:3]
         if nbytes
     )
-    lighter = ["an optimizer with less state such as SGD"] if held.get(Kind.OPTIMIZER_STATE) else []
+    lighter = ["an optimizer with less state such as SGD"] if live.get(Kind.OPTIMIZER_STATE) else []
     if region is Region.OPTIMIZER:
         remedies = ["fused=True", "foreach=False", *lighter]
         return (
             f"The optimizer step sets it ({largest}), which no recompute lowers. "
             f"Try {listed(remedies, 'or')}."
         )
-    lasting = {words: held[kind] for kind, words in LASTING.items() if held.get(kind)}
-    if lasting and 2 * sum(lasting.values()) > sum(held.values()):
+    lasting = {words: live[kind] for kind, words in LASTING.items() if live.get(kind)}
+    if lasting and 2 * sum(lasting.values()) > sum(live.values()):
         remedies = [*lighter, "a smaller model", "lower precision"]
         return (
             f"{listed(list(lasting), 'and').capitalize()} set it ({largest}), which no recompute lowers. "

@@ -5,7 +5,7 @@ Each cut gives a bound that falls linearly with the budget: a tangent of the cur
 prices at the time point with the largest bound: so a bound depends on the step and the budget alone.
 
 Shortcomings: a bound knows one time point at a time, so it is loose where a plan must rematerialize a value
-several times; and it holds for the step's own order of first runs.
+several times. A bound is valid for the step's own order of first runs.
 """
 
 from collections.abc import Iterable
@@ -46,22 +46,22 @@ class TangentCurve:
         return [found[price] for price in sorted(found)]
 
     def seconds(self, budget_bytes: int) -> float:
-        """What the known cuts prove for a budget."""
+        """The bound of the known cuts for a budget."""
         if budget_bytes < self.least_bytes:
             return inf
-        room = budget_bytes - self.at.fixed_bytes
-        return max((cut.value - cut.price * room for cut in self._sides), default=0.0)
+        free_bytes = budget_bytes - self.at.fixed_bytes
+        return max((cut.value - cut.price * free_bytes for cut in self._sides), default=0.0)
 
     def best_seconds(self, budget_bytes: int) -> float:
-        """What the best price proves for a budget."""
+        """The bound of the best price for a budget."""
         if budget_bytes < self.least_bytes:
             return inf
-        room = budget_bytes - self.at.fixed_bytes
-        if room >= self.most.nbytes:
+        free_bytes = budget_bytes - self.at.fixed_bytes
+        if free_bytes >= self.most.nbytes:
             return 0.0
         points = [self.most, *self._sides, self.leanest]
-        above = min((p for p in points if p.nbytes > room), key=lambda p: (p.nbytes, p.seconds))
-        below = [p for p in points if p.nbytes <= room]
+        above = min((p for p in points if p.nbytes > free_bytes), key=lambda p: (p.nbytes, p.seconds))
+        below = [p for p in points if p.nbytes <= free_bytes]
         best = self.seconds(budget_bytes)
         if not below:
             return best
@@ -71,10 +71,10 @@ class TangentCurve:
             if price <= 0:
                 break
             cut = self._cut(price)
-            best = max(best, cut.value - price * room)
+            best = max(best, cut.value - price * free_bytes)
             if cut.seconds + price * cut.nbytes >= (above.seconds + price * above.nbytes) * (1 - 1e-9):
                 break
-            if cut.nbytes > room:
+            if cut.nbytes > free_bytes:
                 above = cut
             else:
                 under = cut
@@ -106,10 +106,12 @@ class TangentCurve:
 
     def _sides_of(self, budget_bytes: int) -> tuple[list[Cut], list[Cut]]:
         """Cuts that fit into a budget and cuts that do not, by their bytes."""
-        room = budget_bytes - self.at.fixed_bytes
+        free_bytes = budget_bytes - self.at.fixed_bytes
         self.best_seconds(budget_bytes)
         cuts = sorted([self.leanest, *self.cuts], key=lambda cut: (cut.nbytes, cut.seconds))
-        return [cut for cut in cuts if cut.nbytes <= room], [cut for cut in cuts if cut.nbytes > room]
+        return [cut for cut in cuts if cut.nbytes <= free_bytes], [
+            cut for cut in cuts if cut.nbytes > free_bytes
+        ]
 
     def _cut(self, price: float) -> Cut:
         if price not in self._cuts:

@@ -6,8 +6,8 @@ offload `policy_with_offload`; C `offload_overhead`; D `overhead`; E `update_cho
 G `DroppedStorages.peak_bytes` (the true simulator: temporaries of the recompute, longer live ranges,
 optimizer and aliases count); H, where a value leaves and is prefetched, is `transfer_schedule`.
 
-Where the paper is silent: ties go to the larger, then the earlier activation; totals of those already chosen
-and every ratio are refreshed. Known weakness, kept: the ratio does not look where the peak is.
+Where the paper is silent: ties go to the larger, then the earlier activation; totals of chosen activations
+and every ratio are refreshed. Known weakness, kept: the ratio ignores where the peak is.
 
 Departures of the offload branch from the paper: a candidate whose read cannot begin behind any op costs its
 whole transfer, and no more. Compute that hides one read hides no other: each direction has one transfer at a
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What the greedy has after one more choice: its newest activation and the true peak."""
+    """The state of the greedy after one more choice: the newest activation and the true peak."""
 
     storage: int
     peak_bytes: int
@@ -61,7 +61,7 @@ class Prefix:
 
 
 def overhead(candidate: Candidate) -> float:
-    """Algorithm D: what recomputing it costs in all."""
+    """Algorithm D: the seconds of all recomputes of a candidate."""
     return candidate.recompute_seconds * candidate.count
 
 
@@ -71,7 +71,7 @@ def refresh(candidate: Candidate) -> None:
 
 
 def update_chosen(t: Candidate, chosen: Iterable[Candidate]) -> None:
-    """Algorithm E: those already chosen that read `t` now start from the sources of `t`."""
+    """Algorithm E: chosen candidates that read `t` now start from the sources of `t`."""
     for r in chosen:
         if t.name in r.sources:
             r.sources = (r.sources - {t.name}) | t.sources
@@ -82,7 +82,7 @@ def update_chosen(t: Candidate, chosen: Iterable[Candidate]) -> None:
 
 
 def update_candidates(t: Candidate, candidates: Iterable[Candidate], chosen: list[Candidate]) -> None:
-    """Algorithm F: what the choice of `t` (already among `chosen`) means for those that remain."""
+    """Algorithm F: update the remaining candidates after the choice of `t`, which `chosen` contains."""
     for c in candidates:
         if t.name not in c.sources and c.name not in t.sources:
             continue
@@ -111,7 +111,7 @@ def policy(problem: PlanningProblem) -> list[Prefix]:
     The choices do not depend on the budget, only where the loop stops does.
     """
     recomputable = [a for a in problem.activations if not a.fixed]
-    # sources that are never chosen change nothing, and those of long chains would be all parameters
+    # only sources that can be chosen matter; a long chain also has all its parameters as sources
     names = {a.name for a in recomputable}
     candidates = [
         Candidate(a.name, a, names.intersection(a.recompute_sources), a.recompute_seconds)
@@ -127,7 +127,7 @@ def policy(problem: PlanningProblem) -> list[Prefix]:
 
 
 class Pool:
-    """The candidates, and those chosen so far: a choice looks at those alone that it concerns."""
+    """The candidates, and the chosen ones: a choice updates only the candidates that it concerns."""
 
     def __init__(self, candidates: list[Candidate]) -> None:
         for candidate in candidates:
@@ -135,8 +135,8 @@ class Pool:
         self._all = {candidate.name: candidate for candidate in candidates}
         self._chosen: dict[str, Candidate] = {}
         self._readers: dict[str, dict[str, None]] = {}
-        """by source, the names of those that start from it, or once did"""
-        # of equal ratio, as `pick` has them
+        """by source, the names of the candidates that start from it, now or before"""
+        # ties as in `pick`
         best_last = sorted(
             candidates, key=lambda c: (c.activation.nbytes, -c.activation.creation_rank, c.name)
         )
@@ -146,7 +146,7 @@ class Pool:
         self._note(candidates)
 
     def choose(self) -> Candidate | None:
-        """The next one of the greedy; None when all are chosen."""
+        """The next choice of the greedy; None when all candidates are chosen."""
         while self._heap:
             ratio, _, name = heappop(self._heap)
             t = self._all[name]
@@ -180,7 +180,7 @@ class Pool:
 
 
 def mu_two(problem: PlanningProblem, budget_bytes: int) -> RematSet | Timeline:
-    """The planner: the first choices that fit, or those with the lowest peak where none do."""
+    """The planner: the fewest choices that fit, or the choices with the lowest peak."""
     if can_offload(problem.step):
         order = policy_with_offload(problem, budget_bytes)
         return problem.placed(problem.search_problem.runs(order), budget_bytes)
@@ -189,7 +189,7 @@ def mu_two(problem: PlanningProblem, budget_bytes: int) -> RematSet | Timeline:
 
 
 def first_within(problem: PlanningProblem, budget_bytes: int) -> RematSet | None:
-    """What to recompute after the fewest choices that fit; None where none do."""
+    """The remats of the fewest choices that fit; None where none fit."""
     for last, prefix in enumerate(problem.once(policy)):
         if prefix.peak_bytes <= budget_bytes:
             return _remats(problem, last)
@@ -197,7 +197,7 @@ def first_within(problem: PlanningProblem, budget_bytes: int) -> RematSet | None
 
 
 def lowest(problem: PlanningProblem) -> RematSet:
-    """What to recompute after the choices with the lowest peak."""
+    """The remats of the choices with the lowest peak."""
     prefixes = problem.once(policy)
     return _remats(problem, min(range(len(prefixes)), key=lambda last: prefixes[last].peak_bytes))
 
@@ -231,7 +231,7 @@ class Prefetching:
 
 
 def offload_overhead(activation: Activation, speed: TransferSpeed, free: Prefetching) -> float:
-    """Algorithm C: what of its read cannot hide behind ops between the peak interval and its use."""
+    """Algorithm C: the seconds of the read that no op between the peak interval and the use hides."""
     hidden = sum(free.seconds[rank] for rank in free.hideable(activation))
     return max(0.0, speed.read_seconds(activation.nbytes) - hidden)
 
@@ -241,7 +241,7 @@ def longest_idle(candidates: list[Activation]) -> Activation:
 
 
 def policy_with_offload(problem: PlanningProblem, budget_bytes: int) -> Ints:
-    """Algorithm B: the sequence of its choices when it fits, or where it had its lowest peak."""
+    """Algorithm B: the first sequence that fits, or the one with the lowest peak."""
     speed = problem.step.transfer_speed
     assert speed is not None
     table, steps = problem.table, problem.search_problem
@@ -263,19 +263,21 @@ def policy_with_offload(problem: PlanningProblem, budget_bytes: int) -> Ints:
     lowest_bytes = int(live.max(initial=0))
     while live.max(initial=0) > budget_bytes and (recomputable or offloadable):
         free.after = _end_of_peak(steps, order, live, budget_bytes)
-        away = longest_idle(offloadable) if offloadable else None
-        again = pick(recomputable) if recomputable else None
-        if away is not None and (again is None or offload_overhead(away, speed, free) <= overhead(again)):
-            free.use_up(away, speed.read_seconds(away.nbytes))
-            offloaded.add(away.storage)
-            taken = away.storage
+        to_offload = longest_idle(offloadable) if offloadable else None
+        to_recompute = pick(recomputable) if recomputable else None
+        if to_offload is not None and (
+            to_recompute is None or offload_overhead(to_offload, speed, free) <= overhead(to_recompute)
+        ):
+            free.use_up(to_offload, speed.read_seconds(to_offload.nbytes))
+            offloaded.add(to_offload.storage)
+            taken = to_offload.storage
         else:
-            assert again is not None
-            recomputable.remove(again)
-            update_chosen(again, chosen)
-            chosen.append(again)
-            update_candidates(again, recomputable, chosen)
-            taken = again.activation.storage
+            assert to_recompute is not None
+            recomputable.remove(to_recompute)
+            update_chosen(to_recompute, chosen)
+            chosen.append(to_recompute)
+            update_candidates(to_recompute, recomputable, chosen)
+            taken = to_recompute.activation.storage
         offloadable = [a for a in offloadable if a.storage != taken]
         recomputable = [c for c in recomputable if c.activation.storage != taken]
         dropped = {c.activation.storage for c in chosen}

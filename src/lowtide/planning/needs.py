@@ -1,7 +1,7 @@
 """When a step needs which storages, and which remats can make them anew.
 
 Bounds count storages, not values: a value needs a block of each storage that it refers to, and a block is
-made by a first run or by a remat. So a bound holds for every choice of remats.
+made by a first run or by a remat. So a bound is valid for every choice of remats.
 
 Remats that make a common storage form one `Group`. A bound uses only facts that are true of each of them:
 the least seconds, and the storages that each of them reads or makes.
@@ -40,7 +40,7 @@ class Group:
     needs: tuple[int, ...]
     """storages that each of these remats reads or makes"""
     whole: frozenset[int]
-    """those of them that must be whole, not packed"""
+    """the needs that must be whole, not packed"""
     within: int | None
     segments: frozenset[int]
 
@@ -83,7 +83,7 @@ class Needs:
             nbytes = self.nbytes[storage]
             uses = [made, *self.readers.get(storage, ())]
             for use, following in pairwise([*uses, uses[-1]]):
-                # held during the use itself, and after it as long as nothing could make it anew
+                # live during the use, and after it until a remat could make it anew
                 until = following if self.stays(storage, use, following) else use + 1
                 change[use] += nbytes
                 change[max(until, use + 1)] -= nbytes
@@ -258,10 +258,10 @@ def _packed_forms(table: Table) -> tuple[dict[int, PackedForm], set[int]]:
 
 
 class _Served:
-    """Which values unpacking can give.
+    """The values that unpacking can give.
 
-    A value comes from a run of its own rank. A run before a time point keeps its block live there; a run
-    after it unpacks the block, or refers to a value of which the same is true.
+    A run of a rank makes its value. A run before a time point keeps its block live there. A run after the
+    time point unpacks the block, or refers to a value that unpacking can give.
     """
 
     def __init__(self, table: Table, unpacking: set[int]) -> None:

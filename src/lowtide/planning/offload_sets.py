@@ -136,21 +136,21 @@ class OffloadSets:
 
     def rows(self, order: Ints) -> Iterator[tuple[int, Ints]]:
         """Sequences with more and more values offloaded, and the expected peak of each."""
-        held = self._steps.problem.live_bytes(order).copy()
+        live = self._steps.problem.live_bytes(order).copy()
         idle = self.idle(order)
-        least_bytes = int(held.max(initial=0)) // SMALLEST_PART
+        least_bytes = int(live.max(initial=0)) // SMALLEST_PART
         idle = [value for value in idle if value.nbytes > least_bytes]
         chosen: list[Idle] = []
         while True:
-            yield int(held.max(initial=0)), with_fetches(order, chosen)
-            top = int(held.argmax()) if len(held) else 0
+            yield int(live.max(initial=0)), with_fetches(order, chosen)
+            top = int(live.argmax()) if len(live) else 0
             usable = [value for value in idle if value.last_use < top < value.next_use]
             if not usable:
                 return
             value = max(usable, key=lambda v: (v.seconds, v.nbytes, -v.op))
             idle.remove(value)
             chosen.append(value)
-            held[value.last_use + 1 : value.next_use] -= value.nbytes
+            live[value.last_use + 1 : value.next_use] -= value.nbytes
 
     def _border(self, order: Ints) -> int:
         """The position where the backward pass begins."""

@@ -145,9 +145,9 @@ class Planner:
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
         """The cheapest schedule that `planner` finds with a peak of at most `budget_bytes`.
 
-        BudgetTooSmall when it finds none; then its `floor_bytes` is the lowest peak this planner
-        reaches. Only `auto` searches for the lowest peak of all, so that only its solutions tell it.
-        `may_be_eager` is for who can leave the model to eager PyTorch where that alone fits.
+        BudgetTooSmall when it finds none: its `floor_bytes` is the lowest peak this planner reaches. Only
+        `auto` searches for the floor, so only solutions of `auto` have `floor_bytes`.
+        `may_be_eager`: where no schedule fits and eager PyTorch does, the solution is eager.
         """
         timeline = self.planned(planner, budget_bytes)
         if timeline.peak_bytes > budget_bytes:
@@ -203,7 +203,7 @@ class Planner:
             device=self.step.device,
             static_bytes=self.step.static_bytes,
             step_in_backward=step_in_backward,
-            optimizer_chunk_bytes=0 if taken is None else taken.piece_bytes,
+            optimizer_chunk_bytes=0 if taken is None else taken.chunk_bytes,
             holds_outputs=self.step.holds_outputs,
             lower_bound_seconds=self._lower_bound(timeline, budget_bytes),
             floor_bound_bytes=self.floor_bound(),
@@ -221,7 +221,7 @@ class Planner:
         return max(0.0, min(self.search.bound_seconds(budget_bytes), timeline.added_seconds))
 
     def tradeoff(self, *, points: int = 50) -> list[Solution]:
-        """The curve of `auto`: a plan for each of `points` budgets, from the plain peak to the floor."""
+        """The curve of `auto`: a plan for each of `points` budgets, from the baseline's peak to the floor."""
         if points < 1:
             raise LowtideError(f"a curve needs at least one point, not {points}")
         high, low = self.eager_peak_bytes, self.floor_bytes

@@ -1,4 +1,4 @@
-"""What every planner gets: one step, and the questions about it that need no search."""
+"""The input of every planner: one step, and the answers about it that need no search."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -62,7 +62,7 @@ class PlanningProblem:
     def retaining(self, storages: Iterable[int]) -> RematSet:
         """Retain these storages and recompute all others, each right before its first backward reader.
 
-        What can never be recomputed is retained as well.
+        Values that have no remat are retained as well.
         """
         return retain_only(self.table, storages)
 

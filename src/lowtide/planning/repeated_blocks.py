@@ -3,17 +3,16 @@
     forward   E [b b b b b b b b b b] H        E: embedding, H: head, b: equal blocks
     shorter   E [b b b b b b b] H              the blocks in the middle are left out
 
-- `find_repeats`: where equal ops follow each other again and again, layer by layer. Ops are equal by what
-  they do, make and cost, and by the distance of what they read; names do not count. The blocks are ranges of
-  equal length in a row in the forward pass, and such ranges in the opposite order in the backward pass.
-- `representative`: the step without the blocks in the middle; the neighbours of the gap read each other. What
-  is best for one block is best for its copies, but for the bytes that are left in the end.
-- `Spread`: the schedules of the shorter step in the whole one. Each tile of blocks does what one tile does.
-  Between two schedules, a budget is used up by some blocks that follow the one and others that follow the
-  other. Only pairs between which no third schedule is better than any mixture count.
+- `find_repeats`: equal ops that repeat layer by layer. Two ops are equal where op, sizes, costs and the
+  distances of their reads are equal; names do not count. The blocks are consecutive ranges of equal length in
+  the forward pass, and such ranges in the opposite order in the backward pass.
+- `representative`: the step without the blocks in the middle; the neighbours of the gap read each other. The
+  best choice for one block is the best for its copies, except for a remainder of the budget.
+- `Spread`: the schedules of the shorter step in the whole one. All tiles of blocks do the
+  same. For a budget between two schedules, some blocks follow the one and the others follow the other. Only
+  schedules on the lower convex hull are mixed.
 
-Nothing relies on the shorter step but the places where the search begins: the bytes and seconds of a schedule
-are counted with all blocks.
+The shorter step only gives starts for the search: the simulator counts the bytes and seconds of all blocks.
 
 Shortcoming: blocks whose ops are interleaved with others, or that have another order in the backward pass,
 are not found.
@@ -86,7 +85,7 @@ def find_repeats(step: Step) -> list[Repeat]:
 
 
 class _Ops:
-    """The ops of a step, told apart by what they do."""
+    """The ops of a step by kind: equal kinds do and cost the same."""
 
     def __init__(self, step: Step) -> None:
         self._nodes, self._border = step.nodes, step.first_backward_rank
@@ -123,8 +122,8 @@ class _Ops:
     def _read_alike(self, one: int, two: int, shifts: tuple[int, int]) -> bool:
         mine, other = self._nodes[one], self._nodes[two]
         return self._alike(mine.reads, other.reads, shifts) and all(
-            self._alike(way.reads, same.reads, shifts)
-            for way, same in zip(mine.remats, other.remats, strict=True)
+            self._alike(remat.reads, same.reads, shifts)
+            for remat, same in zip(mine.remats, other.remats, strict=True)
         )
 
     def _alike(self, reads: tuple[int, ...], others: tuple[int, ...], shifts: tuple[int, int]) -> bool:
@@ -138,14 +137,14 @@ class _Ops:
 
 
 def _kind(node: Node, made: list[tuple[int, bool, bool]]) -> tuple[object, ...]:
-    """What an op does and costs."""
+    """The op, sizes and costs of a node and of its remats."""
 
-    def told(one: Node | Remat) -> tuple[object, ...]:
+    def figures_of(one: Node | Remat) -> tuple[object, ...]:
         sizes = tuple([made[s] for s in one.makes])
         return len(one.reads), len(one.holds), sizes, one.seconds, one.workspace_bytes
 
-    ways = [(remat.rule, told(remat)) for remat in node.remats]
-    return node.op, node.region, node.segment, node.on_demand, told(node), *ways
+    remats = [(remat.rule, figures_of(remat)) for remat in node.remats]
+    return node.op, node.region, node.segment, node.on_demand, figures_of(node), *remats
 
 
 def _runs_of(same: NDArray[np.bool_], least: int) -> list[tuple[int, int]]:
@@ -157,7 +156,7 @@ def _runs_of(same: NDArray[np.bool_], least: int) -> list[tuple[int, int]]:
 Some = TypeVar("Some", Node, Remat)
 
 TILE = 4
-"""Blocks that are repeated together: some of them can be recomputed from what others retain."""
+"""Blocks that are repeated together: some can be recomputed from values that others retain."""
 HEAD, TAIL = 1, 2
 """Blocks before and after the tile, which can differ from it at the ends of the run."""
 MOST = 0.18
@@ -188,8 +187,8 @@ class BlockGap:
         return self.forward <= rank < one or self.backward <= rank < two
 
     def moved(self, rank: int, reader: int) -> int | None:
-        """The rank that a reader reads instead of one that is left out: the equal op of the nearest block on
-        the reader's side. None for readers outside of all blocks."""
+        """The rank that a reader reads instead of a left-out `rank`: the equal op of the nearest block on the
+        reader's side. None for readers outside of all blocks."""
         repeat = self.repeat
         if reader not in repeat.forward and reader not in repeat.backward:
             return None
@@ -218,10 +217,10 @@ class Representative:
         parts: list[list[Rerun]] = [[] for _ in range(1 + self.most_blocks)]
         for slot, number in sorted(plan):
             rank = short.remats[number].rank
-            way = short.again[rank].index(number)
+            place = short.again[rank].index(number)
             for part, where, what in self._copies(self._ranks[slot], self._ranks[rank]):
                 if where >= whole.first_backward and whole.may_run(what, where):
-                    parts[part].append((where, whole.again[what][way]))
+                    parts[part].append((where, whole.again[what][place]))
         return parts
 
     def _copies(self, slot: int, rank: int) -> Iterator[tuple[int, int, int]]:
@@ -246,7 +245,7 @@ def representative(step: Step) -> Representative | None:
 
 
 def _gap(step: Step, repeat: Repeat) -> BlockGap | None:
-    """The most that can be left out of a row of blocks. Its backward part begins where its forward values are
+    """The largest gap in a row of blocks. The backward part of the gap begins where its forward values are
     first read."""
     forward, backward = repeat.forward, repeat.backward
     begin = forward.start + (HEAD + TILE) * forward.length
@@ -291,7 +290,7 @@ def _shortened(step: Step, gaps: list[BlockGap], ranks: list[int]) -> Step:
         found = None if gap is None else gap.moved(rank, reader)
         if found is None or found not in new:
             return None
-        # what is read across many blocks can end up anywhere
+        # a read across many blocks can end at any op
         return found if len(step.nodes[found].makes) == len(step.nodes[rank].makes) else None
 
     def storage_for(storage: int, reader: int) -> int | None:
@@ -308,16 +307,16 @@ def _shortened(step: Step, gaps: list[BlockGap], ranks: list[int]) -> Step:
         reads = tuple(new[u] for read in one.reads if (u := rank_for(read, reader)) is not None)
         makes = tuple(s for made in one.makes if (s := storage_for(made, reader)) is not None)
         there = {s for read in reads for s in holds[read]}.union(makes)
-        held = tuple(s for held in one.holds if (s := storage_for(held, reader)) in there)
-        return replace(one, reads=reads, makes=makes, holds=held)
+        kept = tuple(s for old in one.holds if (s := storage_for(old, reader)) in there)
+        return replace(one, reads=reads, makes=makes, holds=kept)
 
     nodes: list[Node] = []
     for i, rank in enumerate(ranks):
         nodes.append(replace(short(step.nodes[rank], rank), rank=i, eager_reads=()))
         holds.append(nodes[-1].holds)
-    for i, rank in enumerate(ranks):  # remats may read what comes later
+    for i, rank in enumerate(ranks):  # remats may read later nodes
         if nodes[i].remats:
-            nodes[i] = replace(nodes[i], remats=tuple(short(way, rank) for way in nodes[i].remats))
+            nodes[i] = replace(nodes[i], remats=tuple(short(remat, rank) for remat in nodes[i].remats))
     made = sorted(storages, key=storages.__getitem__)
     return replace(
         step,

@@ -252,7 +252,7 @@ class RepeatedGraphsPlanner(Planner):
         position = 0
         for (region, graph), group in groupby(timeline.runs, key=lambda run: self._place(run.rank)):
             length = len(list(group))
-            held = int(timeline.live_bytes[position : position + length].max())
+            live = int(timeline.live_bytes[position : position + length].max())
             position += length
             is_backward = region is Region.BACKWARD
             if is_backward and graph in waiting:
@@ -260,7 +260,7 @@ class RepeatedGraphsPlanner(Planner):
             own = 0
             if graph >= 0:
                 own = of[graph].backward_bytes if is_backward else of[graph].forward_bytes
-            base = held - own - sum(of[other].saved_bytes for other in waiting)
+            base = live - own - sum(of[other].saved_bytes for other in waiting)
             yield _GraphPass(base, graph, is_backward, tuple(waiting))
             if region is Region.FORWARD and graph >= 0:
                 waiting.append(graph)
@@ -326,12 +326,12 @@ def _graph_schedules(step: Step, segment: int) -> list[PricedSchedule]:
 def _graph_schedule(step: Step, timeline: Timeline) -> PricedSchedule:
     border = next(i for i, run in enumerate(timeline.runs) if step.nodes[run.rank].name == REST)
     rest_bytes = step.storages[-1].nbytes
-    held = timeline.live_bytes
+    live = timeline.live_bytes
     return PricedSchedule(
         seconds=timeline.added_seconds,
-        saved_bytes=int(held[border]) - rest_bytes,
-        backward_bytes=int(held[border + 1 :].max(initial=0)),
-        forward_bytes=int(held[:border].max(initial=0)),
+        saved_bytes=int(live[border]) - rest_bytes,
+        backward_bytes=int(live[border + 1 :].max(initial=0)),
+        forward_bytes=int(live[:border].max(initial=0)),
         schedule=graph_schedules(step, timeline.runs)[0].schedule,
     )
 

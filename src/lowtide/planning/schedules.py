@@ -47,18 +47,18 @@ def eager_timeline(step: Step) -> Timeline:
 
 
 def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Leave out every remat run that makes no storage and reads first values alone.
+    """Leave out remat runs of views and parts of tuples whose reads are first values.
 
-    Its value, a view or a part of a tuple, is the same as that of the first run.
+    The value of such a run is the value of the first run.
     """
-    brought_back: set[int] = set()
+    rematerialized: set[int] = set()
     kept = []
     for run in runs:
         if is_remat(step, run):
             remat = source_of(step, run)
-            if not remat.makes and brought_back.isdisjoint(remat.reads):
+            if not remat.makes and rematerialized.isdisjoint(remat.reads):
                 continue
-            brought_back.add(run.rank)
+            rematerialized.add(run.rank)
         kept.append(run)
     return tuple(kept)
 
@@ -92,9 +92,9 @@ Releases = Sequence[tuple[int, int]]
 def runs_of_schedules(
     step: Step, schedules: Sequence[Sequence[GraphRun]], releases: Sequence[Releases] = ()
 ) -> tuple[Run, ...]:
-    """How a step runs by one schedule for each of its graphs; those may be of another batch shape.
+    """The runs of a step by one schedule for each of its graphs; the schedules may be of another batch shape.
 
-    Offloaded values that `releases` do not mention are let go after their last use in the forward pass.
+    Offloaded values that `releases` do not mention are freed after their last forward read.
     ValueError when a graph has no such ops; `simulate` checks the rest.
     """
     scheduled: list[list[Run]] = []
@@ -207,10 +207,10 @@ def reserve(step: Step) -> Reserve:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """How the optimizer's step goes: in pieces of `piece_bytes`, or whole for 0; the most that is held then,
-    and what of it the optimizer makes itself, where that is known."""
+    """The optimizer's step in chunks of `chunk_bytes`, or whole for 0: the peak of the step, and the bytes
+    that the optimizer allocates itself, where known."""
 
-    piece_bytes: int
+    chunk_bytes: int
     peak_bytes: int
     inside_bytes: int
 
@@ -219,24 +219,24 @@ class OptimizerStep:
 
 
 def optimizer_step(step: Step, timeline: Timeline, budget_bytes: int) -> OptimizerStep:
-    """The optimizer's step whole, or in the largest pieces within the budget, or else in the smallest."""
-    ways = (0, *(piece_bytes for piece_bytes, _ in reversed(step.optimizer_chunks)))
-    found = [split_optimizer_step(step, timeline, piece_bytes) for piece_bytes in ways]
+    """The optimizer's step whole, else in the largest chunks within the budget, else in the smallest."""
+    ways = (0, *(chunk_bytes for chunk_bytes, _ in reversed(step.optimizer_chunks)))
+    found = [split_optimizer_step(step, timeline, chunk_bytes) for chunk_bytes in ways]
     return next((way for way in found if way.peak_bytes <= budget_bytes), found[-1])
 
 
-def split_optimizer_step(step: Step, timeline: Timeline, piece_bytes: int) -> OptimizerStep:
-    """The optimizer's step in pieces of `piece_bytes`, one of those that the step knows, or whole for 0."""
-    most = dict(step.optimizer_chunks).get(piece_bytes)
+def split_optimizer_step(step: Step, timeline: Timeline, chunk_bytes: int) -> OptimizerStep:
+    """The optimizer's step in chunks of `chunk_bytes`, a size that the step knows, or whole for 0."""
+    most = dict(step.optimizer_chunks).get(chunk_bytes)
     peak_bytes = inside_bytes = 0
-    for run, held_bytes in zip(timeline.runs, timeline.live_bytes, strict=True):
+    for run, live_bytes in zip(timeline.runs, timeline.live_bytes, strict=True):
         node = step.nodes[run.rank]
         if node.region is Region.OPTIMIZER:
             whole = node.workspace_bytes + node.extra_eager_bytes
             inside = whole if most is None else min(whole, most)
-            peak_bytes = max(peak_bytes, int(held_bytes) - node.workspace_bytes + inside)
+            peak_bytes = max(peak_bytes, int(live_bytes) - node.workspace_bytes + inside)
             inside_bytes = max(inside_bytes, inside)
-    return OptimizerStep(piece_bytes, peak_bytes, inside_bytes if step.optimizer_chunks else 0)
+    return OptimizerStep(chunk_bytes, peak_bytes, inside_bytes if step.optimizer_chunks else 0)
 
 
 def bucket_bytes(step: Step) -> int:
@@ -247,8 +247,8 @@ def bucket_bytes(step: Step) -> int:
 def with_buckets(step: Step, *, bucket_bytes: int, gradients_in_buckets: bool) -> Step:
     """The same step with buckets for gradients beside it.
 
-    Where gradients are handed over to buckets that hold all of them, each is freed once it is there. In a
-    step of several graphs, where a gradient may wait for what another graph adds to it, they still count.
+    Where the buckets take all gradients, each gradient is freed once it is in a bucket. In a step of several
+    graphs, the gradients stay live: another graph may add to them.
     """
     if not bucket_bytes:
         return step
@@ -279,9 +279,9 @@ def _is_own_gradient(storage: Storage) -> bool:
 
 
 def batch_bytes(step: Step) -> int:
-    """What the model's own graphs read of the batch."""
-    outside = _outside(step)
-    read = {s for node in step.nodes if node.segment not in outside for s in node.makes}
+    """The bytes of the batch that the model's own graphs read."""
+    in_loss = _loss_graphs(step)
+    read = {s for node in step.nodes if node.segment not in in_loss for s in node.makes}
     return sum(s.nbytes for s in step.storages if s.kind is Kind.INPUT and s.id in read)
 
 
@@ -291,17 +291,17 @@ def _earlier_gradient_bytes(step: Step) -> int:
     return sum(step.storages[s].nbytes for s in forward if step.storages[s].kind is Kind.GRADIENT)
 
 
-def _outside(step: Step) -> set[int]:
+def _loss_graphs(step: Step) -> set[int]:
     return {index for index, graph in enumerate(step.graphs) if not graph.in_model}
 
 
 def _loss_reserve(step: Step) -> Reserve:
-    """What a loss outside of the model makes, counted from its first op to where its gradients arrive.
+    """The bytes of a loss outside of the model, from its first op to the tangents of the model.
 
-    Nothing is recomputed there, so that it is the same in every plan.
+    The loss recomputes nothing, so these bytes are the same in every plan.
     """
-    outside = _outside(step)
-    loss = [n for n in step.nodes if n.segment in outside and n.region is not Region.OPTIMIZER]
+    in_loss = _loss_graphs(step)
+    loss = [n for n in step.nodes if n.segment in in_loss and n.region is not Region.OPTIMIZER]
     made = {s for node in step.nodes for s in node.makes}
     unread = {s.id for s in step.storages if s.kind is Kind.INPUT and s.id not in made}
     inputs = unread | {s for node in loss for s in node.makes if _is_input(step.storages[s])}
@@ -311,13 +311,13 @@ def _loss_reserve(step: Step) -> Reserve:
     arrivals = [
         n
         for n in step.nodes
-        if n.segment not in outside and n.region is Region.BACKWARD and n.op == "placeholder"
+        if n.segment not in in_loss and n.region is Region.BACKWARD and n.op == "placeholder"
     ]
     border = [*loss, *arrivals]
     own = {s for node in border for s in node.makes if not step.storages[s].static}
     storages = tuple(s if s.id in own else replace(s, nbytes=0) for s in step.storages)
     timeline = simulate(replace(step, storages=storages), baseline_runs(step))
-    alone = {run.rank: int(held) for run, held in zip(timeline.runs, timeline.live_bytes, strict=True)}
+    alone = {run.rank: int(live) for run, live in zip(timeline.runs, timeline.live_bytes, strict=True)}
     kept = {s for s in own if step.storages[s].pinned} | {s for n in arrivals for s in n.holds if s in own}
     tangent_bytes = sum(graph.tangent_bytes for graph in step.graphs if graph.in_model)
     return Reserve(

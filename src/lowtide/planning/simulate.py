@@ -3,13 +3,12 @@
 - A run makes fresh blocks, has its workspace while it runs, and afterwards frees every value that no later
   run reads. A block is live while a live value refers to it.
 - Static blocks are always live. A pinned block is live from the run that makes it to the end of the step.
-- A run reads the latest earlier run of each node that it needs.
-- A remat run makes a second block. What the forward pass saves for a remat is made only where a run uses it.
+- A run reads the latest earlier run of each node.
+- A remat run makes a second block. A node on demand runs only where a remat reads it.
 - A backward node that runs by a rule replaces the chain of ops that leads to it alone.
 - An offloaded value is live until the run that frees it, and again from the run that fetches it. Its
   transfers take time alone (`transfer_model`).
-- A part that is taken again from a tuple of the forward pass is the part's first value: it keeps that part
-  live, and not the rest of the tuple.
+- A rematerialized part of a forward tuple is the part's first value: it keeps only that part live.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -62,7 +61,7 @@ class Timeline:
 
 
 def baseline_runs(step: Step) -> tuple[Run, ...]:
-    """The baseline: every node once, those on demand not at all."""
+    """The baseline: every node once, without nodes on demand."""
     return tuple(Run(node.rank) for node in step.nodes if not node.on_demand)
 
 
@@ -70,7 +69,7 @@ def eager_runs(step: Step) -> tuple[Run, ...]:
     """The step in the order in which eager PyTorch runs it."""
     nodes = [node for node in step.nodes if not node.on_demand]
     places = [i for i, node in enumerate(nodes) if node.eager_place]
-    # by where each segment's backward pass stands, which is the same for both
+    # segments by the start of their backward pass: eager has the same order of segments
     start: dict[int, int] = {}
     for i in places:
         start.setdefault(nodes[i].segment, i)
@@ -82,7 +81,7 @@ def eager_runs(step: Step) -> tuple[Run, ...]:
 
 
 def source_of(step: Step, run: Run) -> Node | Remat:
-    """The node of a first run, or the remat of any other: what the run reads, makes and costs."""
+    """The node of a first run, or the remat of any other run: its reads, makes and costs."""
     return step.nodes[run.rank] if run.is_first else remat_of(step, run)
 
 
@@ -148,7 +147,7 @@ def recompute_slots(step: Step) -> tuple[int, ...]:
 
 
 def tuple_of(step: Step, remat: Remat) -> int | None:
-    """The rank of the tuple that a remat only takes a part of; None for any other remat."""
+    """The rank of the tuple of which a remat takes a part; None for any other remat."""
     if remat.makes or len(remat.reads) != 1:
         return None
     whole = remat.reads[0]
@@ -193,22 +192,22 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
 
 
 def _check_run(step: Step, run: Run, seen: set[int]) -> None:
-    rank, method = run
+    rank, rule = run
     if not 0 <= rank < len(step.nodes):
         raise ValueError(f"there is no rank {rank}")
     node = step.nodes[rank]
-    if method and node.region is not Region.FORWARD and (rank in seen or not node.remats):
+    if rule and node.region is not Region.FORWARD and (rank in seen or not node.remats):
         raise ValueError(f"'{node.name}' is not a forward node, yet rematerialized")
     if is_remat(step, run) and rank not in seen:
         raise ValueError(f"'{node.name}' is rematerialized before it has run")
-    reads = source_of(step, run).reads if method else node.reads
+    reads = source_of(step, run).reads if rule else node.reads
     if not seen.issuperset(reads):
         missing = next(read for read in reads if read not in seen)
         raise ValueError(f"'{node.name}' reads '{step.nodes[missing].name}', which has not run")
 
 
 def _check_first(rank: int, due: int, needless: Container[int]) -> None:
-    """First runs come in the order of ranks; only needless ones may be missing."""
+    """First runs are in the order of ranks; only needless runs may be missing."""
     left_out = [other for other in range(due, rank) if other not in needless]
     if rank < due or left_out:
         wanted = left_out[0] if left_out else due
@@ -246,14 +245,14 @@ def simulate(step: Step, runs: Sequence[Run]) -> Timeline:
 
 
 def simulate_unchecked(step: Step, runs: Sequence[Run]) -> Timeline:
-    """The same for runs in any order in which they can run, such as eager's."""
+    """The same for runs in any valid order, such as eager's."""
     nodes, storages = step.nodes, step.storages
     static = [storage.static for storage in storages]
     num_runs = len(runs)
     latest = [-1] * len(nodes)
     first_value = [False] * len(nodes)
     last_read = list(range(num_runs))
-    held: list[dict[int, int]] = []
+    blocks_of: list[dict[int, int]] = []
     block_storage: list[int] = []
     block_start: list[int] = []
     block_pinned: list[bool] = []
@@ -261,9 +260,9 @@ def simulate_unchecked(step: Step, runs: Sequence[Run]) -> Timeline:
     seconds: list[float] = []
     added_seconds: list[float] = []
     for position, run in enumerate(runs):
-        rank, method = run
+        rank, rule = run
         node = nodes[rank]
-        source = source_of(step, run) if method else node
+        source = source_of(step, run) if rule else node
         again = is_remat(step, run)
         first_value[rank] = not again
         whole = tuple_of(step, source) if isinstance(source, Remat) else None
@@ -280,16 +279,16 @@ def simulate_unchecked(step: Step, runs: Sequence[Run]) -> Timeline:
         for storage in source.holds:
             if not static[storage] and storage not in mine:
                 mine[storage] = _shared_block(
-                    step, node, storage, [held[latest[read]] for read in source.reads]
+                    step, node, storage, [blocks_of[latest[read]] for read in source.reads]
                 )
-        held.append(mine)
+        blocks_of.append(mine)
         latest[rank] = position
         workspace.append(source.workspace_bytes)
         seconds.append(source.seconds)
         added_seconds.append(_added_seconds(step, run))
 
     block_end = list(block_start)
-    for position, mine in enumerate(held):
+    for position, mine in enumerate(blocks_of):
         until = last_read[position]
         for block in mine.values():
             block_end[block] = max(block_end[block], until)
@@ -312,7 +311,7 @@ def simulate_unchecked(step: Step, runs: Sequence[Run]) -> Timeline:
         peak_position=peak,
         peak_rank=runs[peak].rank if num_runs else 0,
         peak_node=nodes[runs[peak].rank].name if num_runs else "",
-        # fsum: the same runs cost the same in whatever order they stand.
+        # fsum: the sum does not depend on the order of the runs
         seconds=fsum([*seconds, *stalls]),
         added_seconds=fsum([*added_seconds, *stalls]),
         blocks=tuple(zip(block_storage, block_start, block_end, strict=True)),
@@ -323,9 +322,9 @@ def simulate_unchecked(step: Step, runs: Sequence[Run]) -> Timeline:
 
 def _shared_block(step: Step, node: Node, storage: int, sources: Iterable[dict[int, int]]) -> int:
     """The block of `storage` that `node` shares with the first of its reads that has one."""
-    for held in sources:
-        if storage in held:
-            return held[storage]
+    for blocks in sources:
+        if storage in blocks:
+            return blocks[storage]
     raise ValueError(
         f"'{node.name}' holds storage {storage} ('{step.storages[storage].name}'), "
         "which it neither makes nor finds in what it reads"

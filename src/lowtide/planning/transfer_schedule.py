@@ -60,9 +60,9 @@ def placed(step: Step, runs: Sequence[Run], *, budget_bytes: int, slack: float =
     smallest = _together(
         frame, [release.earliest for release in frame.releases], [fetch.latest for fetch in frame.fetches]
     )
-    held = simulate(step, smallest).live_bytes
+    live_bytes = simulate(step, smallest).live_bytes
     in_frame = [not (step.nodes[run.rank].movable or is_fetch(step, run)) for run in smallest]
-    spare_bytes = budget_bytes - held[in_frame]
+    spare_bytes = budget_bytes - live_bytes[in_frame]
     slow = replace(
         step.transfer_speed,
         write_bytes_per_second=step.transfer_speed.write_bytes_per_second / slack,
@@ -233,19 +233,19 @@ def _walk(
     waiting: list[_Waiting] = []
     for position, takes in enumerate(seconds):
         if waiting:
-            held = sum(w.nbytes for w in waiting if w.since < position)
+            live_bytes = sum(w.nbytes for w in waiting if w.since < position)
             stay: list[_Waiting] = []
             for transfer in waiting:
                 if transfer.since >= position:
                     stay.append(transfer)
-                elif transfer.end <= clock or held > spare_bytes[position] or transfer.until < position:
+                elif transfer.end <= clock or live_bytes > spare_bytes[position] or transfer.until < position:
                     clock = max(clock, transfer.end)
                     places[transfer.number] = position - 1
-                    held -= transfer.nbytes
+                    live_bytes -= transfer.nbytes
                 else:
                     stay.append(transfer)
             waiting = stay
-            spare_bytes[position] -= held
+            spare_bytes[position] -= live_bytes
         clock += takes
         for transfer in begins(position):
             free = max(clock, free) + transfer.end

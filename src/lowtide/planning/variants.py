@@ -1,15 +1,15 @@
 """The forms of a step that `auto` searches, as one flat list, and the search over all of them.
 
-A variant settles two things for the whole step before any remat is chosen:
+A variant fixes two choices for the whole step before the search chooses remats:
 
     chunks    op by op | each backward chain as it is fastest | each as it is smallest
-              | op by op, and one remat rule for each value that is computed again
+              | op by op, and one remat rule for each recomputed value
     offload   never | alone: nothing is recomputed | mixed with recompute
 
 A step without chunks and without a store has one variant, a step with both up to twelve. Each is searched on
 its own, since a search among more rules can miss what a search among fewer finds. A budget takes the cheapest
-schedule of all variants, so that none is slower than without chunks or without offload. Each search serves
-larger budgets with what it has for smaller ones, so that a larger budget is never slower.
+schedule of all variants, so chunks and offload never make a schedule slower. A schedule for a smaller budget
+also serves larger ones, so a larger budget is never slower.
 
 Shortcoming: no variant treats single chains differently, and the bounds say nothing about such schedules.
 """
@@ -194,8 +194,8 @@ def offload_alone(problem: PlanningProblem) -> Archive[Offloading]:
 
 
 def offload_mixed(problem: PlanningProblem) -> Archive[Offloading]:
-    """Schedules that recompute and offload. The search starts from schedules without a store, from those in
-    which a value comes back for the seconds of its transfers, and from those of `mu-two`."""
+    """Schedules that recompute and offload. The search starts from schedules without a store, from schedules
+    where a fetch costs the seconds of both transfers, and from schedules of `mu-two`."""
     without = problem.once(without_offload)
     search = without.once(Auto)
     runs = [without.search_problem.runs(entry.order) for entry in search.archive.entries]
@@ -219,7 +219,7 @@ def _with_remats(step: Step, remats: Callable[[Node], tuple[Remat, ...]]) -> Ste
 
 
 def _priced(step: Step, node: Node) -> tuple[Remat, ...]:
-    """The remats of a node, where reading back costs the seconds of both transfers."""
+    """The remats of a node, where a fetch costs the seconds of both transfers."""
     speed = step.transfer_speed
     assert speed is not None
     found = []
@@ -254,7 +254,7 @@ def _is_dominated(remat: Remat, others: Sequence[Remat]) -> bool:
 
 
 def _with_one_recompute(node: Node) -> tuple[Remat, ...]:
-    """The remats of a forward node, of those that compute its value again only the preferred."""
+    """The remats of a forward node, with only the preferred recompute."""
     if node.region is not Region.FORWARD:
         return node.remats
     preferred = node.recompute

@@ -238,9 +238,9 @@ def compiled_peak(step: Step, solution: Solution, segment: Segment, executor: In
     number = next(number for number, graph in enumerate(step.graphs) if graph.in_model)
     rises = _rises(step, number, solution.graphs[number], segment, executor)
     timeline = simulate(step, solution.schedule.runs)
-    piece_bytes = solution.optimizer_chunk_bytes
+    chunk_bytes = solution.optimizer_chunk_bytes
     peak_bytes = (
-        0 if solution.step_in_backward else split_optimizer_step(step, timeline, piece_bytes).peak_bytes
+        0 if solution.step_in_backward else split_optimizer_step(step, timeline, chunk_bytes).peak_bytes
     )
     begun: set[Region] = set()
     for position, run in enumerate(timeline.runs):

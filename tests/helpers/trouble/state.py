@@ -36,7 +36,7 @@ class StochasticDepth(nn.Module):
 
 
 class DrawsInVain(nn.Module):
-    """Random numbers that nobody reads, which move the generator on all the same."""
+    """Random numbers that no op reads; they still advance the generator."""
 
     def __init__(self) -> None:
         super().__init__()

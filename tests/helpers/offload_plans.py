@@ -1,4 +1,4 @@
-"""Plans by hand that swap whatever can be, as early and as late as a test likes."""
+"""Plans by hand that offload every value that can be, released and prefetched where a test says."""
 
 from dataclasses import replace
 
@@ -11,8 +11,9 @@ from lowtide.planning.simulate import recompute_slots, simulate
 from lowtide.planning.transfer_model import last_forward_reads, with_releases
 
 
-def swapped(found: lowtide.Profile, *, delay: int = 0, ahead: int = 0) -> lowtide.Plan:
-    """Every value leaves `delay` ops after its last reader, and is fetched `ahead` ops before its first."""
+def offload_plan(found: lowtide.Profile, *, delay: int = 0, ahead: int = 0) -> lowtide.Plan:
+    """Every value is released `delay` ops after its last forward read, and fetched `ahead` ops before its
+    first backward read."""
     step = found.step
     assert step.transfer_speed is not None
     solution = by_hand(found, "swap").solution

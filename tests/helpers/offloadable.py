@@ -6,8 +6,8 @@ from lowtide.facts import Action, Kind, Node, Region, Remat, Step, Storage, Tran
 from lowtide.planning.activations import storage_uses
 
 
-def with_swap(step: Step, link: TransferSpeed, *, least_bytes: int = 1) -> Step:
-    """The same step, where every activation of at least that many bytes can leave for a store."""
+def with_offload(step: Step, link: TransferSpeed, *, least_bytes: int = 1) -> Step:
+    """The same step, where every activation of at least `least_bytes` can be offloaded."""
     holders = {
         use.holder: use.storage
         for use in storage_uses(step).values()
@@ -27,15 +27,15 @@ def with_swap(step: Step, link: TransferSpeed, *, least_bytes: int = 1) -> Step:
     for node in step.nodes:
         remats = tuple(replace(r, reads=tuple(rank_of[u] for u in r.reads)) for r in node.remats)
         if node.rank in holders:
-            swapped = (holders[node.rank],)
-            swap = Remat(
+            stored = (holders[node.rank],)
+            offload = Remat(
                 rule="swap",
                 action=Action.OFFLOAD,
                 reads=(leave_of[node.rank],),
-                holds=swapped,
-                makes=swapped,
+                holds=stored,
+                makes=stored,
             )
-            remats = (*remats, swap) if node.holds == swapped else remats
+            remats = (*remats, offload) if node.holds == stored else remats
         nodes.append(
             replace(
                 node,
