@@ -1,5 +1,5 @@
-"""The facts of a step while they are collected: of the whole step (`Analysis`), and of one graph
-(`GraphAnalysis`); and where in the user's model and source a graph node comes from."""
+"""The facts of a step (`Analysis`) and of one graph (`GraphAnalysis`) while they are collected; the module
+and the source line of a graph node."""
 
 import re
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ class GraphNode:
 class Analysis:
     """The nodes and storages of a step so far, and the graph node behind each rank.
 
-    Tensors of the user are known by their `id`: `inputs` and `gradients` map it to a storage, `updated` has
+    The user's tensors are keyed by their `id`: `inputs` and `gradients` map it to a storage, `updated` has
     the parameters that are updated in the backward pass. `kept` has the ranks that only a remat rule needs.
     `missing` and `apart` have, for each graph, the outputs without gradient and the inputs whose gradient
-    leaves the graph as terms. `uncaptured_calls` are the ops of uncaptured code, by the rank of its node,
-    each with the bytes that stay live when the op ends. `ends` has the last rank of each pass of a graph, and
-    `earlier` is the rank of the gradients of earlier micro-batches.
+    leaves the graph as terms. `uncaptured_calls` has the ops of uncaptured code by the rank of the code's
+    node, each with the bytes that stay live when the op ends. `ends` has the last rank of each pass of a
+    graph, and `earlier` is the rank of the gradients of earlier micro-batches.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -83,9 +83,9 @@ class GraphAnalysis:
     """One execution of a graph: the rank and the storages of each of its nodes.
 
     `storage_of` maps the storage of a fake tensor to a storage of the step. `changed` are storages that the
-    step writes in place. `rules` are the remat rules that fit a node, each with the ranks that make what the
-    rule keeps; `fixed` is the reason where none fits. A graph that is not `in_model` is the loss's, which
-    runs eagerly.
+    step writes in place. `rules` are the remat rules that fit a node, each with the ranks that make the
+    rule's kept tensors; `fixed` is the reason where none fits. A graph that is not `in_model` belongs to the
+    loss, which runs eagerly.
     """
 
     def __init__(self, index: int, segment: Segment, *, in_model: bool) -> None:
@@ -113,7 +113,7 @@ class GraphAnalysis:
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the module a node belongs to, as in `model.named_modules()`."""
+    """The path of a node's module, as in `model.named_modules()`."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""

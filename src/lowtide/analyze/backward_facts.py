@@ -1,4 +1,4 @@
-"""How the ops of a backward pass run other than captured: in which order, over which inputs, in which chunks.
+"""How a backward pass differs from the captured one: order of ops, writes over inputs, chains in chunks.
 
 - `backward_order`: weight gradients first, which shortens live ranges
 - `overwrites`: ops that write their result over an input that nothing reads later
@@ -32,8 +32,8 @@ NO_CALLS: Mapping[fx.Node, Call] = {}
 
 
 def backward_order(segment: Segment) -> Sequence[fx.Node]:
-    """The backward ops of a segment in the order to run them: weight gradients first, or as captured where
-    that has no lower peak.
+    """The backward ops of a segment in the order to run them: weight gradients first, if that lowers the
+    peak.
 
     Autograd computes the gradient of a layer's input before the gradients of its parameters, so that the
     layer's input stays live meanwhile. In the other order the input is freed first:
@@ -65,7 +65,7 @@ def _reordered(ops: Sequence[fx.Node], grads: set[fx.Node]) -> list[fx.Node]:
         if node in feeds_one:
             place[node] = after_inputs(node, -1)
     for node in reversed(ops):
-        if place[node] < 0:  # it reads only forward values: right before its first reader
+        if place[node] < 0:  # reads only forward values: goes right before its first reader
             users = (place[user] for user in node.users if user in index and place[user] >= 0)
             place[node] = min(users, default=index[node])
     last = -1
@@ -79,7 +79,7 @@ def _reordered(ops: Sequence[fx.Node], grads: set[fx.Node]) -> list[fx.Node]:
 
 
 def _feeding_one(ops: Sequence[fx.Node], grads: set[fx.Node]) -> set[fx.Node]:
-    """Ops that feed at most one gradient, and whose place does not matter otherwise."""
+    """Ops that feed at most one gradient, and that may move."""
     fed: dict[fx.Node, set[fx.Node]] = {}
     for node in reversed(ops):
         mine = {node} & grads
@@ -98,16 +98,16 @@ def _may_move(node: fx.Node) -> bool:
 def overwrites(
     segment: Segment, backward: Sequence[fx.Node], calls: Mapping[fx.Node, Call] = NO_CALLS
 ) -> dict[fx.Node, Call]:
-    """What ops call to write their result over an input, where the backward ops run in the order `backward`.
+    """For ops that can write their result over an input: the calls that do so, in the order `backward`.
 
-    `calls` are what some ops run instead, in place of all of their `replaced_ops`, too. A call has nodes of
-    the graph among its arguments.
+    `calls` replace some ops, each together with the `replaced_ops` of the op. A call has nodes of the graph
+    among its arguments.
     """
     return BackwardOrder(segment, backward).overwrites(calls) if segment.differentiable else {}
 
 
 class BackwardOrder:
-    """The backward ops of a graph in one order: which nodes refer to a storage, and where it is read last."""
+    """The backward ops of a graph in one order: the nodes that refer to each storage, and its last read."""
 
     def __init__(self, segment: Segment, ops: Sequence[fx.Node]) -> None:
         graph = segment.joint.graph
@@ -132,18 +132,18 @@ class BackwardOrder:
 
     @contextlib.contextmanager
     def as_one(self, end: fx.Node, replaced: Collection[fx.Node]) -> Iterator[None]:
-        """Within it, the ops `replaced` run where `end` does."""
+        """A context in which the ops `replaced` run at the position of `end`."""
         before = {node: self.position[node] for node in replaced}
         self.position.update(dict.fromkeys(replaced, self.position[end]))
         yield
         self.position.update(before)
 
     def overwriting_call(self, node: fx.Node, call: Call | None = None) -> Call | None:
-        """What a node calls to write its result over an input; None where it may not.
+        """The call by which a node writes its result over an input; None where it may not.
 
-        It may write over a value of the backward pass that nothing reads later. It may write over a forward
-        value only if backward reads nothing later that depends on the value: then no plan recomputes it.
-        `call` is what runs in place of the node's own op.
+        A node may write over a backward value that no later op reads. It may write over a forward value only
+        if no later op of backward reads anything that depends on the value: then no plan recomputes the
+        value. `call` runs in place of the node's own op.
         """
         if call is not None and call.target is in_chunks:
             for place, value in enumerate(call.args[1]):
@@ -161,15 +161,15 @@ class BackwardOrder:
         return None
 
     def affected_by(self, end: fx.Node, replaced: Collection[fx.Node]) -> set[fx.Node]:
-        """Other ops whose `overwriting_call` can depend on whether `replaced` run where `end` does: readers
-        of the same storages, and ops that ask what else depends on a forward value."""
+        """Other ops whose `overwriting_call` can change when `replaced` run at the position of `end`: readers
+        of the same storages, and ops that may write over a forward value."""
         touched = [source for node in replaced for source in (node, *node.all_input_nodes)]
         keys = {key for node in touched for key in self.keys[node]}
         readers = {user for key in keys for holder in self.holders[key] for user in holder.users}
         return readers.union(self.loss_gradients) - self.forward - {end, *replaced}
 
     def _may_replace(self, value: fx.Node, reader: fx.Node, *, reads: Sequence[fx.Node] = ()) -> bool:
-        """Whether the result of `reader` fits over `value`, and `reader` is the last to read its storage.
+        """Whether the result of `reader` fits over `value`, and `reader` is the last reader of its storage.
 
         A reader that lists all its `reads` may read `value` several times."""
         keys, holders = self.keys[value], self._holders(value)
@@ -189,7 +189,7 @@ class BackwardOrder:
         return min(self._holders(value), key=self.position.__getitem__) not in self.forward
 
     def _is_never_recomputed(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether backward reads nothing after `reader` that depends on a forward value."""
+        """Whether no op of backward after `reader` reads anything that depends on a forward value."""
         stack, seen = self._holders(value), set[fx.Node]()
         while stack:
             node = stack.pop()
@@ -207,14 +207,14 @@ class BackwardOrder:
 
 
 def _keys(node: fx.Node) -> list[int]:
-    """The storages that a node's value refers to, and those of the removed nodes that it stands for."""
+    """The storages of a node's value, and of the removed nodes that it replaces."""
     return [*storages_of(node), *map(storage_key, stands_for(node))]
 
 
 def _fits_over(value: fx.Node, result: fx.Node) -> bool:
-    """Whether a result has the dtype and strides of a value, and kernels go through memory in the same order.
+    """Whether a result has the dtype and strides of a value, and kernels visit memory in the same order.
 
-    That order does not matter for ops that round once; `alpha` of a sum is a second rounding.
+    The order does not matter for ops that round once; `alpha` of a sum is a second rounding.
     """
     here, there = value.meta.get("val"), result.meta.get("val")
     if not isinstance(here, Tensor) or not isinstance(there, Tensor) or here.dtype is not there.dtype:
@@ -235,8 +235,9 @@ def add_chunked_remats(
 ) -> None:
     """Add to the last op of each chain in backward the remats that run the chain in chunks.
 
-    `written_over` are the ops that write over an input where all ops run one by one. A chain is left out
-    where it takes another op the value to write over, and where it reads what the step changes in place.
+    `written_over` are the ops that write over an input where all ops run one by one. A chain is left out if
+    another op could then no longer write over its input, or if the chain reads a value that the step changes
+    in place.
     """
     done: set[fx.Node] = set()
     for end in reversed(order.ops):

@@ -4,7 +4,7 @@
                                                                 |
     Captured <── Step <── optimizer's ops <── shards <── tensors that no graph reads
 
-`capture` is the whole way. Costs come later: `with_costs` fills them in once `Captured.calls` are profiled.
+`capture` does all of this. `with_costs` adds the costs once `Captured.calls` are profiled.
 """
 
 import logging
@@ -121,13 +121,13 @@ def capture(
         )
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
         if gpu is not None:
-            captured = replace(captured, traced=None)  # it calls kernels that a CPU lacks
+            captured = replace(captured, traced=None)  # the compiled model calls kernels that a CPU lacks
     _warn(captured.step, traced)
     return captured
 
 
 def _warn(step: Step, traced: Trace) -> None:
-    """Say what of a captured step is not counted, or may not be exact."""
+    """Warn of parts of a captured step that are not counted, or may not be exact."""
     if UNCAPTURED + NOT_COUNTED in step.notes:
         logger.warning(
             "%s, so budgets are kept only for the rest: lowtide.verify says what the whole takes",
@@ -164,7 +164,7 @@ def _warn(step: Step, traced: Trace) -> None:
 
 
 def only_loss_live(traced: Trace) -> Trace:
-    """The trace of a loop that keeps nothing of the model's output live but the loss."""
+    """The trace of a loop that keeps only the loss live, not the model's other outputs."""
     return replace(traced, returned=traced.returned & traced.given)
 
 
@@ -179,9 +179,9 @@ def captured_step(
     offload: bool = False,
     on_gpu: bool = False,
 ) -> Captured:
-    """The step of analyzed graphs, with everything else that is live in it: see `capture`.
+    """The step of analyzed graphs, with everything else that is live in a step: see `capture`.
 
-    `on_gpu`: the optimizer's step as a GPU would run it.
+    `on_gpu`: the optimizer's step as on a GPU.
     """
     _add_unread(analysis, model, batch)
     if traced.sharding is not None:
@@ -196,7 +196,7 @@ def captured_step(
             optimizer = simulated_optimizer(
                 optimizer, model, (analysis.inputs, analysis.gradients), simulated=simulated
             )
-        whole = traced.sharding is not None  # its state is in parts already
+        whole = traced.sharding is not None  # the optimizer's state is sharded already
         with stepping_as_real(on_gpu=on_gpu):
             traced_step = trace_optimizer(optimizer, analysis.gradients)
             if not whole:
@@ -287,14 +287,14 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
 
 
 def _add_scalars(analysis: Analysis, traced: Trace) -> None:
-    """Python and autograd keep a few numbers live around each graph."""
+    """Add the few numbers that Python and autograd keep live around each graph."""
     for index in range(traced.num_in_model):
         name = f"scalars around graph {index}"
         analysis.add_storage(nbytes=SCALARS_BYTES, kind=Kind.OTHER, name=name, static=True)
 
 
 def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
-    """Tensors that no graph reads take memory as well: unused parameters, buffers, inputs."""
+    """Add tensors that no graph reads: unused parameters, buffers, inputs."""
     tensors = {id(t): local(t) for t in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
     known = {storage_key(tensors[key]) for key in analysis.inputs if key in tensors}
     for key, origin in name_tensors(model, batch).items():
@@ -334,7 +334,7 @@ def _calls(analysis: Analysis, values: Values) -> dict[Run, Call]:
 
 
 def _calls_op(place: GraphNode) -> bool:
-    """Whether a node runs an op that takes time: an op on Python numbers takes next to none."""
+    """Whether a node runs an op that takes time: an op on Python numbers takes almost none."""
     return place.node.op == "call_function" and not is_number(place.node.meta.get("val"))
 
 
@@ -348,8 +348,8 @@ def _remat_call(node: fx.Node, rule: str, values: Values) -> Call:
 
 
 def _filled(call: Call, values: Values) -> Call:
-    """A call with fake values for the nodes and kept tensors among its arguments: those in `values`, or else
-    the captured ones."""
+    """A call with fake values for the nodes and kept tensors among its arguments, from `values` or else as
+    captured."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
@@ -367,7 +367,7 @@ FREE: Cost = (0.0, 0, False)
 
 
 def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
-    """The step with the costs of every run. A remat without a cost of its own costs what its node does; a
+    """The step with the costs of every run. A remat without a cost in `costs` costs as much as its node; a
     transfer costs only the time that the step waits for it."""
     nodes = []
     for node in step.nodes:

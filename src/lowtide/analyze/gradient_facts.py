@@ -1,4 +1,4 @@
-"""Gradients in the facts of a step: how they come into a graph, and what the caller keeps of them."""
+"""Gradients in the facts of a step: how they reach a graph, and which of them the caller keeps live."""
 
 import itertools
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def add_tangent(
     executions: list[Execution],
     states: list[GraphAnalysis],
 ) -> None:
-    """The gradient of an output arrives: from the next graph as it is, or summed, or made by autograd."""
+    """Add a tangent: the gradient that the next graph made, or a sum of several, or one made by autograd."""
     givers = [
         (states[later], grad)
         for later in range(state.index + 1, len(executions))
@@ -45,9 +45,9 @@ def add_tangent(
             nbytes=nbytes,
             kind=Kind.OTHER,
             name=state.name(node),
-            # a compiled graph wants its gradients contiguous and copies them; eager reads them as they are
+            # a compiled graph copies its tangents to be contiguous; eager reads them with any strides
             extra_eager_bytes=-nbytes if len(givers) == 1 and not _is_apart(givers[0][1]) else 0,
-            # `loss.backward()` itself holds the gradient that it starts from
+            # `loss.backward()` keeps its first gradient live
             pinned=not givers and value.numel() == 1,
         )
         holds = makes = (made,)
@@ -67,7 +67,7 @@ def add_tangent(
 
 
 def _is_as(grad: Any, value: Tensor) -> bool:
-    """Whether a graph takes a gradient as another one gives it."""
+    """Whether a graph takes a gradient with the strides that another graph gives it."""
     return isinstance(grad, Tensor) and grad.stride() == value.stride()
 
 
@@ -79,7 +79,7 @@ def _is_apart(grad: fx.Node) -> bool:
 def add_update(
     analysis: Analysis, state: GraphAnalysis, *, index: int, grad: fx.Node, inside_bytes: Mapping[int, int]
 ) -> None:
-    """The optimizer's step for one parameter, after which its gradient is gone; eager holds it to the end."""
+    """Add the optimizer's step for one parameter. It frees the gradient, which eager keeps to the end."""
     origin = state.segment.origins[index]
     (storage,) = state.holds[grad]
     analysis.storages[storage] = replace(analysis.storages[storage], kind=Kind.GRADIENT, pinned_in_eager=True)
@@ -126,7 +126,7 @@ def add_gradients(analysis: Analysis, state: GraphAnalysis) -> None:
 
 
 def add_earlier_gradients(analysis: Analysis) -> None:
-    """The step begins with gradients of earlier micro-batches; `add_up_gradients` finds their size."""
+    """Begin the step with gradients of earlier micro-batches; `add_up_gradients` finds their size."""
     made = analysis.add_storage(nbytes=0, kind=Kind.GRADIENT, name=EARLIER)
     analysis.earlier = analysis.add_node(
         name=EARLIER,
@@ -142,8 +142,8 @@ def add_earlier_gradients(analysis: Analysis) -> None:
 def add_up_gradients(analysis: Analysis) -> None:
     """Keep the gradients of earlier micro-batches live until the backward pass ends.
 
-    A graph hands all its gradients over at its end, where autograd adds them: until then both are live. In
-    eager each gradient is added where it is made, and the earlier ones stay.
+    A graph returns all its gradients at its end, where autograd adds them: until then both sums are live.
+    Eager adds each gradient where it is made, to the earlier one.
     """
     if analysis.earlier is None:
         return
@@ -163,15 +163,15 @@ def add_up_gradients(analysis: Analysis) -> None:
 
 
 def keep_earlier_gradients(analysis: Analysis) -> None:
-    """Eager's optimizer reads the earlier gradients, to which autograd added all others."""
+    """Let eager's optimizer read the earlier gradients, to which autograd added all others."""
     if analysis.earlier is not None:
         last = analysis.nodes[-1]
         analysis.nodes[-1] = replace(last, eager_reads=(*last.eager_reads, analysis.earlier))
 
 
 def keep_live_in_formulas(analysis: Analysis, state: GraphAnalysis, *, only_eager: bool) -> None:
-    """Where autograd runs its formulas eagerly, what one makes on its way lives to its end: in the loss
-    always, in the model's own graphs where they run without a plan (`only_eager`)."""
+    """Keep the temporaries of an eager autograd formula live to the end of the formula: in the loss always,
+    in the model's own graphs where they run without a plan (`only_eager`)."""
     for number, group in itertools.groupby(
         state.segment.backward_ops, key=lambda node: node.meta.get("seq_nr")
     ):
@@ -179,7 +179,7 @@ def keep_live_in_formulas(analysis: Analysis, state: GraphAnalysis, *, only_eage
         if len(ranks) < 2 or number is None:
             continue
         last = analysis.nodes[ranks[-1]]
-        # autograd lets go of what it has kept, and of the gradient that came in, after the formula
+        # autograd frees saved tensors and the incoming gradient after the formula
         kept = (read for rank in ranks for read in analysis.nodes[rank].reads)
         held = tuple(dict.fromkeys(rank for rank in (*ranks, *kept) if rank != last.rank))
         if only_eager:
@@ -190,7 +190,7 @@ def keep_live_in_formulas(analysis: Analysis, state: GraphAnalysis, *, only_eage
 
 
 def pin_returned(analysis: Analysis, states: list[GraphAnalysis], trace: Trace) -> None:
-    """The caller holds what the model returned, and the loss, to the end of the step."""
+    """Keep the model's outputs and the loss live to the end of the step, as the caller does."""
     for execution, output in sorted(trace.returned):
         value = states[execution].outputs[output]
         for storage in states[execution].holds[value] if value is not None else ():

@@ -1,8 +1,8 @@
-"""Sums of gradients, in eager's order also where several graphs have a tensor in common.
+"""Sums of gradients in eager's order, even where several graphs share a tensor.
 
-Autograd adds the gradients of a tensor one by one, from the last use to the first. A graph that adds up those
-of its own uses gives (c + (b + a)) where eager has ((c + b) + a). So it returns them apart where a later
-graph, or code that nobody knows, may use the tensor again: autograd adds them up then, one by one.
+Autograd adds the gradients of a tensor one by one, from the last use to the first. A graph that adds up the
+gradients of its own uses gives (c + (b + a)) where eager has ((c + b) + a). So the graph returns the terms
+where a later graph, or uncaptured code, may use the tensor, too. Autograd then adds all terms one by one.
 """
 
 import operator
@@ -31,7 +31,7 @@ VALUE = "a value that goes from graph to graph"
 
 def specialised(segment: Segment, *, missing: frozenset[int], apart: Collection[int]) -> Segment:
     """`segment` for a loss that gives no gradient to the outputs `missing`, with the gradients of the inputs
-    `apart` as terms; itself where there are none."""
+    `apart` as terms; `segment` itself where both are empty."""
     return _with_terms(without_tangents(segment, missing), apart)
 
 
@@ -41,14 +41,14 @@ def sums_of(segment: Segment) -> dict[int, int]:
         return {}
     grads = segment.gradients
     found = {place: len(terms_of(grad)) for place, grad in enumerate(grads) if grad is not None}
-    known = len(segment.origins) == len(grads)  # else torch gives the graph other inputs than we see
+    known = len(segment.origins) == len(grads)  # else AOTAutograd changed the graph's inputs
     return {place: number for place, number in found.items() if number > 1 and known}
 
 
 def with_terms_apart(trace: Trace, executions: Sequence[Execution]) -> list[Execution]:
-    """The executions of a trace, in each graph of the model the sums apart that another use may come before.
+    """The executions of a trace; gradients of tensors that may have a later use leave their graph as terms.
 
-    A graph that runs several times is the same each time.
+    A graph that runs several times has the same terms each time.
     """
     wanted: dict[str, set[int]] = {}
     read_later: set[Any] = set()
@@ -76,9 +76,9 @@ def with_terms_apart(trace: Trace, executions: Sequence[Execution]) -> list[Exec
 
 
 def summed_inside_op(trace: Trace) -> str:
-    """A tensor whose gradient one op of a graph sums, and a later graph adds to, in words; empty for none.
+    """A tensor, in words, whose gradient one op of a graph sums and a later graph adds to; empty for none.
 
-    The loss is no graph of the plan: it runs as eager does.
+    The loss does not count: it runs eagerly.
     """
     read_later: set[Any] = set()
     for index in reversed(range(len(trace.executions))):
@@ -94,21 +94,21 @@ def summed_inside_op(trace: Trace) -> str:
 
 
 def casts_of(segment: Segment) -> dict[int, torch.dtype]:
-    """Weights whose gradient is that of one cast by autocast, by their place among a graph's inputs, with
-    the type that each is cast to."""
+    """Weights whose gradient comes from one cast by autocast: position among a graph's inputs, to the dtype
+    of the cast."""
     found = {place: dtype_of_cast(weight, grad) for place, weight, grad in _weights(segment)}
     return {place: dtype for place, dtype in found.items() if dtype is not None}
 
 
 def sums_inside(segment: Segment, apart: Collection[int]) -> tuple[int, ...]:
-    """Weights, by their places, whose gradients a graph adds up itself: another call would be added to the
-    sum, where eager adds up term by term."""
+    """Positions of weights whose gradients the graph itself adds up. The gradient of another call would be
+    added to the sum; eager adds term by term."""
     return tuple(place for place, _, grad in _weights(segment) if adds_gradients(grad) and place not in apart)
 
 
 def sums_in_casts(segment: Segment) -> str:
-    """A weight with such a sum in the type that it was cast to, whose terms cannot leave apart, or with a
-    term in that type beside others; empty for none."""
+    """A weight whose gradient is a sum in the dtype of its cast, whose terms cannot leave the graph, or has
+    one term in that dtype beside others; empty for none."""
     for place, _weight, grad in _weights(segment):
         if is_cast_of_sum(grad) or (adds_gradients(grad) and any(map(is_cast, terms_of(grad)))):
             return segment.origins[place].name
@@ -116,7 +116,7 @@ def sums_in_casts(segment: Segment) -> str:
 
 
 def _weights(segment: Segment) -> list[tuple[int, fx.Node, fx.Node]]:
-    """The trained weights among a graph's inputs: place, input and gradient."""
+    """The trained weights among a graph's inputs: position, input and gradient."""
     grads = segment.gradients
     if not segment.differentiable or len(grads) != len(segment.origins):
         return []
@@ -129,8 +129,8 @@ def _weights(segment: Segment) -> list[tuple[int, fx.Node, fx.Node]]:
 
 
 def shares_gradients(trace: Trace, missing: Sequence[Collection[int]]) -> bool:
-    """Whether several outputs of the model are parts of one value that the model itself uses, too; `missing`
-    are, for each graph, those that get no gradient."""
+    """Whether several outputs of the model are views of one value that the model itself uses, too; `missing`
+    has, for each graph, the outputs without gradient."""
     for execution, without in zip(trace.executions[: trace.num_in_model], missing, strict=False):
         segment = execution.segment
         if not segment.differentiable:
@@ -144,7 +144,7 @@ def shares_gradients(trace: Trace, missing: Sequence[Collection[int]]) -> bool:
 
 
 def _with_terms(segment: Segment, places: Collection[int]) -> Segment:
-    """`segment` with the gradients of the inputs `places` as terms: a copy, where there are any."""
+    """`segment` with the gradients of the inputs `places` as terms; a copy, unless `places` is empty."""
     if not places:
         return segment
     results = [segment.num_forward_outputs + place for place in sorted(places)]
@@ -152,7 +152,7 @@ def _with_terms(segment: Segment, places: Collection[int]) -> Segment:
 
 
 def _gradients(execution: Execution) -> dict[int, fx.Node]:
-    """By the input whose gradient it is."""
+    """Gradients by the position of their input."""
     segment = execution.segment
     if not segment.differentiable:
         return {}
@@ -165,12 +165,12 @@ def _gradients(execution: Execution) -> dict[int, fx.Node]:
 
 
 def _tensor(execution: Execution, place: int) -> Any:
-    """What two graphs have in common that read the same tensor."""
+    """A key that is equal for two graphs that read the same tensor."""
     return execution.links.get(place) or execution.segment.origins[place].tensor or (id(execution), place)
 
 
 def _is_sum_inside(grad: fx.Node) -> bool:
-    """Whether an op adds up more than one gradient: those of the cells of a layer."""
+    """Whether one op sums several gradients: those of the cells of a recurrent layer."""
     if grad.target is operator.getitem and isinstance(grad.args[0], fx.Node):
         return grad.args[0].target is CELLS_BACKWARD
     return False

@@ -1,7 +1,7 @@
 """From captured graphs to the facts of one step: ranks, regions, storages, remats.
 
-The graphs stay the single source of node identity: `Analysis.graph_nodes` maps every rank back to its
-graph node, and nothing is ever matched by name.
+The graphs are the single source of node identity: `Analysis.graph_nodes` maps every rank to its graph node,
+and nothing is ever matched by name.
 """
 
 from collections import Counter
@@ -49,9 +49,9 @@ def analyze_graphs(
 ) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read.
 
-    With `accumulate`, gradients of earlier micro-batches are there when the step begins. `updates` are
-    parameters (by identity) that are updated in the backward pass, each with the bytes that its update holds
-    inside. With `offload`, there is a store that values can wait in.
+    With `accumulate`, gradients of earlier micro-batches are live when the step begins. `updates` are
+    parameters (by identity) that are updated in the backward pass, each with the workspace of its update.
+    With `offload`, the step has a store for offloaded values.
     """
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
@@ -85,11 +85,11 @@ def analyze_graphs(
 
 
 def _repeated(trace: Trace) -> dict[str, str]:
-    """Why nothing of a graph can be run again, by its fingerprint."""
+    """Why nothing of a graph can be recomputed, by the graph's fingerprint."""
     counts = Counter(execution.segment.fingerprint for execution in trace.executions)
     reason = "its graph runs several times in one step, between graph breaks"
     fixed = {fingerprint: reason for fingerprint, count in counts.items() if count > 1}
-    if trace.sharding is not None:  # planned once for all that are equal
+    if trace.sharding is not None:  # equal graphs share one schedule
         fixed = {}
     for execution in trace.executions[trace.num_in_model :]:
         fixed[execution.segment.fingerprint] = "part of the loss, which lowtide leaves to you"
@@ -141,7 +141,7 @@ def _backward(
         if output not in missing:
             add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
     captured = state.segment.backward_ops
-    # what the loss runs, and where updates stand, is eager's own
+    # the loss runs in eager's order, and so do updates in backward
     ops = backward_order(state.segment) if state.in_model and not updates else captured
     eager_place = {node: 1 + i for i, node in enumerate(captured)} if ops != captured else {}
     order = BackwardOrder(state.segment, ops)
@@ -186,7 +186,7 @@ def _add_primal(
     elif isinstance(value, torch.Tensor):
         known = analysis.inputs.get(tensor) if tensor else None
         if known is None:
-            # parameters that are parts of one storage
+            # parameters may share one storage
             known = state.storage_of.get(storage_key(value))
         if known is None:
             known = analysis.add_storage(
@@ -265,7 +265,7 @@ def _add_op(
 
 
 def _write_over(analysis: Analysis, rank: int, call: Call) -> None:
-    """The op's result takes the place of what it reads last, which eager holds beside it."""
+    """Let the op's result take the storage of the input that it writes over; eager keeps both live."""
     node = analysis.nodes[rank]
     saved_bytes = sum(analysis.storages[made].nbytes for made in node.makes)
     analysis.nodes[rank] = replace(
@@ -275,7 +275,7 @@ def _write_over(analysis: Analysis, rank: int, call: Call) -> None:
 
 
 def _add_kept(analysis: Analysis, state: GraphAnalysis, node: fx.Node, kept: Kept) -> int:
-    """What a remat rule keeps from the forward pass: made only where a plan uses the rule."""
+    """Add a tensor that the forward pass keeps for a remat rule, if a plan uses the rule."""
     name = f"{state.name(node)}_{kept.name}"
     nbytes = kept.value.untyped_storage().nbytes()
     made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=name)
@@ -298,7 +298,7 @@ def _add_kept(analysis: Analysis, state: GraphAnalysis, node: fx.Node, kept: Kep
 
 
 def _find_changed(state: GraphAnalysis, ops: Sequence[fx.Node]) -> None:
-    """Storages whose contents are not the same after the forward pass: a recompute must not read them."""
+    """Find storages whose contents the step changes: a recompute must not read them."""
     for index in state.segment.mutated_inputs.values():
         state.changed.update(state.holds[state.primals[index]])
     for node in ops:
@@ -332,8 +332,8 @@ def _remat(
 
 
 def _relied_on(analysis: Analysis, remat: Remat) -> set[int]:
-    """Storages that must be as the op left them; of an offloaded value its own, too, since
-    nobody knows when it is copied."""
+    """Storages that must not change after the op; an offloaded value's own storage, too, since the time of
+    its copy is not fixed."""
     read = {s for rank in remat.reads for s in analysis.nodes[rank].holds}
     return read.union(remat.holds) if remat.action is Action.OFFLOAD else read
 
@@ -348,7 +348,7 @@ def _nodes_in(arguments: Any) -> list[fx.Node]:
 def _add_output(
     analysis: Analysis, state: GraphAnalysis, values: list[fx.Node | None], region: Region
 ) -> None:
-    """The end of a pass of a graph, until which its results are live."""
+    """Add the end of a pass of a graph, until which its results are live."""
     analysis.ends[region, state.index] = analysis.add_node(
         name=f"{OUTPUT}_{region.value}" + (f"_{state.index}" if state.index else ""),
         op=OUTPUT,
@@ -360,7 +360,7 @@ def _add_output(
 
 
 def _classify_activations(analysis: Analysis) -> None:
-    """A forward storage that backward reads is an activation; nodes take the kind of what they make."""
+    """Mark forward storages that backward reads as activations; nodes take the kind of their storages."""
     forward = {s for node in analysis.nodes if node.region is Region.FORWARD for s in node.makes}
     for node in analysis.nodes:
         if node.region is not Region.BACKWARD:

@@ -1,7 +1,5 @@
-"""The optimizer's step in the facts of a step: its ops behind those of the graphs, whole or in chunks.
-
-Parameters that the optimizer updates inside the backward pass, and where their gradients are final.
-"""
+"""The optimizer's step in the facts of a step: its ops after those of the graphs, whole or in chunks; and the
+parameters that it updates in the backward pass, each where its gradient is final."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -22,15 +20,16 @@ from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Segment
 
 SMALL_STEP_BYTES = 16 << 20
-"""An optimizer that holds less inside its step is left alone."""
+"""A step with less workspace is not split."""
 
 
 def add_optimizer(
     analysis: Analysis, traced: OptimizerTrace, calls: dict[Run, Call], *, chunks: Sequence[tuple[int, int]]
 ) -> None:
-    """Append the optimizer's ops. A temporary that its Python code still holds counts as read there.
+    """Append the optimizer's ops. A temporary stays live as long as the optimizer's Python code refers to it.
 
-    Where the step can go in `chunks`, its ops tell of the smallest, and of all that eager holds beyond them.
+    `chunks` are pairs of chunk size and workspace. Where there are any, ops have the workspace of the first,
+    smallest size, and the rest as extra bytes of eager.
     """
     if chunks:
         _add_chunked(analysis, traced, calls, chunks[0][1])
@@ -71,9 +70,11 @@ def add_optimizer(
 def chunks_of_step(
     analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace
 ) -> tuple[tuple[int, int], ...]:
-    """What the optimizer's step at the end holds inside where it does not go whole, by size of its chunks:
-    nothing where all of it was taken in backward. Empty where it goes whole, since it must or since chunks
-    hold no less."""
+    """Chunk sizes of the optimizer's step, smallest first, each with the step's workspace in such chunks.
+
+    `((0, 0),)` where backward takes the whole step. Empty where the step cannot be split, or where chunks do
+    not lower the workspace.
+    """
     if analysis.updated and set(analysis.gradients) <= analysis.updated:
         return ((0, 0),)
     whole_bytes = traced.peak_bytes
@@ -90,7 +91,7 @@ def chunks_of_step(
     ):
         if nbytes >= whole_bytes:
             break
-        if found and nbytes <= found[-1][1]:  # larger chunks that hold no more
+        if found and nbytes <= found[-1][1]:  # larger chunks without more workspace
             found.pop()
         found.append((size, nbytes))
     return tuple(found)
@@ -103,29 +104,29 @@ def _add_chunked(
         name = f"state_{position}"
         nbytes = traced.sizes[key]
         analysis.add_storage(nbytes=nbytes, kind=Kind.OPTIMIZER_STATE, name=name, static=True)
-    held = 0
+    live_bytes = 0
     for position, op in enumerate(traced.ops):
-        held += sum(traced.sizes[key] for key in op.makes)
+        live_bytes += sum(traced.sizes[key] for key in op.makes)
         rank = analysis.add_node(
             name=f"step_{position}.{short_name(op.target)}",
             op=target_name(op.target),
             region=Region.OPTIMIZER,
-            workspace_bytes=min(held, inside_bytes),
-            extra_eager_bytes=max(0, held - inside_bytes),
+            workspace_bytes=min(live_bytes, inside_bytes),
+            extra_eager_bytes=max(0, live_bytes - inside_bytes),
             estimated=bool(traced.note),
         )
-        held -= sum(traced.sizes[key] for key in op.frees)
+        live_bytes -= sum(traced.sizes[key] for key in op.frees)
         if not op.estimated:
             calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
 
 
 Order = Sequence[tuple[fx.Node, Iterable[fx.Node]]]
-"""What a backward pass runs, one after the other: the value that each makes, and what it reads."""
+"""The ops of a backward pass in order: the value that each makes, and the values that it reads."""
 
 
 def updatable_inputs(segment: Segment, parameters: Collection[int]) -> dict[int, fx.Node]:
-    """Of the graph's inputs that are among `parameters` (by identity), those that can be updated as soon as
-    their gradient is final, with that gradient: one that has a block of memory to itself."""
+    """Inputs of the graph, among `parameters` (by identity), that can be updated as soon as their gradient is
+    final, with this gradient. The gradient must be dense and alone in its storage."""
     if not parameters:
         return {}
     grads = segment.gradients
@@ -142,7 +143,7 @@ def updatable_inputs(segment: Segment, parameters: Collection[int]) -> dict[int,
 
 
 def update_places(segment: Segment, order: Order, grads: dict[int, fx.Node]) -> dict[int, list[int]]:
-    """After which place of `order` each input can be updated: nothing reads it, or its gradient, any more."""
+    """By position in `order`, the inputs to update after it: no later op reads the input or its gradient."""
     if not grads:
         return {}
     inputs = segment.joint.graph.find_nodes(op="placeholder")

@@ -1,5 +1,5 @@
-"""Uncaptured code in the facts of a step: nodes without ops between the graphs, which keep live what the code
-kept live while it was watched."""
+"""Uncaptured code in the facts of a step: nodes without ops between the graphs. They keep as many bytes live
+as the watch saw."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ NAME = "held by code outside of the graphs"
 
 
 def add_uncaptured_bytes(analysis: Analysis, states: list[GraphAnalysis], trace: Trace) -> None:
-    """Add what autograd keeps of uncaptured code: live from the end of the graph before it until the backward
-    pass of that graph begins; throughout, where there is no such graph."""
+    """Add the bytes that autograd saves for uncaptured code. They are live from the end of the graph before
+    the code until the backward pass of that graph begins; without such a graph, throughout the step."""
     graphs = [state for state in states if state.segment.differentiable]
     for before, nbytes in sorted(trace.uncaptured_bytes.items()):
         state = graphs[before - 1] if before else None

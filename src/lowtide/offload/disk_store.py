@@ -1,8 +1,8 @@
 """An offload store in a file without a name, in a folder that the user chooses.
 
-The file is unlinked when it is opened, so that nothing is left of it, whatever happens to the process. Writes
-go through to the disk and leave the page cache: memory that a value frees is free, and a transfer takes as
-long on a machine without spare memory as on one with plenty.
+The file is unlinked when it is opened, so that the process leaves no file behind, however it ends. Writes go
+through to the disk and leave the page cache. So the memory of an offloaded value is really free, and a
+transfer takes as long on a machine without spare memory as on one with plenty.
 """
 
 import errno
@@ -25,7 +25,7 @@ from lowtide.units import size_and_bytes
 
 PAGE_BYTES = 4096
 THREADS = "lowtide-store"
-"""How the names of the threads of a store begin."""
+"""Prefix of the names of a store's threads."""
 
 
 def whole_pages(nbytes: int) -> int:
@@ -35,8 +35,8 @@ def whole_pages(nbytes: int) -> int:
 class Slots:
     """Ranges of a file, each taken from the first gap that is large enough, else at the end.
 
-    Any thread may call `give_back` at any time, as garbage collection does; all else is for one thread at a
-    time.
+    Any thread may call `give_back` at any time, as garbage collection does. Only one thread at a time may
+    call the other methods.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Slots:
         self._returned: deque[tuple[int, int]] = deque()
 
     def take(self, nbytes: int) -> int:
-        """The start of a free range of so many bytes."""
+        """The start of a free range of `nbytes`."""
         nbytes = whole_pages(nbytes)
         self._merge_gaps()
         for index, (start, size) in enumerate(self._gaps):
@@ -90,7 +90,7 @@ class DiskStore(OffloadStore):
 
     @property
     def file_bytes(self) -> int:
-        """What the file takes on the disk."""
+        """Bytes of the file on the disk."""
         return os.fstat(self._file.file.fileno()).st_blocks * 512
 
     def offload(self, value: Tensor) -> OffloadHandle:
@@ -128,12 +128,12 @@ class _File:
             return start
 
     def grow_to(self, nbytes: int) -> None:
-        """Allocate so many bytes on the disk before a value needs them."""
+        """Allocate `nbytes` on the disk before a value needs them."""
         if nbytes <= self.nbytes:
             return
         more_bytes, free_bytes = nbytes - self.nbytes, shutil.disk_usage(self.folder).free
         try:
-            if more_bytes > free_bytes:  # posix_fallocate would first take all that is free
+            if more_bytes > free_bytes:  # posix_fallocate would first fill the disk
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.file.fileno(), self.nbytes, more_bytes)
         except OSError as error:
@@ -145,7 +145,7 @@ class _File:
         self.nbytes = nbytes
 
     def write(self, box: list[memoryview], start: int) -> None:
-        """Runs in the writer's thread, which keeps nothing of the value live when this returns."""
+        """Write a value, in the writer's thread, and drop the thread's reference to its memory."""
         source = box.pop()
         try:
             done, number = 0, self.file.fileno()
@@ -157,7 +157,7 @@ class _File:
             del source
 
     def read(self, box: list[memoryview], start: int) -> None:
-        """Runs in the reader's thread."""
+        """Read a value, in the reader's thread."""
         target = box.pop()
         try:
             done, number = 0, self.file.fileno()
@@ -179,7 +179,7 @@ class _File:
 
 
 class _Transfer:
-    """A transfer that runs in a thread; only its box refers to the memory there."""
+    """A transfer that runs in a thread; only its box refers to the value's memory in that thread."""
 
     def __init__(
         self, thread: ThreadPoolExecutor, run: Callable[..., None], block: Tensor, start: int
@@ -192,11 +192,11 @@ class _Transfer:
         self._future.result()
 
     def drop(self) -> None:
-        """The value is not needed any more: keep none of its memory live."""
+        """Keep none of the value's memory live: it is not needed any more."""
         if self._future.cancel():
             self._box.clear()
         elif self._process == os.getpid() and not threading.current_thread().name.startswith(THREADS):
-            # a fork has no such thread, and a thread that collects garbage must not wait for itself
+            # a fork has no such thread, and a store's thread that collects garbage must not wait for itself
             self._future.exception()
 
 

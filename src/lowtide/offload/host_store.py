@@ -20,7 +20,7 @@ class HostStore(OffloadStore):
         self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 
     def streams(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
-        """The streams out of and back to the values' device, which need not be the current one."""
+        """The streams out of and back to a device, which need not be the current device."""
         if device not in self._streams:
             self._streams[device] = (torch.Stream(device=device), torch.Stream(device=device))
         return self._streams[device]
@@ -37,14 +37,14 @@ class HostStore(OffloadStore):
         return _HostHandle(self, value)
 
     def copy(self, target: Tensor, source: Tensor, stream: torch.Stream) -> torch.Event:
-        """Copy beside the current stream, after all of its work so far; the event marks the copy's end."""
+        """Copy on `stream` after all work so far of the current stream; the event marks the copy's end."""
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
         with stream:
             target.copy_(source, non_blocking=True)
         return stream.record_event()
 
     def wait(self, event: torch.Event, device: torch.device) -> None:
-        """Let all later work of a device's current stream come after an event."""
+        """Let a device's current stream wait for an event."""
         torch.accelerator.current_stream(device).wait_event(event)
 
 
@@ -69,7 +69,7 @@ class _HostPrefetch(Prefetch):
         self._handle = handle
         _, back = handle.store.streams(handle.device)
         self._block = torch.empty(handle.layout.nbytes, dtype=torch.uint8, device=handle.device)
-        # so that the allocator waits for the copy, even where the value is never asked for
+        # so that the allocator waits for the copy, even where no op reads the value
         self._block.record_stream(back)
         self._read = handle.store.copy(self._block, handle.host, back)
 

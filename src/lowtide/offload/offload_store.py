@@ -1,17 +1,17 @@
-"""What an offload store is, how one is opened, and the four ops by which graphs use one.
+"""The interface of an offload store, how to open one, and the four ops by which graphs use one.
 
     forward graph                                  backward graph
 
     value ── start_offload ── finish_offload ─┄┄── start_prefetch ── finish_prefetch ── value
                   (write)      frees the value        (read)          before its first reader
 
-Writes and reads run beside the caller, writes in their order and reads in theirs. The only memory that they
-take is that of the value and of its prefetched copy; the caller's own calls make and free both. So the speed
-of a store changes no byte of a step's memory.
+Writes and reads run beside the caller, writes in their order and reads in theirs. Transfers take only the
+memory of the value and of its prefetched copy; the caller's own calls make and free both. So the speed of a
+store changes no byte of a step's memory.
 
-Autograd passes only tensors from the forward to the backward pass, so a tensor of one number stands for the
-`OffloadHandle`, and its memory keeps the handle. Where autograd frees this tensor, as after a step without
-backward pass, the store gets the space back.
+Autograd passes only tensors from the forward to the backward pass. So a tensor of one number represents the
+`OffloadHandle`, and the memory of this tensor refers to the handle. Where autograd frees the tensor, as after
+a step without backward pass, the store gets the space back.
 """
 
 import itertools
@@ -66,7 +66,7 @@ class Prefetch(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """The value, once the read has ended; `StoreError` where it failed."""
+        """The value, once the read has ended; `StoreError` where the read failed."""
 
 
 class OffloadHandle(ABC):
@@ -88,7 +88,7 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int) -> None:
-        """Have space for so many bytes in all; `StoreError` where there is less."""
+        """Have space for `nbytes` in all; `StoreError` where there is less."""
 
     @abstractmethod
     def offload(self, value: Tensor) -> OffloadHandle:
@@ -96,7 +96,7 @@ class OffloadStore(ABC):
 
 
 def open_store(target: OffloadTarget, device: str) -> OffloadStore:
-    """The store that the user asks for, for a model on `device`; `StoreError` where it cannot be opened."""
+    """Open the store `target` for a model on `device`; `StoreError` where that is impossible."""
     from lowtide.offload.disk_store import DiskStore
     from lowtide.offload.host_store import HostStore
 
@@ -139,7 +139,7 @@ _HANDLES: "weakref.WeakValueDictionary[int, OffloadHandle]" = weakref.WeakValueD
 
 
 class _HandleMemory(bytearray):
-    """The memory of the tensor that stands for a handle."""
+    """The memory of the tensor that represents a handle."""
 
     handle: OffloadHandle
 
@@ -158,7 +158,7 @@ def start_offload(number: int, value: Tensor) -> OffloadHandle:
 
 
 def finish_offload(handle: OffloadHandle) -> Tensor:
-    """Free an offloaded value once it is written; the result stands for it in the backward pass."""
+    """Free an offloaded value once it is written; the result represents its handle in the backward pass."""
     handle.free_value()
     number = next(_NUMBERS)
     memory = _HandleMemory(number.to_bytes(8, "little"))
@@ -166,9 +166,9 @@ def finish_offload(handle: OffloadHandle) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.int64)
 
 
-def start_prefetch(stand_in: Tensor) -> Prefetch:
+def start_prefetch(handle_tensor: Tensor) -> Prefetch:
     """Start to read a value back; an op of backward graphs."""
-    handle = _HANDLES.get(int(stand_in))
+    handle = _HANDLES.get(int(handle_tensor))
     if handle is None:
         raise StoreError(
             "an offloaded value is gone, since something copied the tensor that stands for it, as "
@@ -179,5 +179,5 @@ def start_prefetch(stand_in: Tensor) -> Prefetch:
 
 
 def finish_prefetch(prefetch: Prefetch) -> Tensor:
-    """Wait for a value; comes before the value's first reader."""
+    """Wait for a value, right before its first reader."""
     return prefetch.wait()

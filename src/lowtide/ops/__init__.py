@@ -1,14 +1,14 @@
 """What lowtide knows of ops: calls and schemas, passes over captured graphs, and ops of its own.
 
 - `calls`: one call of an op, and its cost
-- `schema`: what an op's schema says: what it writes, what its results share; who reads a value
+- `schema`: what an op writes and which results share storages, by its schema; readers of a value
 - `live_ranges`: bytes that are live at each op of a graph
 - `passes`: the passes over a captured graph, in order
 - `gradient_terms`: sums of gradients in eager's order, autocast included
 - `recurrent`: how recurrent layers are traced, and what they keep live
 - `recurrent_cells`: recurrent layers that eager computes cell by cell, as one op
 - `random_ops`: random ops and their generators; dropout as eager computes it
-- `traced_ops`: ops that torch traces wrongly: by number, by value, norms
+- `traced_ops`: rules for ops that torch traces wrongly: by number, by value, norms
 - `packing`: masks and signs as bits, indices in fewer bytes
 - `loss_chunks`: cross entropy in chunks of rows, and log-probabilities in the memory of their logits
 - `pointwise_chunks`: chains of pointwise ops in chunks, forward and backward

@@ -1,11 +1,11 @@
-"""Attention and autocast as torch runs them on a GPU, for steps that are planned for a GPU that is absent.
+"""Attention and autocast as torch runs them on a GPU, for plans made on a machine without that GPU.
 
-Attention: on a CPU, attention with a mask or with dropout keeps all scores in memory. A GPU has kernels that
-keep one number for each row of scores. Their fake versions run anywhere. Which kernel torch takes depends on
-dtypes, shapes and the settings of `torch.backends.cuda`; where none fits, a GPU keeps all scores, too.
+Attention: on a CPU, attention with a mask or with dropout keeps all scores live. GPU kernels keep one number
+for each row of scores. Their fake versions run anywhere. torch chooses a kernel by dtypes, shapes and the
+settings of `torch.backends.cuda`; where none fits, a GPU keeps all scores live, too.
 
 Autocast: on a CPU it leaves norms and softmax in the short dtype. On a GPU it computes them in float32, and
-keeps their results so. Autocast for "cuda" is off on a machine without a GPU.
+their results stay in float32. Autocast for "cuda" is off on a machine without a GPU.
 """
 
 import functools
@@ -42,7 +42,7 @@ def use_gpu_attention(graph: fx.GraphModule, *, has_flash: bool) -> None:
 
 
 def _heads(attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
-    """What `nn.MultiheadAttention` calls, with `attention` inside."""
+    """The function that `nn.MultiheadAttention` calls, with `attention` inside."""
     with mock.patch.object(functional, _PLAIN.__name__, attention):
         return _HEADS(*args, **kwargs)
 
@@ -65,7 +65,7 @@ def _attention(  # noqa: PLR0917  the arguments of torch's own function
     if has_flash and _fits_flash(query, key, value, attn_mask, is_causal):
         width = query.shape[-1]
         short = -width % FLASH_HEAD_MULTIPLE
-        if short:  # copies that are kept; the scale is that of the real width
+        if short:  # the padded copies stay live; the scale is that of the real width
             scale = width**-0.5 if scale is None else scale
             query, key, value = (functional.pad(tensor, (0, short)) for tensor in (query, key, value))
         results = aten._scaled_dot_product_flash_attention(
@@ -85,8 +85,7 @@ def _attention(  # noqa: PLR0917  the arguments of torch's own function
 
 
 def _fits_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-    """Whether flash attention fits: heads may share a key, but it takes no mask besides a square causal
-    one."""
+    """Whether flash attention fits. Heads may share a key. The only mask is a square causal one."""
     widths = {tensor.shape[-1] for tensor in (query, key, value)}
     return (
         torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -135,9 +134,9 @@ def backward_bytes(target: Any, query: Tensor, key: Tensor) -> int:
     """The workspace of the backward kernels; 0 for any other op."""
     rows = query.shape[0] * query.shape[1] * query.shape[2]
     if target is aten._scaled_dot_product_flash_attention_backward.default:
-        # gradients of the queries are added up in float32, with rows and heads rounded up
+        # the kernel sums gradients of the queries in float32, with rows and heads rounded up
         whole = query.shape[0] * query.shape[1] * _up(query.shape[2], 128)
-        # and those of keys and values for every head, where several share one
+        # where several heads share a key, each head has its own gradients of keys and values
         is_shared = query.shape[1] != key.shape[1]
         of_heads = 2 * key.nbytes // key.shape[1] * query.shape[1] if is_shared else 0
         return 4 * whole * (_up(query.shape[3], 32) + 1) + of_heads
@@ -162,7 +161,7 @@ _IN_FLOAT32 = (
     "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp interpolate upsample prod cumprod "
     "cumsum sum norm vector_norm matrix_norm"
 )
-"""torch's list for CUDA (ATen/autocast_mode.h), by the names that users call them by."""
+"""torch's list for CUDA (ATen/autocast_mode.h), by public names."""
 
 
 def use_gpu_autocast(graph: fx.GraphModule) -> None:
@@ -187,7 +186,7 @@ def _name(target: Any) -> str:
 
 
 def _function(node: fx.Node) -> Callable[..., Any]:
-    """What a node calls; a method as a function of the object."""
+    """The function that a node calls; a method as a function of the object."""
     if not isinstance(node.target, str):
         return node.target
     name = node.target
@@ -222,7 +221,7 @@ def _soft(kernel: Any, function: Callable[..., Any], value: Any, *args: Any, **k
 
 
 def _cross_entropy(function: Callable[..., Any], value: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """A log-softmax, and what takes its values."""
+    """A log-softmax, and the loss that reads it."""
     is_plain = _is_cast(value) and not args and not kwargs.get("label_smoothing")
     if not is_plain or target.is_floating_point():
         return function(value, target, *args, **kwargs)
@@ -232,7 +231,7 @@ def _cross_entropy(function: Callable[..., Any], value: Any, target: Any, *args:
 
 
 def _autocast_heads(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `nn.MultiheadAttention` calls has a softmax inside."""
+    """`nn.MultiheadAttention` has a softmax inside."""
     with mock.patch.object(functional, "softmax", partial(_softmax, functional.softmax)):
         return function(*args, **kwargs)
 

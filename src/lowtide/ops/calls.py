@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """`target(*args, **kwargs)`; of the tensors in it, only layout, dtype and device are used.
+    """`target(*args, **kwargs)`; only layout, dtype and device of its tensors matter.
 
     Tensors may be fake and may be nested in lists, tuples and dicts, as for foreach ops.
     """
@@ -37,11 +37,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one call costs.
+    """The cost of one call.
 
-    `workspace_bytes` are held inside the op beyond its own fresh outputs. `estimated` marks costs
+    `workspace_bytes` are live inside the op beyond its own fresh outputs. `estimated` marks costs
     scaled from another call, or taken from the bytes alone. `hidden_bytes`: how much larger the
-    storage of each fresh output is than its fake one; empty where none is, as for almost all ops.
+    storage of each fresh output is than its fake one; empty for almost all ops, where the sizes agree.
     """
 
     seconds: float
@@ -63,15 +63,15 @@ def call_of(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> Call:
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake value that a node was captured with; a number is what it was then."""
+    """The fake value that a node was captured with; a symbolic number becomes its captured value."""
     value: Any = node.meta.get("val")
     return value.node.hint if is_number(value) else value
 
 
 def target_name(target: Any) -> str:
-    """An op's name, the same in every process: `aten.mm.default`, or a function's with its library's.
+    """An op's name, the same in every process: `aten.mm.default`, or a function's name with its library.
 
-    Python's own text for a function has its address in it.
+    Python's own text for a function contains a memory address.
     """
     if isinstance(target, types.FunctionType | types.BuiltinFunctionType):
         return f"{str(target.__module__).split('.')[0].lstrip('_')}.{target.__qualname__}"
@@ -79,14 +79,14 @@ def target_name(target: Any) -> str:
 
 
 def span_elements(tensor: Tensor) -> int:
-    """Elements of storage between the first and the last that the tensor can reach."""
+    """Number of storage elements from the tensor's first to its last."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def storages_bytes(tensors: list[Tensor]) -> int:
-    """Bytes that the tensors reach, each storage once: what a real copy of them needs."""
+    """Bytes that a real copy of the tensors needs; each storage counts once."""
     low: dict[int, int] = {}
     high: dict[int, int] = {}
     for tensor in tensors:
@@ -100,8 +100,8 @@ def storages_bytes(tensors: list[Tensor]) -> int:
 def signature(call: Call) -> str:
     """Text that is equal for two calls exactly when they cost the same: layouts, never values.
 
-    A tensor that shares its storage with an earlier one of the same call says so (`=0`), since
-    reading one block twice is cheaper than reading two.
+    `=0` marks a tensor that shares its storage with tensor 0 of the same call: to read one storage twice is
+    cheaper than to read two.
     """
     seen: dict[int, int] = {}
 

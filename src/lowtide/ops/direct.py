@@ -1,8 +1,8 @@
 """A graph as a Python function that calls its ops directly.
 
-The code that torch makes of a graph says `torch.ops.aten.mm.default(...)`: four lookups and a call in Python
-around every op, and then arguments read by a schema. Where ops are small, that is a tenth of a step's time.
-The same ops have functions and methods for users, which read their arguments faster. Of a graph of two ops:
+torch's code of a graph says `torch.ops.aten.mm.default(...)`: four lookups, a call in Python, and arguments
+read by a schema. Where ops are small, that is a tenth of a step's time. The same ops have functions and
+methods for users, which read their arguments faster. A graph of two ops becomes:
 
     def forward(inputs):
         v_x, = inputs; inputs.clear()
@@ -41,23 +41,23 @@ DIRECT: dict[OpOverload[..., Any], Callable[..., Any]] = {
     aten.transpose.int: torch.transpose,
     aten.unsqueeze.default: torch.unsqueeze,
 }
-"""Functions that take the arguments of an op as they are, and run that op and no other."""
+"""Functions that take exactly the arguments of an op, and run only that op."""
 
 
 def direct_function(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A graph as a plain function. It takes its inputs as one list that it empties, so that each is freed at
-    its last use. Computes what the graph does, op by op."""
+    """A graph as a plain function. It empties its list of inputs, so that each input is freed at its last
+    use. Runs the graph op by op."""
     return _compiled(module)
 
 
 def direct_parts(module: fx.GraphModule) -> Callable[[list[Any]], Iterator[None]]:
-    """A graph that calls `hand_over` as a generator: it runs up to the next such call each time that it is
-    advanced, and refers to no value that was handed over."""
+    """A graph that calls `hand_over`, as a generator. Each advance runs to the next such call. The generator
+    drops its references to the values that it handed over."""
     return _compiled(module)
 
 
 def hand_over(box: list[Any], *values: Any) -> None:
-    """An op of graphs that run in parts: the values leave the graph, and it waits."""
+    """An op of graphs that run in parts: the values leave the graph, and the graph pauses."""
     box.extend(values)
 
 
@@ -90,7 +90,7 @@ def _compiled(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _text(value: Any, names: dict[str, Any]) -> str:
-    """The code of an argument; `names` gets what has no literal."""
+    """The code of an argument; values without a literal go to `names`."""
     if isinstance(value, fx.Node):
         return f"v_{value.name}"
     if isinstance(value, tuple):

@@ -3,8 +3,8 @@
 Autograd adds the gradients of a tensor one by one, from its last use to its first. Two kinds of graphs would
 add in another order:
 
-- a graph whose input another graph uses, too. It returns the `terms` of the input's gradient, and autograd
-  adds them up: `_GradientTerms` has one edge for each term.
+- a graph whose input another graph uses, too. The graph returns the `terms` of the input's gradient, and
+  autograd adds them up: `_GradientTerms` has one edge for each term.
 - a graph under autocast. Eager casts a weight once, adds the gradients of the cast, and casts the sum back.
   While torch traces, autocast casts a weight at each use.
 """
@@ -25,7 +25,7 @@ CAST_ONCE = "lowtide_cast_once"
 
 
 def terms(*gradients: torch.Tensor) -> torch.Tensor:
-    """An op of backward graphs: one tensor that carries all `gradients` to where autograd adds them."""
+    """An op of backward graphs: one tensor that carries all `gradients` to autograd's sum."""
     carrier: Any = gradients[0].detach()
     carrier.lowtide_terms = gradients
     return carrier  # type: ignore[no-any-return]
@@ -50,7 +50,7 @@ class _GradientTerms(torch.autograd.Function):
 
 
 def with_gradient_terms(function: Callable[..., Any], num_terms: Mapping[int, int]) -> Callable[..., Any]:
-    """`function`, a compiled graph, whose inputs in `num_terms` get a gradient of so many terms."""
+    """The compiled graph `function`, whose input `i` gets a gradient of `num_terms[i]` terms."""
 
     def call(*args: Any) -> Any:
         values = list(args)
@@ -63,7 +63,7 @@ def with_gradient_terms(function: Callable[..., Any], num_terms: Mapping[int, in
 
 
 def return_terms(module: fx.GraphModule, places: Collection[int]) -> None:
-    """A pass: return the gradients at these places among a graph's results as terms, in place.
+    """A pass: return the gradients at these positions among a graph's results as terms, in place.
 
         a -+                            a -+
            add -+                       b -+- terms -> output
@@ -95,7 +95,7 @@ def return_terms(module: fx.GraphModule, places: Collection[int]) -> None:
 
 
 def adds_gradients(node: fx.Node) -> bool:
-    """Whether autograd made a node to add two gradients of one tensor."""
+    """Whether a node is autograd's sum of two gradients of one tensor."""
     return bool(node.meta.get("is_gradient_acc"))
 
 
@@ -110,7 +110,7 @@ def _sum_of(grad: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     found: list[fx.Node] = []
     node = grad
     while adds_gradients(node) and (node is grad or len(node.users) == 1):
-        earlier, last = node.args[-2:]  # an op that writes over its input has further arguments before
+        earlier, last = node.args[-2:]  # `write_over` has further arguments before these
         assert isinstance(earlier, fx.Node) and isinstance(last, fx.Node)
         sums.append(node)
         found.append(last)
@@ -140,7 +140,7 @@ def cast_weights_once(graph: fx.Graph) -> None:
 
 
 def dtype_of_cast(weight: fx.Node, gradient: fx.Node) -> torch.dtype | None:
-    """The dtype that autocast casts a weight to, if the weight's `gradient` is that of this one cast."""
+    """The dtype that autocast casts a weight to, if the weight's `gradient` comes from this cast alone."""
     for dtype, casts in _casts_by_dtype(weight).items():
         if _is_cast_back(gradient, {cast.meta.get("seq_nr") for cast in casts}):
             return dtype
@@ -153,7 +153,7 @@ def is_cast(value: fx.Node) -> bool:
 
 
 def is_cast_of_sum(gradient: fx.Node) -> bool:
-    """Whether a gradient is cast back after the gradients of several uses of the cast were added."""
+    """Whether a gradient is a sum over several uses of a cast weight, cast back after the sum."""
     source = gradient.args[0] if is_cast(gradient) else None
     return isinstance(source, fx.Node) and adds_gradients(source)
 
@@ -177,14 +177,14 @@ def _is_by_user(cast: fx.Node) -> bool:
 
 
 def _is_cast_back(node: fx.Node, numbers: Collection[int | None]) -> bool:
-    """Whether a node is the gradient of one of autocast's casts, which have these sequence numbers."""
+    """Whether a node is the gradient of a cast by autocast; `numbers` are the casts' sequence numbers."""
     return is_cast(node) and bool(node.meta.get("autograd_backward")) and node.meta.get("seq_nr") in numbers
 
 
 def _sum_before_cast(graph: fx.Graph, result: fx.Node, numbers: Collection[int | None]) -> None:
-    """In a sum of gradients, add those that were cast back from autocast's dtype before the cast.
+    """In a sum of gradients, add the terms in autocast's dtype first, then cast their sum back.
 
-    Autograd adds gradients as they arrive; the gradient of the cast arrives with its last term.
+    Autograd adds gradients as they arrive. The gradient of the cast arrives with its last term.
     """
     sums, addends = _sum_of(result)
     cast = [addend for addend in addends if _is_cast_back(addend, numbers)]

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def times(value: Tensor, number: Any, *, out: Tensor | None = None) -> Tensor:
-    """A product with a number, which `mul_` would round to the type of a half-precision value first."""
+    """A product with a number. `mul_` would first round the number to the dtype of a half-precision value."""
     if out is None or layout_of(out) is None:
         return torch.mul(value, number)
     return torch.mul(value, torch.tensor(number, dtype=torch.float64), out=out)
@@ -48,8 +48,7 @@ WITH_OUT: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
     loss_gradient: (loss_gradient, (1,)),
     soft_loss_gradient: (soft_loss_gradient, (2,)),
 }
-"""The variant of an op that writes where it is told to, or over its first argument, and which of its
-arguments that may be."""
+"""By op: its variant that writes over an argument, and the positions that this argument may have."""
 
 ROUND_ONCE = (
     aten.add.Tensor,
@@ -59,17 +58,16 @@ ROUND_ONCE = (
     aten.masked_fill.Scalar,
     aten.where.self,
 )
-"""Those of them that round each element once at most, in whatever order they go through memory."""
+"""Ops that round each element at most once: their order in memory does not matter."""
 
 IN_ROWS = (aten._softmax_backward_data.out, aten._log_softmax_backward_data.out)
-"""Variants that write row after row, whatever the strides of the place that they are given."""
+"""Variants that write row after row, whatever the strides of their `out`."""
 
 
 def write_over(op: OpOverload, place: int, *args: Any, **kwargs: Any) -> Tensor:
-    """`op` with its result written over argument `place`, which nobody reads afterwards.
+    """`op` with its result written over argument `place`, which no later op reads.
 
-    Where that argument does not lie in memory as `op` needs it, against what was captured, into memory of its
-    own.
+    The result gets new memory where the argument has other strides than at capture and `op` cannot use them.
     """
     out: Tensor = args[place]
     if op in IN_ROWS and not out.is_contiguous():
@@ -79,7 +77,7 @@ def write_over(op: OpOverload, place: int, *args: Any, **kwargs: Any) -> Tensor:
     arguments = schema_of(op).arguments
     if arguments[0].is_write:
         op(out, *args[1:], **kwargs)
-    else:  # the place for the result comes last in a schema
+    else:  # `out` comes last in a schema
         op(*args, **kwargs, **{arguments[-1].name: out})
     return out
 

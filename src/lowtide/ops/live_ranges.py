@@ -20,8 +20,8 @@ def live_bytes(
 ) -> list[int]:
     """The bytes that are live while each of `ops` runs, in this order, each storage once.
 
-    A storage that an op makes is live from there to its last reader, and one from before from the first op
-    on; those of `results` are live to the end. Storages of the nodes `uncounted` are left out.
+    A storage is live from the op that makes it to its last reader. A storage that no op makes is live from
+    the first op on, a storage of `results` to the end. Storages of the nodes `uncounted` are left out.
     """
     sizes: dict[int, int] = {}
     first: dict[int, int] = {}

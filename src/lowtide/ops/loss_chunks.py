@@ -1,7 +1,7 @@
 """Cross entropy in chunks of rows: the gradients of its logits, and log-probabilities in the logits' memory.
 
-Each row of a log-softmax, and of its gradient, needs that row of its inputs alone. So some rows at a time
-give the same bits as all of them, without a whole tensor of the logits' size between two ops:
+Each row of a log-softmax, and of its gradient, needs only that row of its inputs. So chunks of rows give the
+same bits as all rows at once, without a whole tensor of the logits' size between two ops:
 
     loss backward -> add -> log-softmax backward        ==>   loss_gradient         targets are classes
     grad * targets * weights -> log-softmax backward    ==>   soft_loss_gradient    targets are probabilities
@@ -26,7 +26,7 @@ LARGE_CHUNK_BYTES = 8 << 20
 FEWEST_CHUNKS = 16
 
 LOSSES = {aten.nll_loss_backward.default: 2, aten.nll_loss2d_backward.default: 4}
-"""Backward ops of losses, and the number of dimensions of what they read; the first are the rows."""
+"""Backward ops of losses, and the number of dimensions of their logits; the first dimension is the rows."""
 
 
 def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
@@ -44,7 +44,7 @@ def loss_gradient(  # noqa: PLR0917 - what the two ops of torch take
     out: Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """What `nll_loss_backward` and then `_log_softmax_backward_data` give for the log-probabilities `scores`.
+    """`_log_softmax_backward_data` after `nll_loss_backward`, for the log-probabilities `scores`.
 
     `plus` is added in between, as the gradient of label smoothing is. `out`, `chunk_bytes`: see `_by_rows`.
     """
@@ -69,10 +69,10 @@ def _by_rows(
     out: Tensor | None,
     chunk_bytes: int | None,
 ) -> Tensor:
-    """The gradient of a log-softmax, where `gradient` gives some rows of the gradient of its result.
+    """The gradient of a log-softmax's input; `gradient(rows)` gives rows of the gradient of its result.
 
-    It is written over `out`, which may be `scores`, unless autograd keeps its graph for another backward
-    pass. A chunk has at most `chunk_bytes`; 0 is for all rows at once.
+    The result is written over `out`, which may be `scores`, unless autograd keeps its graph for another
+    backward pass. A chunk has at most `chunk_bytes`; 0 means all rows at once.
     """
     if isinstance(scores, FakeTensor):
         return torch.empty_like(scores) if out is None else out
@@ -110,7 +110,7 @@ def use_loss_chunks(graph: fx.Graph) -> None:
 
 
 def _as_sequence(loss: fx.Node) -> fx.Node:
-    """The view of a loss's gradient without its third dimension, as that of sequences has; else itself."""
+    """The view of a loss's gradient without its third dimension, as sequences have it; else the loss."""
     user = _only_user(loss)
     shape = tuple(loss.meta["val"].shape)
     if user is None or not is_view_op(user.target) or len(shape) != 4 or shape[2] != 1:
@@ -119,7 +119,7 @@ def _as_sequence(loss: fx.Node) -> fx.Node:
 
 
 def _with_term(loss: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """The sum of a loss's gradient and one number for each row, and these; else the gradient alone."""
+    """The sum of a loss's gradient and one number for each row, and these numbers; else the gradient."""
     user = _only_user(loss)
     if user is None or user.target is not aten.add.Tensor or user.kwargs:
         return loss, None
@@ -162,8 +162,7 @@ def soft_loss_gradient(
     out: Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """What `_log_softmax_backward_data` gives for the product of `grad` and the `factors`, one after the
-    other.
+    """`_log_softmax_backward_data` for the product of `grad` and the `factors`, multiplied in order.
 
     `scores` are the log-probabilities; `out`, `chunk_bytes`: see `_by_rows`.
     """
@@ -197,8 +196,8 @@ def use_soft_loss_chunks(graph: fx.Graph) -> None:
 
 
 def _product(softmax: fx.Node) -> tuple[list[fx.Node], fx.Node, list[fx.Node]] | None:
-    """The products that lead to a log-softmax's gradient, the last first, what the first of them begins with,
-    and what is multiplied with then, in that order."""
+    """The products that lead to a log-softmax's gradient, the last first; the first product's own input; and
+    the factors in the order of multiplication."""
     value, scores = softmax.meta["val"], softmax.args[1]
     if not isinstance(scores, fx.Node) or not _soft_loss_fits(softmax, value, scores.meta["val"]):
         return None
@@ -232,7 +231,7 @@ def _is_product(node: Any, like: Tensor) -> bool:
 
 
 def _goes_on(node: Any, like: Tensor) -> bool:
-    """Whether the gradient of the loss comes along here."""
+    """Whether the gradient of the loss passes through a node."""
     return isinstance(node, fx.Node) and is_backward(node) and node.meta["val"].shape == like.shape
 
 
@@ -252,7 +251,7 @@ def log_probabilities(product: Any, arguments: list[Any], shape: list[int]) -> T
 
 
 def extra_loss_bytes(node: fx.Node) -> int:
-    """Bytes that eager keeps live, beyond one chunk, between the ops that one of these replaces."""
+    """Bytes that eager keeps live, beyond one chunk, between the ops that a chunked op replaces."""
     if node.target not in (*LOSS_GRADIENTS, log_probabilities):
         return 0
     value = node.meta["val"]
@@ -288,7 +287,7 @@ def _logits_of(softmax: fx.Node) -> fx.Node | None:
 
 
 def _is_small_between(product: fx.Node, softmax: fx.Node) -> bool:
-    """Whether little is made between the two: eager holds the logits beside it, and they come later here."""
+    """Whether the ops between the two make little: the pass moves the product behind these ops."""
     nbytes = softmax.meta["val"].nbytes
     node = product.next
     while node is not softmax:
@@ -304,7 +303,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _erase(graph: fx.Graph, node: Any) -> None:
-    """A node that nobody reads any more, and whatever only it read, up to the product."""
+    """Erase a node without readers, and its inputs that lose their last reader, up to the product."""
     while isinstance(node, fx.Node) and not node.users and (_is_view(node) or node.target in PRODUCTS):
         source = node.args[0] if _is_view(node) else None
         graph.erase_node(node)

@@ -1,6 +1,6 @@
-"""Tensors in fewer bytes, and back: truth values as bits, and what an op's backward only compares with zero.
+"""Pack tensors into fewer bytes and unpack them: truth values and signs as bits, indices in a narrower dtype.
 
-All of it works in pieces that stay in the caches, in the order of memory, and gives the captured layout back.
+Packing works in chunks that fit into the caches, in memory order. Unpacking restores the captured layout.
 """
 
 import functools
@@ -15,22 +15,22 @@ from lowtide.torch_compat.dispatch import FakeTensor, real_tensors
 aten = torch.ops.aten
 
 WORD = 8
-"""Truth values that become one byte."""
+"""Truth values per byte."""
 CHUNK_WORDS = 1 << 15
-"""Bytes of the packed tensor that are worked on at a time."""
+"""Bytes of the packed tensor per chunk."""
 
-# Times eight bytes that are 0 or 1, read as one number, it puts them side by side into the highest byte.
+# Multiply eight bytes of 0 or 1, read as one number, by this: the highest byte has the eight bits.
 _GATHER = 0x0102040810204080
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides."""
 
 SIGN_READERS = (aten.threshold_backward.default, aten.leaky_relu_backward.default)
-"""Ops that ask of their second argument only whether it is above zero."""
+"""Ops that read only the sign of their second argument: whether it is above zero."""
 
 
 def pack_bits(mask: Tensor, layout: Layout) -> Tensor:
-    """The truth values of `mask`, eight to a byte, in the order of memory that `layout` has."""
+    """The truth values of `mask`, eight to a byte, in the memory order of `layout`."""
     if isinstance(mask, FakeTensor):
         return mask.new_empty(-(-mask.numel() // WORD), dtype=torch.uint8)
     flat = mask.permute(_memory_order(layout)).reshape(-1).view(torch.uint8)
@@ -72,17 +72,17 @@ def pack_sign(value: Tensor, layout: Layout, *, nan_is_above: bool) -> Tensor:
 
 
 def unpack_sign(packed: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """1 where the packed value was above zero, else 0, in its type and layout."""
+    """1 where the packed value was above zero, else 0, in the captured dtype and layout."""
     return unpack_bits(packed, layout).to(dtype)
 
 
 def narrow(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` in a type of fewer bytes that holds its range."""
+    """`value` in a narrower dtype that represents its range."""
     return value.to(dtype)
 
 
 def widen(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `narrow` made narrow."""
+    """The inverse of `narrow`."""
     return value.to(dtype)
 
 
@@ -99,7 +99,7 @@ def layout_of(value: Tensor) -> Layout | None:
 
 
 def separate_signs(graph: fx.Graph) -> None:
-    """Let ops that ask only for a sign read it from a value that nothing else reads; preserves results."""
+    """A pass: let ops that read only a sign read it from a view without other readers. Preserves results."""
     for target in SIGN_READERS:
         for node in graph.find_nodes(op="call_function", target=target):
             value = node.args[1]
@@ -116,7 +116,7 @@ def _is_named(value: fx.Node) -> bool:
 
 
 def _memory_order(layout: Layout) -> list[int]:
-    """Dimensions from the slowest in memory to the fastest; sizes of 1 have no say."""
+    """Dimensions from the slowest in memory to the fastest; sizes of 1 do not matter."""
     sizes, strides = layout
     return sorted(range(len(sizes)), key=lambda dim: (sizes[dim] > 1, -strides[dim], dim))
 
@@ -127,7 +127,7 @@ def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @functools.cache
 def _bytes_of_bits(device: torch.device) -> Tensor:
-    """For every byte, the eight truth values that it stands for, as one number."""
+    """For every byte, its eight truth values as one number."""
     with real_tensors():
         bits = torch.arange(256).view(-1, 1).bitwise_right_shift(torch.arange(WORD)).bitwise_and_(1)
         return bits.to(torch.uint8).view(torch.int64).view(-1).to(device)

@@ -1,6 +1,6 @@
 """The passes that make a captured joint graph compute what eager computes, in the order in which they run.
 
-A pass changes a graph in place; its docstring says what it preserves. These need nothing but the graph. Some
+A pass changes a graph in place; its docstring says what it preserves. `PASSES` need only the graph. Some
 passes need more, and run elsewhere:
 
     Dynamo's graph      use_gpu_attention, use_gpu_autocast     planned for a GPU that is absent

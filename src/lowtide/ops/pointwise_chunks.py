@@ -1,17 +1,16 @@
-"""Chains of pointwise ops as one op, a chunk of the elements at a time: no value inside a chain is ever
-whole.
+"""Chains of pointwise ops as one op, chunk by chunk: no value inside a chain is ever whole.
 
     x ── mul ── tanh ── add ── y        ==>        x ── in_chunks(program of mul, tanh, add) ── y
 
-Every element of a chain needs that element of its inputs alone. But kernels work on vectors of elements, and
-round the last elements of a range, which fill no vector, otherwise; with several threads there are as many
-ranges. So chunks end where vectors do, counted from the start of each thread's range of the whole, and the
-rest of such a range is cut so small that no thread divides it further.
+Every element of a chain needs only that element of its inputs. But kernels work on vectors of elements. Each
+thread has a range of elements, and the last elements of a range, which fill no vector, are rounded
+differently. So chunks end where vectors end, counted from the start of each thread's range. The rest of a
+range is cut so small that no thread divides it further.
 
-A forward value is recomputed so (`forward_program`). In backward, the gradient of a formula written by hand
-(a GELU, say) is a dozen ops that keep several values of its input's size live. As one program, with the
-forward ops that it needs, it reads the formula's input and the gradient of its result alone, and may write
-over that gradient (`backward_program`).
+`forward_program` recomputes a forward value in chunks. In backward, the gradient of a formula written by hand
+(a GELU, say) is a dozen ops that keep several values of its input's size live. `backward_program` makes one
+program of these ops and the forward ops that they need. The program reads only the formula's input and the
+gradient of its result, and may write over that gradient.
 """
 
 from collections.abc import Container, Iterator
@@ -30,7 +29,7 @@ GRAIN = 32768
 """Fewer elements are never divided among threads; some kernels divide from `SMALL_GRAIN` on."""
 SMALL_GRAIN = 2048
 VECTOR = 64
-"""A multiple of the elements that any kernel works on at once."""
+"""A multiple of the vector size of every kernel, in elements."""
 CHUNK = 2 * GRAIN
 """Elements of a chunk for each thread: few enough to stay in its cache."""
 LARGE_CHUNK = 8 * CHUNK
@@ -93,8 +92,8 @@ def in_chunks(
 ) -> Tensor:
     """The last result of a program over contiguous inputs of one shape, and single numbers.
 
-    It is written over input `over`, or into memory of its own. If an input is not contiguous, against what
-    was captured, the program runs on all elements at once.
+    The result is written over input `over`, or into new memory. If an input is not contiguous, unlike at
+    capture, the program runs on all elements at once.
     """
     whole = next(value for value in inputs if _is_cut(value))
     if isinstance(whole, FakeTensor):
@@ -116,7 +115,7 @@ def _is_cut(value: Any) -> bool:
 
 
 def chunks(count: int, threads: int, size: int = CHUNK) -> Iterator[tuple[int, int]]:
-    """Where a tensor of `count` elements is cut, so that a chunk has about `size` for each thread."""
+    """The chunks of a tensor of `count` elements, each of about `size` elements for each thread."""
     if count < threads * GRAIN:  # some kernels would divide the whole among fewer threads than others
         yield 0, count
         return
@@ -143,7 +142,7 @@ def _run(program: Program, values: dict[str, Any], last: dict[str, int]) -> Any:
 
 
 def _last_uses(program: Program, num_inputs: int) -> dict[str, int]:
-    """By name of a value, the number of the op that reads it last."""
+    """For each value, by name, the position of its last reader."""
     ops = enumerate(program, start=num_inputs)
     return {arg: number for number, (_, args, _) in ops for arg in args if _is_name(arg)}
 
@@ -153,7 +152,7 @@ def _is_name(arg: Any) -> bool:
 
 
 def forward_program(node: fx.Node) -> tuple[Program, list[fx.Node]] | None:
-    """The program that makes a forward value, and its inputs; None unless several pointwise ops make it."""
+    """The program that makes a forward value, and its inputs; None for fewer than two pointwise ops."""
     inside = _chain(node)
     return written_out(inside) if len(inside) > 1 else None
 
@@ -175,7 +174,7 @@ def written_out(inside: list[fx.Node]) -> tuple[Program, list[fx.Node]]:
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
-    """The pointwise ops that feed nothing else of the forward pass than a value; its own op is the last."""
+    """The pointwise ops that feed only this value in the forward pass; its own op is the last."""
     if is_view_op(node.target) or not is_pointwise(node, node):
         return []
     inside = {node}
@@ -191,7 +190,7 @@ def _chain(node: fx.Node) -> list[fx.Node]:
 
 
 def in_order(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """These ops, each after its inputs; `node`, which all of them feed, is the last."""
+    """The ops `inside`, each after its inputs; `node`, which all of them feed, is the last."""
     order: dict[fx.Node, None] = {}
     stack = [(node, False)]
     while stack:
@@ -248,14 +247,14 @@ POINTWISE_BACKWARD = POINTWISE | {
 
 
 def backward_program(end: fx.Node) -> tuple[Program, list[fx.Node]] | None:
-    """The program that makes a backward op's result, and its inputs; None where it keeps no fewer values
-    live."""
+    """The program that makes a backward op's result, and its inputs; None where a program does not keep fewer
+    values live."""
     backward = _backward_part(end)
     if not backward:
         return None
     inside = _with_forward(end, backward)
     order = in_order(end, inside)
-    return written_out(order) if len(order) > 1 and _holds_less(order) else None
+    return written_out(order) if len(order) > 1 and _keeps_less_live(order) else None
 
 
 def replaced_ops(end: fx.Node) -> list[fx.Node]:
@@ -276,7 +275,7 @@ def _backward_part(end: fx.Node) -> set[fx.Node]:
         if all(user in found for user in source.users):
             found.add(source)
             waiting += source.all_input_nodes
-    # ops further before would keep their inputs live for longer
+    # earlier ops, moved here, would keep their inputs live for longer
     near = {end}
     node = end.prev
     while node.op == "call_function" and (not is_backward(node) or is_view_op(node.target) or node in found):
@@ -306,7 +305,7 @@ def _with_forward(end: fx.Node, backward: set[fx.Node]) -> set[fx.Node]:
 
 
 def _cone(value: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """All forward pointwise ops that a value is made by; empty if they are too many."""
+    """All forward pointwise ops behind a value; empty if they are too many."""
     found: set[fx.Node] = set()
     waiting = [value]
     while waiting:
@@ -320,7 +319,7 @@ def _cone(value: fx.Node, end: fx.Node) -> set[fx.Node]:
 
 
 def _read_whole(inside: set[fx.Node]) -> list[fx.Node]:
-    """The tensors of other ops that these ops read; in the order of the graph's names."""
+    """The tensors of other ops that the ops `inside` read, sorted by node name."""
     found = {
         source
         for node in inside
@@ -330,8 +329,8 @@ def _read_whole(inside: set[fx.Node]) -> list[fx.Node]:
     return sorted(found, key=lambda node: node.name)
 
 
-def _holds_less(order: list[fx.Node]) -> bool:
-    """Whether a program keeps fewer values live than its ops one by one, each written over its gradient."""
+def _keeps_less_live(order: list[fx.Node]) -> bool:
+    """Whether a program keeps fewer values live than its ops one by one, each written over its input."""
     if not all(is_backward(node) for node in order):
         return True
     inside = set(order)

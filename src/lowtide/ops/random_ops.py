@@ -1,4 +1,4 @@
-"""Random ops: which they are, the generator states that they draw from, and dropout as eager computes it."""
+"""Random ops, the generator states that they draw from, and dropout as eager computes it."""
 
 import functools
 import operator
@@ -15,14 +15,14 @@ from lowtide.torch_compat.dispatch import FakeTensor, OpOverload, real_tensors
 aten = torch.ops.aten
 
 MASK_CHUNK = 1 << 17
-"""Elements that `apply_mask` works on at a time."""
+"""Elements per chunk of `apply_mask`."""
 
 
 def eager_dropout(value: torch.Tensor, probability: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(result, mask) of a dropout, bit for bit as eager PyTorch computes it on CPU.
 
-    `aten.native_dropout`, which capture records instead, rounds its scale otherwise: for one in seven
-    probabilities its results differ from eager's in the last bit.
+    Capture records `aten.native_dropout`, which rounds its scale differently: for one in seven probabilities
+    its results differ from eager's in the last bit.
     """
     assert train, "a dropout that drops nothing is not captured as one"
     if probability == 1:
@@ -56,8 +56,8 @@ def apply_mask(
     "lowtide::dropout_by_number", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def dropout_by_number(value: Tensor, probability: Number) -> tuple[Tensor, Tensor]:
-    """The traced form of `eager_dropout` where the probability is an input of the graph: torch's own ops
-    would ask for its value."""
+    """The traced form of `eager_dropout` where the probability is an input of the graph: torch's own ops need
+    a constant."""
     return eager_dropout(value, float(probability), True)
 
 
@@ -107,7 +107,7 @@ def use_eager_dropout(graph: fx.Graph) -> None:
                          └─ mask             ==>                     └─ result
         native_dropout_backward(grad, mask)          apply_mask(grad, mask)
 
-    A mask comes before its result, since the result can be recomputed from the mask.
+    The mask comes before the result, so that a remat rule can recompute the result from the mask.
     """
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         if node.args[2] is not False and node.meta["val"][0].device.type == "cpu":
@@ -132,7 +132,7 @@ def use_eager_dropout(graph: fx.Graph) -> None:
 
 
 def extra_eager_bytes(node: fx.Node, made: torch.Tensor) -> int:
-    """Eager dropout on CPU keeps a mask of its input's type, the captured op one of bytes."""
+    """Extra bytes of eager's mask, which has the input's dtype; the captured mask has bytes."""
     if node.target is not eager_dropout or made.dtype is not torch.bool:
         return 0
     return made.numel() * (int(node.meta["val"][0].element_size()) - 1)
@@ -172,7 +172,7 @@ def draw_high(module: fx.GraphModule) -> None:
 
 
 def device_name(node: fx.Node) -> str:
-    """`cpu` or `cuda:0`: where a node's (first) result lives, and so the generator that it draws from."""
+    """`cpu` or `cuda:0`: the device of a node's (first) result, whose generator a random node draws from."""
     value = node.meta["val"]
     tensor = value[0] if isinstance(value, (list, tuple)) else value
     return str(tensor.device)
@@ -195,7 +195,7 @@ def set_random_state(state: torch.Tensor, device: str) -> None:
 
 @contextmanager
 def drawing_from(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Draw from earlier states of the generators of devices; afterwards they go on as if nothing had."""
+    """Draw from earlier states of the devices' generators; afterwards restore their present states."""
     now = {device: random_state(device) for device in states}
     for device, state in states.items():
         set_random_state(state, device)
@@ -211,7 +211,7 @@ def random_state_bytes(device: str) -> int:
 
 
 def replay(state: torch.Tensor, device: str, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op from an earlier generator state; the generator itself goes on as if it had not."""
+    """Run a random op from an earlier generator state, then restore the present state."""
     with drawing_from({device: state}):
         return target(*args, **kwargs)
 

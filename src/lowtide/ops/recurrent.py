@@ -1,10 +1,10 @@
 """Recurrent layers: how they are traced, what they keep live, and valid samples of them.
 
-- LSTM layers that eager runs as one op. torch's decomposition loses the dropout between layers
-  (`traced_layers` has it), and the op hands a workspace to its backward. The fake workspace is empty, and a
-  backward op that gets random bytes for it crashes (`recurrent_layer`, `with_forward_results`).
-- layers that eager runs cell by cell: traced as one op of `recurrent_cells` each. What eager keeps of a layer
-  is found by two short runs (`eager_keeps_bytes`).
+- LSTM layers that eager runs as one op. torch's decomposition loses the dropout between layers;
+  `traced_layers` keeps it. The op passes a workspace to its backward op. The fake workspace is empty, and a
+  backward op crashes on random bytes (`recurrent_layer`, `with_forward_results`).
+- layers that eager runs cell by cell: each is traced as one op of `recurrent_cells`. Two short runs tell what
+  eager keeps live of a layer (`eager_keeps_bytes`).
 """
 
 from collections.abc import Callable, Sequence
@@ -45,9 +45,9 @@ def recurrent_layer(value: torch.Tensor, *args: Any) -> Any:
 
 
 def eager_runs_whole(value: torch.Tensor, hidden: Any, params: Any) -> bool:
-    """Whether eager runs an LSTM's layer as one op: on CPU, in a type that oneDNN has, without projections.
+    """Whether eager runs an LSTM's layer as one op: on CPU, in a dtype that oneDNN has, without projections.
 
-    torch's decomposition asks for an input without a gradient, too, and else takes a cell for every step.
+    torch's decomposition also wants an input without gradient, else it makes a cell of every step.
     """
     tensors = [value, *hidden, *(weight for layer in params for weight in layer)]
     return (
@@ -60,7 +60,7 @@ def eager_runs_whole(value: torch.Tensor, hidden: Any, params: Any) -> bool:
 
 
 def use_recurrent_layers(graph: fx.Graph) -> None:
-    """Let recurrent layers make the workspace that their backward reads; preserves all else."""
+    """A pass: let recurrent layers make the workspace that their backward reads. Preserves all else."""
     for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
         node.target = recurrent_layer
 
@@ -110,7 +110,7 @@ def real_result_bytes(call: Call, sample: Callable[[Call], tuple[Any, Any]]) -> 
 
 
 def with_forward_results(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The sample of a backward op with what its forward op really gives; any other as it is."""
+    """The sample of a backward op with real results of its forward op; other samples unchanged."""
     if call.target is not aten.mkldnn_rnn_layer_backward.default:
         return args
     reverse, mode, hidden, layers, biases, train, both, sizes, batch_first = args[13:22]
@@ -122,7 +122,7 @@ def with_forward_results(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def untracked_bytes(call: Call) -> int:
     """Bytes inside a recurrent backward op that its fake run lacks: a second bias gradient, and a copy of the
-    incoming gradient if its real strides are not the fake ones."""
+    tangent if its real strides differ from the fake ones."""
     if call.target is not aten.mkldnn_rnn_layer_backward.default:
         return 0
     value, bias = call.args[0], call.args[3]
@@ -130,11 +130,11 @@ def untracked_bytes(call: Call) -> int:
 
 
 MEASURED_STEPS = (2, 4)
-"""Steps of the two short runs that tell what eager keeps per step."""
+"""Sequence lengths of the two short runs that tell what eager keeps live per time step."""
 
 
 def valid_batch_sizes(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The sample of a packed layer with sizes that its rows can have; any other as it is."""
+    """The sample of a packed layer with valid batch sizes; other samples unchanged."""
     if call.target not in (CELLS, CELLS_BACKWARD):
         return args
     at = 1 if call.target is CELLS else 4
@@ -150,14 +150,14 @@ def valid_batch_sizes(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def extra_result_bytes(node: fx.Node, made: torch.Tensor) -> int:
-    """How many bytes more eager keeps of a layer than the empty tensor that stands for them."""
+    """Bytes that eager keeps live of a layer; an empty tensor stands for them in the graph."""
     if node.target is not CELLS or made is not node.meta["val"][-1]:
         return 0
     return eager_keeps_bytes(call_of(node))
 
 
 def extra_inside_bytes(node: fx.Node) -> int:
-    """How many bytes more are live inside eager's backward of a layer: fewer, since eager recomputes
+    """Bytes live inside eager's backward of a layer, minus those of ours: negative, since eager recomputes
     nothing."""
     if node.target is not CELLS_BACKWARD:
         return 0
@@ -169,8 +169,8 @@ _kept: dict[str, int] = {}
 
 
 def eager_keeps_bytes(call: Call) -> int:
-    """What eager's autograd keeps of a layer from its forward to its backward, results and inputs left out;
-    0 for any other op. From two short runs on real tensors: each step keeps as much as the one before."""
+    """Bytes that eager's autograd keeps live of a layer from forward to backward, besides results and inputs;
+    0 for any other op. Extrapolated from two short runs on real tensors: all time steps keep equal bytes."""
     if call.target is not CELLS:
         return 0
     name = signature(call)
@@ -187,7 +187,7 @@ def eager_keeps_bytes(call: Call) -> int:
 
 
 def _kept_bytes(call: Call, shape: Sequence[int]) -> int:
-    """The same of a real layer, whose input has this shape."""
+    """The same bytes of a real layer, whose input has this shape."""
     kind, value, _, hidden, weights, has_biases, bidirectional, autocast = call.args
     blocks: dict[int, int] = {}
 
@@ -209,7 +209,7 @@ def _kept_bytes(call: Call, shape: Sequence[int]) -> int:
 
 
 def _layers_rule(kind: str, torch_rule: Callable[..., Any], *, packed: bool) -> Callable[..., Any]:
-    """How to trace eager's op of `kind` for padded or packed sequences; `torch_rule` is torch's own way."""
+    """The rule to trace eager's op of `kind`, for padded or packed sequences; `torch_rule` is torch's own."""
 
     def trace(value: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
         batch_sizes, rest, batch_first = (args[0], args[1:], False) if packed else (None, args[:-1], args[-1])
@@ -227,7 +227,7 @@ def _layers_rule(kind: str, torch_rule: Callable[..., Any], *, packed: bool) -> 
 
 
 def _cell_rule(torch_rule: Callable[..., Any]) -> Callable[..., Any]:
-    """How to trace a single cell of a GRU; `torch_rule` is torch's own way."""
+    """The rule to trace a single cell of a GRU; `torch_rule` is torch's own."""
 
     def trace(value: torch.Tensor, hidden: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
         given = [weight for weight in weights if weight is not None]
@@ -244,7 +244,7 @@ def _cell_rule(torch_rule: Callable[..., Any]) -> Callable[..., Any]:
 def recurrent_rules() -> dict[
     dispatch.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]
 ]:
-    """For each of eager's ops, from torch's way to trace it to ours."""
+    """For each of eager's ops: a function from torch's tracing rule to ours."""
     layers = {
         op: partial(_layers_rule, kind, packed=packed)
         for kind, ops in KINDS.items()

@@ -1,12 +1,12 @@
 """Recurrent layers that eager computes cell by cell in C++ (GRU, RNN, an LSTM with projections or of packed
 sequences), as one op per layer; and the single cell of a GRU.
 
-torch's decompositions round otherwise than eager's cells, which work in place, and have a thousand nodes for
-a sentence. Here one op runs eager's own layer. Its backward op runs that layer again under autograd and
-differentiates it: exact by construction. The bytes that eager keeps meanwhile are counted for eager.
+torch's decompositions round differently from eager's cells, which work in place, and have a thousand nodes
+for a sentence. Here one op runs eager's own layer. Its backward op recomputes that layer under autograd and
+differentiates it: exact by construction. The bytes that eager keeps live meanwhile count for eager only.
 
-Shortcomings: a layer is run twice, also where memory is plenty; CPU only; under autocast a layer that is
-called several times casts its weights each time, so that their gradients can differ in the last bits.
+Shortcomings: a layer always runs twice, even where memory is plenty. CPU only. Under autocast, a layer that
+is called several times casts its weights each time, so that their gradients can differ in the last bits.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ KINDS = {
 """Eager's ops of each kind: for padded and for packed sequences."""
 
 GRU_CELL = "gru_cell"
-"""The kind of a single cell: it has one result and no time."""
+"""The kind of a single cell: one result, no time dimension."""
 
 
 @torch.library.custom_op("lowtide::recurrent_cells", mutates_args=())
@@ -44,9 +44,9 @@ def recurrent_cells(  # noqa: PLR0917 - an op has no keywords
     bidirectional: bool,
     autocast: torch.dtype | None,
 ) -> list[torch.Tensor]:
-    """One layer: its result, its last states, and an empty tensor in place of all that eager keeps.
+    """One layer: its result, its last states, and an empty tensor for the bytes that eager keeps live.
 
-    `value` has time first; `autocast` is the type that autocast computes in, None where it is off.
+    `value` has time first; `autocast` is autocast's dtype, None where autocast is off.
     """
     with torch.no_grad(), casting(autocast, once=False):
         results = run_layer(kind, value, batch_sizes, hidden, weights, has_biases, bidirectional)
@@ -68,10 +68,10 @@ def recurrent_cells_backward(  # noqa: PLR0917 - an op has no keywords
     autocast: torch.dtype | None,
     kept: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Those gradients of `(value, *hidden, *weights)` that are `wanted`, in this order.
+    """The `wanted` gradients of `(value, *hidden, *weights)`, in this order.
 
-    `earlier` has, for each of these, the sum of gradients that autograd had before, which eager adds to
-    one by one; it may be empty.
+    `earlier`, if not empty, has for each of them the sum of gradients so far. Eager adds each cell's gradient
+    to this sum.
     """
     states = len(hidden)
     with dispatch.recording():
@@ -105,7 +105,7 @@ def recurrent_cells_backward(  # noqa: PLR0917 - an op has no keywords
 
 
 def _apart(gradients: Tensors) -> Tensors:
-    """Each with a storage of its own, as an op has to give them."""
+    """The gradients, each in its own storage, as an op must return them."""
     seen: set[int] = set()
     for index, gradient in enumerate(gradients):
         if storage_key(gradient) in seen:
@@ -161,7 +161,7 @@ def _result_types(
     has_biases: bool,
     autocast: torch.dtype | None,
 ) -> list[torch.dtype]:
-    """The types of a layer's results, from a real one of one cell of width 1."""
+    """The dtypes of a layer's results, from a real layer of one cell of width 1."""
     gates = {"gru": 3, GRU_CELL: 3, "lstm": 4}.get(kind, 1)
     per_direction = 4 if has_biases else 2
     with dispatch.real_tensors(), casting(autocast, once=False):
@@ -214,7 +214,7 @@ CELLS_BACKWARD = torch.ops.lowtide.recurrent_cells_backward.default
 
 def add_in_eagers_order(graph: fx.Graph) -> None:
     """A pass: let the backward op of a layer add its gradients to the sum so far, cell by cell as autograd
-    does, where a weight or an input is used elsewhere as well.
+    does. This matters for weights and inputs that other ops use, too.
 
         cells_backward(earlier=[]) ── add -> sum        cells_backward(earlier=[before]) -> sum
         before ────────────────────────┘          ==>   before ─┘

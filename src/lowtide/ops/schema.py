@@ -1,7 +1,4 @@
-"""What the schema of an op says about it.
-
-Who reads a value of a graph, directly or by another look at it.
-"""
+"""Facts of an op by its schema; readers of a value, directly or through views."""
 
 import operator
 from collections.abc import Iterator
@@ -33,7 +30,7 @@ def talks_to_others(target: Any) -> bool:
 
 
 def schema_name(target: Any) -> str:
-    """`aten::embedding`; empty for what has no schema."""
+    """`aten::embedding`; empty for a target without schema."""
     return str(schema_of(target).name) if isinstance(target, OpOverload) else ""
 
 
@@ -43,7 +40,7 @@ def short_name(target: Any) -> str:
 
 
 def may_have_flops(target: Any) -> bool:
-    """Whether torch counts flops for an op, or for one that it is made of."""
+    """Whether torch counts flops for an op, or for an op of its decomposition."""
     if not isinstance(target, OpOverload):
         return False
     return packet_of(target) in flop_registry or can_decompose(target)
@@ -60,12 +57,12 @@ def bound_arguments(call: Call) -> tuple[list[str], dict[str, Any]]:
 
 
 def is_view(call: Call) -> bool:
-    """Whether the call only looks at its inputs in another way: by its schema, and writes nothing."""
+    """Whether the call only returns views of its inputs, by its schema, and writes nothing."""
     return call.target is operator.getitem or is_view_op(call.target)
 
 
 def is_view_op(target: Any) -> bool:
-    """Whether an op's result is another look at one tensor."""
+    """Whether an op's result is a view of one tensor."""
     if not isinstance(target, OpOverload):
         return False
     schema = schema_of(target)
@@ -74,12 +71,12 @@ def is_view_op(target: Any) -> bool:
 
 
 def argument_names(target: Any) -> list[str]:
-    """What the arguments of an op are called, in order."""
+    """The names of an op's arguments, in order."""
     return [argument.name for argument in schema_of(target).arguments]
 
 
 def readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Every node that reads `value` or a view of it and is no view itself, with the one that it reads."""
+    """Every node, except views, that reads `value` or a view of it, with the node that it reads."""
     stack = [value]
     while stack:
         one = stack.pop()

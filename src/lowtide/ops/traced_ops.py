@@ -2,12 +2,13 @@
 
 - by number: the gradients of `pow` and `lerp` compute with their number in C, and dropout takes its
   probability as a C `float`. Here that number may be an input of the graph (see `torch_compat`).
-- by value: the gradient of a product without zeros is the product divided by each factor; the gradient of a
-  value that fills a mask is the sum of what the mask selects. On fake tensors torch cannot look at values,
-  and takes formulas that round otherwise. Here the backward op runs eager's own op again under autograd.
+- by value: the gradient of a product without zeros is the product divided by each factor. The gradient of a
+  value that fills a mask is the sum of the gradients under the mask. On fake tensors torch cannot read
+  values, and takes formulas that round differently. Here the backward op recomputes eager's own op under
+  autograd.
 - norms under autocast, whose fake statistics have the wrong dtype (`use_real_dtypes`)
 
-Shortcomings: by value, `masked_fill_` is missing, which works in place.
+Shortcoming: there is no rule by value for `masked_fill_`, which works in place.
 """
 
 import contextlib
@@ -79,15 +80,14 @@ def _traced_by_number(function: type[torch.autograd.Function], op: Any) -> Calla
 
 
 def number_rules() -> dict[dispatch.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """For each of eager's ops, from torch's way to trace it to ours."""
+    """For each of eager's ops: a function from torch's tracing rule to ours."""
     ops = {aten.pow.Tensor_Scalar: _Power, aten.lerp.Scalar: _Lerp}
     return {op: _traced_by_number(function, op) for op, function in ops.items()}
 
 
 @contextlib.contextmanager
 def dropouts_by_number() -> Iterator[None]:
-    """Trace dropouts on CPU whose probability is an input of the graph: `torch.nn.functional` finds here what
-    is not written in Python."""
+    """Trace dropouts on CPU whose probability is an input of the graph, in place of torch's dropout in C."""
     plain = torch.dropout
 
     def dropout(value: Tensor, probability: Any, train: bool) -> Tensor:
@@ -115,8 +115,8 @@ def gradients_by_value(  # noqa: PLR0917 - an op has no keywords
     numbers: list[int],
     dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """Those gradients of the `tensors` of one of `OPS` that are `wanted`; `numbers` and `dtype` are the rest
-    of its arguments."""
+    """The `wanted` gradients of the `tensors` of one of `OPS`; `numbers` and `dtype` are its other
+    arguments."""
     with dispatch.recording():
         inputs = [t.detach().requires_grad_(needed) for t, needed in zip(tensors, wanted, strict=True)]
         result = _run(name, inputs, numbers, dtype)
@@ -166,7 +166,7 @@ def _traced_by_value(name: str) -> Callable[..., Any]:
 
 
 def value_rules() -> dict[dispatch.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """For each of eager's ops, from torch's way to trace it to ours."""
+    """For each of eager's ops: a function from torch's tracing rule to ours."""
     return {op: _traced_by_value(name) for name, op in OPS.items()}
 
 
@@ -175,13 +175,13 @@ WEIGHTS = {
     aten._native_batch_norm_legit_functional.default: (1, 3),
     aten.native_group_norm.default: (1,),
 }
-"""Norms whose second and third results are mean and inverse deviation. Their dtype is that of the first of
-these arguments that is there: the weight, the running mean."""
+"""Norms whose second and third results are mean and inverse deviation. These results have the dtype of the
+first argument at these positions that is not None: the weight, the running mean."""
 
 
 def use_real_dtypes(graph: fx.Graph) -> None:
-    """A pass: give the mean and inverse deviation of norms the dtype that kernels give them, the weight's.
-    Fake tensors have the input's. Preserves all ops."""
+    """A pass: give the mean and inverse deviation of norms the weight's dtype, as kernels do. Fake tensors
+    have the input's dtype. Preserves all ops."""
     for target, places in WEIGHTS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             given = [node.args[place] for place in places]

@@ -12,7 +12,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class JoinedOptimizer(Optimizer):
-    """Optimizers that take their steps one after the other. They stay the user's own."""
+    """Optimizers that take their steps one after the other; not copies, but the user's own."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # torch's own attributes belong to each of the optimizers
@@ -54,7 +54,7 @@ class JoinedOptimizer(Optimizer):
 
 
 def join_optimizers(optimizer: Any) -> Optimizer | None:
-    """One optimizer of what a user passes: an optimizer, a list or tuple of optimizers, or None."""
+    """One optimizer for a user's argument: an optimizer, a list or tuple of optimizers, or None."""
     if optimizer is None or isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, (list, tuple)) and all(isinstance(each, Optimizer) for each in optimizer):
@@ -67,8 +67,8 @@ def join_optimizers(optimizer: Any) -> Optimizer | None:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that take the steps: those of a joined one, or the one behind a wrapper that only passes
-    calls on, as accelerate's does."""
+    """The optimizers that take the steps: those of a joined optimizer, or the one inside a wrapper that only
+    passes calls on, such as accelerate's."""
     if isinstance(optimizer, JoinedOptimizer):
         return [one for each in optimizer.optimizers for one in inner_optimizers(each)]
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
@@ -83,7 +83,7 @@ def has_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def run_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
-    """Run the closure of `optimizer.step(closure)`, as Lightning calls it, and give new arguments for `step`,
+    """Run the closure of `optimizer.step(closure)`, as Lightning calls it. Returns new arguments for `step`,
     with a closure that only returns the loss.
 
     An optimizer of torch runs its closure first, once. None for any other optimizer or argument, and for

@@ -1,7 +1,7 @@
 """The optimizer's region of a step: what `optimizer.step()` allocates, op by op, traced on fake tensors.
 
 The optimizer's own Python code runs on fake copies of the parameters. So temporaries are live exactly as long
-as that code refers to them, in the loop, foreach and fused variants alike.
+as this code refers to them: in the loop, foreach and fused variants alike.
 """
 
 import warnings
@@ -37,14 +37,14 @@ from lowtide.torch_compat.dispatch import (
 Optimizer = torch.optim.Optimizer
 
 TRACED_STEP = 1000
-"""The number of the step that is traced: some optimizers do more in later steps, or in every tenth."""
+"""The number of the traced step: some optimizers do more in later steps, or in every tenth."""
 
 
 @dataclass(slots=True)
 class OptimizerOp:
     """One op of `optimizer.step()`: the storages (by key) that it reads and makes, and those freed after it.
 
-    An `estimated` op stands for a whole step, and its `target` is a name.
+    An `estimated` op represents a whole step, and its `target` is a name.
     """
 
     target: Any
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):
         return self._live[key][0] if key in self._live else key
 
     def collect(self) -> None:
-        """Note which storages were freed since the last op."""
+        """Record which storages were freed since the last op."""
         freed = [key for key, (_, reference) in self._live.items() if reference.expired()]  # type: ignore[no-untyped-call]
         names = tuple(self._live.pop(key)[0] for key in freed)
         if names:
@@ -162,7 +162,7 @@ class _Answers(TorchDispatchMode):
 
 @dataclass(slots=True)
 class _Attempt:
-    """A traced step; it is less certain where the code `reads` values, or even `chooses` by them."""
+    """A traced step. It is less certain where the code `reads` values, or branches on them (`chooses`)."""
 
     trace: OptimizerTrace
     reads: bool
@@ -174,8 +174,8 @@ class _Attempt:
 def trace_optimizer(optimizer: Optimizer, gradients: Container[int]) -> OptimizerTrace:
     """Trace a later step of `optimizer`, which has its state already.
 
-    `gradients` are the identities of the parameters that get one. Fake tensors have no values: where the
-    optimizer's code reads some, the trace is an estimate and has a `note`.
+    `gradients` are the identities of the parameters with a gradient. Fake tensors have no values: where the
+    optimizer's code reads values, the trace is an estimate and has a `note`.
     """
     inner = inner_optimizers(optimizer)
     optimizer = inner[0] if len(inner) == 1 else optimizer
@@ -203,7 +203,7 @@ def trace_optimizer(optimizer: Optimizer, gradients: Container[int]) -> Optimize
 
 
 def _attempts(optimizer: Optimizer, gradients: Container[int], errors: list[Exception]) -> Iterator[_Attempt]:
-    """Traces without and with a closure; where code chooses by values, one more for the other choice."""
+    """Traces without and with a closure; where code branches on values, one more for the other branch."""
     for condition in (False, True):
         for closure in (False, True):
             try:
@@ -218,7 +218,7 @@ def _attempts(optimizer: Optimizer, gradients: Container[int], errors: list[Exce
 
 
 def _compared(found: list[_Attempt], real: OptimizerEstimate, name: str) -> OptimizerTrace:
-    """The attempt whose choice gives a small optimizer the state that it really has, else the estimate."""
+    """The attempt whose branch gives a small optimizer its real state bytes, else the estimate."""
     same = [attempt for attempt in _attempts(real.small, real.trained, []) if attempt.chooses]
     for attempt in same:
         traced_bytes = attempt.trace.state_bytes
@@ -295,7 +295,7 @@ def peak_bytes(ops: Iterable[OptimizerOp], sizes: Mapping[int, int]) -> int:
         live |= {*op.makes}
         live_bytes += sum(sizes[key] for key in op.makes)
         most = max(most, live_bytes)
-        # an op may free storages of other ops than these
+        # an op may free storages that none of `ops` made
         freed = live.intersection(op.frees)
         live -= freed
         live_bytes -= sum(sizes[key] for key in freed)

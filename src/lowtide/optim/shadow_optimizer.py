@@ -1,8 +1,8 @@
-"""A user's optimizer over other tensors, which takes steps that change nothing of the user's.
+"""A user's optimizer over other tensors: its steps change nothing of the user's.
 
 - `shadow_of`: over fake tensors of the same layouts, with copies of all settings and state; to trace a step
-- `small_optimizer`: a fresh one over small real tensors; to see what a step computes, and `estimate` what one
-  holds that cannot be traced
+- `small_optimizer`: a fresh optimizer over small real tensors; to compare results of steps, and to `estimate`
+  the bytes of a step that cannot be traced
 
 Shortcoming: an estimate is exact only for bytes that grow with the parameters; its gradients are random.
 """
@@ -25,8 +25,8 @@ Optimizer = torch.optim.Optimizer
 CONTAINERS = (list, tuple, dict, defaultdict, OrderedDict, set, deque)
 
 MOST_STEPS = 200
-"""After so many steps, an optimizer's state is taken not to grow any more. One that keeps a hundred earlier
-directions needs most of them."""
+"""After so many steps, an optimizer's state counts as fully grown. An optimizer that keeps a hundred earlier
+directions needs most of these steps."""
 STEADY_STEPS = 12
 LARGEST_DIMENSION = 24
 
@@ -42,7 +42,7 @@ class ShadowOptimizer(NamedTuple):
 def shadow_of(optimizer: Optimizer, fakes: Mapping[int, torch.Tensor], mode: FakeTensorMode) -> Optimizer:
     """The same optimizer over `fakes`, which are keyed by the identity of the user's parameters.
 
-    Everything in plain containers is copied, optimizers inside of it too. Tensors become fake ones; tensors
+    Plain containers are copied with their contents, inner optimizers too. Tensors become fake; tensors
     without dimensions, such as step counters, become real copies.
     """
     return _Shadow(fakes, mode).optimizer(optimizer)
@@ -73,12 +73,12 @@ def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The tensors in the state of an optimizer's parameters, and in that of optimizers inside of it."""
+    """The tensors in the state of an optimizer, and of inner optimizers."""
     return [tensor for state in _states(optimizer) for tensor in _tensors(state, seen=set())]
 
 
 def set_step_count(optimizer: Optimizer, number: int) -> None:
-    """Let a shadow go on as if it had taken so many steps, where its state counts them."""
+    """Let a shadow continue after step `number`, where its state counts steps."""
     for states in _states(optimizer):
         for state in states.values():
             count = state.get("step") if isinstance(state, dict) else None
@@ -162,8 +162,8 @@ class _Shadow:
 
 
 def small_optimizer(optimizer: Optimizer, trained: Container[int]) -> tuple[Optimizer, list[torch.Tensor]]:
-    """A fresh optimizer of the same class and settings over small parameters, and those that stand for the
-    parameters `trained`, by identity."""
+    """A fresh optimizer of the same class and settings over small parameters, and the small parameters of
+    `trained` (by identity)."""
     parameters: list[torch.Tensor] = []
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -225,7 +225,7 @@ class OptimizerEstimate:
 
 
 def estimate(optimizer: Optimizer, trained: Container[int]) -> OptimizerEstimate:
-    """State and temporaries of `optimizer`, from a small one; raises whatever the optimizer's code raises."""
+    """State and temporaries of `optimizer`, scaled from a small one; passes on errors of its code."""
     with seeded(optimizer), torch.no_grad():
         small, parameters = small_optimizer(optimizer, trained)
         fresh, fresh_parameters = small_optimizer(optimizer, trained)

@@ -1,7 +1,7 @@
 """May an optimizer's step be split with the same bits, and how many bytes does each part of it make?
 
-A small optimizer of the same kind tells the first, by steps that are taken whole and split. A trace of the
-whole step, or of one chunk, over fake tensors tells the second.
+A small optimizer of the same kind answers the first: it takes whole and split steps. A trace of the whole
+step, or of one chunk, over fake tensors answers the second.
 """
 
 import warnings
@@ -31,7 +31,7 @@ Optimizer = torch.optim.Optimizer
 
 TRIED_STEPS = 3
 TRIED_PARAMETERS = 6
-"""Of every group."""
+"""Per parameter group."""
 TRIED_CHUNKS = 3
 ODD_SIZE = 67
 OWNER_ROUNDS = 4
@@ -39,9 +39,9 @@ MOST_KNOWN = 16
 
 
 class StepSplit(NamedTuple):
-    """Whether a step for one parameter at a time, and for a few rows of one, gives the bits of a whole step.
+    """Whether a step for one parameter, and for some rows of one, gives the bits of a whole step.
 
-    `why_not` says why the first does not.
+    `why_not`: the reason against a step for one parameter.
     """
 
     by_parameter: bool
@@ -50,8 +50,8 @@ class StepSplit(NamedTuple):
 
 
 _known: dict[Any, StepSplit] = {}
-"""By all that decides a split: class, settings and layouts of an optimizer, and where torch takes `foreach`.
-The oldest is first."""
+"""Keyed by class, settings and layouts of an optimizer, and the devices where torch takes `foreach`. The
+oldest is first."""
 
 
 def check_split(optimizer: Optimizer) -> StepSplit:
@@ -65,7 +65,7 @@ def check_split(optimizer: Optimizer) -> StepSplit:
 
 
 def update_bytes(optimizer: Optimizer | None) -> dict[int, int]:
-    """For every parameter of `optimizer`, by identity, the most bytes that the step for it alone makes.
+    """For every parameter of `optimizer`, by identity, the peak bytes of the step for this parameter alone.
 
     Refuses an optimizer whose step cannot be taken for one parameter at a time.
     """
@@ -93,7 +93,7 @@ def update_bytes_of(optimizers: Iterable[Optimizer], *, within_parameters: bool)
 def chunked_step_bytes(
     optimizer: Optimizer, traced: OptimizerTrace, *, within_parameters: bool, sizes: Sequence[int]
 ) -> dict[int, int]:
-    """By size of a chunk, the most bytes that a step in such chunks makes: those of the worst chunk."""
+    """By chunk size, the peak bytes of a step in such chunks: those of the worst chunk."""
     every = inner_optimizers(optimizer)
     if len(every) == 1 and traced.shadow is not None and traced.gradients:
         return _chunked_step_bytes(traced.shadow, traced, within_parameters=within_parameters, sizes=sizes)
@@ -143,8 +143,8 @@ def _try_split(optimizer: Optimizer) -> StepSplit:
 
 
 def _rounds_single_elements_alike(optimizer: Optimizer) -> bool:
-    """Whether ops round an element inside of a full vector as they do at the end of a tensor, whose place a
-    cut changes. Kernels differ by dtype and device, so each kind of parameter is tried."""
+    """Whether ops round an element the same inside of a full vector and at the end of a tensor: a chunk ends
+    elsewhere than the tensor. Kernels differ by dtype and device, so each kind of parameter is tried."""
     build: Any = type(optimizer)
     results = []
     for way in ("whole", "single rows"):
@@ -205,11 +205,11 @@ def _chunked_step_bytes(
 def _chunk_measure(
     shadow: ShadowOptimizer, traced: OptimizerTrace | None = None
 ) -> Callable[[StepChunk], int]:
-    """A function that gives the most bytes that the step for a chunk makes.
+    """A function from a chunk to the peak bytes of the step for this chunk.
 
-    Where each op of the `traced` whole step is for one parameter, the trace tells of any chunk of whole
-    parameters. Of chunks of rows, two are traced: what is left of the first is live beside the second.
-    Chunks of equal layouts are traced once.
+    Where each op of the `traced` whole step belongs to one parameter, this trace gives the bytes of any chunk
+    of whole parameters. For a parameter in chunks of rows, two chunks are traced: leftovers of the first are
+    live beside the second. Chunks of equal layouts are traced once.
     """
     keys = {id(fake): key for key, fake in shadow.fakes.items()}
     groups = shadow.optimizer.param_groups
@@ -236,10 +236,10 @@ def _chunk_measure(
 
 
 def _owners(traced: OptimizerTrace) -> list[int] | None:
-    """For each op of a step the parameter that it is for, by identity; None where one is for several."""
+    """For each op of a step its parameter, by identity; None where an op serves several parameters."""
     owner = {**traced.parameters, **traced.gradients}
     found: list[int | None] = [None] * len(traced.ops)
-    # an op may change state that only a later op reads together with the gradient: repeat until all are known
+    # an op may change state that only a later op reads with the gradient: repeat until all owners are known
     for _ in range(OWNER_ROUNDS):
         for place, op in enumerate(traced.ops):
             keys = (*op.reads, *op.makes)

@@ -4,7 +4,7 @@
     in chunks                        [ rows 0-63 ][ rows 64-99 ][ weight | bias ][ weight | bias ]
 
 Temporaries are then as large as a chunk, not as large as all parameters. The optimizer's own code runs on
-each chunk. State of a parameter's shape is cut into the same rows.
+each chunk. State of a parameter's shape is cut at the same rows.
 """
 
 import copy
@@ -26,10 +26,10 @@ Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("lowtide")
 
 CHUNK_SIZES = tuple(n << 20 for n in (4, 16, 64, 256))
-"""Largest bytes of parameters in a chunk, unless one row, or a parameter that cannot be cut, is larger.
-A plan takes the largest size that fits into its budget."""
+"""Largest bytes of parameters in a chunk. One row, or a parameter that cannot be cut, may be larger. A plan
+takes the largest size that fits into its budget."""
 CHUNK_BYTES = CHUNK_SIZES[1]
-"""The size where the optimizer steps in backward."""
+"""The chunk size of a step in backward."""
 ALIGNED_ROWS = 64
 """Chunks end at multiples of this, so that as few vectors of elements as possible are cut."""
 
@@ -83,7 +83,7 @@ def chunks_of(
 
 
 def _rows_per_chunk(parameter: Tensor, chunk_bytes: int) -> int:
-    """How many rows make a chunk; all rows where the parameter is small, or cannot be cut."""
+    """The number of rows in a chunk; all rows where the parameter is small, or cannot be cut."""
     if parameter.dim() == 0 or not parameter.is_contiguous() or parameter.nbytes <= chunk_bytes:
         return len(parameter) if parameter.dim() else 0
     rows = chunk_bytes // max(1, parameter[0].nbytes)
@@ -91,7 +91,7 @@ def _rows_per_chunk(parameter: Tensor, chunk_bytes: int) -> int:
 
 
 def step_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """`optimizer.step()` for some of its parameters, without the hooks, which are for a whole step."""
+    """`optimizer.step()` for some of its parameters, without the hooks of a whole step."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -102,7 +102,7 @@ def step_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 def step_in_rows(
     optimizer: Optimizer, parameter: Tensor, rows: int, *, most_chunks: int | None = None
 ) -> None:
-    """`step_for` one parameter, `rows` of it at a time; only for the first `most_chunks` where given."""
+    """`step_for` one parameter, in chunks of `rows`; only the first `most_chunks` where given."""
     before = dict(optimizer.state.get(parameter, {}))
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     grad = parameter.grad
@@ -143,7 +143,7 @@ def _rows_of(value: Any, parameter: Tensor, part: slice) -> Any:
 
 @contextmanager
 def _only(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let the optimizer have no other parameters, and no empty groups, meanwhile."""
+    """A context in which the optimizer has only these parameters, and no empty groups."""
     wanted = {id(parameter) for parameter in parameters}
     groups = optimizer.param_groups
     every = [group["params"] for group in groups]
@@ -159,10 +159,10 @@ def _only(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 class SplitStep:
-    """Lets `optimizer.step()` of the user's loop go in chunks, from `open` to `close`.
+    """Splits `optimizer.step()` of the user's loop into chunks, from `open` to `close`.
 
-    A hook takes the step for all chunks right before the step itself, which then finds no gradients. The
-    gradients come back after it.
+    A hook takes the step for all chunks right before the step itself, which then finds no gradients. After
+    the step, a second hook restores the gradients.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The optimizer's step for one parameter at a time, inside of the backward pass.
 
-The user's loop stays as it is: `optimizer.step()` then finds nothing to do. Code that needs gradients after
-the backward pass gets an error, since they are gone by then.
+The user's loop does not change: its `optimizer.step()` finds nothing to do. Code that reads gradients after
+the backward pass gets an error, since they are freed by then.
 """
 
 import functools
@@ -33,9 +33,9 @@ _OPEN: "weakref.WeakValueDictionary[int, StepInBackward]" = weakref.WeakValueDic
 
 
 class UsedGradient(Tensor):
-    """Takes the place of a gradient that the step in backward has used; has no memory and cannot be read.
+    """Replaces a gradient that the step in backward has used; has no memory and cannot be read.
 
-    It stays after `optimizer.step()`, as gradients do, until `zero_grad` removes it or makes it zero.
+    Like a gradient, it stays after `optimizer.step()` until `zero_grad` removes it or makes it zero.
     """
 
     is_zero = False
@@ -68,7 +68,7 @@ class UsedGradient(Tensor):
                     gradient.is_zero = True
             return args[0]
         if name == "_has_compatible_shallow_copy_type":
-            return False  # else a module that moves would assign data to this gradient
+            return False  # else `module.to(...)` would assign data to this gradient
         if name in MOVING:
             own = args[0]
             like = func(torch.empty(0, dtype=own.dtype, device=own.device), *args[1:], **(kwargs or {}))
@@ -90,13 +90,13 @@ class UsedGradient(Tensor):
 HARMLESS = {"__get__", "__set__", "size", "dim", "stride", "numel", "is_complex", "is_floating_point"}
 """Functions that read no values."""
 MOVING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
-"""Functions of `model.cpu()` and the like, which trainers call at the end."""
+"""Functions behind `model.cpu()` and the like, which trainers call at the end."""
 ZEROING = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
-"""Functions of `zero_grad`."""
+"""Functions that `zero_grad` calls."""
 
 
 def gradient_bytes(parameter: Tensor) -> int:
-    """Bytes of a parameter's gradient; 0 for none, and for a used one."""
+    """Bytes of a parameter's gradient; 0 without a gradient, and for a used one."""
     gradient = parameter.grad
     return 0 if gradient is None or isinstance(gradient, UsedGradient) else gradient.nbytes
 
@@ -122,7 +122,7 @@ class StepInBackward:
         self.place = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.number = next(_NUMBERS)
         self._settings: dict[int, list[dict[str, Any]]] = {}
-        """by optimizer whose `step()` is still to come, the settings that the backward pass used"""
+        """the settings that the backward pass used, by optimizer whose `step()` has not run yet"""
         self._used: dict[int, list[tuple[Tensor, UsedGradient]]] = {}
         self._hooks: list[Any] = []
         self._release_scalers: Callable[[], object] = lambda: None
@@ -146,7 +146,7 @@ class StepInBackward:
         self._release_scalers()
 
     def begin(self) -> None:
-        """Before a backward pass: refuse it where the parameters would not be eager's afterwards."""
+        """Refuse a backward pass that would not give eager's parameters."""
         if graph_is_kept():
             raise Unsupported(
                 f"backward(retain_graph=True) would run again with parameters that change now: {LEAVE_OUT}"
@@ -168,10 +168,10 @@ class StepInBackward:
         self._settings = {id(optimizer): _settings_of(optimizer) for optimizer in self.optimizers}
 
     def update(self, index: int, gradient: Tensor) -> None:
-        """Take the step of one parameter, whose gradient is then used."""
+        """Take the step of one parameter and mark its gradient as used."""
         parameter = self.parameters[index]
         if gradient.stride() != parameter.stride():
-            # as autograd does where it accumulates gradients
+            # autograd's strides for `.grad`
             gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
         parameter.grad = gradient
         try:
@@ -180,7 +180,7 @@ class StepInBackward:
             parameter.grad = UsedGradient.of(parameter)
 
     def abort(self) -> None:
-        """The backward pass failed or was interrupted: updates that it took stay."""
+        """Clean up after a backward pass that failed or was interrupted; its updates stay."""
         taken = sum(isinstance(parameter.grad, UsedGradient) for parameter in self.parameters)
         self._clear()
         if taken:
@@ -192,8 +192,8 @@ class StepInBackward:
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-        """Run a closure, which has the backward pass; refuse a step that differs from the steps taken in
-        backward; hide used gradients."""
+        """Run a closure, which calls backward; refuse a step that differs from the steps taken in backward;
+        hide used gradients."""
         arguments = run_closure(args, kwargs) if has_arguments(args, kwargs) else (args, kwargs)
         if arguments is None:
             raise Unsupported(
@@ -265,7 +265,7 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 @contextmanager
 def taking_updates(number: int) -> Iterator[None]:
-    """What a backward pass that takes steps runs in."""
+    """The context of a backward pass that takes steps."""
     updates = _OPEN[number]
     updates.begin()
     try:
@@ -276,12 +276,12 @@ def taking_updates(number: int) -> Iterator[None]:
 
 
 def update_parameter(number: int, index: int, gradient: Tensor) -> None:
-    """Take the step of one parameter; a node of a backward graph."""
+    """An op of backward graphs: take the step of one parameter."""
     _OPEN[number].update(index, gradient)
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to scale the loss of a model with updates in backward, which would use scaled gradients."""
+    """Refuse to scale the loss of a model with steps in backward, which would use scaled gradients."""
 
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:

@@ -5,9 +5,9 @@
 - `replay`: a random op from its earlier generator state
 - `batch_norm`: batch norm without counting its statistics twice
 - `dropout_mask`: a dropout's result from its kept mask
-- `chunked_values`: the end of a chain of pointwise ops, a chunk at a time; how large chunks are
+- `chunked_values`: the end of a chain of pointwise ops, chunk by chunk; one rule for each chunk size
 - `packed_values`: masks and signs as bits, indices in fewer bytes
-- `offloaded`: read back from a store; only where the user names one
+- `offloaded`: prefetched from a store; only where the user names one
 
 To add a rule, write its file and put it into `REMAT_RULES`: no other file names a rule.
 """
@@ -38,18 +38,18 @@ REMAT_RULES: tuple[RematRule, ...] = (
     Sign(),
     Narrow(),
 )
-"""Where several fit a node, the first is the one that a recompute passes through."""
+"""In order of preference: where several rules fit a node, a recompute of a later node uses the first."""
 
 OFFLOAD = OffloadedValue()
 
 
 def rules_for(*, offload: bool) -> tuple[RematRule, ...]:
-    """The rules that a step may use; with `offload`, it has a store."""
+    """The rules that a step may use; `offload`: the step has a store."""
     return (*REMAT_RULES, OFFLOAD) if offload else REMAT_RULES
 
 
 def fitting_rules(node: fx.Node, *, offload: bool = False) -> tuple[list[RematRule], str]:
-    """The rules that fit a forward node; where none does, the reason."""
+    """The rules that fit a forward node, and the reason where none fits."""
     reasons = {rule: rule.why_not(node) for rule in rules_for(offload=offload)}
     fit = [rule for rule, reason in reasons.items() if reason == ""]
     return fit, "" if fit else next((reason for reason in reasons.values() if reason), "no rule fits it")

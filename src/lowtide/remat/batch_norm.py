@@ -1,4 +1,4 @@
-"""Batch norm without touching its running statistics, which are counted once, in the forward pass."""
+"""Recompute batch norm without its running statistics, which count once, in the forward pass."""
 
 import torch
 from torch import fx
@@ -12,7 +12,7 @@ WITH_STATISTICS = aten._native_batch_norm_legit_functional.default
 """Gives (result, mean, inverse deviation, new running mean, new running variance)."""
 
 WITHOUT_STATISTICS = aten._native_batch_norm_legit.no_stats
-"""Gives the first three of them."""
+"""Gives (result, mean, inverse deviation)."""
 
 COUNTED_ONCE = "running statistics are counted once"
 
@@ -22,7 +22,7 @@ def counts_statistics(node: fx.Node) -> bool:
 
 
 def is_statistic(getitem: fx.Node) -> bool:
-    """Whether a part of a tuple is a new running mean or variance."""
+    """Whether an item of a tuple is a new running mean or variance."""
     source, index = getitem.args
     return isinstance(source, fx.Node) and counts_statistics(source) and index in (3, 4)
 

@@ -1,8 +1,8 @@
-"""A value at the end of a chain of pointwise ops, made from the chain's inputs a chunk at a time.
+"""The value at the end of a chain of pointwise ops, from the chain's inputs, chunk by chunk.
 
-No value inside the chain is ever whole, and chunks stay in the processor's caches. A forward value is
-recomputed so; a backward op runs so, in place of the chain before it. The size of chunks is part of a rule,
-since each size has its price: a plan takes the cheapest that fits.
+No value inside the chain is ever whole, and chunks stay in the processor's caches. The rules recompute
+forward values, and run backward ops in place of the chain before them. Each chunk size is a rule with its own
+cost: a plan takes the cheapest rule that fits.
 """
 
 from typing import ClassVar
@@ -82,7 +82,7 @@ class LargeLossChunks(RematRule):
 
 
 class WholeLoss(LargeLossChunks):
-    """At once, as eager does."""
+    """The gradient of a cross entropy at once, as in eager."""
 
     name = "whole_rows"
     words = "at once, not in chunks"

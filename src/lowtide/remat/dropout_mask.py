@@ -20,5 +20,5 @@ class DropoutFromMask(RematRule):
         return Call(apply_mask, (*pair, dropout.args[1]))
 
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
-        # the first run only takes it out of the dropout's tuple
+        # the first run only takes the result out of the dropout's tuple
         return holds, holds

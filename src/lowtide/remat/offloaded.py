@@ -1,4 +1,4 @@
-"""A value that waits in a store outside of memory, and is read back from there."""
+"""A value that is offloaded to a store and prefetched in backward."""
 
 import operator
 
@@ -13,11 +13,11 @@ from lowtide.remat.rule import Blocks, Kept, RematRule
 from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 
 SMALLEST_BYTES = 64 << 10
-"""Smaller values are not worth a transfer of their own."""
+"""Smaller values are not worth a transfer."""
 
 
 class OffloadedValue(RematRule):
-    """Its write begins when the value is made, and its read where a plan says; both run beside the ops.
+    """The write begins when the value is made, the read where a plan says; both run beside the ops.
 
     The forward pass keeps a handle. The rule does not fit a value that the step changes in place, since the
     time of the copy is not fixed.
@@ -45,12 +45,12 @@ class OffloadedValue(RematRule):
         return Call(start_prefetch, kept)
 
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
-        # read into a storage of its own, also where the first run only takes it out of a tuple
+        # the prefetch makes a storage, even where the first run only takes the value out of a tuple
         return holds, holds
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether an earlier op made the storage of a value, as for the parts of a split."""
+    """Whether an earlier op made the storage of a value, as for the results of a split."""
     maker = node.args[0] if node.target is operator.getitem else node
     assert isinstance(maker, fx.Node)
     sources = [source.meta.get("val") for source in maker.all_input_nodes]

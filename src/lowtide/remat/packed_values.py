@@ -1,4 +1,4 @@
-"""Values kept in fewer bytes and unpacked where backward reads them: exact, since nothing is lost."""
+"""Values packed into fewer bytes in forward and unpacked in backward, without loss."""
 
 import operator
 from math import prod
@@ -25,16 +25,16 @@ from lowtide.remat.rule import Blocks, Kept, RematRule
 aten = torch.ops.aten
 
 SMALLEST_BYTES = 4096
-"""Smaller values are not worth an op of their own."""
+"""Smaller values are not worth an op."""
 
 
 class Packed(RematRule):
-    """What the rules of this file share: a value with a storage of its own is kept in a smaller one."""
+    """Base of the rules of this file: the forward pass keeps a packed storage in place of the value's own."""
 
     action = Action.RETAINED
 
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
-        # unpacked into a storage of its own, also where the first run only takes it out of a tuple
+        # unpacking makes a storage, even where the first run only takes the value out of a tuple
         return holds, holds
 
 
@@ -57,9 +57,9 @@ class Bits(Packed):
 
 
 class Sign(Packed):
-    """A value of which backward asks only whether it is above zero, as that of a ReLU does.
+    """A value of which backward reads only the sign, as for a ReLU.
 
-    What comes back is 1 or 0 and not the value itself, so that it fits only a view with no other readers.
+    Unpacking gives 1 or 0, not the value. So the rule fits only a view without other readers.
     """
 
     name = "sign"
@@ -74,7 +74,7 @@ class Sign(Packed):
     def kept(self, node: fx.Node) -> tuple[Kept, ...]:
         found = _sign_readers(node)
         assert found is not None
-        # where it is not a number, one of them lets the gradient pass
+        # at a NaN, only `threshold_backward` passes the gradient on
         nan_is_above = found == {aten.threshold_backward.default}
         call = Call(pack_sign, (node, layout_of(node.meta["val"])), {"nan_is_above": nan_is_above})
         return (_kept("sign", call, node),)
@@ -85,7 +85,7 @@ class Sign(Packed):
 
 
 class Narrow(Packed):
-    """Indices, in the narrowest type that holds every index there can be."""
+    """Indices, in the narrowest dtype that represents every possible index."""
 
     name = "narrow"
     words = "widened from fewer bytes each"
@@ -126,7 +126,7 @@ def _kept(name: str, call: Call, node: fx.Node) -> Kept:
 
 
 def _sign_readers(node: fx.Node) -> set[Any] | None:
-    """The ops that read a value for its sign; None where one reads more of it, or they differ."""
+    """The one op by which readers use a value's sign, as a set; None for other readers, or several ops."""
     found = list(readers(node))
     targets = {reader.target for reader, _ in found}
     fits = all(
@@ -141,7 +141,7 @@ def _sign_readers(node: fx.Node) -> set[Any] | None:
 
 
 def _narrowest(node: fx.Node) -> torch.dtype | None:
-    """The smallest type that holds all values of an op's indices; None where their range is not known."""
+    """The narrowest dtype that represents all of an op's indices; None for an unknown range."""
     bound = _index_bound(node)
     if bound is None:
         return None
@@ -150,9 +150,9 @@ def _narrowest(node: fx.Node) -> torch.dtype | None:
 
 
 def _index_bound(node: fx.Node) -> int | None:
-    """What all values of `node` are below, where it holds indices, which are never negative."""
+    """An upper bound, exclusive, of the indices in `node`, which are never negative; None if unknown."""
     tables = [user.all_input_nodes[0] for user in node.users if _looks_up(user, node)]
-    if tables:  # an index that is outside of the table raises there
+    if tables:  # an index outside of the table raises in forward
         return min(int(table.meta["val"].shape[0]) for table in tables)
     source: Any = node
     part: Any = 0
@@ -185,7 +185,7 @@ PLANES = {
     "fractional_max_pool2d": 2,
     "fractional_max_pool3d": 3,
 }
-"""Ops whose second result has places within their input's last so many dimensions."""
+"""Ops whose second result indexes their input's last dimensions, and the number of these dimensions."""
 
 ALONG = {
     "sort": 1,
@@ -199,4 +199,4 @@ ALONG = {
     "cummax": 1,
     "cummin": 1,
 }
-"""Ops whose second result has places along one dimension, and where their arguments name it."""
+"""Ops whose second result indexes one dimension, and the position of the argument `dim`."""

@@ -17,7 +17,7 @@ from lowtide.remat.rule import Kept, RematRule
 from lowtide.torch_compat.dispatch import OpOverload
 
 REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
-"""Ops of these are known to give the same result twice."""
+"""Ops of these namespaces give the same result twice."""
 
 
 class Recompute(RematRule):
@@ -27,7 +27,7 @@ class Recompute(RematRule):
 
     def why_not(self, node: fx.Node) -> str | None:
         if is_random(node) or batch_norm.counts_statistics(node) or dropout_output(node) is not None:
-            return None  # these have rules of their own
+            return None  # other rules fit these
         if node.target is operator.getitem:
             return batch_norm.COUNTED_ONCE if batch_norm.is_statistic(node) else ""
         return reason_unrepeatable(node)
@@ -38,7 +38,7 @@ class Recompute(RematRule):
 
 
 def reason_unrepeatable(node: fx.Node) -> str:
-    """Why an op cannot be run a second time with the same result; empty when it can."""
+    """Why a second run of an op would not give the same result; empty when it would."""
     target = node.target
     if node.op == "placeholder":
         return "an input of the step"

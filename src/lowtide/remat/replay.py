@@ -42,5 +42,5 @@ class Replay(RematRule):
         return Call(replay, (*first, node.target, *node.args), node.kwargs)
 
     def workspace_bytes(self, node: fx.Node) -> int:
-        # the generator's present state, while the earlier one is in its place
+        # saves the generator's present state while the op draws from the earlier one
         return random_state_bytes(device_name(node))

@@ -1,9 +1,13 @@
-"""What a remat rule is: one way to have a forward value again in the backward pass.
+"""The interface of a remat rule: one way to rematerialize forward values of one kind.
 
-A rule answers which nodes it fits (`why_not`), what runs in the backward pass and what that reads (`call`),
-what the forward pass keeps for it besides its own values (`kept`), which storages it makes (`blocks`), what
-it costs (`costs_as_first`, `workspace_bytes`), and what files and reports call it (`name`, `words`,
-`action`). Capture, profiling, rewriting and reports ask nothing else.
+- `why_not`: which nodes the rule fits
+- `call`: what runs in the backward pass, and what this call reads
+- `kept`: what the forward pass keeps for the rule besides its own values
+- `blocks`: which storages a run makes
+- `costs_as_first`, `workspace_bytes`: what a run costs
+- `name`, `words`, `action`: the rule in files and reports
+
+Capture, profiling, rewriting and reports ask a rule nothing else.
 """
 
 from abc import ABC, abstractmethod
@@ -25,9 +29,9 @@ class Kept:
 
     `call` makes the tensor, right `before` the node or right after it; nodes of the graph are among its
     arguments. `value` is a fake tensor like the result. A call that is not `timed` takes next to no time.
-    With `begin`, a plan chooses the place of `call` in the forward pass: `begin(store, value)` runs right
-    after the node, where `store` is the number of the model's store, and `call` gets its result instead of
-    the value.
+    With `begin`, a plan chooses the time point of `call` in the forward pass: `begin(store, value)` runs
+    right after the node, where `store` is the number of the model's store, and `call` gets the result of
+    `begin` instead of the value.
     """
 
     name: str
@@ -46,10 +50,10 @@ class RematRule(ABC):
     words: ClassVar[str]
     """in reports: `drawn again from its random state`"""
     action: ClassVar[Action] = Action.RECOMPUTE
-    """what a plan does with a value that it rematerializes so"""
+    """what a plan that uses the rule does with the value"""
     costs_as_first: ClassVar[bool] = False
-    """whether a run costs what the node's own op does; else its `call` is timed. A transfer costs only the
-    time that the step waits for it"""
+    """whether a run costs as much as the node's own op; else `call` is timed. A transfer costs only the time
+    that the step waits for it"""
     as_eager_only: ClassVar[bool] = False
     """whether the rule gives the bits of eager's ops on a CPU only: compiled graphs, and plans for an absent
     GPU, do without it"""
@@ -58,13 +62,13 @@ class RematRule(ABC):
 
     @abstractmethod
     def why_not(self, node: fx.Node) -> str | None:
-        """Empty if the rule fits a forward node; None if it is for other kinds of nodes; else the reason why
-        it cannot be used."""
+        """Empty if the rule fits a forward node; None if the rule is for other kinds of nodes; else why the
+        rule does not fit."""
 
     @abstractmethod
     def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
-        """What runs in the backward pass. Its arguments are nodes of the graph, whose values it reads,
-        the `kept` tensors, and constants."""
+        """The call that runs in the backward pass. Its arguments are nodes of the graph, the `kept` tensors,
+        and constants."""
 
     def replaces_chain(self, node: fx.Node) -> bool:
         """Whether `call` can run a backward op together with the chain of ops before it (see `replaced_ops`).
@@ -72,13 +76,13 @@ class RematRule(ABC):
         return False
 
     def kept(self, node: fx.Node) -> tuple[Kept, ...]:
-        """What the forward pass keeps for the rule."""
+        """The tensors that the forward pass keeps for the rule."""
         return ()
 
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
-        """Which storages a run makes and which its value refers to, given those of the first run."""
+        """The storages that a run makes, and those that its value refers to, given both of the first run."""
         return makes, holds
 
     def workspace_bytes(self, node: fx.Node) -> int:
-        """Workspace of a run that neither its first run nor a timed run shows."""
+        """Workspace of a run that neither the node's first run nor a timed run shows."""
         return 0
