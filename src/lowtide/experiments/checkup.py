@@ -1,5 +1,5 @@
-"""Does lowtide work on this machine? A small model is captured and timed; a plan for it is made and verified;
-then another plan, which offloads values. Where one of these fails, others can still be tried."""
+"""Check that lowtide works on this machine: capture and time a small model, verify a plan for it, and verify
+a plan that offloads values. A failed check does not stop the others."""
 
 import statistics
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ FREE = 1e15
 class CaptureCheckup:
     """A model on one device, captured and timed.
 
-    `timing_noise`: the median change of an op's time from one profile to the next, each op weighed alike.
+    `timing_noise`: the median change of an op's time from one profile to the next, all ops weighted equally.
     """
 
     identity: str
@@ -52,7 +52,7 @@ class PlanCheckup:
 
     @property
     def is_fine(self) -> bool:
-        """Exact, within the budget, and as predicted to a percent."""
+        """Exact, within the budget, and within one percent of the prediction."""
         pairs = zip(self.predicted_peak_bytes, self.measured_peak_bytes, strict=True)
         as_predicted = all(abs((relative_increase(*pair)) or 0.0) <= 0.01 for pair in pairs)
         return self.exact and self.measured_peak_bytes[1] <= self.budget_bytes and as_predicted
@@ -60,7 +60,7 @@ class PlanCheckup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadCheckup:
-    """A step whose plan offloads as much as it can, whatever that costs here. `link`: as fast as measured."""
+    """A step whose plan offloads as much as it can, at any cost. `link`: the measured speed."""
 
     link: TransferSpeed
     num_offloaded: int
@@ -72,13 +72,13 @@ class OffloadCheckup:
 
     @property
     def is_fine(self) -> bool:
-        """Values were offloaded, came back with the same bits, and took no memory in between."""
+        """Values were offloaded and freed, and results are exact."""
         within = self.measured_peak_bytes <= self.budget_bytes
         return self.exact and within and self.num_offloaded > 0
 
 
 def check_capture(name: str) -> tuple[CaptureCheckup, Built, Profile]:
-    """Profile twice, to see how far times vary; the model and its profile are for the other checks."""
+    """Profile twice, to see how far times vary. The other checks use the model and its profile."""
     made = build(MODEL, batch_size=BATCH_SIZE, device=name)
     first, second = (
         api.profile(made.model, made.batch, optimizer=made.optimizer, cache=False) for _ in range(2)

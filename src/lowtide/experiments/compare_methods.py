@@ -1,6 +1,6 @@
-"""lowtide next to other methods to save memory, measured on the same step and in the same manner.
+"""lowtide next to other methods to save memory, measured on the same step in the same way.
 
-The others come first; then lowtide's planners get their peaks as budgets.
+The other methods run first; their peaks are the budgets of lowtide's planners.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -87,8 +87,8 @@ def compare(
 def budgets_of(found: Sequence[MethodResult], *, floor_bytes: int) -> list[int]:
     """The peaks of other methods, highest first: checkpoints by block, and the partitioner at its lowest.
 
-    Where none is below eager, the floor of lowtide's plans. The floor also replaces a peak that is lower by
-    no more than `NEAR`: the few scalars beside a graph that every prediction reserves.
+    Where no peak is below eager's, the budget is the floor of lowtide's plans. The floor also replaces a peak
+    that is lower by at most the share `NEAR`: predictions reserve a few scalars beside a graph.
     """
     eager = next((result.peak_bytes for result in found if result.kind == "eager"), None)
     budgets = set()

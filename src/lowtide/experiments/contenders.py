@@ -1,4 +1,4 @@
-"""Methods to run a step in less memory, lowtide's and others', to switch on and off in one process."""
+"""Methods to run a step in less memory, lowtide's and others, with a switch for use in one process."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """`on` makes the model run by a method, `off` by itself; both as often as you like."""
+    """`on` makes the model run by a method, `off` as before; any number of times."""
 
     on: Callable[[], None]
     off: Callable[[], None]
@@ -52,7 +52,7 @@ def plan_method(name: str, plan: Plan) -> Contender:
 
 
 def switch_for(method: Contender, target: Target) -> Switch:
-    """How to switch `method` on; the model is left as it is until then."""
+    """The switch of `method`; the model does not change until `on`."""
     model = target.model
     match method.kind:
         case "eager":
@@ -70,9 +70,9 @@ def switch_for(method: Contender, target: Target) -> Switch:
 
 
 def reference_for(method: Contender, target: Target) -> Switch | None:
-    """The graph that a method makes of the model, run without any recompute; None where it makes none.
+    """The graph of a method, run without recompute; None for a method without a graph.
 
-    Where results differ from eager's but not from these, recompute is not the cause.
+    Where results differ from eager's and equal those of this graph, recompute is not the cause.
     """
     model = target.model
     if method.kind == "partitioner":
@@ -162,7 +162,7 @@ def _compiled(
     call = compiled(dynamo.own_code(call_model), backend)
 
     def route(*args: Any, backend: object = backend, **kwargs: Any) -> Any:
-        """`backend` is an argument since it has to outlive the code that it compiles."""
+        """`backend` is an argument because it must outlive its compiled code."""
         with dynamo.quiet():
             return call(model, args, kwargs)
 
@@ -170,7 +170,7 @@ def _compiled(
 
 
 def _planned(model: nn.Module) -> Switch:
-    """For a model that a plan was just applied to: it is removed, from the optimizer's steps, too."""
+    """The switch of a model with an applied plan; removes the plan, from the optimizer's steps as well."""
     runner = runner_of(model)
     assert runner is not None
     remove(model)

@@ -1,6 +1,6 @@
 """How large a batch fits into a budget, without and with a plan, and which size is the fastest.
 
-`fit` and its results. No step is run to find out (`fit_search`). The answer can then be measured.
+`fit` and its results. The search runs no step (`fit_search`). The answer can then be measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from lowtide.experiments.profiled_sizes import Profiler, Source, Working
 
 MOST = 1 << 20
-"""No larger size is considered, unless said otherwise."""
+"""The default of the largest size to consider."""
 
 Budgets = list[str] | list[int] | list[str | int] | tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vary:
-    """What grows: its `name`, the `unit` of throughput, and the `amount` of that unit in a step of some size.
+    """The size that grows: its `name`, the `unit` of throughput, and the `amount` of that unit in a step.
 
-    `degree`: that of the polynomial by which bytes grow. All sizes are multiples of `multiple_of`.
+    `degree`: the degree of the polynomial by which bytes grow. All sizes are multiples of `multiple_of`.
     """
 
     name: str = "batch size"
@@ -154,8 +154,8 @@ def fit(
     loss)`; its argument may be any size that makes the step larger. Sizes are captured and profiled, not run:
     the result is predicted. Without a plan, the largest size fits and the next does not. With one, `largest`
     is the largest size that a plan was found for, and above `no_plan_above` there is none. A larger size is
-    taken to need more memory. With `check`, the largest size with its plan, and the first one that does not
-    fit without, are then trained for a few steps, if this machine can hold them. Only multiples of
+    assumed to need more memory. With `check`, the largest size with its plan, and the first one that does not
+    fit without, are then trained for a few steps, where they fit into this machine. Only multiples of
     `multiple_of` up to `most` are considered; say it where a model does not take all sizes. A list of budgets
     gives a list, and captured sizes serve all of them.
     """
@@ -177,9 +177,9 @@ def find_fits(
     profile: "Profiler | None" = None,
     working: "Working" = lambda _: nullcontext(),
 ) -> list[Fit]:
-    """`fit` for anything that can be profiled at a size, for several budgets in their order.
+    """`fit` for any source of sizes, for several budgets in their order.
 
-    `working` is told what takes long.
+    `working(text)` is open during long work.
     """
     from lowtide.experiments.fit_search import Search
     from lowtide.experiments.profiled_sizes import ProfiledSizes

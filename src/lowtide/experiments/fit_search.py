@@ -1,9 +1,9 @@
-"""The search of a fit: which sizes are profiled for one budget, and what is told of those in between.
+"""The search of a fit: which sizes to profile for one budget, and the rows of sizes in between.
 
 Two sizes are captured; the second is about the largest that should fit with a plan. All others are
-interpolated from them (`profiled_sizes`). Sizes whose workspaces were measured show how far off that is. A
-size further than that from the budget is taken as interpolated; others are profiled in turn, until one fits
-and the next does not. Where nothing can be interpolated, sizes are captured instead.
+interpolated from them (`profiled_sizes`). Sizes with measured workspaces show the error of interpolation. A
+size further from the budget than this error counts as interpolated. Other sizes are profiled in turn, until
+one fits and the next does not. Where interpolation is impossible, sizes are captured.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,15 +24,15 @@ from lowtide.profiles import Profile
 
 FIRST = 8
 """The size that is captured and timed first, in multiples of the size's unit. Ops of smaller steps take more
-time for each sample, so that little can be scaled from them."""
+time per sample, so their times do not scale."""
 MOST_FIRST = 4
-"""So many are captured until two have the same ops."""
+"""The most sizes to capture until two have the same ops."""
 NUM_BETWEEN = 4
 """Rows between the largest size without a plan and the largest with one."""
 TOO_SMALL = "this machine is too small: it"
-"""The beginning of why a size was not run, or not compared with eager."""
+"""The start of the reason why a size was not run, or not compared with eager."""
 NEAR = 0.02
-"""The lowest plan of a size is taken for that of another one that differs by this share at most."""
+"""The lowest plan of a size serves sizes that differ by at most this share."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Search:
     budget_bytes: int
     _in_budget: dict[ProfiledSize, SizeInBudget] = field(default_factory=dict)
     _interpolated: dict[int, tuple[int, SizeInBudget]] = field(default_factory=dict)
-    """sizes that were planned without having been profiled, with the forms of their steps"""
+    """sizes that were planned and not profiled, with the forms of their steps"""
     _live: dict[tuple[SizeInBudget, ProfiledSize], Bytes] = field(default_factory=dict)
 
     @property
@@ -104,7 +104,7 @@ class Search:
                 sizes.capture(guess)
 
     def _capture_first(self, size: int) -> None:
-        """Where a size is refused, as images may be that are too small for a model, try a larger one."""
+        """Try a larger size where the model refuses one, such as too small an image."""
         try:
             self.sizes.capture(size)
         except (CaptureError, TargetError):
@@ -124,7 +124,7 @@ class Search:
         guess = self._last_within(self._lowest_bytes)
         largest = max(captured)
         twice = min(2 * largest, self.most)
-        # the guess may have taken all bytes to grow as fast as some do
+        # the guess may be too small: it lets all bytes grow as fast as the fastest
         profile = captured[largest].profile
         static_bytes = profile.step.static_bytes
         half_full = 2 * (profile.bounds.floor_bytes - static_bytes) <= self.budget_bytes - static_bytes
@@ -144,8 +144,8 @@ class Search:
     ) -> int:
         """The largest size that `fits`, while the next does not; at least `low`, which is known to fit.
 
-        `needed`: about the bytes that a size needs, None where unknown. Every fourth size is chosen without
-        it, so that wrong guesses cost at most a few times the captures of bisection. `fits_interpolated`:
+        `needed`: about the bytes that a size needs, None where unknown. Every fourth size is chosen by
+        bisection, so wrong guesses cost at most a few times the captures of bisection. `fits_interpolated`:
         None where a size has to be profiled to know.
         """
         unit, most, high = self.vary.multiple_of, self.most, self.beyond
@@ -333,7 +333,7 @@ class Search:
         return peak, plan.recompute_seconds / profile.step_seconds if profile.step_seconds else 0.0
 
     def _checks(self, largest_plain: int, largest: int) -> Sequence[Check]:
-        """Run the largest size with its plan, and the first that does not fit without."""
+        """Run the largest size with its plan, and the first size that does not fit without a plan."""
         found, working = [], self.sizes.working
         above = largest_plain + self.vary.multiple_of
         if above <= self.most:

@@ -32,19 +32,20 @@ from lowtide.torch_compat.dispatch import FakeTensorMode, map_leaves, storage_ke
 LEAST_DISTANCE = Fraction(1, 10)
 """Captured sizes nearer to each other than this share are not interpolated: that would magnify rounding."""
 MOST_GROWTH = 16
-"""How many times as large the next size is that `last_within` asks for, at most."""
+"""The largest factor from one size of `last_within` to the next."""
 MOST_ABOVE = 0.75
-"""How much faster than by a power values may seem to grow: values without their padding do."""
+"""The excess over a power that does not raise the degree: values without their padding seem to grow
+faster."""
 
 Form = tuple[object, ...]
-"""What two steps must have in common for a third one to be interpolated from them."""
+"""The part that two steps must have in common to interpolate a third."""
 Signatures = tuple[str, ...]
-"""Those of one run's call at the captured sizes."""
+"""The signatures of one run's call at the captured sizes."""
 MeasureWorkspaces = Callable[[Mapping[str, tuple[Call, int]]], dict[str, int]]
 
 
 def form_of(step: Step) -> Form:
-    """Ops and storages, without remats: some pay for large values alone, so that small sizes lack them."""
+    """Ops and storages, without remats: small sizes lack the remats that pay only for large values."""
     nodes = ((node.op, node.reads, node.holds, node.makes, node.on_demand) for node in step.nodes)
     return (len(step.storages), *nodes)
 
@@ -57,8 +58,8 @@ def is_apart(size: int, others: Sequence[int]) -> bool:
 def sizes_alike(size: int, forms: Mapping[int, Hashable], *, degree: int) -> list[int]:
     """The sizes next to `size` that have one form, the nearest first; empty where no two have.
 
-    At most as many as a polynomial of `degree` needs. The form of the nearest size comes first, if it has as
-    many; else any form that has.
+    At most as many as a polynomial of `degree` needs. The form of the nearest size is preferred, where it has
+    as many; else any form that has.
     """
     alike: dict[Hashable, list[int]] = {}
     for other in sorted(forms, key=lambda other: (abs(other - size), other)):
@@ -105,7 +106,7 @@ def interpolate_peak(size: int, chosen: Mapping[int, Sequence[int] | Bytes]) -> 
     """The most bytes at `size`, from those at the same time points of the `chosen` sizes."""
     shares = np.array([float(weight) for weight in weights(size, list(chosen))])
     live = shares @ np.array([np.asarray(series, dtype=float) for series in chosen.values()])
-    return ceil(float(live.max()) - 1e-3)  # of a float that was an int
+    return ceil(float(live.max()) - 1e-3)  # rounding of floats that were ints
 
 
 def interpolate_step(size: int, chosen: Mapping[int, Step]) -> Step:
@@ -153,8 +154,8 @@ def interpolate_step(size: int, chosen: Mapping[int, Step]) -> Step:
 
 
 def with_remats_of(step: Step, other: Step, ratio: Fraction) -> Step:
-    """The step with the remats of another one of the same form, which is `1 / ratio` times as large; remats
-    that the step lacks, in proportion."""
+    """The step with the remats of another step of the same form, which is `1 / ratio` times as large. Remats
+    that the step lacks are scaled."""
     pairs = list(zip(step.nodes, other.nodes, strict=True))
     if all([r.rule for r in node.remats] == [r.rule for r in there.remats] for node, there in pairs):
         return step
@@ -173,15 +174,15 @@ def _made_bytes(step: Step, node: Node) -> int:
 
 
 def _resized(remat: Remat, ratio: Fraction, *, saved_bytes: int) -> Remat:
-    """A workspace need not grow with the size, and is not taken to shrink."""
+    """Seconds scale; a workspace does not shrink."""
     nbytes = remat.workspace_bytes
     nbytes = nbytes - saved_bytes if nbytes < 0 else ceil(nbytes * max(Fraction(1), ratio))
     return replace(remat, seconds=remat.seconds * float(ratio), workspace_bytes=nbytes)
 
 
 def extrapolate_step(step: Step, ratio: Fraction) -> Step:
-    """About the step at `ratio` times the size, from one alone: parameters, their gradients and the
-    optimizer's step stay as they are, and all else grows, the batch too."""
+    """About the step at `ratio` times the size, from one step: parameters, their gradients and the
+    optimizer's step do not change, all else grows, the batch too."""
     updates = [node for node in step.nodes if node.region is Region.OPTIMIZER]
     stay = {storage for node in updates for storage in node.makes}
     stay |= {
@@ -252,7 +253,7 @@ def last_within(
 
 
 class NotInterpolable(Exception):
-    """A call whose arguments at other sizes are on no polynomial."""
+    """A call whose arguments at the captured sizes fit no polynomial."""
 
 
 class Workspaces:
@@ -296,7 +297,7 @@ class Workspaces:
 
     @cached_property
     def _signatures(self) -> dict[Run, Signatures] | None:
-        """Of the runs that all sizes have; None where their ops differ. Remats may differ."""
+        """The signatures of runs that all sizes have; None where their ops differ. Remats may differ."""
         first, *others = (known.runs for known in self.captured.values())
         if len({frozenset(run for run in runs if run.is_first) for runs in (first, *others)}) > 1:
             return None
@@ -365,7 +366,8 @@ def call_at(size: int, calls: Mapping[int, Call]) -> Call:
 
 
 def _with_more_workspace(step: Step, more: Mapping[Run, int]) -> Step:
-    """The step whose runs have larger workspaces by so much; a remat without its own call, as its node."""
+    """The step with `more` bytes in the workspaces of runs; a remat without its own call gets those of its
+    node."""
     nodes = list(step.nodes)
     for rank in sorted({run.rank for run, nbytes in more.items() if nbytes}):
         node = nodes[rank]

@@ -1,7 +1,7 @@
-"""What this machine offers: memory for a step, and all that lowtide depends on.
+"""This machine: memory for a step, and the dependencies of lowtide.
 
-`check_memory` asks whether a step fits before it is run. `CHECKS` are those of `lowtide doctor`: each says in
-one line what it found, as a `Note` where something is amiss and lowtide works all the same; it raises where
+`check_memory` asks whether a step fits before it is run. `CHECKS` are the checks of `lowtide doctor`: each
+returns its finding in one line, as a `Note` where lowtide works in spite of a problem. It raises where
 lowtide, or a part of it, does not work here. A check that needs torch imports it itself: without torch, the
 others still work.
 """
@@ -26,11 +26,11 @@ MARGIN_BYTES = 1 << 30
 
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""The limit and what is used of it, for the second and for the first kind of control groups."""
+"""The limit and its use, for control groups of version 2 and 1."""
 
 LITTLE_BYTES = 2 << 30
 """Of memory: torch, its libraries and compiling a small model take about half of it."""
-LITTLE_ROOM_BYTES = 64 << 20
+LITTLE_DISK_BYTES = 64 << 20
 """On a disk."""
 BUSY_SHARE = 0.5
 """Of the cores, kept busy by others before anything starts."""
@@ -51,7 +51,7 @@ class NotEnoughMemory(LowtideError):
 
 
 def available_bytes(device: str = "cpu") -> int | None:
-    """Memory that a new process can take without swapping; None where the system does not tell."""
+    """Memory that a new process can take without paging; None where the system does not tell."""
     if device != "cpu" and gpu_behind(device) is None:
         import torch
 
@@ -65,7 +65,7 @@ def available_bytes(device: str = "cpu") -> int | None:
 
 
 def _left_to_containers(groups: Path = CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What the control groups of this process, one within the other, still allow, where they set a limit."""
+    """The free bytes of each control group of this process that sets a limit."""
     lines = of_process.read_text().splitlines() if of_process.exists() else []
     left = []
     for line in lines:
@@ -96,7 +96,7 @@ def _file_pages(group: Path) -> int:
 
 
 def needed_bytes(step: ProcessMemory, *, peak_bytes: int) -> int:
-    """Memory to run a step and compare its results: its peak, a copy of what it starts from, a margin."""
+    """Memory to run a step and compare its results: its peak, a copy of its start state, a margin."""
     return peak_bytes + step.static_bytes + MARGIN_BYTES
 
 
@@ -109,14 +109,14 @@ def why_not(step: ProcessMemory, *, peak_bytes: int) -> str:
 
 
 def check_memory(step: ProcessMemory, *, peak_bytes: int, what: str) -> None:
-    """Refuse to run what does not fit."""
+    """Raise NotEnoughMemory where a step does not fit."""
     reason = why_not(step, peak_bytes=peak_bytes)
     if reason:
         raise NotEnoughMemory(f"{what} does not fit into this machine: it {reason}. Try a smaller batch")
 
 
 class Note(str):
-    """A finding that does not stop lowtide, and that a reader should know."""
+    """A finding that a reader should know; lowtide still works."""
 
     __slots__ = ()
 
@@ -147,7 +147,7 @@ def torch_version() -> str:
 
 
 def planner() -> str:
-    """The part of the planner that is compiled."""
+    """The compiled part of the planner."""
     import numpy as np
 
     from lowtide.planning.native.library import min_cut
@@ -159,7 +159,7 @@ def planner() -> str:
 
 
 def costs() -> str:
-    """Where costs of ops are remembered from one run to the next."""
+    """The folder of the cost cache."""
     from lowtide.profiling.cache import cache_directory
 
     folder = cache_directory()
@@ -176,7 +176,7 @@ def temporary_files() -> str:
         folder = Path(made).parent
         free_bytes = shutil.disk_usage(folder).free
     text = f"{folder}, {format_size(free_bytes)} free"
-    if free_bytes < LITTLE_ROOM_BYTES:
+    if free_bytes < LITTLE_DISK_BYTES:
         return Note(
             f"{text}, and models go to fresh processes by it: make room, or set TMPDIR to another folder"
         )
@@ -187,7 +187,7 @@ def temporary_files() -> str:
 
 
 def fresh_processes() -> str:
-    """Where peaks are measured, and plans verified."""
+    """Fresh processes measure peaks and verify plans."""
     from lowtide.verification.fresh_process import run_fresh
 
     run_fresh("os:getpid")
@@ -219,7 +219,7 @@ def threads() -> str:
 
 
 def load() -> str:
-    """How busy others keep the machine; asked before this process does anything."""
+    """The load by other processes, read before this process works."""
     busy, cores = os.getloadavg()[0], os.cpu_count() or 1
     text = f"{busy:.1f} of {cores} cores in the last minute"
     return (
@@ -228,7 +228,7 @@ def load() -> str:
 
 
 def transformers() -> str:
-    """What most built-in models are made of."""
+    """The library of most built-in models."""
     if importlib.util.find_spec("transformers") is None:
         return Note("not installed, as most built-in models need: pip install lowtide[models]")
     from lowtide.zoo.build import build
@@ -244,7 +244,7 @@ def transformers() -> str:
 
 
 def inductor() -> str:
-    """What executor 'inductor' needs."""
+    """The compiler that executor 'inductor' needs."""
     from lowtide.torch_compat.inductor import has_compiler
 
     if has_compiler():

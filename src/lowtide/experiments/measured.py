@@ -1,4 +1,4 @@
-"""Steps and plans run for real, as far as this machine's memory goes.
+"""Real runs of steps and plans, where this machine has the memory.
 
 `run_plan`: one plan; `measure_points`: points of a trade-off curve; `profile_by_running`: a profile.
 Functions that run a model import torch themselves: the curve of a stored profile does not need it.
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of running a plan. `verification` is None where the machine cannot hold the step without the
-    plan, and `reason` says so; the planned step is then measured alone, or not at all.
+    """The result of running a plan. Where the baseline does not fit into the machine, `verification` is None
+    and `reason` says so; the planned step is then measured alone, or not at all.
     """
 
     measurement: Measurement
@@ -35,9 +35,9 @@ class Outcome:
 
 
 def run_plan(spec: TargetSpec | Target, plan: Plan, *, timed_runs: int, resident: bool = True) -> Outcome:
-    """Verify a plan against eager, measure it alone, or do neither, by what fits into this machine.
+    """Verify a plan against eager; where only the planned step fits into this machine, measure it alone.
 
-    Without `resident`, peaks are measured by torch's own count alone.
+    Without `resident`, peaks are torch's own count.
     """
     from lowtide.verification import verify_plan
     from lowtide.verification.verdict import measurement_of, step_measurement
@@ -79,7 +79,7 @@ def profile_by_running(
     """Seconds and bytes of every node from real runs of the captured graphs; arguments as in
     `lowtide.profile`.
 
-    NotEnoughMemory, before anything is run, where this machine cannot hold the step.
+    NotEnoughMemory, before any run, where the step does not fit into this machine.
     """
     from lowtide.analyze.captured_step import capture
     from lowtide.profiling.whole_run import run_costs
@@ -127,7 +127,7 @@ def spread_over(count: int, total: int) -> list[int]:
 
 @dataclass(slots=True)
 class Curve:
-    """The points of a curve; and in words, which measured ones were not exact and which failed."""
+    """The points of a curve; texts about measured points that were not exact, and about failed ones."""
 
     points: list[TradeoffPoint]
     wrong: list[str] = field(default_factory=list)

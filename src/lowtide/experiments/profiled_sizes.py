@@ -1,8 +1,8 @@
-"""The sizes of one step that were profiled, and from them an answer for any other size, whatever the budget.
+"""The profiled sizes of one step, and interpolated answers for all other sizes, for any budget.
 
-The first size is captured and its ops are timed. From it alone follows a first guess at the size that
-matters, which is captured next, with its seconds scaled. All other sizes are interpolated from captured ones
-with the same ops; where a size matters, its workspaces are measured (`interpolate`).
+The first size is captured and its ops are timed. From it, the search extrapolates the second size to capture;
+the seconds of that size are scaled. All other sizes are interpolated from captured ones with the same ops;
+where a size matters, its workspaces are measured (`interpolate`).
 """
 
 import logging
@@ -37,11 +37,11 @@ from lowtide.zoo.targets import Target, TargetSpec
 logger = logging.getLogger("lowtide")
 
 FAR = 8
-"""How many times the only captured size the one is that is extrapolated from it."""
+"""The factor from the only captured size to the size that is extrapolated from it."""
 MOST_ERROR = 0.01
-"""An interpolated peak that is further off than this share tells nothing."""
+"""The largest error of a usable interpolated peak, as a share."""
 LEAST_SHARE = 100
-"""Part of the budget that a workspace should have to be measured."""
+"""Workspaces below this part of the budget are not measured."""
 SOME_TAKEN = "If only some are taken, say which they are multiples of (multiple_of, --multiple-of)"
 
 Source = TargetSpec | Target
@@ -53,7 +53,7 @@ Working = Callable[[str], AbstractContextManager[None]]
 class ProfiledSize:
     """A size that was `captured`, or interpolated with its workspaces measured.
 
-    `form` numbers the different kinds of steps.
+    Sizes of equal `form` have the same ops.
     """
 
     profile: Profile
@@ -63,8 +63,8 @@ class ProfiledSize:
 
 @dataclass(slots=True, kw_only=True)
 class ProfiledSizes:
-    """`least_bytes`: workspaces that should be smaller are not measured. `degree`: that of the polynomial by
-    which bytes grow, as `vary` says, or higher where captured sizes show it."""
+    """`least_bytes`: workspaces that should be smaller are not measured. `degree`: the degree of the
+    polynomial by which bytes grow, from `vary`, or higher where captured sizes show it."""
 
     source: Callable[[int], Source]
     vary: Vary
@@ -79,7 +79,7 @@ class ProfiledSizes:
     _known: KnownCosts | None = None
     _workspaces: dict[tuple[int, tuple[int, ...]], Workspaces] = field(default_factory=dict)
     _steps: dict[int, Step] = field(default_factory=dict)
-    """interpolated from the sizes that are profiled now"""
+    """interpolated from the current profiled sizes"""
     _margin: float | None = None
     _far: Bounds | None = None
 
@@ -99,8 +99,7 @@ class ProfiledSizes:
     def capture(self, size: int) -> None:
         """Capture one size and measure its ops, or scale the costs of the first size.
 
-        A `refused` size that is larger than all captured ones is the end of what can be profiled; a smaller
-        one is an error.
+        A `refused` size above all captured ones is the upper limit of all sizes; a smaller one is an error.
         """
         if size in self.captured:
             return
@@ -127,7 +126,7 @@ class ProfiledSizes:
             return
         if self._known is None:
             self._known = found.known
-        # without the model behind it, of which there would be one for each size
+        # without its model: there would be one for each size
         self._add(size, Profile(found.step, found.known), captured=True)
 
     def profile(self, size: int) -> None:
@@ -150,7 +149,7 @@ class ProfiledSizes:
         self._margin = None
         if not captured:
             return
-        # captured sizes show the degree: a factory does not say what it does with its argument
+        # captured sizes show the degree: what a factory does with its argument is unknown
         for other, found in self.captured.items():
             small, large = sorted((size, other))
             if found.form == added.form and large >= 2 * small:
@@ -164,7 +163,7 @@ class ProfiledSizes:
         known = {one: found for one in chosen if (found := captured[one].profile.known) is not None}
         if len(known) <= self.degree:
             return None
-        # small sizes may lack ops, but all captured ones above have the same
+        # small sizes may lack ops; all larger captured sizes must have the same ops
         form = captured[chosen[0]].form
         if any(found.form != form for one, found in captured.items() if one > min(chosen)):
             return None
@@ -249,8 +248,8 @@ class ProfiledSizes:
         )
 
     def _extrapolated_floor(self, size: int) -> int:
-        """From one size alone. All that grows is taken to grow as fast as anything may, so that the next
-        captured size is rather too small than too large."""
+        """From one size. All growing storages grow by the full degree here, so the next captured size is
+        rather too small than too large."""
         [(only, found)] = self.profiled.items()
         degree, far = self.degree, FAR * only
         if self._far is None:
@@ -272,7 +271,7 @@ class ProfiledSizes:
         return self._margin
 
     def _error(self, size: int, others: dict[int, ProfiledSize]) -> float:
-        """How far the peak of a profiled size is from that interpolated from others, as a share."""
+        """The error of a profiled size's peak when it is interpolated from others, as a share."""
         nbytes = self._peak_bytes(size, others)
         return inf if nbytes is None else abs(nbytes / self.profiled[size].profile.peak_bytes - 1)
 
@@ -323,5 +322,5 @@ class SizeInBudget:
 
     @cached_property
     def lowest_runs(self) -> tuple[Run, ...]:
-        """The schedule of the lowest plan that was found, which other sizes can run by as well."""
+        """The schedule of the lowest plan found; other sizes can run by it as well."""
         return self.profile.plan(self.profile.floor_bytes).solution.schedule.runs

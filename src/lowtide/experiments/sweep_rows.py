@@ -17,7 +17,7 @@ from lowtide.report.style import size
 from lowtide.zoo.targets import TargetSpec
 
 FINAL = (SweepStatus.MEASURED, SweepStatus.PLAN_MEASURED, SweepStatus.TOO_SMALL)
-"""A size with one of these is not run again; a failure may have been the machine's."""
+"""A size with one of these is not run again; a failed size is."""
 
 logger = logging.getLogger("lowtide")
 
@@ -36,12 +36,12 @@ def sweep(
     profile: Profiler | None = None,
     working: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Iterator[SweepRow]:
-    """One row after the other, in the order of `batch_sizes`; those `done` before are not run again.
+    """Rows in the order of `batch_sizes`; sizes in `done` are not run again.
 
-    Where this machine can hold the planned step but not the baseline, the planned one is measured alone, and
-    nothing is compared. A size that fits in neither way, and every size without `measure`, is predicted only.
-    Where no plan meets the budget, the baseline is measured alone. A size that fails is a row that says so.
-    `working` is told what takes long, and is open as long as it does.
+    Where this machine has memory for the planned step but not for the baseline, the planned step is measured
+    alone and not compared. A size that does not fit, and every size without `measure`, is predicted only.
+    Where no plan meets the budget, the baseline is measured alone. A failed size gives a row with the error.
+    `working(text)` is open during long work.
     """
     known = {row.batch_size: row for row in done}
     for batch_size in batch_sizes:
@@ -55,7 +55,7 @@ def sweep(
                 row = row_of(
                     spec, found, budget=budget, planner=planner, timed_runs=timed_runs, measure=measure
                 )
-        except Exception as error:  # whatever a user's model raises: the other sizes shall run
+        except Exception as error:  # a user's model may raise anything: the other sizes still run
             logger.debug("batch %s failed", batch_size, exc_info=error)
             row = _failed(batch_size, error)
         yield row

@@ -36,10 +36,10 @@ from lowtide.zoo.targets import Target, TargetSpec
 
 STEPS = 2
 ROUNDING = 1e-3
-"""The largest error, relative to the tensor's largest value, that still passes for rounding."""
+"""The largest error that counts as rounding, relative to the tensor's largest value."""
 
 SHAKEN = 10
-"""How many times the effect of a change in the last bit of the parameters still passes for rounding."""
+"""The factor on the effect of a last-bit change of the parameters that still counts as rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def shaken(target: Target, start: Start, expected: Path) -> dict[str, float]:
 
 
 def weighed(found: Sequence[Mistake], sensitivity: Mapping[str, float]) -> list[Mistake]:
-    """The same differences with those of `shaken` beside them."""
+    """The same differences, each with its error from `shaken`."""
     return [replace(mistake, shaken=sensitivity.get(mistake.name, 0.0)) for mistake in found]
 
 
@@ -82,7 +82,7 @@ def _next_to(values: torch.Tensor) -> torch.Tensor:
 
 
 def judge(found: Sequence[Mistake], *, num_gradients: int, unlike_eager: bool = False) -> tuple[Results, str]:
-    """What the results are, and in words what is wrong: `72 of 73 gradients, 12 buffers`.
+    """The verdict on the results, and a text about wrong ones: `72 of 73 gradients, 12 buffers`.
 
     `unlike_eager`: the comparison was with the method's own graph, since eager's results differ.
     """
@@ -101,7 +101,7 @@ def judge(found: Sequence[Mistake], *, num_gradients: int, unlike_eager: bool = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderTrial:
-    """What was measured of a method, next to eager in the same process.
+    """The measurements of a method and of eager in the same process.
 
     `mistakes` are against eager or, where the method compiles the model into other ops, against those
     ops run without recompute; then `unlike_eager`.
@@ -117,14 +117,14 @@ class ContenderTrial:
 
     @property
     def overhead(self) -> float | None:
-        """Measured time that the method adds, as a fraction of eager's."""
+        """The time that the method adds, as a fraction of eager's."""
         if self.timing is None or self.baseline_timing is None:
             return None
         return self.timing.added_to(self.baseline_timing)
 
     @property
     def noise(self) -> float | None:
-        """How far off `overhead` may be."""
+        """The uncertainty of `overhead`."""
         if self.timing is None or self.baseline_timing is None:
             return None
         return self.timing.noise_beside(self.baseline_timing)
@@ -135,7 +135,7 @@ class ContenderTrial:
 
     @property
     def judgement(self) -> tuple[Results, str]:
-        """What the results are, and what is wrong with them: `72 of 73 gradients, 12 buffers`."""
+        """The verdict on the results, and a text about wrong ones: `72 of 73 gradients, 12 buffers`."""
         return judge(self.mistakes, num_gradients=self.num_gradients, unlike_eager=self.unlike_eager)
 
 
@@ -155,7 +155,7 @@ def run_trial(
     try:
         return _run(target, method, timed_runs, steps)
     except dynamo.BackendCompilerFailed as error:
-        # its own text starts with lines that do not name the error
+        # its text starts with lines that do not name the error
         raise error.inner_exception from error
 
 

@@ -1,16 +1,16 @@
-"""What the ops of a step cost: seconds, and workspace bytes.
+"""The costs of the ops of a step: seconds and workspace bytes.
 
-Two ways: op by op, each distinct one alone, on random data and in little memory; or the whole graph, run for
-real, in the memory of the step.
+A profile either measures each distinct op alone, on random data and in little memory; or it runs the whole
+graphs, in the memory of the step.
 
 - `costing`: a captured step with the costs of its ops, measured or scaled from known ones
 - `op_costs`: times and workspaces of single calls, in rounds; `op_trials`: one call under measurement
 - `work`: bytes and flops of a call, and a smaller call of the same op
 - `samples`: random inputs that an op accepts
-- `real_strides`: the strides that results really have
+- `real_strides`: the strides of real results
 - `cache`: costs measured before, on disk
-- `whole_run`: the second way, real runs of the graphs
-- `roofline`: costs on a GPU that is not there, from its published rates
-- `transfer_speed`: how fast an offload store writes and reads
+- `whole_run`: real runs of whole graphs
+- `roofline`: costs on an absent GPU, from its published rates
+- `transfer_speed`: the measured speed of an offload store
 - `devices`: the clock and the allocator of a device
 """

@@ -18,7 +18,7 @@ from lowtide.profiling.devices import Device
 _log = logging.getLogger(__name__)
 
 _METHOD = 7
-"""Raised when costs are measured in another way, so that old files are not read."""
+"""Raised when the measurement changes, so that old files are not read."""
 
 _TABLES = """
 create table if not exists costs (
@@ -28,7 +28,7 @@ create table if not exists costs (
 create table if not exists orders (signature text primary key, orders text) without rowid;
 """
 _WRITE_TIMEOUT_SECONDS = 30.0
-"""How long to wait while another process writes."""
+"""The longest wait for another process that writes."""
 
 Order = list[int] | None
 """Dimensions of a result by falling stride; None where it has gaps."""

@@ -64,7 +64,7 @@ class KnownCosts:
             self._costs[name] = cost, made
 
     def without_runs(self) -> "KnownCosts":
-        """The same costs, for a plan, which outlives the step that they were measured for."""
+        """The same costs without the calls of the step: a plan outlives its step."""
         other = copy(self)
         other.runs = {}
         return other
@@ -93,7 +93,7 @@ class KnownCosts:
             return cost_by_bytes(call)
         work, constants, shapes = work_making(call, made), _constants(call), _shapes(call)
         works = self._works_of(kind)
-        # the gradients that a convolution is asked for, say, change its workspace more than its size does
+        # example: which gradients a convolution computes changes its workspace more than its size does
         alike = [each for each in works if each[0] == constants] or works
         _, _, near, cost = min(
             alike,
@@ -126,7 +126,7 @@ def _scaled(cost: OpCost, near: Work, work: Work) -> OpCost:
     ratio = work.nbytes / near.nbytes if near.nbytes else 1.0
     return OpCost(
         cost.seconds * work.ratio_to(near),
-        # a smaller call may need as much: some kernels need the same workspace whatever the batch
+        # some kernels need the same workspace at any batch size
         round(cost.workspace_bytes * max(1.0, ratio)),
         estimated=True,
         hidden_bytes=tuple(round(nbytes * ratio) for nbytes in cost.hidden_bytes),
@@ -151,7 +151,7 @@ def _shapes(call: Call) -> Shapes:
 
 
 def _num_common(one: Shapes, other: Shapes) -> int:
-    """How many dimensions have the same size; tensors of different ranks have none in common."""
+    """The number of dimensions of equal size; tensors of different ranks have none in common."""
     pairs = ((a, b) for a, b in zip(one, other, strict=False) if len(a) == len(b))
     return sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True))
 
@@ -164,7 +164,7 @@ def measure_costs(
     use_cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Step, KnownCosts]:
-    """Time every distinct op alone, on real tensors; never has more than `memory_limit_bytes` live.
+    """Time every distinct op alone, on real tensors, with at most `memory_limit_bytes` live.
 
     The step's notes tell of a machine that was too busy for that.
     """
@@ -208,7 +208,7 @@ def workspace_bytes(
 
 
 def estimate_costs(captured: Captured, known: KnownCosts) -> Step:
-    """Costs from ops that were measured before, scaled where the shape is new.
+    """Costs scaled from known costs.
 
     An op is measured only if it was never measured with tensors of these types.
     """
@@ -218,8 +218,8 @@ def estimate_costs(captured: Captured, known: KnownCosts) -> Step:
 def _scaled_costs(
     captured: Captured, calls: Mapping[Run, Call], known: KnownCosts, *, least_bytes: int | None = None
 ) -> dict[Run, OpCost]:
-    """Costs from ops that were measured before. With `least_bytes`, workspaces that should be as large are
-    measured, since they need not be in proportion."""
+    """Costs scaled from known costs. With `least_bytes`, workspaces that should be at least as large are
+    measured: workspaces need not be in proportion."""
     _measure_new(captured, calls, known)
     by_name: dict[str, OpCost] = {}
     large: dict[str, tuple[Call, int]] = {}
@@ -299,7 +299,7 @@ def _with_uncaptured(step: Step, captured: Captured) -> Step:
 
 
 def _with_real_sizes(step: Step, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:
-    """Correct what fake tensors get wrong: sizes of results, and workspaces of opaque backward ops."""
+    """Correct the errors of fake tensors: sizes of results, and workspaces of opaque backward ops."""
     storages, nodes = list(step.storages), list(step.nodes)
     for run, call in calls.items():
         if not run.is_first:

@@ -1,15 +1,14 @@
-"""What differs between devices when an op is measured: the clock, the allocator, the copy speed.
+"""The differences between devices when an op is measured: the clock, the allocator, the copy speed.
 
-`device_for` is the seam: one class for each kind of device, and the rest of the profiler never asks where it
-runs.
+`device_for` gives one class for each kind of device; no other file of the profiler depends on the device.
 
 Page faults. An op that runs alone writes its result to memory that the system has just handed out. Each page
 is zeroed and mapped at its first write, which takes several times as long as the write itself. In a step, the
-same memory goes from op to op. Which blocks a step takes anew depends on the C library, on small objects that
-happen to lie between large blocks, and on earlier work of the process; it changes from step to step
-(`bench/predicted.py` counts). So every timed run counts its faults, and their cost is subtracted.
+same memory goes from op to op. Which blocks a step takes anew depends on the C library, on small objects
+between large blocks, and on earlier work of the process; it changes from step to step (`bench/predicted.py`
+counts). So every timed run counts its faults, and their cost is subtracted.
 
-Shortcomings: every fault is taken to cost the same, as much as in a write by all threads.
+Shortcoming: every fault costs the same here, as much as in a write by all threads.
 """
 
 import contextvars
@@ -37,7 +36,7 @@ from lowtide.torch_compat.autograd_engine import profiler_events, profiler_is_ac
 R = TypeVar("R")
 
 SLOW_SECONDS = 0.1
-"""A longer run is interrupted now and then on any machine, and suffers less from that."""
+"""Any machine interrupts longer runs now and then, with less effect on their time."""
 
 _WAITED_SHARE = 0.2
 """Share of its time that a slow run may wait for a processor on a machine that is otherwise idle."""
@@ -47,18 +46,18 @@ _COPY_BYTES = 64 << 20
 _COPY_RUNS = 5
 
 _AREA_BYTES = 32 << 20
-_PIECE_BYTES = 1 << 20
-"""Written in less time than a busy machine lets a process run at a time."""
+_CHUNK_BYTES = 1 << 20
+"""Written within one time slice of a busy machine."""
 _ALL_PAGES = 0.9
-"""Share of the pages of a written area that have to fault one by one for their cost to be known."""
+"""The least share of an area's pages that must fault one by one for their cost to be known."""
 _LEAST_SHARE = 1 / 16
-"""Share of a run's time that stays at least: faults are never all that an op does."""
+"""The least share of a run's time that is not page faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpTiming:
     """One run. `seconds` are without the `fault_seconds` that page faults took. `interruptions`: how often
-    other processes took the processor away. `waited_seconds`: how long none of its threads ran."""
+    other processes took the processor. `waited_seconds`: the time in which none of its threads ran."""
 
     seconds: float
     interruptions: int = 0
@@ -67,13 +66,12 @@ class OpTiming:
 
     @property
     def whole_seconds(self) -> float:
-        """As the clock saw it."""
+        """Page faults included."""
         return self.seconds + self.fault_seconds
 
     @property
     def avoidable(self) -> bool:
-        """Whether the run was interrupted although it is short enough not to be, or for so long that its
-        time is that of other processes."""
+        """Whether a repetition could avoid the interruption: the run is short, or it waited for long."""
         if not self.interruptions:
             return False
         return self.whole_seconds < SLOW_SECONDS or self.waited_seconds > _WAITED_SHARE * self.whole_seconds
@@ -108,14 +106,14 @@ class Device(ABC):
 
     torch_device: torch.device
     keeps_after_first_run = False
-    """Whether the first run of an op leaves bytes behind that no later one takes, as cuBLAS and cuDNN do."""
+    """Whether the first run of an op leaves bytes live that later runs reuse, as with cuBLAS and cuDNN."""
     caches_blocks = False
     """Whether torch's caching allocator cuts the device's memory into blocks."""
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Text that changes when times measured before no longer hold."""
+        """Text that changes when earlier times are no longer valid."""
 
     @abstractmethod
     def timed(self, run: Callable[[], R]) -> tuple[R, OpTiming]:
@@ -243,8 +241,8 @@ def device_for(torch_device: torch.device) -> Device:
 def outside_profiler(run: Callable[[], R]) -> R:
     """`run()`, in a thread of its own where torch.profiler is active in this one.
 
-    A thread has its own profiler: the user's trace gets no op of lowtide's, and times have no part of its
-    costs.
+    A thread has its own profiler: the user's trace gets no op of lowtide, and no time includes the cost of
+    the profiler.
     """
     if not profiler_is_active():
         return run()
@@ -295,30 +293,30 @@ def page_faults() -> int:
 
 
 def without_faults(seconds: float, num_faults: int, *, fault_seconds: float) -> float:
-    """The time of the same run in memory that was there before."""
+    """The time of the same run without page faults."""
     return max(seconds * _LEAST_SHARE, seconds - num_faults * fault_seconds)
 
 
 @cache
 def page_fault_seconds() -> float:
-    """What one fault adds to a write; 0 where the system gives pages in larger lots, whose number does
-    not tell how much memory came."""
+    """The time that one fault adds to a write; 0 where the system maps several pages per fault: then the
+    count of faults says nothing about bytes."""
     with mmap.mmap(-1, _AREA_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
         before = page_faults()
-        first = _piece_seconds(area)
+        first = _chunk_seconds(area)
         count = page_faults() - before
-        again = _piece_seconds(area)
+        again = _chunk_seconds(area)
     if count < _ALL_PAGES * _AREA_BYTES / mmap.PAGESIZE:
         return 0.0
-    return max(0.0, first - again) * mmap.PAGESIZE / _PIECE_BYTES
+    return max(0.0, first - again) * mmap.PAGESIZE / _CHUNK_BYTES
 
 
-def _piece_seconds(area: mmap.mmap) -> float:
-    """The median time to write one piece; a function of its own, since no tensor may outlive the area."""
+def _chunk_seconds(area: mmap.mmap) -> float:
+    """The median time to write one chunk; a separate function, since no tensor may outlive the area."""
     seconds = []
-    for piece in torch.frombuffer(area, dtype=torch.uint8).view(-1, _PIECE_BYTES).unbind():
+    for chunk in torch.frombuffer(area, dtype=torch.uint8).view(-1, _CHUNK_BYTES).unbind():
         start = time.perf_counter()
-        piece.fill_(1)
+        chunk.fill_(1)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 

@@ -1,9 +1,9 @@
 """Time and workspace of single ops, each distinct signature measured once, on random data.
 
-What makes the times hold for the whole step, found by comparison with real runs (`bench/profile_modes.py`):
-the inputs are written right before each timed run, so that they are in the caches where a producer would have
-left them; the runs of one signature are spread over several rounds with all the others in between, so that
-neither its code nor its memory is unrealistically warm, and a busy moment does not hit all runs of one op.
+Two rules make the times valid for the whole step (`bench/profile_modes.py` compares them with real runs). The
+inputs are written right before each timed run, so that they are in the caches as after a producer. The runs
+of one signature are spread over several rounds with all others in between: its code and its memory are then
+as cold as in a step, and a short load on the machine does not disturb all runs of one op.
 
 `short_time_limit`: profiles of one step at several sizes share their costs, and take less time each.
 """
@@ -44,23 +44,23 @@ _log = logging.getLogger(__name__)
 _TIME_LIMIT_SECONDS = 8.0
 _SHORT_TIME_LIMIT_SECONDS = 2.0
 _MORE_TIME = 2
-"""How many times the limit an op has that was interrupted in all its runs."""
+"""The factor on the time limit of an op whose runs were all interrupted."""
 _RUNS_TO_REMEMBER = 3
-"""Times of fewer runs, under the short time limit, are good for a rough answer and not for the cache."""
+"""Times of fewer runs, under the short time limit, do not go into the cache."""
 _ATTEMPTS = 2
 
 _REFUSALS = (RuntimeError, ValueError, IndexError, NotImplementedError)
-"""What ops raise for random values that they do not accept."""
+"""The errors of ops that do not accept random values."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortTimeLimit:
-    """Ops run fewer times, and not at all if their costs are in `measured`, where new costs go as well.
+    """Ops run fewer times; an op whose cost is in `measured` does not run. New costs go into `measured`.
 
-    With `known`, no op is timed that is in there at another size. Then only ops whose workspace should have
-    `least_bytes` are run at all, once, to measure that.
+    An op that `known` has at another size is not timed. It runs once, to measure its workspace, where that
+    should have at least `least_bytes`.
     """
 
     measured: dict[str, OpCost]
@@ -74,7 +74,7 @@ short_limit_now = _short_limit.get
 
 @contextmanager
 def short_time_limit(limit: ShortTimeLimit) -> Iterator[None]:
-    """All measurements inside are made under this limit."""
+    """Measure under this limit inside the block."""
     token = _short_limit.set(limit)
     try:
         yield
@@ -84,8 +84,8 @@ def short_time_limit(limit: ShortTimeLimit) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CallCosts:
-    """Costs in the order of the calls; of the `num_measured` distinct ones that were measured now, the
-    times of `num_noisy` are not to be relied on."""
+    """Costs in the order of the calls; of the `num_measured` calls measured now, `num_noisy` have unreliable
+    times."""
 
     costs: list[OpCost]
     num_measured: int
@@ -93,7 +93,7 @@ class CallCosts:
 
     @property
     def note(self) -> str:
-        """What to tell of a machine that was too busy to time; empty where it was not."""
+        """The note about a machine that was too busy to time; empty for an idle one."""
         if not self.num_noisy:
             return ""
         return (
@@ -111,10 +111,10 @@ def measure_calls(
 ) -> CallCosts:
     """Costs in the order of `calls`; calls of equal signature are measured once.
 
-    Never has more than `memory_limit_bytes` live at a time: a larger op is timed on a chunk and scaled. An op
-    that cannot run at all, or would wait for other processes, is costed by its bytes. All these are marked
-    `estimated`; an op that cannot run is logged with its reason. Times that the machine was too busy for are
-    logged and kept out of the cache. The global random state is left as it was.
+    At most `memory_limit_bytes` are live at a time: a larger op is timed on a chunk and scaled. An op that
+    cannot run, or would wait for other processes, is costed by its bytes. All these are marked `estimated`;
+    an op that cannot run is logged with its reason. Unreliable times are logged and not cached. The global
+    random state does not change.
     """
     signatures = [signature(call) for call in calls]
     distinct = dict(zip(reversed(signatures), reversed(calls), strict=True))
@@ -174,7 +174,7 @@ def _cost_by_like(key: str, calls: Mapping[str, Call], costs: Mapping[str, OpCos
 def _measure(
     calls: Mapping[str, Call], *, memory_limit_bytes: int, progress: Progress | None
 ) -> tuple[dict[str, Trial], list[str]]:
-    """Finished trials by signature, and the signatures that could not be run."""
+    """Finished trials by signature, and the signatures that cannot run."""
     trials: dict[str, Trial] = {}
     failed: list[str] = []
     total = len(calls) * (1 + ROUNDS)
@@ -224,7 +224,7 @@ def measure_workspaces(
 ) -> dict[str, OpMemory]:
     """Workspaces of calls, by the same names: one run each, on a chunk where a call does not fit.
 
-    Each call comes with the workspace that it should have. Calls that cannot be run are left out.
+    Each call has its expected workspace. Calls that cannot run are left out.
     """
     return outside_profiler(partial(_measure_workspaces, calls, memory_limit_bytes=memory_limit_bytes))
 
@@ -238,7 +238,7 @@ def _measure_workspaces(
             try:
                 work = work_of(call)
                 if work.nbytes + 2 * expected_bytes <= memory_limit_bytes - SAMPLE_EXTRA_BYTES:
-                    # known well enough to go without a chunk that says whether the whole fits
+                    # the expected workspace fits: no chunk needed first
                     found[name] = memory_of(call, work, device_of(call))
                 else:
                     found[name] = start_trial(name, call, memory_limit_bytes=memory_limit_bytes).memory

@@ -36,23 +36,23 @@ ROUNDS = 8
 _SHORT_SECONDS = 2e-3
 _SLOW_ROUNDS = 5
 _JITTER_SECONDS = 20e-6
-"""What any clock is off by now and then; an op as short as that weighs nothing in a plan."""
+"""An occasional error of any clock; an op as short as that does not matter in a plan."""
 
 _HARMLESS_SHARE = 1 / 16
-"""An op of this share of the limit is run whole at once: whatever its workspace is, it fits."""
+"""An op of at most this share of the limit runs whole at once: any workspace fits."""
 _WORKSPACE_MARGIN = 1.25
-"""How much more workspace than its chunk an op may need."""
+"""The factor by which the share of workspace may grow from a chunk to the op."""
 _GROWTH = 4
 _LEAST_GROWTH = 1.25
-"""From one chunk to the next: at most, and at least to be worth a try."""
+"""The largest growth from one chunk to the next, and the least worth a try."""
 _FAILING_SHARES = (0.6, 0.3, 0.15)
 """Shares of a failing op that are tried instead."""
 _CHUNK_BYTES = 256 << 20
-"""The largest chunk of an op that never fits: a larger one takes longer and tells no more."""
+"""The largest chunk of an op that never fits: a larger one takes longer and shows no more."""
 
 
 class TooLarge(Exception):
-    """An op that neither fits nor can be reduced."""
+    """An op that does not fit and cannot be reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,13 @@ class Trial:
 
     @property
     def noisy(self) -> bool:
-        """Whether the time tells more of a busy machine than of the op: no run was undisturbed, or the runs
-        differ by more than a run takes with its page faults, which are never all alike."""
+        """Whether the time is unreliable: no run was undisturbed, or the runs differ by more than the time of
+        one run with its page faults."""
         whole = statistics.median(timing.whole_seconds for timing in self.timings)
         return not self.settled or spread_seconds(self.timings) > max(whole, _JITTER_SECONDS)
 
     def time(self, *, attempts: int) -> None:
-        """Add an undisturbed run, or `attempts` disturbed ones."""
+        """Time runs until one is undisturbed, at most `attempts`."""
         for attempt in range(attempts):
             if attempt:
                 rest_after(self.timings[-1])
@@ -116,7 +116,7 @@ class Trial:
 
 
 def timed(call: Call, device: Device) -> OpTiming:
-    """One run on fresh inputs; a function of its own, so that no tensor of the run outlives it."""
+    """One run on fresh inputs; a separate function, so that no tensor outlives the run."""
     args, kwargs = make_sample(call, fill=not is_view(call))
     return device.timed_in_own_memory(partial(call.target, *args, **kwargs))[1]
 
@@ -131,8 +131,8 @@ def device_of(call: Call) -> Device:
 def start_trial(key: str, call: Call, *, memory_limit_bytes: int) -> Trial:
     """Warm up and measure the workspace, on the whole call or on a chunk that fits.
 
-    Of an op that fails: the whole op if only its chunks fail, else the largest chunk that does not fail,
-    scaled up. Raises what the op raises where no chunk runs.
+    For an op that fails: the whole op where only its chunks fail, else the largest chunk that runs, scaled
+    up. Raises the error of the op where no chunk runs.
     """
     try:
         return _start(call, memory_limit_bytes=memory_limit_bytes)
@@ -183,7 +183,7 @@ def _start(call: Call, *, memory_limit_bytes: int) -> Trial:
         if larger is None or larger.work.nbytes < part.work.nbytes * _LEAST_GROWTH:
             break
         part = larger
-    # Near each other, so that both use the same kernel.
+    # near in size, so that both use the same kernel
     less = shrink(call, work, limit_bytes=int(part.work.nbytes * 0.75))
     near, near_memory = (part, memory) if less is None else (less, memory_of(less.call, less.work, device))
     return _scaled_trial(work, part, _extrapolated(work, near, near_memory, part, memory), device)
@@ -198,12 +198,12 @@ def memory_of(call: Call, work: Work, device: Device) -> OpMemory:
     args, kwargs = make_sample(call)
     if device.keeps_after_first_run:
         call.target(*args, **kwargs)
-        args, kwargs = make_sample(call)  # an op may have written to the first ones
+        args, kwargs = make_sample(call)  # the op may have written to its inputs
     result, peak_bytes = device.measured(partial(call.target, *args, **kwargs))
     outputs = fresh_storages(result, (args, kwargs))
     hidden: tuple[int, ...] = ()
     if len(outputs) == len(work.outputs):
-        # A loss's mean, for one, is computed in a block of the size of its input and keeps that block.
+        # example: the mean of a loss is computed in a block of the size of its input and keeps that block
         hidden = tuple(max(0, real - fake) for real, fake in zip(outputs, work.outputs, strict=True))
     return OpMemory(max(0, peak_bytes - sum(outputs)), hidden if any(hidden) else ())
 
@@ -211,7 +211,7 @@ def memory_of(call: Call, work: Work, device: Device) -> OpMemory:
 def _extrapolated(
     work: Work, small: SmallerCall, near: OpMemory, large: SmallerCall, far: OpMemory
 ) -> OpMemory:
-    """Memory of `work` on the line through two chunks; in proportion where they make no line."""
+    """Memory of `work` on the line through two chunks; in proportion where the chunks give no line."""
 
     def at_work(near_bytes: int, far_bytes: int) -> int:
         if small.reduced != large.reduced or small.work.nbytes == large.work.nbytes:

@@ -3,7 +3,7 @@
     elu_backward(gradient, ..., result)    fake run: strides of `result`    real run: strides of `gradient`
 
 A reader of the real result may then need a copy in its workspace that fake strides do not show. One real run
-of an op tells.
+of an op shows it.
 
 Shortcomings: only the order of dimensions is corrected, and only of results without gaps; ops whose tensors
 are all contiguous are not run.
@@ -33,7 +33,7 @@ def real_values(
 ) -> dict[fx.Node, Any]:
     """Fake values with real strides, for the nodes whose own `val` has others.
 
-    `nodes` come in the order they run. Every distinct op with a tensor that is not contiguous runs once,
+    `nodes` are in the order of the graph. Every distinct op with a tensor that is not contiguous runs once,
     whole if its inputs and outputs take at most `limit_bytes`, else on a chunk. The global random state is
     left as it was.
     """
@@ -72,7 +72,7 @@ def real_values(
 def _value(
     node: fx.Node, values: Mapping[fx.Node, Any], orders_of: Callable[[Call], list[Order]]
 ) -> Any | None:
-    """The node's value with real strides, from those of its inputs; None where they are the captured ones."""
+    """The node's value with real strides, from the strides of its inputs; None where nothing changes."""
     changed = any(read in values for read in node.all_input_nodes)
     call = call_of(node, values)
     if is_view(call):

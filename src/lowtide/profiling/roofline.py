@@ -1,13 +1,13 @@
-"""Costs of a step on a GPU that is not there, from the rates that its maker publishes.
+"""Costs of a step on an absent GPU, from its published rates.
 
     seconds = max(flops / peak rate, bytes / bandwidth, launch of a kernel)
 
 Sizes are those of the captured CPU step, with the differences of a GPU: the allocator's rounding, dropout
-masks, workspaces, and the attention that capture has chosen. Nothing is measured: all of it is estimated.
+masks, workspaces, and the attention that capture has chosen. All costs are estimated.
 
 Shortcomings: recurrent layers save the same bytes as on a CPU, since cuDNN does not publish its reserve; a
-convolution is taken to copy operands whose strides tensor cores cannot read, and to need no other workspace;
-fused optimizers count as the bytes that they read and write.
+convolution copies operands whose strides tensor cores cannot read, and has no other workspace; the cost of a
+fused optimizer is the bytes that it reads and writes.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ _SORTED_INDICES = "aten.embedding_dense_backward.default"
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm")
 _IN_CHUNKS = (*LOSS_GRADIENTS, log_probabilities)
 _TEMPORARY_INDICES = 4
-"""Sorted indices, their old positions, and the sort's own copies of both."""
+"""Sorted indices, their old positions, and the copies of both in the sort."""
 
 
 def estimated_costs(captured: Captured, gpu: Gpu) -> Step:
@@ -67,7 +67,7 @@ def _seconds(call: Call, gpu: Gpu) -> float:
 
 
 def _rate(call: Call, gpu: Gpu) -> str:
-    """The type that decides how fast an op computes."""
+    """The type whose rate an op computes at."""
     types = [tensor.dtype for tensor in call.tensors if tensor.is_floating_point()]
     name = str(types[0]).removeprefix("torch.") if types else "float32"
     if name == "float32" and "tf32" in gpu.flops_per_second and _may_round(call):
@@ -120,7 +120,7 @@ def _copied_operands_bytes(call: Call, gpu: Gpu) -> int:
 def _copied_matrices_bytes(call: Call) -> int:
     """cuBLAS reads matrices row by row or column by column; torch copies matrices with other strides, such as
     an expanded gradient with strides of 0."""
-    # the term that is added comes first
+    # the added term is the first argument
     matrices = (tensor for tensor in call.tensors[-2:] if tensor.dim() > 1)
     return sum(matrix.numel() * matrix.itemsize for matrix in matrices if not _is_readable(matrix))
 
@@ -153,8 +153,8 @@ def _copying_in_eager(step: Step, captured: Captured) -> Step:
     for node in step.nodes:
         if node.op.startswith(_PRODUCTS):
             read = {storage for rank in node.reads for storage in step.nodes[rank].holds}
-            inside_bytes = sum(nbytes for storage, nbytes in copied.items() if storage in read)
-            nodes[node.rank] = replace(node, extra_eager_bytes=node.extra_eager_bytes + inside_bytes)
+            copied_bytes = sum(nbytes for storage, nbytes in copied.items() if storage in read)
+            nodes[node.rank] = replace(node, extra_eager_bytes=node.extra_eager_bytes + copied_bytes)
     return replace(step, nodes=tuple(nodes))
 
 

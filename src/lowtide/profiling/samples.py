@@ -1,9 +1,8 @@
 """Random inputs with the shapes and strides of a call, and with values that its op accepts.
 
-Floats are spread over [-1, 1), integers are 0 or 1, unless the op has a rule. `_RULES` is the one table, by
-op and by the names of its schema's arguments: an index must be below the size of the indexed dimension, a
-probability in [0, 1]. An entry of a list argument can have a range of its own. Arguments without a rule are
-free.
+Floats are in [-1, 1) and integers are 0 or 1, unless the op has a rule. The table `_RULES` has ranges by op
+and argument name: an index must be below the size of the indexed dimension, a probability in [0, 1]. An entry
+of a list argument can have its own range.
 """
 
 from collections.abc import Callable, Mapping
@@ -219,7 +218,7 @@ def make_sample(call: Call, *, fill: bool = True, seed: int = 0) -> tuple[tuple[
 class _Maker:
     """Turns arguments into real ones, and fills each storage once.
 
-    A class, since a recursive closure would be a cycle that keeps the memory until it is collected.
+    This is a class because a recursive closure is a reference cycle, which keeps its memory live.
     """
 
     bases: dict[int, tuple[Tensor, int]]
@@ -272,7 +271,7 @@ def _default(dtype: torch.dtype, integers: AllowedValues) -> AllowedValues:
 
 
 def _fill(flat: Tensor, values: AllowedValues, generator: torch.Generator) -> None:
-    """One tile of random numbers, copied on: drawing them all would cost more than the op."""
+    """Fill with copies of one random tile: drawing all numbers would take longer than the op."""
     count = min(flat.numel(), _TILE_ELEMENTS)
     if count == 0:
         return

@@ -1,8 +1,8 @@
-"""How fast an offload store writes and reads: measured with the store itself.
+"""The speed of writes to and reads from an offload store, measured with the store itself.
 
-A sample of `SAMPLE_BYTES` is written and read several times in a part of the store that was written before,
-as from the second step on. On a disk, a write ends when the bytes are there (`fdatasync`), and a read finds
-none of them in the page cache. The time of one page is the latency. Matrix products, run with all threads
+A sample of `SAMPLE_BYTES` is written and read several times, in a part of the store that an earlier run has
+written, as from the second step on. On a disk, a write ends with `fdatasync`, and a read does not use the
+page cache. The time of one page is the latency. Matrix products, run with all threads
 beside such transfers and alone, show how much of the processor the copies take.
 """
 
@@ -29,7 +29,7 @@ PRODUCTS = 40
 
 
 def measure_transfer_speed(target: OffloadTarget, step: Step, use_cache: bool) -> TransferSpeed:
-    """Between a step's device and a store; remembered on disk, unless `use_cache` is False."""
+    """The speed between a step's device and a store; cached on disk, unless `use_cache` is False."""
     warn_if_in_memory(target)
     device = device_for(torch.device(step.device))
     store = open_store(target, step.device)
@@ -51,7 +51,7 @@ def measure_transfer_speed(target: OffloadTarget, step: Step, use_cache: bool) -
 
 
 def _remembered(cache: CostCache | None, names: list[str], measure: Callable[[], list[float]]) -> list[float]:
-    """The numbers of these names in the cache, or measured."""
+    """The cached numbers of these names, or measured ones."""
     costs = [cache.get(name, memory_limit_bytes=0) for name in names] if cache is not None else []
     known = [cost.seconds for cost in costs if cost is not None]
     if len(known) == len(names):
@@ -65,19 +65,19 @@ def _remembered(cache: CostCache | None, names: list[str], measure: Callable[[],
 
 
 def _bandwidth(seconds: float, latency_seconds: float) -> float:
-    """Where a page takes nearly as long as the sample, count half of the sample's time at least."""
+    """Bytes per second beyond the latency; at least half of the sample's time counts."""
     return SAMPLE_BYTES / max(seconds - latency_seconds, seconds / 2)
 
 
 def _transfer_seconds(store: OffloadStore, nbytes: int, device: Device) -> tuple[float, float]:
-    """The median time of a write and of a read, after one of each that does not count."""
+    """The median time of a write and of a read, after one warm-up."""
     numbers = torch.Generator().manual_seed(0)
     sample = torch.empty(nbytes, dtype=torch.uint8).random_(generator=numbers).to(device.torch_device)
-    times = [_there_and_back(store, sample, device) for _ in range(1 + RUNS)][1:]
+    times = [_round_trip(store, sample, device) for _ in range(1 + RUNS)][1:]
     return median(write for write, _ in times), median(read for _, read in times)
 
 
-def _there_and_back(store: OffloadStore, sample: Tensor, device: Device) -> tuple[float, float]:
+def _round_trip(store: OffloadStore, sample: Tensor, device: Device) -> tuple[float, float]:
     def write() -> OffloadHandle:
         handle = store.offload(sample)
         handle.free_value()
@@ -91,7 +91,7 @@ def _there_and_back(store: OffloadStore, sample: Tensor, device: Device) -> tupl
 def _lost_share(store: OffloadStore, device: Device) -> float:
     """The share of a second that compute loses beside a second of transfers; 0 to 1.
 
-    Copies from an accelerator take nothing of its compute.
+    Copies from an accelerator do not slow its compute.
     """
     if device.torch_device.type != "cpu":
         return 0.0
@@ -110,7 +110,7 @@ def _lost_share(store: OffloadStore, device: Device) -> float:
     shares = []
     for _ in range(RUNS):
         alone = rate()
-        copies = Thread(target=_there_and_back, args=(store, sample, device))
+        copies = Thread(target=_round_trip, args=(store, sample, device))
         copies.start()
         shares.append(1 - rate(copies) / alone)
         copies.join()

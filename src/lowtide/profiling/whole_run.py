@@ -1,7 +1,7 @@
-"""The second way to profile: run the captured graphs whole, for real, and measure every node in place.
+"""Profile by running the captured graphs whole, and measure every node in place.
 
-Follows the profiler of the μ-TWO paper: one warm-up, then the median of three measured runs. Needs the memory
-of the step; `measure_costs` does not.
+This follows the profiler of the μ-TWO paper: one warm-up, then the median of three measured runs. Needs the
+memory of the step; `measure_costs` does not.
 """
 
 import logging
@@ -45,7 +45,7 @@ class NodeRun:
 class GraphProfiler(fx.Interpreter):
     """Runs a graph and measures each of its nodes; values are freed after their last use.
 
-    A graph that writes to its inputs does so here as well: pass copies where that matters.
+    A graph may write to its inputs: pass copies where that matters.
     """
 
     def __init__(self, module: fx.GraphModule, *, device: torch.device | None = None) -> None:
@@ -62,7 +62,7 @@ class GraphProfiler(fx.Interpreter):
         """Measurements by node name: bytes from the first warm-up, times from `runs` more.
 
         With `workspace`, another run measures the workspace of each op, and the peaks include it.
-        The global random state is left as it was.
+        The global random state does not change.
         """
         if runs < 1 or warmup < 1:
             raise ValueError(f"needs at least one warm-up and one run, not {warmup} and {runs}")

@@ -1,4 +1,4 @@
-"""How much work a call is, from a run on fake tensors; and a smaller call of the same op.
+"""The bytes and flops of a call, from a run on fake tensors; and a smaller call of the same op.
 
 `work_of` counts bytes and flops. `shrink` makes a call that fits into less memory, for ops that are too large
 to run whole: one size is reduced wherever it occurs, in shapes and in integer arguments; or every list of one
@@ -60,7 +60,7 @@ def flop_counter() -> FlopCounterMode:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`flops` is 0 where torch has no formula, as for everything that only moves bytes."""
+    """`flops` is 0 where torch has no formula, as for an op that only moves bytes."""
 
     flops: int
     input_bytes: int
@@ -76,7 +76,7 @@ class Work:
         return self.input_bytes + self.output_bytes
 
     def ratio_to(self, other: "Work") -> float:
-        """How many times as long as `other` this takes: by flops where both have them, else by bytes."""
+        """The ratio of times: by flops where both have flops, else by bytes."""
         if self.flops and other.flops:
             return self.flops / other.flops
         return self.nbytes / other.nbytes if other.nbytes else 1.0
@@ -87,8 +87,8 @@ _KNOWN: dict[tuple[object, str], Work] = {}
 
 
 def work_of(call: Call) -> Work:
-    """Bytes and flops of a call; raises what the op raises when its arguments do not fit together."""
-    # Two functions can have one name.
+    """Bytes and flops of a call; raises the error of the op for invalid arguments."""
+    # two functions can have the same name
     key = (call.target, signature(call))
     if key not in _KNOWN:
         work = _work_of(call)
@@ -212,13 +212,13 @@ def _reductions(call: Call) -> Iterator[_Reduction]:
     tensors = sorted(call.tensors, key=lambda tensor: -tensor.numel())
     sizes = [int(size) for tensor in tensors for size in tensor.shape if size > 1]
     for arg in call.args:
-        # A factory has its sizes here alone.
+        # a factory has its sizes only here
         if isinstance(arg, (list, tuple)) and all(type(size) is int for size in arg):
             sizes += [size for size in arg if size >= _SMALLEST_SIZE_ARGUMENT]
     for size in dict.fromkeys(sizes):
         first = partial(_with_smaller_size, size=size, only_first=True)
         if _is_first_and_more(size, tensors) and _makes_sense(first(call, 2)):
-            # A batch as large as an image is high: a fake run does not tell one from the other.
+            # batch size and image height are equal: a fake run cannot tell them apart
             yield _Reduction(f"first size {size}", size, first)
         else:
             yield _Reduction(f"size {size}", size, partial(_with_smaller_size, size=size))
@@ -227,7 +227,7 @@ def _reductions(call: Call) -> Iterator[_Reduction]:
 
 
 def _is_first_and_more(size: int, tensors: list[Tensor]) -> bool:
-    """Whether the largest tensor begins with a size that also stands at another place."""
+    """Whether the largest tensor begins with a size that is also another dimension."""
     is_first = bool(tensors) and tensors[0].shape[:1] == (size,)
     return is_first and any(size in tensor.shape[1:] for tensor in tensors)
 
@@ -244,7 +244,7 @@ def _least(
 ) -> tuple[SmallerCall, float] | None:
     """`start` reduced by the smallest power of two that fits, or as far as possible.
 
-    The number tells how far the flops are from shrinking in proportion (0 is exactly so).
+    The number is the distance of the flops from shrinking in proportion; 0 is exact.
     """
     best: tuple[SmallerCall, float] | None = None
     parts = 2
@@ -252,13 +252,13 @@ def _least(
         try:
             work = work_of(smaller)
         except Exception:
-            # Whatever an op raises for arguments that do not fit: this size cannot be reduced alone.
+            # an op may raise any error for invalid arguments: this size cannot be reduced alone
             return best
         if best is not None and work.nbytes >= best[0].work.nbytes:
             return best
         ratio = reduction.whole / ceil(reduction.whole / parts)
-        crooked = abs(log(start.work.flops / work.flops / ratio)) if work.flops and start.work.flops else 0.0
-        best = SmallerCall(smaller, work, (*start.reduced, reduction.name)), round(crooked, 1)
+        distance = abs(log(start.work.flops / work.flops / ratio)) if work.flops and start.work.flops else 0.0
+        best = SmallerCall(smaller, work, (*start.reduced, reduction.name)), round(distance, 1)
         if work.nbytes <= limit_bytes:
             return best
         parts *= 2
@@ -316,7 +316,7 @@ def _with_shorter_lists(call: Call, parts: int, *, length: int) -> Call | None:
         return None
 
     def shorter(value: Any) -> Any:
-        # Every so-manyth, so that the sizes that remain are as mixed as before.
+        # a regular subset, so that the remaining sizes are as mixed as before
         return value[::parts] if isinstance(value, list) and len(value) == length else value
 
     args = tuple(shorter(arg) for arg in call.args)
