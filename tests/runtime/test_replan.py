@@ -149,3 +149,16 @@ def test_planned_graphs_are_bounded(
     assert len(planned.later) == 2 and set(planned.graphs) == {graph.fingerprint for graph in planned.first}
     assert "more than 2 graphs" in caplog.text
     lowtide.remove(target.model)
+
+
+def test_a_graph_of_the_plan_runs_by_the_last_schedule_that_was_found_for_it(
+    profiled: tuple[Target, Profile],
+) -> None:
+    """The other graphs of a step that was planned later were planned with that schedule."""
+    target, found = profiled
+    plan = found.plan("100%")
+    planned = replan.Replanner(plan, target.model)
+    (graph,) = planned.first
+    other = replace(graph, later_bytes=graph.later_bytes + 1)
+    planned._remember((other,))
+    assert planned._known(graph.fingerprint) is other

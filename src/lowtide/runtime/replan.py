@@ -122,7 +122,8 @@ class Replanner(Schedules):
         return GraphSchedule.of(graph)
 
     def _known(self, fingerprint: str) -> Graph | None:
-        graph: Graph | None = self.graphs.get(fingerprint) or self.later.get(fingerprint)
+        # the last solution counts: the other graphs of that step were planned with this schedule
+        graph: Graph | None = self.later.get(fingerprint) or self.graphs.get(fingerprint)
         return graph
 
     def _remember_graph(self, fingerprint: str, graph: Graph) -> None:
