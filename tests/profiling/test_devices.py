@@ -222,9 +222,9 @@ def test_an_op_is_timed_without_its_faults(monkeypatch, one_microsecond_each):
 def test_a_write_to_new_memory_faults():
     with mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
         before = page_faults()
-        devices._piece_seconds(area)
+        devices._chunk_seconds(area)
         first = page_faults() - before
-        devices._piece_seconds(area)
+        devices._chunk_seconds(area)
         again = page_faults() - before - first
     assert again < first
 
@@ -247,6 +247,6 @@ def forgotten():
 )
 def test_the_cost_of_a_fault(num_faults, first, again, per_mebibyte, forgotten, monkeypatch):
     seconds, count = iter([first, again]), iter([0, num_faults])
-    monkeypatch.setattr(devices, "_piece_seconds", lambda area: next(seconds))
+    monkeypatch.setattr(devices, "_chunk_seconds", lambda area: next(seconds))
     monkeypatch.setattr(devices, "page_faults", lambda: next(count))
     assert page_fault_seconds() * (1 << 20) / mmap.PAGESIZE == pytest.approx(per_mebibyte)
