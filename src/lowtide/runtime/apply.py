@@ -1,4 +1,4 @@
-"""Put a plan to work on a model, in place, and say which plan a model trains by."""
+"""Apply a plan to a model, in place; and the plan that a model trains by."""
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ def apply_plan(
 ) -> nn.Module:
     """Route `model`'s calls through `plan`, in place; `executor` runs the graphs, by default the plan's own.
 
-    A plan that steps in backward or in chunks needs the `optimizer`, unless it was made for one that is
-    still there.
+    A plan that steps in backward or in chunks needs the `optimizer`, unless the optimizer of its profile is
+    still live.
     """
     check_identity(plan, identify_model(model))
     updates = split_step = None
@@ -60,7 +60,8 @@ def apply_plan(
 
 
 def _store_of(plan: Plan) -> OffloadStore | None:
-    """Where the plan offloads to, with bytes for all values; `StoreError` where there are none."""
+    """The store of a plan that offloads, with all its bytes reserved; `StoreError` where the bytes are
+    missing."""
     offload = plan.solution.offload
     if offload is None:
         return None

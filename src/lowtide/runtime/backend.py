@@ -31,8 +31,8 @@ from lowtide.trace.segments import GraphFunctions, Segment, TracedGraph, new_seg
 
 @dataclass(frozen=True, slots=True)
 class GraphSchedule:
-    """How one captured graph runs: its schedule and releases, for the outputs `missing` that get no gradient,
-    with the gradients of its inputs `apart` as terms of a sum."""
+    """The schedule and releases of one captured graph. Its outputs `missing` get no gradient; the gradients
+    of its inputs `apart` leave as terms of a sum."""
 
     schedule: tuple[GraphRun, ...]
     missing: frozenset[int]
@@ -50,13 +50,13 @@ REMEMBERED_GRAPHS = 8
 """torch traces the same graph again soon, or not at all"""
 
 ScheduleGraph = Callable[[Segment, bool], GraphSchedule]
-"""The schedule of a segment, told whether that reaches to the end of the function that torch traces."""
+"""(segment, whether the segment reaches the end of the traced function) -> its schedule."""
 
 
 class Backend:
     """Rewrites each graph by the schedule that `schedule_graph` gives; tells `observer` when graphs run.
 
-    `graphs` lists the last ones of `num_graphs` that were compiled, in order, for tests and reports.
+    `graphs` are the last of the `num_graphs` compiled ones, in order, for tests and reports.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Backend:
         self.takes_numbers = executor.takes_numbers
         self.graphs: list[tuple[Segment, GraphSchedule, Rewritten]] = []
         self.num_graphs = 0
-        # not of `self`: torch and a profile keep graphs, and these the casts, longer than the model lives
+        # no reference to `self`: torch and a profile keep graphs and their casts longer than the model
         self._casts = AutocastCache(partial(self.observer.say, WEIGHTS_CHANGED))
         self._compiled: RecentlyUsed[Hashable, Callable[..., Any]] = RecentlyUsed(REMEMBERED_GRAPHS)
 
@@ -99,7 +99,7 @@ class Backend:
             self._list(planned)
             return planned.rewritten.forward, aot_autograd.backward_stub(joint, planned.gradients)
 
-        # torch keeps these functions longer than the model lives: they must not know `self`
+        # torch keeps these functions longer than the model: they must not refer to `self`
         executor, observer = self.executor, self.observer
 
         def forward(_module: fx.GraphModule, args: Any) -> Callable[..., Any]:
@@ -131,12 +131,12 @@ class Backend:
         return compiled
 
     def forget(self) -> None:
-        """Compile anew whatever comes."""
+        """Compile all graphs anew."""
         self._compiled.clear()
 
     def adopt(self, graph: TracedGraph) -> bool:
-        """Bind a graph that torch compiled at capture to its plan; False where the plan asks for other
-        gradients than torch knows of, and the graph stays unbound.
+        """Bind a graph that torch compiled at capture to its plan; False where the plan needs other gradients
+        than torch compiled, and the graph stays unbound.
 
         torch calls the graph's `binding` (a `GraphBinding`), which is bound here and nowhere else.
         """
@@ -200,7 +200,7 @@ class _ScheduledGraph:
         )
         sums = sums_of(segment)
         self.num_terms = {place: sums.get(place, 1) for place in sorted(schedule.apart)}
-        # sums that leave in one, unless the model is called again before the backward pass
+        # sums leave whole, unless the model is called again before the backward pass
         self.sums = (
             () if updates is not None or not executor.in_place else sums_inside(segment, schedule.apart)
         )
@@ -218,7 +218,7 @@ class _ScheduledGraph:
             self.first_calls.are_as_planned()
 
     def called_by_dynamo(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the call of what torch compiled, inside out: gradient handover, gradient terms, autocast
+        """Wrap the compiled graph, inside out: gradient handover, gradient terms, autocast
         cache."""
         if self.gates is not None:
             compiled = _handover_in_ddp(compiled, self.gates)
@@ -262,7 +262,7 @@ class _ScheduledGraph:
 
 
 def _handover_in_ddp(function: Callable[..., Any], gates: GradientGates) -> Callable[..., Any]:
-    """Where gradients are sent to other processes as they come, let them come early."""
+    """Hand gradients over early where DistributedDataParallel sends them."""
     behind_gates = with_handover(function, gates)
 
     def call(*args: Any) -> Any:

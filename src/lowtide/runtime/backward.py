@@ -1,4 +1,4 @@
-"""A graph's backward pass, for whichever of its outputs got a gradient this time."""
+"""A graph's backward pass, by the outputs that got a gradient."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from lowtide.trace.tangents import drop_zeros
 
 
 class _Start(NamedTuple):
-    """What a forward pass began with."""
+    """The inputs and random states before a forward pass."""
 
     inputs: list[Any]
     random_states: dict[str, torch.Tensor]
@@ -28,11 +28,11 @@ class _Start(NamedTuple):
 
 
 class FirstCalls:
-    """What a graph was called with, until a backward pass has shown which of its outputs get a gradient.
+    """The start of a graph's call, until a backward pass has shown which outputs get a gradient.
 
-    A plan counts on no gradient for some outputs. Where one comes, the values that the plan saved are not
-    enough, and the forward pass is run once more from its start. Of several calls before a backward pass, it
-    is unknown which one the gradient is for, and none is kept.
+    A plan expects no gradient for some outputs. Where one arrives, the saved values do not suffice, and the
+    forward pass runs once more from its start. After several calls before a backward pass, the call of the
+    gradient is unknown, so no start is kept.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -42,7 +42,7 @@ class FirstCalls:
         self._num_calls = 0
 
     def start_of(self, inputs: Sequence[Any]) -> _Start | None:
-        """What a forward pass begins with, taken before it runs."""
+        """The start of a forward pass, taken before it runs."""
         return (
             None
             if self.segment is None
@@ -50,16 +50,16 @@ class FirstCalls:
         )
 
     def note(self, start: _Start | None) -> None:
-        """After a forward pass; one that failed has no backward pass."""
+        """Record a forward pass that has ended."""
         self._num_calls += 1
         self._start = start if self._num_calls == 1 else None
 
     def are_as_planned(self) -> None:
-        """A backward pass came with the gradients that the plan counts on: nothing more is kept."""
+        """A backward pass got the expected gradients: keep no start from now on."""
         self.segment = self._start = None
 
     def take(self, output: int) -> tuple[Segment, _Start]:
-        """The graph, and the only call of it so far, since a gradient came for `output`."""
+        """The graph and the start of its only call, for an unexpected gradient of `output`."""
         segment, start = self.segment, self._start
         if segment is None or start is None:
             raise Unsupported(
@@ -71,11 +71,11 @@ class FirstCalls:
 
 
 class Backward:
-    """Runs a graph's backward pass. `used` is called with outputs whose gradient the plan does not count on.
+    """Runs a graph's backward pass. `used` gets the outputs with an unexpected gradient.
 
-    Where inputs came through `gates`, the first gradients are returned, and the gates run the rest. Where the
-    model was called again before, the gradients of the inputs `sums` leave as terms.
-    `skips_parameters`: some parameters get no gradient whatever the loss is.
+    Where the inputs have `gates`, the graph returns the first gradients, and the gates run the rest. Where
+    the model was called again before, the gradients of the inputs `sums` leave as terms.
+    `skips_parameters`: some parameters get no gradient under any loss.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Backward:
         return module
 
     def _from_the_start(self, args: list[Any], missing: frozenset[int]) -> Any:
-        """Run the forward pass again, as eager would have kept it, and then backward."""
+        """Run the forward pass again, save all values as eager does, and then run backward."""
         surprising = self.planned_missing - missing
         segment, start = self.first_calls.take(min(surprising))
         self.used(surprising)

@@ -1,7 +1,7 @@
-"""Executors: the rewritten graphs of a model run op by op, or as Inductor compiles them.
+"""Executors: run the rewritten graphs op by op, or compiled by Inductor.
 
-Inductor fuses and reorders ops, so that its code keeps other bytes live than the ops one by one. Its peak is
-found without running it. Where that is above the budget, the step is planned again for as much less:
+Inductor fuses and reorders ops, so its code keeps other bytes live than single ops. A dry run finds the peak.
+Where the peak is above the budget, the step is planned again for a budget that is lower by the excess:
 
     solve(budget) -> compile -> dry run -> peak above the budget? -> solve(budget - excess) -> ...
 """
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from lowtide.torch_compat.inductor import CompiledGraph
 
 COMPILED_GRAPHS = 64
-"""Those that Inductor compiled and that are kept; an older one is compiled again when it comes back."""
+"""The compiled graphs that are kept; an older graph is compiled again."""
 
 ROUNDS = 6
-"""How often a step is planned for Inductor's code before the budget is given up."""
+"""The most solutions for Inductor's code before BudgetTooSmall."""
 
 POSITION = "lowtide_position"
-"""Where a node's metadata say which op of its graph it runs or rematerializes."""
+"""The key of a node's metadata for the position of its op in the graph."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class RecentlyUsed(OrderedDict[Key, Value]):
-    """A dict of the `size` entries that were set or asked for last."""
+    """A dict of the `size` entries that were set or read last."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ class RecentlyUsed(OrderedDict[Key, Value]):
 
 
 Function = Callable[[list[Any]], Any]
-"""A graph as a function: it takes its inputs as one list, and empties that, so that each input is freed at
+"""A graph as a function: it takes its inputs as one list and empties the list, so that each input is freed at
 its last use."""
 
 
 class Executor(Protocol):
-    """Turns a graph into a function. What the graph runs, saves and frees is decided before: an executor must
-    not save, recompute or reorder on its own.
+    """Turns a graph into a function. The graph says what to run, save and free: an executor must not save,
+    recompute or reorder.
 
     `inputs` are fake tensors with the strides that the function will get; None for a missing gradient.
     """
@@ -79,7 +79,7 @@ class Executor(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Whether its graphs may have ops that write over what they read last."""
+        """Whether ops of its graphs may overwrite an input at its last read."""
 
     @property
     def takes_numbers(self) -> bool:
@@ -94,13 +94,13 @@ Parts = Callable[[list[Any]], Iterator[None]]
 
 @runtime_checkable
 class ExecutorInParts(Executor, Protocol):
-    """One that can also wait inside of a graph, so that gradients leave it as soon as they are there."""
+    """An executor that can pause inside of a graph, so that gradients leave as soon as they are final."""
 
     def in_parts(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Parts: ...
 
 
 class EagerOps:
-    """Runs the ops one by one, each as eager PyTorch does: equal to it to the last bit."""
+    """Runs the ops one by one, equal to eager PyTorch to the last bit."""
 
     name = "eager"
     in_place = True
@@ -139,7 +139,7 @@ class InductorOps:
     def compiled(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool
     ) -> "CompiledGraph":
-        """A graph as Inductor writes it, to look at; its kernels are built when it is to run."""
+        """The code of Inductor for a graph; the kernels are built before the first run."""
         from lowtide.torch_compat.inductor import CompiledGraph
 
         constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
@@ -148,7 +148,7 @@ class InductorOps:
         found: tuple[CompiledGraph, list[Any]] | None = self._compiled.get(key)
         if found is None:
             compiled = CompiledGraph(module, inputs, is_backward=is_backward)
-            found = self._compiled[key] = compiled, constants  # alive, so that no other gets such an id
+            found = self._compiled[key] = compiled, constants  # live, so that no other gets this id
         return found[0]
 
 
@@ -178,13 +178,13 @@ def solve_compiled(
 ) -> Solution:
     """The solution of a step of one graph whose peak is at most `budget_bytes` as Inductor's code runs it.
 
-    BudgetTooSmall where `ROUNDS` solutions do not get there; its `floor_bytes` are a budget that is met.
+    BudgetTooSmall where none of `ROUNDS` solutions fits; its `floor_bytes` are a budget that can be met.
     """
     found = nearest_compiled(step_planner, segment, executor, budget_bytes=budget_bytes, planner=planner)
     if found.peak_bytes <= budget_bytes:
         return found
     floor_bytes = 0
-    while found.peak_bytes > floor_bytes:  # for that budget the search may take another path
+    while found.peak_bytes > floor_bytes:  # the search for that budget may find another solution
         floor_bytes = found.peak_bytes
         found = nearest_compiled(step_planner, segment, executor, budget_bytes=floor_bytes, planner=planner)
     raise BudgetTooSmall(
@@ -199,8 +199,8 @@ def solve_compiled(
 def nearest_compiled(
     step_planner: Planner, segment: Segment, executor: InductorOps, *, budget_bytes: int, planner: str
 ) -> Solution:
-    """The first solution that keeps the budget as Inductor's code runs it, or the lowest of those tried: each
-    is lower than the one before, and the last is as low as the planner goes."""
+    """The first solution that fits as Inductor's code runs it, or the lowest one tried. Each solution is
+    lower than the one before, and the last is the planner's lowest."""
     step_planner = _compiled_planner(step_planner)
     wanted_bytes = budget_bytes
     tried: list[Solution] = []
@@ -223,7 +223,7 @@ def nearest_compiled(
 
 
 def _compiled_planner(step_planner: Planner) -> Planner:
-    """Without remat rules whose ops run as eager's do: compiled ops beside them round otherwise."""
+    """A planner without remat rules whose ops run as in eager: compiled ops beside them round differently."""
     nodes = tuple(
         replace(node, remats=tuple(r for r in node.remats if not rule_named(r.rule).as_eager_only))
         for node in step_planner.step.nodes
@@ -281,7 +281,7 @@ def _rises(
             source = kept[f"{step.nodes[ranks[position]].name}_{node.meta['lowtide_kept']}"]
         inside = source.workspace_bytes
         if isinstance(source, Node) and position in in_place:
-            # counted without its result, which is written over what it reads; here it is not
+            # the workspace assumes that the result overwrites an input; here it does not
             inside += sum(step.storages[storage].nbytes for storage in source.makes)
         return Bytes(tuple(step.storages[storage].nbytes for storage in source.makes), max(0, inside))
 
@@ -303,5 +303,5 @@ def _rises(
 
 
 def _region(step: Step, run: Run) -> Region:
-    """Where a run takes place: a rematerialization, in the backward pass."""
+    """The pass of a run; rematerializations are in the backward pass."""
     return step.nodes[run.rank].region if run.is_first else Region.BACKWARD

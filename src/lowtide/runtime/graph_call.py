@@ -1,4 +1,4 @@
-"""What autograd sees between the model's tensors and a planned graph: nodes that pass tensors on as they are.
+"""Nodes of autograd between the model's tensors and a planned graph; they pass tensors on unchanged.
 
 Each input of a graph may pass through nodes of autograd that do nothing in the forward pass and see its
 gradient in the backward pass:
@@ -7,13 +7,13 @@ gradient in the backward pass:
 
 **Autocast cache.** Eager casts a weight once in a block of autocast. Where a block has several calls before a
 backward pass, eager adds up their gradients in the dtype of the one cast; graphs, each of which casts for
-itself, would add them up in the weight's own dtype. So the node of a later call hangs on that of the call
-before it: autograd adds the two gradients there, and the node rounds the sum as eager does.
+itself, would add them up in the weight's own dtype. So the node of a later call reads the node of the
+call before: autograd adds the two gradients there, and the node rounds the sum as eager does.
 
 **Gradient handover.** A graph's backward pass is one node of autograd, whose gradients all arrive at its end.
 DistributedDataParallel, which sends each bucket as soon as it is full, would wait until then. So inputs pass
-through a chain of gates. The graph's own node runs up to the first gradients and returns; each gate runs the
-graph on up to the gradients of its own inputs and returns those. Sums and hooks are left to autograd.
+through a chain of gates. The graph's own node runs up to the first gradients and returns. Each gate runs the
+graph on to the gradients of its own inputs and returns them. Sums and hooks are autograd's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,11 +28,11 @@ from lowtide.torch_compat import aot_autograd, autograd_engine
 from lowtide.trace.segments import Segment, results_of
 
 Groups = tuple[tuple[int, ...], ...]
-"""Inputs of a graph by when their gradients are there: those of one group at once."""
+"""Inputs of a graph in the order of their gradients; the gradients of one group are final together."""
 
 
 class GradientGates(NamedTuple):
-    """Which inputs of a graph pass through which gate, and which get no gradient whatever the loss is."""
+    """The inputs of each gate, and the inputs that get no gradient under any loss."""
 
     groups: Groups
     without_gradient: tuple[int, ...]
@@ -40,7 +40,7 @@ class GradientGates(NamedTuple):
 
 
 class Chain:
-    """What the gates of one call share: the rest of a backward pass that has begun."""
+    """The shared state of one call's gates: the rest of a backward pass that has begun."""
 
     def __init__(self, gates: GradientGates) -> None:
         self.gates = gates
@@ -60,7 +60,7 @@ class Chain:
         return results
 
     def next_gradients(self) -> list[Any] | None:
-        """Those of the next gate; None where the graph's own node has returned all."""
+        """The gradients of the next gate; None where the graph's own node has returned all."""
         if self._rest is None:
             return None
         with autograd_engine.autocast_off() if not self._autocast else nullcontext():
@@ -71,7 +71,7 @@ class Chain:
         next(self._rest)
         self._group += 1
         if self._group == len(self.gates.groups):
-            next(self._rest, None)  # whatever comes after the last gradients
+            next(self._rest, None)  # run the ops after the last gradients
             self._rest = None
         gradients = self._box[:]
         self._box.clear()
@@ -91,7 +91,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, token: Any, *given: Any) -> Any:
         gradients = ctx.chain.next_gradients()
         if gradients is not None:
-            # none of them may be known here when autograd gets them, or it would copy them
+            # autograd copies a gradient that is still referenced here
             given = tuple(_sum(gradients.pop(0), other) for other in given)
         return (None, token, *given)
 
@@ -104,7 +104,7 @@ def _sum(gradient: torch.Tensor | None, given: torch.Tensor | None) -> torch.Ten
 
 
 def gates_of(segment: Segment, backward: fx.GraphModule, *, num_inputs: int) -> GradientGates | None:
-    """How inputs of a graph get their gradients in its `backward`; None where all come at once."""
+    """The gates of a graph by its `backward`; None where all gradients are final at once."""
     possible = segment.gradients
     grads = results_of(backward)
     changed = set(segment.mutated_inputs.values())
@@ -118,8 +118,8 @@ def gates_of(segment: Segment, backward: fx.GraphModule, *, num_inputs: int) -> 
 
 
 def _in_eagers_order(segment: Segment, inputs: list[int]) -> Groups:
-    """Autograd goes back op by op, whatever is ready besides: an input has its gradient after the first op
-    that reads it, and those of one op have theirs at once."""
+    """Group inputs as autograd finishes their gradients: op by op from the end. The gradient of an input is
+    final after the first op that reads the input; inputs of one op are one group."""
     primals = segment.joint.graph.find_nodes(op="placeholder")
     ops = segment.forward_ops
     first: dict[fx.Node, tuple[int, int]] = {}
@@ -142,7 +142,7 @@ def with_handover(function: Callable[..., Any], gates: GradientGates) -> Callabl
 
     def call(*args: Any) -> Any:
         chain, token, values = Chain(gates), None, list(args)
-        # backwards, since autograd goes back: the gate that is made last is the first that it meets
+        # in reverse: autograd runs the last gate first
         for group in reversed(gates.groups[1:]):
             token, *passed = _Gate.apply(chain, token, *(args[index] for index in group))  # type: ignore[no-untyped-call]
             for index, value in zip(group, passed, strict=True):
@@ -156,9 +156,9 @@ def with_handover(function: Callable[..., Any], gates: GradientGates) -> Callabl
 
 
 def waiting_chain(gates: GradientGates) -> Chain | None:
-    """Asked by a graph's backward pass when it begins: the chain of gates that is to run the rest of it.
+    """The chain of gates that runs the rest of the backward pass that begins now.
 
-    None where there is none, and where another backward pass may follow, which needs everything again.
+    None where there is none, and where another backward pass may follow and needs all gradients again.
     """
     if autograd_engine.graph_is_kept():
         return None
@@ -166,13 +166,13 @@ def waiting_chain(gates: GradientGates) -> Chain | None:
         node for node in autograd_engine.nodes_after_this() if isinstance(getattr(node, "chain", None), Chain)
     ]
     own = [node for node in nodes if node.chain.gates is gates]
-    # an input can have come through the gates of an earlier call
+    # an input may have gates of an earlier call
     return max(own, key=autograd_engine.creation_order).chain if own else None
 
 
 def with_handovers(backward: fx.GraphModule, groups: Groups) -> fx.GraphModule:
-    """A copy of a backward graph that hands every group of gradients over as soon as it can; its last input
-    is the box that they go to."""
+    """A copy of a backward graph that hands over each group of gradients as soon as it is final. Its last
+    input is the box for the gradients."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(backward.graph, new)
@@ -195,7 +195,7 @@ def with_handovers(backward: fx.GraphModule, groups: Groups) -> fx.GraphModule:
 
 
 class _CachedCast:
-    """The version of a weight that a call read, and whether the node of a later call hangs on this one's."""
+    """The version of a weight that a call read, and whether the node of a later call reads this node."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -221,7 +221,7 @@ class _AutocastNode(torch.autograd.Function):
 class AutocastCache:
     """The weights that graphs have read since the current block of autocast began.
 
-    `weight_changed` is told where one changed meanwhile, which eager's cache would not see.
+    `weight_changed` is called where a weight changed since: eager's cache would use the old cast.
     """
 
     def __init__(self, weight_changed: Callable[[], None]) -> None:
@@ -237,7 +237,7 @@ class AutocastCache:
         self._block = block
 
     def passed(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`weight`, as a graph that casts it to `dtype` is to read it."""
+        """`weight` behind a node, for a graph that casts it to `dtype`."""
         cast, source = _CachedCast(autograd_engine.version_of(weight)), weight
         if id(weight) in self._casts:
             before, read_before = self._casts[id(weight)]

@@ -1,8 +1,8 @@
-"""Steps of which only a part is known: a graph that came without a plan, or a loss that was not given.
+"""Steps of which only a part is known: a graph without a plan, or an unknown loss.
 
-step_of            one graph, with what is known of the rest as `Reserve`
+step_of            one graph, with the bytes of the rest as `Reserve`
 step_of_call       a whole call, captured without running it
-loss_reserve_for   bytes reserved for a loss that was not given, until the first step shows what it needs
+loss_reserve_for   bytes reserved for an unknown loss, until the first step shows its bytes
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +34,10 @@ from lowtide.trace.trace_model import trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """What is known of a model's steps besides their graphs.
+    """The known facts of a model's steps besides their graphs.
 
-    `update_bytes`: what the update of each parameter in the backward pass allocates. `several_calls` come
-    before a backward pass.
+    `update_bytes`: the bytes that each parameter's update in the backward pass allocates. `several_calls`:
+    several calls come before a backward pass.
     """
 
     model: nn.Module
@@ -76,15 +76,15 @@ def step_of(
 ) -> Step:
     """The facts of a step around one graph.
 
-    Which outputs are returned and get a gradient is as in `like`; without it, all of them. The reserve was
-    found for the graph `planned`, and has what the `optimizer` needs, unless that is given. Bytes of other
-    graphs, of which there are none where `is_whole`: `live_bytes` all along, `later_bytes` between the
-    forward and the backward pass.
+    The returned outputs and those with a gradient are as in `like`; without `like`, all of them. The reserve
+    was found for the graph `planned`, and includes the optimizer's bytes, unless `optimizer` is given. Other
+    graphs, which exist unless `is_whole`, take `live_bytes` during the whole step, and `later_bytes` between
+    the forward and the backward pass.
     """
     tangents = frozenset(segment.tangents.values())
     returned = like.returned if like is not None else tuple(range(segment.num_forward_outputs))
     missing = frozenset(like.missing) if like is not None else frozenset()
-    # without a like, a later graph may use whatever this one does
+    # without a like, a later graph may use any of the same weights
     is_unknown = context.several_calls or (like is None and not is_whole)
     apart = sums_of(segment) if is_unknown else () if is_whole or like is None else like.apart
     traced = Trace(
@@ -105,7 +105,7 @@ def step_of(
 def step_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], context: StepContext) -> Step:
     """The facts of the step that a call of the model begins, captured whole, without running it.
 
-    What the loop does is taken from the loop as far as it is known and fits this call, else from the reserve.
+    Facts of the loop are taken from the loop where known and valid for this call, else from the reserve.
     """
     loop = context.loop
     traced = trace(context.model, args, kwargs, loss=loop.loss, any_loss=True, orders=context.orders)
@@ -147,10 +147,10 @@ def optimizer_of(model: nn.Module, loop: Loop) -> torch.optim.Optimizer | None:
 
 
 def growth(step: Step, *, like: Graph | None, reserve: Reserve) -> Fraction:
-    """How many times larger a step's batch is than the planned one; 1 for a smaller one.
+    """The factor from the planned batch to a step's batch; 1 for a smaller one.
 
-    Taken from what the model reads or from what it gives the loss to read, whichever grew more:
-    an input that is the same for every batch hides how the others grow.
+    The larger growth counts, of the model's inputs or of the outputs that the loss reads: an input that is
+    the same for every batch hides the growth of the others.
     """
     pairs = [(batch_bytes(step), reserve.batch_bytes)]
     if like is not None:
@@ -159,9 +159,10 @@ def growth(step: Step, *, like: Graph | None, reserve: Reserve) -> Fraction:
 
 
 def _besides(reserve: Reserve, times: Fraction, optimizer: torch.optim.Optimizer | None) -> Reserve:
-    """What a step needs that its graphs do not show; an `optimizer` that was traced is among those.
+    """The reserve of a step whose batch is `times` larger; a traced `optimizer` is a graph and needs no
+    reserve.
 
-    A smaller batch's loss needs at most what the planned one's does; a larger one's grows with it.
+    The bytes of the loss grow with the batch.
     """
     return replace(
         reserve,
@@ -174,7 +175,7 @@ def _besides(reserve: Reserve, times: Fraction, optimizer: torch.optim.Optimizer
 
 
 def _with_reserve(step: Step, reserve: Reserve) -> Step:
-    """Add what the graphs do not show, where it is live: the optimizer's state and temporaries, the loss,
+    """Add the reserve to a step, where its bytes are live: the optimizer's state and temporaries, the loss,
     the buckets of gradients."""
     state, inputs, kept, temporaries = range(len(step.storages), len(step.storages) + 4)
     storages = (
@@ -205,7 +206,7 @@ def _with_reserve(step: Step, reserve: Reserve) -> Step:
         makes=(temporaries,),
     )
     nodes = [*step.nodes, optimizer]
-    # The graph's own inputs of the backward pass come next and take less than what is inside here.
+    # the tangents of the graph come next; they take fewer bytes than this workspace
     end = nodes[step.first_backward_rank - 1]
     nodes[end.rank] = replace(
         end,
@@ -233,8 +234,8 @@ class LossReserve:
 
 
 def loss_reserve_for(plan: Plan) -> LossReserve | None:
-    """None where the plan leaves these bytes anyhow, or cannot; and where the first step is not watched, or
-    the schedules have to be as the user asked."""
+    """None where the plan leaves these bytes free or cannot free them, where the first step is not watched,
+    or where the user chose the schedules."""
     step, solution = plan.step, plan.solution
     is_free = solution.planner == "auto" and not solution.eager and not solution.step_in_backward
     if step is None or step.device != "cpu" or step.transfer_speed is not None or not is_free:
@@ -255,7 +256,7 @@ def loss_reserve_for(plan: Plan) -> LossReserve | None:
 
 
 def leaves_for_loss(plan: Plan, loss_bytes: int) -> bool:
-    """Whether the plan as it was made fits with a loss that needs as much."""
+    """Whether the plan fits with a loss of `loss_bytes`."""
     assert plan.step is not None
     step, own = _with_loss(plan.step, loss_bytes), _own_graphs(plan)
     runs = runs_of_schedules(step, _schedules(step, own), [graph.releases for graph in own])
@@ -267,7 +268,7 @@ def _own_graphs(plan: Plan) -> tuple[Graph, ...]:
 
 
 def _schedules(step: Step, own: Sequence[Graph]) -> list[tuple[GraphRun, ...]]:
-    """The loss's own graphs have none."""
+    """The schedules of the graphs; the graphs of the loss have empty ones."""
     return [graph.schedule for graph in own] + [()] * (len(step.graphs) - len(own))
 
 

@@ -1,8 +1,8 @@
 """Count the bytes that the user's loop makes between a forward and a backward pass: the loss, most of all.
 
     output = model(batch)        the watch begins
-    loss = loss_fn(output)       its ops are counted
-    loss.backward()              so are those of its backward pass, up to the planned graph; then it ends
+    loss = loss_fn(output)       the ops of the loss are counted
+    loss.backward()              the ops of its backward pass are counted; the watch ends at the planned graph
 
 The watch is a dispatch mode on the stack of the user's thread. It leaves that stack when `backward()` returns
 or raises, when the output dies, or when a planned model is called again, whichever comes first.
@@ -20,8 +20,8 @@ from lowtide.trace.model_call import tensors_in
 
 
 class LiveLoss(NamedTuple):
-    """Bytes that a loop made: the most that were live at once, and those live when the planned backward pass
-    began, for a call with `batch_bytes`."""
+    """Bytes that a loop made: their peak, and the bytes live when the planned backward pass began, for a call
+    with `batch_bytes`."""
 
     peak_bytes: int
     kept_bytes: int
@@ -31,8 +31,8 @@ class LiveLoss(NamedTuple):
 class LoopWatch(dispatch.TorchDispatchMode):
     """Counts the bytes that ops make while it is on. Changes no result; never on beside another mode.
 
-    autograd, inference mode and others restore the stack of modes that they found: a watch is taken from the
-    stack only where torch dispatches as it did at its beginning. Elsewhere it stays, and counts nothing.
+    autograd, inference mode and others restore the stack of modes that they found. So a watch leaves the
+    stack only where torch dispatches as at its beginning. Elsewhere it stays on the stack and counts nothing.
     """
 
     def __init__(self, batch_bytes: int = 0) -> None:
@@ -46,11 +46,11 @@ class LoopWatch(dispatch.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave functions that the user compiles as they are."""
+        """Do not change functions that the user compiles."""
         return True
 
     def begin(self, output: Any) -> bool:
-        """Watch what the loop makes of `output`; False where another mode is on, or no backward can come."""
+        """Watch the ops on `output`; False where another mode is on, or no backward pass can come."""
         leave()
         node = node_behind(output)
         if node is None or dispatch.active_modes():
@@ -63,7 +63,8 @@ class LoopWatch(dispatch.TorchDispatchMode):
         return True
 
     def end(self, *, arrived_bytes: int) -> LiveLoss:
-        """What was live since `begin`; the gradients that arrived belong to the graph. Counts no more."""
+        """Stop counting; the live bytes since `begin`, without the gradients that arrived: these are the
+        graph's."""
         self.is_counting = False
         return LiveLoss(self._peak_bytes, max(0, self._live_bytes() - arrived_bytes), self.batch_bytes)
 
@@ -105,7 +106,7 @@ def leave() -> None:
 
 
 def _leave_after_backward() -> None:
-    """A backward pass of something else lets a watch count on."""
+    """Leave after the watched backward pass; after any other, the watch counts on."""
     modes = dispatch.active_modes()
     if modes and isinstance(modes[-1], LoopWatch) and not modes[-1].is_counting:
         leave()
@@ -115,13 +116,13 @@ _AFTER_BACKWARD = autograd_engine.after_backward(_leave_after_backward)
 
 
 def node_behind(output: Any) -> Any:
-    """The node of autograd that a backward pass from an output reaches first and that can be referred to
-    weakly: that of a graph. None where there is none."""
+    """The first node of autograd behind an output that can be referred to weakly: a graph's node. None where
+    there is none."""
     node: Any = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
     while node is not None:
         try:
             weakref.ref(node)
-        except TypeError:  # autograd's own nodes; those of graphs are behind them
+        except TypeError:  # autograd's own node; the node of a graph is behind it
             node = node.next_functions[0][0] if node.next_functions else None
         else:
             return node

@@ -4,9 +4,9 @@
                                                   │                  │
                                   gradient_strides, LoopWatch    output_used
 
-Backend and runner tell the observer what happens. The runner asks for `news` before each call and has graphs
-planned again where they matter. `view` is what others may read. An observer refers to the model and to its
-output only weakly: torch keeps the functions of graphs, which know the observer, longer than the model lives.
+Backend and runner send events to the observer. The runner asks for `news` before each call and plans graphs
+again where needed. Other code reads `view`. An observer refers to the model and its output only weakly: torch
+keeps the functions of graphs, which refer to the observer, longer than the model lives.
 """
 
 import logging
@@ -35,7 +35,7 @@ SMALL_BYTES = 4096
 MANY_GRAPHS = 24
 LARGE_SHARE = 0.25
 MARKER = "_lowtide_plan"
-"""The attribute of a planned model that its `Marker` is in."""
+"""The attribute of a planned model for its `Marker`."""
 
 OUTPUTS_LIVE = (
     "the loop keeps %s (%d bytes) of the model's outputs live through the backward pass, but the plan was "
@@ -88,7 +88,7 @@ SAVED = (
 
 @dataclass(frozen=True, slots=True)
 class LoopView:
-    """What of an observer others may read: how often graphs ran, and what of the last output is live."""
+    """The public state of an observer: how often graphs ran, and the live bytes of the last output."""
 
     num_forwards: int
     num_backwards: int
@@ -97,11 +97,11 @@ class LoopView:
 
 @dataclass(frozen=True, slots=True)
 class LoopNews:
-    """What the last step did that the plan does not count on.
+    """The events of the last step that the plan does not expect.
 
-    `loss` is what the loop made between forward and backward pass. `used` are outputs that got a gradient
-    though the plan counts on none, by the fingerprint of their graph. `has_new_strides`: gradients came with
-    other strides than their outputs. `has_more_calls`: several calls came before a backward pass.
+    `loss`: the bytes between forward and backward pass. `used`: outputs with an unexpected gradient, by the
+    fingerprint of their graph. `has_new_strides`: gradients had other strides than their outputs.
+    `has_more_calls`: several calls came before a backward pass.
     """
 
     loss: LiveLoss | None
@@ -113,8 +113,8 @@ class LoopNews:
 class LoopObserver:
     """The state of one planned model's loop.
 
-    `spare_bytes` are those of the budget that the plan leaves free; None where no budget was given.
-    `may_keep_outputs`: the plan counts the model's outputs as live through the backward pass. `orders` gets
+    `spare_bytes`: the free bytes of the budget; None where no budget was given. `may_keep_outputs`: the plan
+    counts the model's outputs as live through the backward pass. `orders` gets
     the strides of gradients that differ from their outputs'.
     """
 
@@ -135,9 +135,9 @@ class LoopObserver:
         self.is_called_again = False
         """several calls come before a backward pass, and the graphs are not planned for that"""
         self.summed_weight = ""
-        """one whose gradient is a sum that a graph makes"""
+        """a weight whose gradient is a sum inside a graph"""
         self.summed_in_cast = ""
-        """one whose terms cannot leave the graph"""
+        """a weight whose terms cannot leave the graph"""
         self._num_forwards = 0
         self._said: set[str] = set()
         self._outputs: list[weakref.ref[Tensor]] = []
@@ -195,7 +195,7 @@ class LoopObserver:
             self.say(MANY_GRAPHS_PLANNED, number, time_share * 100)
 
     def watch_loss(self, output: Any, *, batch_bytes: int) -> None:
-        """See what the loop makes of the output of a call, and which strides the gradients have."""
+        """Watch the bytes that the loop makes of a call's output, and the strides of the gradients."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and tensor.dim() > 1:
                 self._watch_strides(tensor)
@@ -213,7 +213,7 @@ class LoopObserver:
             self._loss, self._watch = self._watch.end(arrived_bytes=arrived_bytes), None
 
     def output_used(self, fingerprint: str, outputs: frozenset[int]) -> None:
-        """Gradients came for outputs of a graph for which the plan counts on none."""
+        """Outputs of a graph got unexpected gradients."""
         self._used.setdefault(fingerprint, set()).update(outputs)
 
     def backward_ends(self) -> None:
@@ -226,11 +226,11 @@ class LoopObserver:
 
     @property
     def has_pending_call(self) -> bool:
-        """Whether the backward pass of the last call has not come, and still can."""
+        """Whether the backward pass of the last call can still come."""
         return self._backwards_at_call == self.num_backwards and self._pending_node() is not None
 
     def news(self) -> LoopNews | None:
-        """What came since the last time that this was asked; None where all was as planned."""
+        """The unexpected events since the last call of this method; None where there were none."""
         self._watch = None  # where no backward pass came
         has_more_calls = self.is_called_again and not self.has_pending_call
         if has_more_calls:
@@ -240,11 +240,11 @@ class LoopObserver:
         return found if found != LoopNews(None, {}, False, False) else None
 
     def plans_dropped(self) -> None:
-        """Graphs are planned again, for what was seen."""
+        """Graphs are planned again."""
         self._used = {}
 
     def _exceeds(self, nbytes: int) -> bool:
-        """Whether bytes that the plan does not count go beyond those that it leaves free."""
+        """Whether uncounted bytes exceed the free bytes of the budget."""
         return self.spare_bytes is not None and nbytes > max(0, self.spare_bytes)
 
     def _live_output_bytes(self) -> int:
@@ -272,9 +272,9 @@ def ran_without_plan(why: str) -> Unsupported:
 
 
 class Marker:
-    """Stands in a planned model's attributes: sees copies being made, and gradients that come past the plan.
+    """An attribute of a planned model: notices copies of the model, and gradients that bypass the plan.
 
-    Files get None in its place.
+    A pickled model has None in its place.
     """
 
     def __init__(self, model: nn.Module, observer: LoopObserver, *, route: Any) -> None:
@@ -288,7 +288,7 @@ class Marker:
             self._handle = self._parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _gradient_arrives(self) -> None:
-        """A gradient that no planned backward pass came before was made without one."""
+        """A gradient without a planned backward pass before it bypassed the plan."""
         model, backwards = self._model(), self._observer.num_backwards
         if model is not None and backwards == self._backwards:
             is_compiled = route_of(model) is not self._route()
@@ -319,7 +319,7 @@ def _weak_hook(event: "weakref.WeakMethod[Callable[[], None]]") -> Callable[[Any
 
 
 class CopyMarker:
-    """Stands in the attributes of a planned model's copy, until that gets a plan of its own."""
+    """An attribute of a planned model's copy, until the copy gets its own plan."""
 
     def __init__(self, observer: LoopObserver, parameter: nn.Parameter) -> None:
         self._handle = parameter.register_post_accumulate_grad_hook(lambda _: observer.say(COPIED))  # type: ignore[no-untyped-call]
@@ -335,7 +335,7 @@ class CopyMarker:
 
 
 def mark(model: nn.Module, observer: LoopObserver, *, route: Any) -> None:
-    """Watch a model that runs by a plan; `route` is what its calls go to."""
+    """Watch a model that runs by a plan; its calls go to `route`."""
     unmark(model)
     vars(model)[MARKER] = Marker(model, observer, route=route)
 

@@ -6,10 +6,10 @@
     forward    x ─ a ─ b ─ c               returns the outputs, and saves b and x
     backward   b, x ─ c' ─ a again ─ b' ─ a'
 
-The joint graph is not touched. The forward graph runs every forward op once, in the order of capture. The
-backward graph runs what the schedule says: backward ops, and copies of forward ops, each of which reads the
-latest copy of its inputs. Only values that backward reads from the forward pass are saved. A value that is
-offloaded begins to leave right after its op, and is waited for before its first reader in backward.
+The joint graph does not change. The forward graph runs every forward op once, in the order of capture. The
+backward graph runs the schedule: backward ops, and copies of forward ops, each of which reads the latest copy
+of its inputs. The forward graph saves only values that backward reads. The write of an offloaded value begins
+right after its op; its first reader in backward waits for the prefetch.
 """
 
 import operator
@@ -54,8 +54,8 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One entry of a schedule, looked up: a backward op, or a `call` that rematerializes a forward value. A
-    backward op has a `call` where a rule runs it in another way."""
+    """One run of a schedule: a backward op, or a `call` that rematerializes a forward value. A backward op
+    has a `call` where a remat rule runs it."""
 
     node: fx.Node
     rule: str = ""
@@ -64,7 +64,8 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What passes from the forward to the backward graph: values, and what remat rules keep besides."""
+    """The values that pass from the forward to the backward graph: forward values, and values of remat
+    rules."""
 
     values: list[fx.Node]
     kept: dict[Kept, str]
@@ -72,7 +73,7 @@ class _Saved:
 
     @property
     def checked(self) -> list[fx.Node | Kept]:
-        """Those whose version autograd checks; they come first."""
+        """The values whose version autograd checks; they are first."""
         tensors = (node for node in self.values if not _is_number(node))
         return [*(node for node in tensors if not _no_version_check(node)), *self.kept]
 
@@ -86,17 +87,17 @@ class _Saved:
 
     @property
     def as_returned(self) -> list[fx.Node | Kept]:
-        """In the order in which torch wants the forward graph to give them."""
+        """In the order of the forward graph's outputs."""
         return [*self.checked, *self.unchecked, *self.numbers]
 
     @property
     def as_given(self) -> list[fx.Node | Kept]:
-        """In the order in which torch gives them to the backward graph."""
+        """In the order of the backward graph's inputs."""
         return [*self.numbers, *self.checked, *self.unchecked]
 
 
 Keepers = dict[fx.Node, list[Kept]]
-"""What remat rules keep, by the forward node that they rematerialize."""
+"""The values that remat rules keep, by the forward node that they rematerialize."""
 
 
 def baseline_schedule(segment: Segment) -> tuple[GraphRun, ...]:
@@ -116,8 +117,8 @@ def rewrite(
 ) -> Rewritten:
     """The forward and backward graphs of `segment` under `schedule` and `releases` (see `facts.Graph`).
 
-    `updates` takes the steps of the parameters whose gradients are then not returned. `store` is the number
-    of the store that values leave for. `in_place`: ops may write over what they read last.
+    `updates` steps parameters in the backward pass; their gradients are not returned. `store`: the number of
+    the offload store. `in_place`: ops may overwrite an input at its last read.
     """
     forward_ops, backward_ops = segment.forward_ops, segment.backward_ops
     tangents = segment.tangents
@@ -158,7 +159,7 @@ def _look_up(
 
 
 def forward_only(segment: Segment) -> fx.GraphModule:
-    """A graph without a backward part, as it is run."""
+    """A copy of a graph without a backward part."""
     graph = fx.Graph()
     new: dict[fx.Node | Kept, fx.Node] = {}
     for node in segment.joint.graph.nodes:
@@ -167,7 +168,7 @@ def forward_only(segment: Segment) -> fx.GraphModule:
 
 
 def _saved(segment: Segment, steps: list[_Step], keepers: Keepers, tangents: Container[fx.Node]) -> _Saved:
-    """Forward values that backward reads from their first run, and all that remat rules keep."""
+    """Forward values that backward reads from their first run, and all values that remat rules keep."""
     made: set[fx.Node] = set()
     saved: dict[fx.Node, None] = {}
 
@@ -206,7 +207,7 @@ def _bytes_of(saved: _Saved, segment: Segment) -> int:
 
 
 def _unpacks(step: _Step, made: Container[Any]) -> bool:
-    """Whether a step would only unpack the forward pass's tuple: its first run is that value."""
+    """Whether a step only takes a part of a forward tuple: the first run has the same value."""
     call = step.call
     return call is not None and call.target is operator.getitem and call.args[0] not in made
 
@@ -235,7 +236,7 @@ def _forward_graph(
         if primal not in tangents:
             new[primal] = graph.node_copy(primal)
 
-    leaving: dict[int, list[tuple[fx.Node, Kept, fx.Node]]] = {}
+    to_release: dict[int, list[tuple[fx.Node, Kept, fx.Node]]] = {}
 
     def keep(node: fx.Node, kept: Kept, begun: fx.Node | None = None) -> None:
         new[kept] = _write(graph, kept.call, new if begun is None else {**new, node: begun})
@@ -250,12 +251,12 @@ def _forward_graph(
         for kept in mine:
             if kept.begin is not None:
                 begun = graph.call_function(kept.begin, (store, new[node]))
-                leaving.setdefault(releases.get(position, position), []).append((node, kept, begun))
+                to_release.setdefault(releases.get(position, position), []).append((node, kept, begun))
             elif not kept.before:
                 keep(node, kept)
-        for left in leaving.pop(position, ()):
-            keep(*left)
-    assert not leaving, "a value leaves after an op that is not there"
+        for released in to_release.pop(position, ()):
+            keep(*released)
+    assert not to_release, "a value leaves after an op that is not there"
     results = segment.outputs
     given = segment.joint.graph.output_node().args[0]
     assert isinstance(given, (list, tuple))
@@ -360,7 +361,7 @@ def _write(graph: fx.Graph, call: Call, new: Mapping[fx.Node | Kept, fx.Node]) -
 
 
 def _possible(target: Any) -> Any:
-    """Fake strides can differ from real ones: where a view is impossible at run time, copy."""
+    """A reshape for a view: real strides can differ from fake ones and make the view impossible."""
     return aten.reshape.default if target is aten.view.default else target
 
 

@@ -1,8 +1,7 @@
 """Run a planned model inside the user's own training loop.
 
 The model stays the same object of the same class. Its call is routed through torch.compile with a
-backend that rewrites every captured graph by its plan; without gradients the model's own code runs as if
-lowtide were not there.
+backend that rewrites every captured graph by its plan. Without gradients, the model's own code runs.
 """
 
 import time
@@ -37,27 +36,27 @@ from lowtide.trace.model_call import entrance, tensors_in
 from lowtide.trace.segments import Segment, TracedModel
 
 PLANNED_KINDS = 1024
-"""Kinds of calls that are known to be planned; an older one is looked at again."""
+"""Kinds of calls that are known to be planned; an older kind is checked again."""
 
 
 class Guard(Protocol):
-    """What names the process that fails, where several train one model, from `open` to `close`."""
+    """Names the failed process, where several train one model, from `open` to `close`."""
 
     def open(self) -> None: ...
 
     def close(self) -> None: ...
 
     def watching(self, when: str) -> AbstractContextManager[None]:
-        """What a `forward` or `backward` pass runs in."""
+        """The context of a `forward` or `backward` pass."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSoFar:
-    """What of a call has run when one of its graphs is compiled.
+    """The state of a call when one of its graphs is compiled.
 
     `nothing_ran`: the call can start over. `is_whole`: the graph reaches to the end of the traced function.
-    `saved_bytes` are live for the backward pass; `batch_bytes` are those of the call's arguments.
+    `saved_bytes` are live for the backward pass; `batch_bytes` are the bytes of the call's arguments.
     """
 
     nothing_ran: bool
@@ -68,10 +67,10 @@ class CallSoFar:
 
 
 class Schedules:
-    """Where a runner gets the schedule of a graph from; here: graphs run as captured, without recompute.
+    """The schedules of a runner's graphs; in this class: graphs run as captured, without recompute.
 
-    Of `graphs`, which gradients come is known. `orders`: in which gradients come whose strides differ from
-    their outputs'.
+    `graphs` say which gradients to expect. `orders`: the strides of gradients that differ from their
+    outputs'.
     """
 
     def __init__(self, graphs: Sequence[Graph] = (), orders: Iterable[tuple[str, str]] = ()) -> None:
@@ -79,7 +78,7 @@ class Schedules:
         self.orders = dict(orders)
 
     def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
-        """How `segment` runs. StartOver where the whole call has to be planned, while nothing has run yet."""
+        """The schedule of `segment`. StartOver where the whole call must be planned and no op has run yet."""
         graph = self.graphs.get(segment.fingerprint)
         missing = frozenset(graph.missing if graph is not None else ())
         apart = frozenset(graph.apart if graph is not None else ())
@@ -91,16 +90,16 @@ class Schedules:
 
     @property
     def loss_is_unknown(self) -> bool:
-        """Whether what the loop makes of the model's output is unknown."""
+        """Whether the bytes of the loop's loss are unknown."""
         return False
 
     def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
-        """Whether schedules were dropped, because of what a loop made between forward and backward pass, or
-        of outputs that the loss reads though the plan counts on no gradient for them, by graph."""
+        """Whether schedules were dropped, because of the bytes of the loss, or because of outputs with an
+        unexpected gradient, by graph."""
         return False
 
     def expect_calls(self) -> None:
-        """Drop schedules, since several calls come before a backward pass, and the plan counts on one."""
+        """Drop schedules: several calls come before a backward pass, and the plan expects one."""
 
     def count_buckets(self, buckets: ddp.Buckets) -> bool:
         """Whether schedules were dropped, because the plan does not count the buckets of gradients."""
@@ -108,12 +107,11 @@ class Schedules:
 
 
 class Runner:
-    """What a planned model calls instead of its own forward.
+    """A planned model calls its runner instead of its own forward.
 
-    A call with a batch of the layout `eager_batch` is left to eager PyTorch. `spare_bytes` are those of the
-    budget that the plan leaves free; None where no budget was given. `planned_batch` is the layout of the
-    batch that was planned, `traced` the model as it was traced for the plan, `store` where offloaded values
-    go.
+    Eager PyTorch runs a batch of the layout `eager_batch`. `spare_bytes`: the free bytes of the budget; None
+    where no budget was given. `planned_batch`: the layout of the planned batch. `traced`: the model as traced
+    for the plan. `store`: the store of offloaded values.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class Runner:
         self.wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
         self._start = time.perf_counter()
         self._entrance = entrance(model)
-        # looked at in every step, and finding them anew takes ten times as long
+        # read in every step; model.parameters() takes ten times as long
         self._parameters = tuple(model.parameters())
         self._planned_situation = self._situation()
         self._planned_kinds: RecentlyUsed[Any, bool] = RecentlyUsed(PLANNED_KINDS)
@@ -212,17 +210,18 @@ class Runner:
             self._forget()
 
     def _forget(self) -> None:
-        """Compile graphs anew, by schedules that are made anew."""
+        """Compile all graphs anew, by new schedules."""
         self.compiled.forget()
         self.backend.forget()
         self.observer.plans_dropped()
 
     def _adds_terms(self) -> bool:
-        """Whether gradients of several calls are added up term by term; those that DDP takes are whole."""
+        """Whether gradients of several calls are added up term by term; with DDP, each call's gradient is
+        whole."""
         return self._has_terms and ddp.active() is None
 
     def _expect_calls(self) -> bool:
-        """Let the gradients of weights that are used several times leave each call one by one."""
+        """Let the gradients of weights with several uses leave each call as terms."""
         if not self.observer.summed_weight or not self._adds_terms():
             return False
         self.observer.summed_weight = ""
@@ -236,7 +235,7 @@ class Runner:
             return
         buckets = ddp.buckets_of(wrapper)
         if buckets.hold_gradients:
-            self.observer.never_say(EARLIER_GRADIENTS)  # those that are there are in the buckets, which count
+            self.observer.never_say(EARLIER_GRADIENTS)  # they are in the buckets, which count
         if self.schedules.count_buckets(buckets):
             self._forget()
             self.eager_batch = None
@@ -256,8 +255,8 @@ class Runner:
             return self.compiled(self.model, args, kwargs)
 
     def _plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan a new kind of call before it begins: where processes exchange parameters, no call can start
-        over, since the others would not."""
+        """Plan a new kind of call before it begins. Where processes exchange parameters, one process cannot
+        start a call over alone."""
         if not isinstance(self.compiled, CompiledUnits):
             return
         kind = (layouts((args, kwargs)), self._situation())
@@ -266,7 +265,7 @@ class Runner:
             self._planned_kinds[kind] = True
 
     def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
-        """Where the model's own code raises for this batch, its exception is the user's, not ours."""
+        """Plan a call. Where the model's own code raises for this batch, its own exception is raised."""
         try:
             self.schedules.plan_call(args, kwargs, cause=cause)
         except CaptureError:
@@ -298,11 +297,11 @@ class Runner:
         return layouts((args, kwargs)) == self.eager_batch and self._situation() == self._planned_situation
 
     def _situation(self) -> tuple[Any, ...]:
-        """What of a model changes the bytes of a step."""
+        """The settings of a model that change the bytes of a step."""
         return self.model.training, *((p.requires_grad, p.dtype) for p in self._parameters)
 
     def _raise_as_eager(self, error: Exception) -> NoReturn:
-        """The user's own exception, as the model's code raises it, not the compiler's account of it."""
+        """Raise the exception of the model's own code, instead of the compiler's."""
         self._run_eagerly(*self._batch)
         raise ran_without_plan(failures.describe(error)) from error
 
@@ -311,7 +310,7 @@ class Runner:
             call_model(self.model, args, kwargs)
 
     def _origins(self, graph: fx.GraphModule) -> list[Origin]:
-        """Where a graph's inputs come from; `Kind.OTHER` is what the model itself made, in another graph."""
+        """The origins of a graph's inputs; `Kind.OTHER` for values of the model's other graphs."""
         origins = describe_inputs(graph, name_tensors(self.model, self._batch), stranger=Kind.INPUT)
         batch = {id(leaf) for leaf in tensors_in(self._batch)}
         return [
@@ -323,7 +322,7 @@ class Runner:
 
 
 class _Guarded:
-    """Stands where a wrapper's own code is called, which talks to other processes before its model does."""
+    """The route of a wrapper, whose own code communicates with other processes before its model runs."""
 
     def __init__(self, wrapper: nn.Module, guard: Guard) -> None:
         self.wrapper, self.guard = wrapper, guard
@@ -353,7 +352,7 @@ def install(runner: Runner) -> None:
 
 
 def attach(model: nn.Module, runner: Runner) -> None:
-    """Let `model` run by a runner that was made for it."""
+    """Let `model` run by its runner."""
     for part in (runner.updates, runner.split_step, runner.guard):
         if part is not None:
             part.open()
@@ -363,7 +362,7 @@ def attach(model: nn.Module, runner: Runner) -> None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Give the plain model back: the same object, without its plan."""
+    """Remove the plan of a model; returns the same object."""
     inner = ddp.unwrapped(model)
     runner = runner_of(inner)
     if runner is not None:
