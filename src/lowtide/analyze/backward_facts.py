@@ -117,10 +117,10 @@ class BackwardOrder:
         self.keys = {node: _keys(node) for node in graph.nodes}
         self.returned = {key for node in segment.results if node for key in self.keys[node]}
         self.loss_gradients = [node for node in ops if node.target in LOSS_GRADIENTS]
-        self.holders: dict[int, list[fx.Node]] = {}
+        self.referrers: dict[int, list[fx.Node]] = {}
         for node, keys in self.keys.items():
             for key in keys:
-                self.holders.setdefault(key, []).append(node)
+                self.referrers.setdefault(key, []).append(node)
 
     def overwrites(self, calls: Mapping[fx.Node, Call] = NO_CALLS) -> dict[fx.Node, Call]:
         """See the function `overwrites`."""
@@ -165,32 +165,32 @@ class BackwardOrder:
         of the same storages, and ops that may write over a forward value."""
         touched = [source for node in replaced for source in (node, *node.all_input_nodes)]
         keys = {key for node in touched for key in self.keys[node]}
-        readers = {user for key in keys for holder in self.holders[key] for user in holder.users}
+        readers = {user for key in keys for referrer in self.referrers[key] for user in referrer.users}
         return readers.union(self.loss_gradients) - self.forward - {end, *replaced}
 
     def _may_replace(self, value: fx.Node, reader: fx.Node, *, reads: Sequence[fx.Node] = ()) -> bool:
         """Whether the result of `reader` fits over `value`, and `reader` is the last reader of its storage.
 
         A reader that lists all its `reads` may read `value` several times."""
-        keys, holders = self.keys[value], self._holders(value)
+        keys, referrers = self.keys[value], self._referrers(value)
         if not keys or any(key in self.returned for key in keys):
             return False
-        if any(node.op != "call_function" for node in holders):
+        if any(node.op != "call_function" for node in referrers):
             return False
         others = [source for source in reads or reader.all_input_nodes if source is not value]
         is_read_twice = not reads and sum(arg is value for arg in reader.args) > 1
-        if is_read_twice or any(source in holders for source in others):
+        if is_read_twice or any(source in referrers for source in others):
             return False
-        last = max(self.position[user] for node in holders for user in node.users)
+        last = max(self.position[user] for node in referrers for user in node.users)
         return last == self.position[reader] and _fits_over(value, reader)
 
     def _is_made_backward(self, value: fx.Node) -> bool:
         """Whether the first node that refers to the storage of `value` runs in backward."""
-        return min(self._holders(value), key=self.position.__getitem__) not in self.forward
+        return min(self._referrers(value), key=self.position.__getitem__) not in self.forward
 
     def _is_never_recomputed(self, value: fx.Node, reader: fx.Node) -> bool:
         """Whether no op of backward after `reader` reads anything that depends on a forward value."""
-        stack, seen = self._holders(value), set[fx.Node]()
+        stack, seen = self._referrers(value), set[fx.Node]()
         while stack:
             node = stack.pop()
             for user in node.users:
@@ -201,9 +201,9 @@ class BackwardOrder:
                     return False
         return True
 
-    def _holders(self, value: fx.Node) -> list[fx.Node]:
+    def _referrers(self, value: fx.Node) -> list[fx.Node]:
         keys = self.keys[value]
-        return list(dict.fromkeys(itertools.chain.from_iterable(self.holders[key] for key in keys)))
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.referrers[key] for key in keys)))
 
 
 def _keys(node: fx.Node) -> list[int]:

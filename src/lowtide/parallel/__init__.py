@@ -3,9 +3,9 @@
 Each file belongs to a stage of the data flow, and imports only from this stage and those before it:
 
 - `exchange` (planning): what a process allocates to exchange parameters and gradients
-- `simulated_sharding` (trace): how FSDP2 would shard a model over processes that are not there
+- `simulated_sharding` (trace): how FSDP2 would shard a model over absent processes
 - `fsdp_units` (trace): compile a sharded model unit by unit
 - `sharded_step` (analyze): a captured step with shards and exchanges
-- `ranks` (plans): who trains a model together, one plan for all, buckets of DistributedDataParallel
+- `ranks` (plans): the processes that train a model, one plan for all, buckets of DistributedDataParallel
 - `rank_failure` (runtime): name the rank that failed in a step
 """

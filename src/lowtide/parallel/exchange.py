@@ -20,9 +20,9 @@ from lowtide.facts.sharding import Passage, Sharding
 class ExchangeStep:
     """One operation of an exchange.
 
-    It `makes` storages, given by name with bytes and kind, `frees` storages and the unsharded `gradients` of
-    these parameters, and then needs `workspace_bytes`. Storages that stay to the end of the training step are
-    `kept`.
+    An operation `makes` storages (by name, with bytes and kind), `frees` storages and the unsharded
+    `gradients` of these parameters, and then needs `workspace_bytes`. Storages that stay live to the end of
+    the training step are `kept`.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Compile a model unit by unit, where its modules exchange parameters with other processes (FSDP2).
 
-FSDP2 gathers the parameters of a unit in hooks around the unit's forward, outside of any graph. So the
-forward of every unit is compiled on its own. The hooks run as they are, and a graph reads the parameters that
-the module has when the graph is called. Units with equal code share their graphs.
+FSDP2 gathers the parameters of a unit in hooks around the unit's forward, outside of any graph. So each
+unit's forward is compiled separately. The hooks run eagerly, and a graph reads the module's parameters of the
+time when it is called. Units with equal code share their graphs.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def compiled_model(
 ) -> "dynamo.Compiled | CompiledUnits":
     """A function `(model, args, kwargs)` that calls `model` through graphs of `backend`.
 
-    With `units`, or where `fully_shard` made some, each unit has its own graphs. `backend` has to outlive the
+    With `units`, or those that `fully_shard` made, each unit has its own graphs. `backend` must outlive the
     function.
     """
     units = units or fsdp2.units_of(model)
@@ -110,7 +110,7 @@ class CompiledUnits:
         return sum(each.seconds for each in self._compiled.values())
 
     def is_tracing(self, *_functions: Callable[..., Any]) -> bool:
-        """Whether a call could still start over: never, since other processes are in the same call."""
+        """Whether a call can still start over: never, since other processes are in the same call."""
         return False
 
     def forget(self) -> None:
@@ -119,6 +119,6 @@ class CompiledUnits:
             each.forget()
 
     def look_again(self) -> None:
-        """While a failed call is handled: let torch trace again the code that it gave up on."""
+        """While a failed call is handled: let torch retry code that it gave up on."""
         for each in self._compiled.values():
             each.look_again()

@@ -1,8 +1,8 @@
-"""Name the rank that failed, where the others only see that it does not answer.
+"""Name the rank that failed, where other ranks only see that it does not answer.
 
 Ranks talk through the store of their process group. While all goes well, a thread of each rank asks this
-store once a second whether a roll call is open; nothing else is sent. A rank that raises in a step writes
-why to the store first. A rank whose exchange with the others fails opens a roll call:
+store once a second whether a roll call is open; nothing else is sent. A rank that raises in a step first
+writes its error to the store. A rank whose exchange with other ranks fails opens a roll call:
 
     rank 0: all-reduce fails ── roll call 1 ─────────────── after PATIENCE_SECONDS: rank 1 is gone
     rank 1: killed
@@ -31,7 +31,7 @@ from lowtide.torch_compat import autograd_engine, ddp
 
 FAILURE = "lowtide/failure"
 ROLL_CALLS = "lowtide/roll_calls"
-"""How many roll calls there have been."""
+"""The key of the number of roll calls so far."""
 PATIENCE_SECONDS = 5.0
 """How long a rank may take to answer a roll call."""
 POLL_SECONDS = 1.0
@@ -40,10 +40,11 @@ logger = logging.getLogger("lowtide")
 
 
 class RankGuard:
-    """One process of a group, which tells the others of its failures and reads theirs, until `close`.
+    """One process of a group: reports its failures to other ranks and reads theirs, until `close`.
 
-    Its thread answers roll calls over its own connection to the store, since the main thread may wait on the
-    other one. A forked process has no such thread: a worker that outlives its rank does not answer for it.
+    A thread answers roll calls over its own connection to the store, since the main thread may wait on the
+    other connection. A forked process has no such thread: a worker that outlives its rank does not answer
+    for the rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -63,7 +64,7 @@ class RankGuard:
         atexit.register(self._stop)
 
     def close(self) -> None:
-        """No planned model of this process is left: other ranks must not take its silence for its end."""
+        """Excuse this process from roll calls: it has no planned model any more."""
         atexit.unregister(self._stop)
         self._stop()
         if ddp.is_alive(self.group):
@@ -71,7 +72,7 @@ class RankGuard:
 
     def _stop(self) -> None:
         self._stopped.set()
-        if self._thread is not threading.current_thread():  # which may collect the last planned model
+        if self._thread is not threading.current_thread():  # it may itself collect the last planned model
             self._thread.join(PATIENCE_SECONDS)
 
     def _answer_roll_calls(self, store: Any) -> None:
@@ -81,12 +82,12 @@ class RankGuard:
                 for number in range(self._num_answered + 1, roll_call + 1):
                     store.set(_answer(self.rank, number), b"")
                 self._num_answered = roll_call
-            except RuntimeError:  # the store is gone, and with it every rank that would ask
+            except RuntimeError:  # the store is gone: no rank asks any more
                 return
 
     @contextmanager
     def watching(self, when: str) -> Iterator[None]:
-        """Tell the other ranks of what is raised in here; raise a RankError where another rank failed."""
+        """Report errors inside to other ranks; raise a `RankError` where another rank failed."""
         try:
             yield
         except RankError:
@@ -95,7 +96,7 @@ class RankGuard:
             if ddp.is_alive(self.group):
                 self._explain(error, when)
             raise
-        if self._has_told:  # the loop went on after all
+        if self._has_told:  # the user's loop continued after an error
             self.store.delete_key(FAILURE)
             self._has_told = False
 
@@ -123,11 +124,11 @@ class RankGuard:
     def _write(self, key: str, value: Any) -> None:
         try:
             self.store.set(key, value)
-        except RuntimeError as error:  # the store went with its process: no rank is left to read it
+        except RuntimeError as error:  # the store ended with its process: no rank can read it
             logger.debug("cannot write '%s' to the store of the process group: %s", key, error)
 
     def _find(self) -> tuple[int, str] | None:
-        """The rank that failed first, and how; None where all ranks answer."""
+        """The rank that failed first, and its failure in words; None where all ranks answer."""
         roll_call = self.store.add(ROLL_CALLS, 1)
         deadline = time.monotonic() + PATIENCE_SECONDS
         missing = set(range(self.size)) - {self.rank}
@@ -165,7 +166,7 @@ def _answer(rank: int, roll_call: int) -> str:
 
 
 _guards: dict[dist.ProcessGroup, RankGuard] = {}
-"""By group, as long as this process has planned models that the group trains."""
+"""By group; a guard stays as long as this process has planned models of the group."""
 
 
 @contextmanager
@@ -180,7 +181,8 @@ _BACKWARD = autograd_engine.around_backward(_watching_backward)
 
 
 class ModelGuard:
-    """Names the rank that fails while one planned model is in use, from `open` to `close` or to its end."""
+    """Names the rank that fails while one planned model is in use: from `open` to `close`, or until the model
+    is freed."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -1,11 +1,11 @@
-"""The processes that train one model: who they are, how they agree on one plan, and what DDP's buckets take.
+"""The processes that train one model, how they agree on one plan, and the bytes of DDP's buckets.
 
     rank 0: capture ─┐                 ┌─ plan ─┐
     rank 1: capture ─┼─ same model?   ─┤        ├─ all ranks have the plan
     rank 2: capture ─┘                 └────────┘
 
-The first rank of those with equal graphs makes the plan. Ranks talk through the store of their process group,
-whatever its backend, so that a rank which waits knows for which one.
+Of all ranks with equal graphs, the first makes the plan. Ranks talk through the store of their process group,
+with any backend. So a waiting rank knows which rank it waits for.
 """
 
 import hashlib
@@ -43,12 +43,12 @@ BUCKETS_NOTE = "{size} are counted for buckets of gradients, as DistributedDataP
 logger = logging.getLogger("lowtide")
 
 _rounds: Counter[str] = Counter()
-"""By name of a group, how often its ranks have met: the same number on every rank."""
+"""By group name, the number of meetings so far, which is equal on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of a group, seen from one of them; `sharded` where each has a shard of the model."""
+    """The processes of a group, seen from one of them; `sharded`: each has a shard of the model."""
 
     group: dist.ProcessGroup
     rank: int
@@ -57,7 +57,7 @@ class Ranks:
 
 
 def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
-    """The processes that train `model`, those of `group` or of `group_for(model)`; None for one process."""
+    """The processes that train `model`: of `group`, else of `group_for(model)`; None for one process."""
     if not dist.is_available() or not dist.is_initialized():
         _check_alone()
         return None
@@ -68,7 +68,7 @@ def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
 
 
 def group_for(model: nn.Module) -> dist.ProcessGroup:
-    """The group of a model's DistributedDataParallel, or that it is sharded over, else of all processes."""
+    """The group of a model's DistributedDataParallel or of its shards, else of all processes."""
     sharded = fsdp2.group_of(model) if isinstance(model, nn.Module) else None
     return sharded or ddp.default_group(model)
 
@@ -91,10 +91,10 @@ def plan_together(
     make: Callable[[Captured], Plan],
     loop: Loop,
 ) -> Plan:
-    """The plan that `make` gives on the first rank of those with the same graphs.
+    """One plan for all ranks with the same graphs: the first of these ranks calls `make`.
 
-    All ranks capture, since a model may talk to the others while it is captured. A difference in the model or
-    in the user's `settings` stops all ranks; their batches may differ.
+    All ranks capture, since a model may exchange data with other ranks at capture. A difference in the model
+    or in the user's `settings` stops all ranks; batches may differ.
     """
     captured, told = together(
         ranks, capture, tell=lambda c: [[*c.step.identity, *settings], c.step.fingerprint]
@@ -116,7 +116,7 @@ def plan_together(
 def check_together(ranks: Ranks, plan: Plan, check: Callable[[], None]) -> None:
     """Stop all ranks where `check` fails on one of them, or where two have different plans for equal graphs.
 
-    Ranks of a sharded model may each have planned their own profile.
+    Each rank of a sharded model may have a plan of its own profile.
     """
     is_own = ranks.sharded and plan.step is not None
     _, told = together(
@@ -151,10 +151,10 @@ def _check_same(identities: Sequence[dict[str, Any]]) -> None:
 
 
 def together(ranks: Ranks, work: Callable[[], T], *, tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
-    """Do `work` on every rank; its result here, and what each rank tells of its own result (plain data).
+    """Do `work` on every rank. Returns this rank's result, and what `tell` gives (plain data) on each rank.
 
-    Where `work` fails on one rank, this rank raises its own error and all others a `RankError`. So they do
-    where a rank does not come within the group's time-out.
+    Where `work` fails on one rank, this rank raises its own error and all others a `RankError`. All ranks
+    raise a `RankError` where one rank does not come within the group's time-out.
     """
     name = ddp.name_of(ranks.group)
     _rounds[name] += 1
@@ -202,8 +202,8 @@ def _told(ranks: Ranks, store: Any, place: str) -> list[Any]:
 
 
 def count_buckets(step: Step, model: nn.Module, ranks: Ranks | None) -> Step:
-    """The same step with the buckets of a model that is wrapped in DistributedDataParallel, or that will be,
-    since it is one of several replicas."""
+    """The step with the buckets of DistributedDataParallel, for a wrapped model, or for one of several
+    replicas, which will be wrapped."""
     buckets, why = ddp.Buckets(), ""
     if isinstance(model, DistributedDataParallel):
         buckets = ddp.buckets_of(model)

@@ -1,7 +1,8 @@
-"""A captured step on one of several processes: with shards of the parameters, and the exchanges between them.
+"""A captured step on one of several processes: with shards of the parameters, and exchanges.
 
-The graphs compute with unsharded parameters. Their bytes belong to exchange nodes between the graphs, which
-have no op and keep gathered and reduced storages live. A parameter's own storage becomes its shard.
+The graphs compute with unsharded parameters. Exchange nodes between the graphs own the bytes of these
+parameters. Such a node has no op and keeps gathered and reduced storages live. A parameter's own storage
+becomes its shard.
 
     weight (whole) ── graph        all-gather ─ copy out ── graph ── reshard
                                    weight (shard)
@@ -18,14 +19,15 @@ from lowtide.trace.segments import Trace
 
 
 def shard(analysis: Analysis, trace: Trace, sharding: Sharding) -> None:
-    """Change the facts of a step with whole parameters to those of one process of `sharding`, in place."""
+    """Shard the parameters in the facts of a step, in place, for one process of `sharding`."""
     parts = {part.name: part for unit in sharding.units for part in unit.parts}
     gradients = _shard_parameters(analysis, parts)
     _insert(analysis, exchange(sharding, trace.passages, trained=gradients), gradients)
 
 
 def _shard_parameters(analysis: Analysis, parts: Mapping[str, Part]) -> dict[str, int]:
-    """Give parameters the size of their shards, and let unsharded gradients be freed; those by name."""
+    """Give parameters the size of their shards, and let unsharded gradients be freed; returns the storages of
+    these gradients by name."""
     names: dict[int, str] = {}
     for record in list(analysis.storages):
         if record.kind is Kind.PARAMETER and record.static and record.name in parts:
@@ -58,7 +60,7 @@ def _insert(analysis: Analysis, exchanges: Exchange, gradients: Mapping[str, int
 
 
 def _holders(analysis: Analysis, gradients: Mapping[str, int]) -> dict[str, int]:
-    """The node that keeps each gradient live and the fewest others: an item of a tuple, not the tuple."""
+    """For each gradient, the node that keeps it and the fewest others live: a tuple's item, not the tuple."""
     wanted = set(gradients.values())
     found: dict[int, Node] = {}
     for node in analysis.nodes:
@@ -69,7 +71,7 @@ def _holders(analysis: Analysis, gradients: Mapping[str, int]) -> dict[str, int]
 
 
 def _in_order(nodes: list[Node], exchanges: Exchange) -> Iterator[Node | tuple[ExchangeStep, Region]]:
-    """Nodes and exchange steps in their order; graphs without nodes have their exchange steps too."""
+    """Nodes and exchange steps in order; graphs without nodes have exchange steps, too."""
     num_graphs = 1 + max(node.segment for node in nodes)
     groups: dict[tuple[Region, int], list[Node]] = {}
     for node in nodes:

@@ -1,4 +1,4 @@
-"""How FSDP2 would shard a model over many processes, found in one process."""
+"""How FSDP2 would shard a model over many processes, without these processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ SHARDS = ("fsdp2",)
 class SimulatedSharding:
     """The units of a model, the model itself first, and how FSDP2 would shard them.
 
-    `stored_dtype` is the dtype of the shards, where parameters compute in another one.
+    `stored_dtype` is the dtype of the shards, where it differs from the dtype of the computation.
     """
 
     units: tuple[nn.Module, ...]
@@ -38,11 +38,11 @@ def simulate_sharding(
     reduce_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> SimulatedSharding:
-    """The sharding by `fully_shard` on every block, and then on the model, on `ranks` processes.
+    """The sharding of `fully_shard` on every block, and then on the model, on `ranks` processes.
 
     `blocks` default to `blocks_of(model)`. For a `MixedPrecisionPolicy`, give the model in its `param_dtype`;
     shards are stored in `stored_dtype`, and gradients are reduced in `reduce_dtype`. `backend` defaults to
-    gloo on the CPU, which makes copies of all that it exchanges, and to nccl elsewhere, which makes none.
+    gloo on the CPU, which copies all bytes that it exchanges, and to nccl elsewhere, which copies none.
     """
     if shard not in SHARDS:
         raise LowtideError(f"there is no way to shard called '{shard}': choose one of {', '.join(SHARDS)}")
@@ -66,7 +66,7 @@ def simulate_sharding(
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that have siblings of the same class in a list, a dict or a sequence."""
+    """The outermost modules with siblings of the same class in a list, a dict or a sequence."""
     found: list[nn.Module] = []
     waiting = [model]
     while waiting:

@@ -260,7 +260,7 @@ def _rises(
     step: Step, number: int, graph: Graph, segment: Segment, executor: InductorOps
 ) -> dict[Region, int]:
     """The most bytes that each pass of a graph keeps live beyond those live when the pass begins."""
-    from lowtide.torch_compat.inductor import Bytes, doubles, storage_bytes
+    from lowtide.torch_compat.inductor import Bytes, fake_copies, storage_bytes
 
     wanted = specialised(segment, missing=frozenset(graph.missing), apart=frozenset(graph.apart))
     ranks = scheduled_ranks(step)[number]
@@ -289,13 +289,13 @@ def _rises(
     forward = executor.compiled(rewritten.forward, inputs, is_backward=False)
     read = [node.meta["val"] for node in rewritten.backward.graph.find_nodes(op="placeholder")]
     backward = executor.compiled(rewritten.backward, read, is_backward=True)
-    given = doubles(inputs)
+    given = fake_copies(inputs)
     results, forward_bytes = forward.dry_run(list(given), rewritten.forward, costs=costs)
     returned = [results[place] for place in graph.returned]
     planned = [node.meta["val"] for node in rewritten.forward.graph.output_node().all_input_nodes]
     more_bytes = storage_bytes(results, besides=given) - storage_bytes(planned, besides=inputs)
     saved = results[wanted.num_forward_outputs :]
-    passed = [*saved, *doubles(read[len(saved) :])]
+    passed = [*saved, *fake_copies(read[len(saved) :])]
     del results, saved
     _, backward_bytes = backward.dry_run(passed, rewritten.backward, costs=costs)
     del returned

@@ -3,7 +3,7 @@
 `compile_graph` runs AOTAutograd with our settings. The patches around it:
 
 - `_SavedState`: a missing gradient stays undefined
-- `gradients_in`: backward passes are traced for gradients with the strides that will come
+- `gradients_in`: backward passes are traced for gradients with their real strides
 - `traced_without_tokens`: checks of linear algebra are ops of the graph like others
 - `unprinted`: no graph is written out as text
 """
@@ -46,8 +46,8 @@ __all__ = [
 ]
 
 Orders = Mapping[str, str]
-"""The order of an output's dimensions in memory, outermost first, and that of its gradient: "0231" and "0123"
-for an image in channels last whose gradient is not."""
+"""From the memory order of an output's dimensions, outermost first, to that of its gradient: "0231" to "0123"
+for an image in channels last whose gradient is contiguous."""
 LINALG_CHECK = "aten::_linalg_check_errors"
 TEXT_IS_ASKED_FOR = "TORCH_TRACE"
 """The environment variable that asks torch for the text of all graphs."""
@@ -59,8 +59,8 @@ class _SavedState(runtime_wrappers._AutogradSavedState):
     def save_from_forward(self, ctx: Any, fw_outs: Sequence[Any]) -> None:
         # no graph of ours reuses a saved tensor's memory: `retain_graph=True` is safe
         self.metadata.bw_donated_idxs = []
-        # what is saved is chosen after torch has counted it; from 2.15 on it asks which of it are inputs, and
-        # as in earlier versions no view among them is kept as it is
+        # lowtide chooses the saved tensors after torch has counted them. torch 2.15 asks which of them are
+        # graph inputs; as in earlier versions, none counts as one
         self.metadata.saved_tensor_is_graph_input = [False] * len(fw_outs)  # type: ignore[attr-defined]
         super().save_from_forward(ctx, fw_outs)
         ctx.set_materialize_grads(False)
@@ -76,12 +76,12 @@ def compile_graph(
     inference: Callable[..., Callable[..., Any]],
     orders: Orders,
 ) -> Callable[..., Any]:
-    """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers, for gradients that
-    come in these `orders`.
+    """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers, for gradients in
+    these memory `orders`.
 
-    torch caches the fake results of ops, but not that two of them are one tensor (the gradients of an RNN's
-    biases). The cache is cleared, so that earlier traces do not change this one. A random op whose result has
-    no reader stays, since it advances the generator (`fallback_random`).
+    torch caches the fake results of ops, but not that two results are one tensor (the gradients of an RNN's
+    biases). So the cache is cleared: earlier traces do not change this one. A random op whose result has no
+    reader stays, since it advances the generator (`fallback_random`).
     """
     FakeTensorMode.cache_clear()
     compiler = aot_autograd(
@@ -106,8 +106,8 @@ def compile_graph(
 
 
 def backward_stub(root: nn.Module, gradients: Sequence[bool]) -> fx.GraphModule:
-    """A backward graph without ops, which says only for which inputs there are gradients. torch would copy a
-    whole backward graph, and lowtide runs its own."""
+    """A backward graph without ops, which only says which inputs have gradients. torch would copy a whole
+    backward graph, and lowtide runs its own."""
     graph = fx.Graph()
     graph.output([0 if has_gradient else None for has_gradient in gradients])
     return graph_module(root, graph)
@@ -115,7 +115,7 @@ def backward_stub(root: nn.Module, gradients: Sequence[bool]) -> fx.GraphModule:
 
 def inductor_decompositions() -> Any:
     """Inductor's table of decompositions: torch's min-cut partitioner fails on batch norm without it."""
-    importlib.import_module("torch._inductor.lowering")  # some decompositions need it, and do not import it
+    importlib.import_module("torch._inductor.lowering")  # some decompositions need it without an import
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table
@@ -128,8 +128,8 @@ def is_compiled_graph(node: Any) -> bool:
 
 
 def is_guarded_by_aot() -> bool:
-    """Asked while a graph is compiled: whether AOTAutograd made assumptions that torch has to check in every
-    call, about inputs that share memory."""
+    """Whether AOTAutograd made assumptions about inputs that share memory, which torch must check in every
+    call. Call this while the graph is compiled."""
     context = torch._guards.TracingContext.try_get()
     return context is None or bool(context.guards_context.aotautograd_guards)
 
@@ -138,8 +138,8 @@ def is_guarded_by_aot() -> bool:
 def traced_without_tokens() -> Iterator[None]:
     """Trace checks of linear algebra as ops of the graph, which are never dropped.
 
-    torch keeps `_linalg_check_errors`, which returns nothing and raises for a singular matrix, in order by a
-    token: one input and one output more than the model has. Our graphs keep the order of their ops anyway.
+    `_linalg_check_errors` returns nothing and raises for a singular matrix. torch keeps it in order by a
+    token, an extra input and output of the graph. Our graphs keep the order of their ops anyway.
     """
     has_side_effect(torch.ops.aten._linalg_check_errors.default)
     holder = torch._library.simple_registry.singleton.find(LINALG_CHECK).effect
@@ -177,19 +177,19 @@ def order_of(tensor: torch.Tensor) -> str:
 
 
 def in_another_order(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two tensors of one shape have their dimensions in different orders in memory. A gradient that
-    was expanded has the same number everywhere, in any order."""
+    """Whether two tensors of one shape have different memory orders. An expanded gradient has one number
+    everywhere: its order does not matter."""
     dims = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] and others[dim]]
     return sorted(dims, key=lambda dim: -strides[dim]) != sorted(dims, key=lambda dim: -others[dim])
 
 
 @contextlib.contextmanager
 def gradients_in(orders: Orders) -> Iterator[None]:
-    """Trace backward passes for gradients in these orders.
+    """Trace backward passes for gradients in these memory orders.
 
-    AOTAutograd traces a backward pass before it sees gradients. It assumes that each has the strides of the
-    output that it belongs to, and copies a gradient with other strides. Eager PyTorch takes the gradient
-    as it is, and some kernels sum in another order then.
+    AOTAutograd traces a backward pass before it sees gradients. It assumes that each gradient has the strides
+    of its output, and copies a gradient with other strides. Eager PyTorch does not copy, and some kernels
+    then sum in another order.
     """
     torchs = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
 
@@ -213,7 +213,7 @@ def _is_strided(tensor: Any) -> bool:
 
 
 def _arranged(tensor: torch.Tensor, order: str) -> torch.Tensor:
-    """A dense tensor of the same shape, in another order."""
+    """A dense tensor of the same shape, in another memory order."""
     dims = list(map(int, order))
     back = [dims.index(dim) for dim in range(len(dims))]
     return tensor.permute(dims).contiguous().permute(back)
@@ -231,7 +231,7 @@ def has_own_checkpoint(node: fx.Node) -> bool:
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A graph as a module whose code is written when it is first run or read: most graphs never are."""
+    """A graph as a module whose code is written at its first run or read: most graphs never need it."""
     return _LazyGraphModule(root, graph)
 
 

@@ -1,4 +1,4 @@
-"""Autograd's engine: the backward pass that runs now, its nodes, autocast, hooks of parameters, profilers."""
+"""Autograd's engine: the running backward pass, its nodes, autocast, hooks of parameters, profilers."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 
 
 def nodes_after_this() -> list[Any]:
-    """Asked from inside of a backward pass: the nodes that get the gradients of the one that runs."""
+    """Inside of a backward pass: the nodes that get the gradients of the running node."""
     return [node for node, _ in torch._C._current_autograd_node().next_functions]
 
 
@@ -23,12 +23,12 @@ def in_backward() -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass that runs now leaves its saved values for another one (`retain_graph`)."""
+    """Whether the running backward pass keeps its saved values for another one (`retain_graph`)."""
     return in_backward() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def creation_order(node: Any) -> int:
-    """A number that is larger for those of autograd's nodes that were made later."""
+    """A number that increases with the creation time of autograd's nodes."""
     return int(node._sequence_nr())
 
 
@@ -38,11 +38,11 @@ def is_leaf_node(node: Any) -> bool:
 
 
 SAVED = "_saved_"
-"""How autograd's own nodes name what they save; a `torch.autograd.Function` has `saved_tensors`."""
+"""Prefix of saved values in autograd's own nodes; a `torch.autograd.Function` has `saved_tensors`."""
 
 
 def saved_values(node: Any) -> Iterator[Any]:
-    """The values that a node of autograd saves for its backward; none that were freed or changed in place."""
+    """The values that a node of autograd saves for its backward, without freed or changed ones."""
     for name in dir(node):
         if name.startswith(SAVED) or name == "saved_tensors":
             with contextlib.suppress(RuntimeError):
@@ -54,7 +54,7 @@ def autocast_is_on() -> bool:
 
 
 def autocast_settings() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    """For every type of device that autocast knows: whether autocast is on, and what it casts to."""
+    """For every device type of autocast: whether autocast is on, and its dtype."""
     kinds: list[str] = torch._C._autocast_supported_devices()
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
@@ -66,8 +66,8 @@ def autocast_off() -> AbstractContextManager[None]:
 
 
 def autocast_block(device: torch.device) -> Any:
-    """What stands for the block of autocast that is on: the same object as long as it remembers its casts.
-    None where it casts nothing or remembers nothing."""
+    """An object that identifies the present autocast block: the same as long as the block caches its casts.
+    None where nothing is cast or cached."""
     if not torch.is_autocast_enabled(device.type) or not torch.is_autocast_cache_enabled():
         return None
     probe = _probe(device)
@@ -79,7 +79,7 @@ def autocast_block(device: torch.device) -> Any:
 
 @functools.cache
 def _probe(device: torch.device) -> torch.Tensor:
-    """A leaf, as weights are: autocast remembers casts of no other tensors."""
+    """A leaf tensor: autocast caches only casts of leaves."""
     return torch.zeros(1, 1, device=device, requires_grad=True)
 
 
@@ -92,8 +92,8 @@ class ProcessPatch:
     """A function replaced in the whole process: `owner.name` is `wrap(original)` from the first `hold` until
     the last holder is released.
 
-    A function that other code put over the replacement meanwhile stays, and with it the replacement, which
-    therefore has to pass calls on where there is no holder.
+    If other code has patched `owner.name` meanwhile, its patch stays and still calls the replacement. So the
+    replacement must pass calls on to the original where there is no holder.
     """
 
     def __init__(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> None:
@@ -103,7 +103,7 @@ class ProcessPatch:
         self._replacement: Any = None
 
     def hold(self, holder: object) -> "weakref.finalize[[], object]":
-        """Replace the function for `holder`; the result, when called, releases it, and so does its end."""
+        """Replace the function for `holder`. A call of the result, or the end of `holder`, releases it."""
         self._holders += 1
         if self._holders == 1:
             self._original = getattr(self.owner, self.name)
@@ -128,13 +128,13 @@ class ProcessPatch:
 
 
 _COVERED: dict[Any, Any] = {}
-"""Originals by replacements that were released while another replacement was put over them."""
+"""Originals by released replacements that another replacement still calls."""
 
 
 def around_backward(context: Callable[[], AbstractContextManager[None]]) -> ProcessPatch:
     """Run every backward pass of this process inside of a `context()`, as long as an object holds the patch.
 
-    What autograd raises after its last node, as DistributedDataParallel's sums do, passes no other code.
+    An error after autograd's last node, as in DistributedDataParallel's all-reduce, reaches no other code.
     """
 
     def wrap(original: Callable[..., Any]) -> Any:
@@ -151,7 +151,8 @@ def around_backward(context: Callable[[], AbstractContextManager[None]]) -> Proc
 def after_backward(call: Callable[[], None]) -> ProcessPatch:
     """Call `call` whenever a backward pass has returned or raised, as long as an object holds the patch.
 
-    Inside of a backward pass, final callbacks included, torch restores the caller's modes behind any code.
+    Code inside of a backward pass, even a final callback, cannot do that: torch restores the caller's modes
+    after it.
     """
 
     def wrap(original: Callable[..., Any]) -> Any:
@@ -180,11 +181,11 @@ class _Silent:
 
 
 def silence_hooks() -> None:
-    """Called inside of a backward pass that gives some parameters no gradient: their hooks are not called.
+    """Inside of a backward pass: do not call the hooks of parameters that get no gradient.
 
-    A graph is one node of autograd with an edge to each of its parameters, also to those that the loss
-    does not reach. Eager has no such edge and calls no hook; autograd would call the hooks with None here.
-    One that is called after a gradient was added still is where the parameter has one of an earlier pass.
+    A graph is one node of autograd with an edge to each of its parameters, even to those that the loss does
+    not reach. Eager has no such edge and calls no hook; autograd would call the hooks with None here. A hook
+    after accumulation is still called where the parameter has a gradient of an earlier pass.
     """
     for parameter in _parameters(nodes_after_this(), set()):
         of_gradient, after_gradient = _hooks(parameter)
@@ -209,14 +210,14 @@ def _hooks(parameter: Tensor) -> tuple[MutableMapping[int, Hook], MutableMapping
 
 
 def unsilence_hooks(parameters: Iterable[Tensor]) -> None:
-    """Give parameters their own hooks back."""
+    """Restore the parameters' own hooks."""
     for parameter in parameters:
         for hooks in _hooks(parameter):
             hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Silent)})
 
 
 def _parameters(nodes: list[Any], seen: set[Any]) -> Iterator[Any]:
-    """Those whose gradients come from these nodes, or from the gates that they stand for."""
+    """The parameters whose gradients come from these nodes, directly or through gradient handover."""
     for node in nodes:
         if node is None or node in seen:
             continue
@@ -228,7 +229,7 @@ def _parameters(nodes: list[Any], seen: set[Any]) -> Iterator[Any]:
 
 
 def profiler_is_active() -> bool:
-    """Whether this thread stands inside a block of torch.profiler."""
+    """Whether this thread is inside a block of torch.profiler."""
     return bool(torch._C._autograd._profiler_enabled())
 
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's private names, and those of the process groups behind it."""
+"""Private names of DistributedDataParallel and of process groups."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,9 +14,9 @@ from lowtide.errors import Unsupported
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The buckets that gradients are copied to before they are sent to other processes.
+    """The buckets into which gradients are copied before the all-reduce.
 
-    `hold_gradients`: each gradient is freed as soon as it is there, since `.grad` is a part of a bucket.
+    `hold_gradients`: `.grad` is a view of a bucket, so that each gradient is freed once it is copied.
     """
 
     nbytes: int = 0
@@ -24,13 +24,13 @@ class Buckets:
 
 
 def active() -> DistributedDataParallel | None:
-    """The wrapper whose forward runs now."""
+    """The wrapper whose forward is running."""
     wrapper: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     return wrapper
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of a wrapper; any other model as it is."""
+    """The model inside of a wrapper; any other model itself."""
     if not isinstance(model, DistributedDataParallel):
         return model
     inner: nn.Module = model.module
@@ -49,8 +49,8 @@ def check(model: nn.Module) -> None:
 def buckets_of(wrapper: DistributedDataParallel) -> Buckets:
     """The buckets of a wrapper, once it has trained a step.
 
-    In the first step of a static graph gradients wait for the end of the backward pass, and with
-    `batched_grad_copy` for their bucket: there they count beside the buckets.
+    In the first step of a static graph, gradients stay live to the end of the backward pass. With
+    `batched_grad_copy`, they stay live until their bucket is full. Both count beside the buckets.
     """
     check(wrapper)
     at_once = wrapper.gradient_as_bucket_view and not wrapper.static_graph
@@ -65,7 +65,7 @@ def future_buckets(model: nn.Module) -> Buckets:
 
 
 def default_group(model: nn.Module) -> dist.ProcessGroup:
-    """The processes that train a model, unless its user says otherwise."""
+    """The processes that train a model, unless the user names a group."""
     if isinstance(model, DistributedDataParallel):
         return group_of(model)
     assert dist.group.WORLD is not None
@@ -79,17 +79,17 @@ def group_of(wrapper: DistributedDataParallel) -> dist.ProcessGroup:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """What the processes of a group share (a `torch.distributed.Store`)."""
+    """The `torch.distributed.Store` that the processes of a group share."""
     return _get_process_group_store(group)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether a group was not destroyed since."""
+    """Whether a group still exists."""
     return dist.is_initialized() and group in _world.pg_map
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether an exchange with other processes failed. gloo's errors are known by the file that they name."""
+    """Whether an exchange with other processes raised an error. gloo's errors name gloo's source files."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 

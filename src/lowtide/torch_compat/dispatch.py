@@ -46,17 +46,17 @@ __all__ = [
 ]
 
 WHOLE_OPS = re.compile(r"_?upsample_.*|(hard|soft)shrink|multi_margin_loss|multilabel_margin_loss_forward")
-"""Ops that torch traces by decompositions of its own. These round differently from the ops of eager and
-need far more memory: a bilinear upsampling becomes some fifty ops."""
+"""Ops that torch traces by decompositions. The decompositions round differently from eager's ops and need far
+more memory: a bilinear upsampling becomes some fifty ops."""
 TRACED_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 DIFFERENTIATED_KEYS = TRACED_KEYS[:1]
-"""For ops of which only the derivative is traced by a rule of ours."""
+"""For ops with our own tracing rule only for the derivative."""
 
 Kernel = Callable[..., Any]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Equal for two living tensors exactly when they share a storage; fake tensors included."""
+    """Equal for two live tensors exactly when they share a storage; fake tensors included."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -95,8 +95,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def add(self, tensors: Iterable[Tensor], sizes: Iterable[int] = (), *, inside_bytes: int = 0) -> None:
-        """Count results of an op, of at least these `sizes`, and bytes that are live only inside of it."""
-        self._bytes()  # forgets freed storages, since a new one may have the same key
+        """Count results of an op, of at least these `sizes`, and the bytes of its workspace."""
+        self._bytes()  # drops freed storages, since a new one may have the same key
         made = [tensor for tensor in tensors if storage_key(tensor) not in self._live]
         for tensor, nbytes in zip(made, itertools.chain(sizes, itertools.repeat(0)), strict=False):
             self._note(tensor, nbytes)
@@ -130,7 +130,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def active_modes() -> list[Any]:
-    """The modes that see every op of this thread, the innermost last."""
+    """The dispatch modes of this thread, the innermost last."""
     return list(_get_current_dispatch_mode_stack())
 
 
@@ -141,7 +141,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Compute with real tensors and eager's ops, also while torch.compile traces with fake ones."""
+    """Compute with real tensors and eager's ops, even while torch.compile traces with fake ones."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
         yield
 
@@ -167,8 +167,7 @@ def with_autograd(op: OpOverload[..., Any]) -> Kernel:
 
 
 def dispatch_state() -> str:
-    """How torch dispatches ops in this thread, apart from modes and from autocast, which have keys of their
-    own beside it."""
+    """How torch dispatches ops in this thread. Modes and autocast are left out: other keys have them."""
     keys = torch._C.DispatchKey
     beside = torch._C.DispatchKeySet(keys.Python) | torch._C.DispatchKeySet(keys.PythonTLSSnapshot)
     for name in dir(keys):
@@ -189,14 +188,14 @@ def _whole_ops() -> tuple[OpOverload[..., Any], ...]:
 
 
 def whole_ops() -> contextlib.AbstractContextManager[None]:
-    """Trace `WHOLE_OPS` as the ops they are."""
+    """Trace `WHOLE_OPS` without decompositions."""
     return _kernels_replaced(dict.fromkeys(_whole_ops()), TRACED_KEYS)
 
 
 def traced_by(
     rules: Mapping[OpOverload[..., Any], Callable[[Kernel], Kernel]], *, keys: Sequence[Any] = TRACED_KEYS
 ) -> contextlib.AbstractContextManager[None]:
-    """Trace ops that torch decomposes by rules of our own, each made from torch's kernel."""
+    """Trace ops by our own `rules`, each made from torch's kernel, instead of torch's decompositions."""
     return _kernels_replaced(rules, keys)
 
 
@@ -204,7 +203,7 @@ def traced_by(
 def _kernels_replaced(
     rules: Mapping[OpOverload[..., Any], Callable[[Kernel], Kernel] | None], keys: Sequence[Any]
 ) -> Iterator[None]:
-    """Replace torch's Python kernels of ops by kernels that `rules` make of them, or by none."""
+    """Replace torch's Python kernels of ops by the kernels that `rules` make, or remove them."""
     torchs = {op: {key: op.py_kernels.pop(key, None) for key in keys} for op in rules}
     for op, kernels in torchs.items():
         rule = rules[op]
@@ -227,7 +226,7 @@ def recurrent_layers_traced_by(
     layers: Callable[..., Any], *, runs_whole: Callable[..., bool]
 ) -> Iterator[None]:
     """Let torch trace the layers of an RNN through `layers` instead of its own decomposition, and a layer of
-    an LSTM as one op where `runs_whole(input, hidden, params)`."""
+    an LSTM as one op where `runs_whole(input, hidden, params)` is true."""
 
     def choose(value: Any, hidden: Any, params: Any) -> Callable[..., Any]:
         whole = runs_whole(value, hidden, params)
@@ -255,8 +254,7 @@ _torchs_grouped_product = registrations._meta_grouped_mm_common
 
 @contextlib.contextmanager
 def grouped_products_of_any_type() -> Iterator[None]:
-    """Let torch trace grouped products (experts in one op) of all types that eager computes, and not of
-    bfloat16 alone."""
+    """Let torch trace grouped products (experts in one op) of all dtypes of eager, not only bfloat16."""
     with unittest.mock.patch.object(registrations, "_meta_grouped_mm_common", _grouped_product):
         yield
 
@@ -294,12 +292,12 @@ def bare_op(op: OpOverload[..., Any]) -> Kernel:
 
 
 def torch_function_off() -> Any:
-    """Call functions on a tensor of a class of our own without the class's `__torch_function__`."""
+    """Call functions on a tensor of our own class without the class's `__torch_function__`."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def tensor_without_memory(kind: type[Tensor], shape: Any, **options: Any) -> Any:
-    """A tensor of a class of our own with a layout and no storage."""
+    """A tensor of our own class with a layout and no storage."""
     return Tensor._make_wrapper_subclass(kind, shape, **options)
 
 
@@ -313,12 +311,12 @@ FUNCTIONS = (
 
 @functools.cache
 def make_first_calls() -> None:
-    """Let every mathematical function pick its kernel. Once per process; further calls do nothing.
+    """Let every mathematical function choose its kernel. Once per process; further calls do nothing.
 
-    With Intel's MKL the first call of such a function in a process picks its kernel. Where that call runs on
-    several threads, one of them may use a kernel of low precision for its share of the values, that one time
-    (pytorch/pytorch issue 188792; seen here with torch 2.13.0 as an Adam step that differed in the last bits
-    from the same step run again). One value is worked on by one thread.
+    With Intel's MKL the first call of such a function in a process chooses its kernel. Where that call runs
+    on several threads, one thread may use a kernel of low precision for its values, this one time
+    (pytorch/pytorch issue 188792; seen with torch 2.13.0 as an Adam step that differed in the last bits from
+    the same step later). A call with one value runs on one thread.
     """
     for dtype in (torch.float32, torch.float64):
         one_value = torch.full((1,), 0.5, dtype=dtype)

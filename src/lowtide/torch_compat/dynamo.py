@@ -1,4 +1,4 @@
-"""Dynamo's private names: compile a function with settings of our own, and what torch gave up on.
+"""Dynamo's private names: compile a function with our own settings; graph breaks and errors.
 
 - `Compiled`: a function that Dynamo traces, and the settings of torch while it does
 - `graph_inputs`, `reaches_the_end`, `casts_weights_once`: what a Dynamo graph says about itself
@@ -47,7 +47,7 @@ from lowtide.torch_compat.dynamo_values import compiled_with_numbers
 
 __all__ = ["BackendCompilerFailed", "InternalTorchDynamoError", "TorchDynamoException", "compile_lock"]
 
-# Every batch shape is a graph of its own. Of each function this many are kept, the last ones that were used.
+# Every batch shape has its own graph. Each function keeps this many graphs, the last ones that were used.
 GRAPHS_PER_FUNCTION = 256
 
 
@@ -57,7 +57,7 @@ ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 """The function that a Dynamo graph calls where a block of autocast begins."""
 
 TRACED_TOO = ("ao/quantization",)
-"""Folders of torch that Dynamo would not look into, though it can: fake quantizers and their observers."""
+"""Folders of torch that Dynamo skips, though it can trace them: fake quantizers and their observers."""
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def _looking_into(folders: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
-    """Dynamo's settings while lowtide traces a model; the user's own come back afterwards."""
+    """Dynamo's settings while lowtide traces a model; restores the user's settings afterwards."""
     with (
         _looking_into(TRACED_TOO),
         torch._dynamo.config.patch(
@@ -82,17 +82,17 @@ def settings() -> Iterator[None]:
             recompile_limit=sys.maxsize,
             accumulated_recompile_limit=sys.maxsize,
             suppress_errors=False,
-            # torch's own numpy draws other numbers and rounds otherwise: let numpy itself run, between graphs
+            # torch's own numpy draws other numbers and rounds differently: run numpy itself, between graphs
             trace_numpy=False,
-            # torch would not notice a hook that a module gets later
+            # else torch misses a hook that a module gets later
             skip_nnmodule_hook_guards=False,
-            # takes time: to tell of side effects, which is then not said, and to look for garbage
+            # saves time: no reports of side effects, no search for garbage
             side_effect_replay_policy="silent",
             run_gc_after_compile=False,
-            # inside of DistributedDataParallel torch would cut graphs at its buckets, past their plans
+            # inside of DistributedDataParallel torch would split graphs at its buckets, against their plans
             optimize_ddp=False,
         ),
-        # torch would give up on a model with an op that fails: its code may catch that, or run without fakes
+        # torch would give up on a model whose op fails: its code may catch that, or run on real tensors
         unittest.mock.patch.object(utils, "_wrap_graph_break_with_torch_runtime_err", _break_graph),
         unittest.mock.patch.object(VariableBuilder, "_wrap", _wrap),
     ):
@@ -100,7 +100,7 @@ def settings() -> Iterator[None]:
 
 
 class FailedOps:
-    """How many ops have raised while torch traced them on fake tensors: where shapes do not fit, say."""
+    """The number of ops that raised while torch traced them on fake tensors: for wrong shapes, say."""
 
     count = 0
 
@@ -112,12 +112,12 @@ def _break_graph(unimplemented: Callable[[], None]) -> None:
 
 _torchs_wrap = VariableBuilder._wrap
 _numbers: weakref.WeakKeyDictionary[types.CodeType, dict[str, float]] = weakref.WeakKeyDictionary()
-"""Numbers of numpy that a function was traced with, by their names in it."""
+"""numpy numbers that a function was traced with, by their names in the function."""
 
 
 def _wrap(builder: VariableBuilder, value: Any) -> Any:
-    """A number of numpy that is a `float`, too, is one, as long as it stays the same: torch would make a
-    tensor of it, and then an array, which not all take that take a number."""
+    """Trace a numpy number that is also a `float` as a constant, as long as its value stays the same. torch
+    would make a tensor of the number, and then an array, which some functions of numbers do not take."""
     if isinstance(value, numpy.float64):
         known = _numbers.setdefault(builder.tx.f_code, {}).setdefault(builder.name, float(value))
         if known == value:
@@ -127,14 +127,14 @@ def _wrap(builder: VariableBuilder, value: Any) -> Any:
 
 
 class StartOver(Exception):
-    """Raised by a backend to end a call of which nothing has run yet."""
+    """Raised by a backend to end a call before anything has run."""
 
 
 class Compiled:
-    """What `torch.compile(function, backend=backend, dynamic=False)` gives, traced within `tracing()`.
+    """`torch.compile(function, backend=backend, dynamic=False)`, traced within `tracing()`.
 
-    torch asks its callback only for frames that it has not compiled yet: a call that finds its graph
-    never enters `tracing`. Does not keep `backend` alive.
+    torch calls its callback only for frames without compiled code: a call that finds its graph never enters
+    `tracing`. The reference to `backend` is weak.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Compiled:
         self._attempts: list[types.CodeType] = []
         self._traced: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
         self.seconds = 0.0
-        """that tracing has taken so far"""
+        """seconds of tracing so far"""
         self._call = _within(function, tracing, self._attempts, weakref.ref(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,19 +170,19 @@ class Compiled:
         return code
 
     def compile_by(self, backend: Callable[..., Any]) -> None:
-        """Let another backend compile what comes from now on; what is compiled stays."""
+        """Let another backend compile later graphs; compiled graphs stay."""
         self._backend = weakref.ref(backend)
         self.seconds = 0.0
 
     def take_graphs_along(self) -> None:
-        """Free the graphs with this object: torch itself frees a function's graphs only when it is asked
-        to. Not for a function of the user's."""
+        """Free the graphs with this object: torch frees a function's graphs only on request. Not for a user's
+        function."""
         if self.code is not None:
             weakref.finalize(self, reset_code, self.code).atexit = False
 
     def is_tracing(self, *functions: Callable[..., Any]) -> bool:
-        """Asked by the backend: whether the graph at hand is of this function itself or of one of
-        `functions`, and none of those was traced before in this call."""
+        """Inside of the backend: whether the present graph belongs to this function or to one of `functions`,
+        and none of them was traced before in this call."""
         codes = [self.code, *(getattr(function, "__code__", None) for function in functions)]
         return (
             bool(self._attempts)
@@ -191,21 +191,21 @@ class Compiled:
         )
 
     def forget(self) -> None:
-        """Drop all that was compiled so far: the next call traces anew."""
+        """Drop all compiled code: the next call traces anew."""
         self._traced.update(self._attempts)
         for code in self._traced:
             reset_code(code)
         self._traced.clear()
 
     def look_again(self) -> None:
-        """While a failed call is handled: let torch trace what it gave up on, the next time that it comes.
+        """While a failed call is handled: let torch retry functions that it gave up on.
 
-        It never again looks into a function whose tracing failed once, though the cause may be gone: a bad
-        batch, say, that made the user's own code raise. What was compiled before stays.
+        torch never retries a function whose tracing failed once, though the cause may be gone: a bad batch,
+        say, that made the user's own code raise. Code that was compiled before stays.
         """
         _let_go_of_frames(sys.exc_info()[1])
         if self._attempts:
-            gc.collect()  # frames that torch gave up on before the user's own error keep the batch live, too
+            gc.collect()  # frames that torch gave up on before the user's error keep the batch live, too
         own = self.code
         if own is not None:
             set_code_exec_strategy(own, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
@@ -221,7 +221,7 @@ def _within(
     owner: weakref.ref[Compiled],
 ) -> Callable[..., Any]:
     def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        # torch keeps every backend it saw: this one goes when its owner goes
+        # torch keeps every backend that it saw: this one refers to its owner weakly
         compiled = owner()
         assert compiled is not None
         backend = compiled.backend
@@ -257,8 +257,8 @@ def _within(
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Clear the finished frames of a failed tracing: their cycles keep the batch live until Python next looks
-    for garbage. Frames of an error of the user's own stay, for debuggers."""
+    """Clear the finished frames of a failed tracing: their reference cycles keep the batch live until the
+    next garbage collection. Frames of a user's own error stay, for debuggers."""
     while isinstance(error, (TorchDynamoException, LowtideError)):
         traceback.clear_frames(error.__traceback__)
         for inner in (error.__cause__, error.__context__):
@@ -268,7 +268,7 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 
 
 def _drop_oldest_graph(code: types.CodeType) -> None:
-    """Make room for one more graph of a function, where it has as many as are kept."""
+    """Drop a function's least recently used graph, if it has `GRAPHS_PER_FUNCTION`."""
     alive = [
         entry
         for entry in _debug_get_cache_entry_list(code)
@@ -283,11 +283,11 @@ def _drop_oldest_graph(code: types.CodeType) -> None:
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[list[Compiled]]:
-    """Drop afterwards what torch compiles inside, and what it gave up on, but for what is added to the list
-    that this gives.
+    """At the end, drop code that torch compiled inside, and functions that it gave up on, except those added
+    to the list that this yields.
 
-    It would keep the graphs for good, and never again look into a function that failed once. Code
-    that the user has compiled before keeps all it has.
+    torch would keep the graphs for good, and never retry a function that failed once. Code that the user has
+    compiled before keeps its graphs.
     """
     kept: list[Compiled] = []
     users = {id(code) for code in _seen_codes() if _debug_get_cache_entry_list(code)}
@@ -306,7 +306,7 @@ def _seen_codes() -> list[types.CodeType]:
 
 
 def graph_breaks() -> Counter[str]:
-    """How often torch.compile gave up on something in this process, by reason, each in one line."""
+    """The number of graph breaks in this process, by reason in one line."""
     found: Counter[str] = Counter()
     for reason, times in counters["graph_break"].items():
         found[_one_line(reason)] += times
@@ -314,14 +314,14 @@ def graph_breaks() -> Counter[str]:
 
 
 def _one_line(reason: str) -> str:
-    """The first line of torch's reason, and the function in question, which stands further down."""
+    """The first line of torch's reason, and the function that a later line names."""
     first = reason.splitlines()[0].rstrip(".")
     named = re.search(r"the function `([^`]+)`", reason)
     return f"{first}: {named[1]}" if named else first
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of `function` with a code object of its own, so that Dynamo compiles it apart."""
+    """A copy of `function` with its own code object, so that Dynamo compiles it separately."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
         function.__code__.replace(),
@@ -335,8 +335,8 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inner_error(error: BaseException) -> BaseException | None:
-    """What Dynamo wrapped in an error; None for an error that is not Dynamo's. torch 2.15 wraps what an op
-    raises on fake tensors in an error of the same class, with all arguments in its text."""
+    """The error that Dynamo wrapped; None for an error that is not Dynamo's. torch 2.15 wraps an op's error
+    on fake tensors in an error of the same class, with all arguments in its text."""
     is_dynamos = isinstance(error, TorchDynamoException) or str(error).startswith(FAILED_NODE)
     if not is_dynamos:
         return None
@@ -345,7 +345,7 @@ def inner_error(error: BaseException) -> BaseException | None:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Let what lowtide itself raises out of the compiler as it is."""
+    """Let lowtide's own errors pass through the compiler unwrapped."""
     try:
         yield
     except BackendCompilerFailed as error:
@@ -356,8 +356,8 @@ def user_errors() -> Iterator[None]:
 
 
 def casts_weights_once(graph: fx.GraphModule) -> bool:
-    """Whether eager PyTorch would cast a weight once for all of a Dynamo graph: autocast remembers its casts
-    until the outermost block ends. Asked while the graph is compiled, in the caller's own setting."""
+    """Whether eager PyTorch would cast a weight once for a whole Dynamo graph: autocast caches its casts
+    until the outermost block ends. Call this while the graph is compiled, in the caller's own setting."""
     if not torch.is_autocast_cache_enabled():
         return False
     blocks = graph.graph.find_nodes(op="call_function", target=ENTER_AUTOCAST)
@@ -365,7 +365,7 @@ def casts_weights_once(graph: fx.GraphModule) -> bool:
 
 
 def reaches_the_end(graph: fx.GraphModule) -> bool:
-    """Whether a Dynamo graph goes to the end of the function that is traced, and not to a graph break."""
+    """Whether a Dynamo graph ends at the end of the traced function, not at a graph break."""
     return not graph.compile_subgraph_reason.graph_break  # type: ignore[union-attr]
 
 
@@ -391,9 +391,9 @@ def quiet() -> Iterator[None]:
 def unlogged() -> Iterator[None]:
     """Keep torch's log lines off the screen, but not warnings, which may be the user's own.
 
-    Only those of this thread: another one may be compiling something of the user's. What torch logs as
-    an error, it also raises. The structured trace is left alone: it goes to a file, if anywhere, and
-    makes all of its records until it finds out that no file is wanted.
+    Only log lines of this thread: another thread may compile user code. torch also raises every error that it
+    logs. The structured trace is left alone: it goes to a file, if anywhere, and makes all of its records
+    until it finds that no file is wanted.
     """
     thread = threading.get_ident()
 

@@ -1,9 +1,9 @@
 """The path of model code under Dynamo: the path of eager, with as few graph breaks as can be.
 
 - `eager_answers`: code that asks whether it is being compiled gets eager's answer. Libraries choose other ops
-  under torch.compile, which round otherwise.
-- `resumed_loops`: a graph may end inside of a loop over modules, and the next graph goes on with the rest of
-  the loop. Dynamo would run the whole function without graphs.
+  under torch.compile, which round differently.
+- `resumed_loops`: a graph may end inside of a loop over modules, and the next graph continues the loop.
+  Dynamo would run the whole function without graphs.
 - `masked_writes_between_graphs`: a graph ends before `x[mask] = value` where the value is trained. The
   gradient of the value has as many rows as the mask picks. torch would fail only in the backward pass of the
   whole graph, and then again in every function that calls this one.
@@ -46,16 +46,16 @@ COMPILING = (
     external_utils.is_compiling,
 )
 HINTS = (torch._dynamo.mark_static_address,)
-"""What libraries tell torch in eager for a later compilation; torch refuses to trace it."""
+"""Functions by which libraries give torch hints for a later compilation; torch refuses to trace them."""
 CAPTURING = (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing)
 TORCH = str(Path(torch.__file__).parent)
 ASKERS = 3
-"""How many functions stand between the one that asks torch and the one that wants to know."""
+"""How many frames, from the one that asks torch outwards, may belong to the asking object."""
 
 
 @contextlib.contextmanager
 def eager_answers() -> Iterator[None]:
-    """Answer code that is not torch's own as it is answered in eager."""
+    """Give eager's answers to code that is not torch's own."""
     handlers: dict[Any, Handler] = TorchInGraphFunctionVariable._get_handlers()
     answers: dict[Any, Handler] = {ask: _not_compiling(handlers[ask]) for ask in COMPILING}
     answers |= dict.fromkeys(CAPTURING, _asked_now) | dict.fromkeys(HINTS, _nothing_done)
@@ -96,7 +96,7 @@ def _nothing_done(_hint: Any, tx: Any, *_args: Any, **_kwargs: Any) -> Any:
 
 
 def _asked_now(asked: Any, tx: Any) -> Any:
-    """The answer of now; where torch was built without the device, eager raises, and so does this."""
+    """The present answer; raises as in eager where torch was built without the device."""
     try:
         answer = asked.value()
     except Exception as error:
@@ -105,15 +105,15 @@ def _asked_now(asked: Any, tx: Any) -> Any:
 
 
 SHAPE_OF_DATA = "Dynamic shape operator"
-"""torch's name for what a graph ended at."""
+"""torch's name for the cause of a graph break."""
 
 _torchs_answer = InstructionTranslatorBase.maybe_has_backedge
 
 
 @contextlib.contextmanager
 def resumed_loops() -> Iterator[None]:
-    """While torch traces: a graph may end inside of a loop, and what is left of a dict's keys, values or
-    items can be handed to the next one."""
+    """While torch traces: a graph may end inside of a loop, and the next graph gets the remaining keys,
+    values or items of a dict."""
     with (
         unittest.mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _gives_up_in_loop),
         unittest.mock.patch.object(DictViewIterator, "reconstruct", _reconstruct),
@@ -123,13 +123,13 @@ def resumed_loops() -> Iterator[None]:
 
 
 def _gives_up_in_loop(translator: InstructionTranslatorBase) -> bool:
-    """Asked while torch handles what a graph ended at: whether to run the function without graphs, where that
-    is a loop. One that asks for shapes is run so, with all that it calls."""
+    """While torch handles a graph break: whether to run the function without graphs because of a loop. A loop
+    that breaks at `SHAPE_OF_DATA` runs without graphs, with all functions that it calls."""
     error = sys.exc_info()[1]
     if (
         isinstance(error, Unsupported)
         and error.gb_type == SHAPE_OF_DATA
-        and len(error.real_stack) == 1  # the function itself, and nothing that it calls
+        and len(error.real_stack) == 1  # in the function itself, not in a function that it calls
         and translator.parent is None
         and _torchs_answer(translator)
     ):
@@ -140,14 +140,14 @@ def _gives_up_in_loop(translator: InstructionTranslatorBase) -> bool:
 
 
 def _resolve(output: Any, source: Any) -> Any:
-    """The object that a source stands for; torch's own forgets the functions that a source may name."""
+    """The object behind a source; torch's own method lacks the functions that a source may name."""
     frame = output.root_tx
     return source.get_value({**_get_closure_vars(), "G": frame.f_globals, "L": frame.f_locals}, {}, {})
 
 
 def _reconstruct(iterator: Any, codegen: Any) -> None:
-    """Write code that makes an iterator over what is left."""
-    left = iterator._iter.__reduce__()[1][0]  # does not move the iterator on
+    """Write code that makes an iterator over the remaining items."""
+    left = iterator._iter.__reduce__()[1][0]  # does not advance the iterator
     if iterator.view_type == "keys":
         items = [key.vt for key in left]
     elif iterator.view_type == "values":
@@ -166,7 +166,7 @@ TORCHS_WRITE: Any = getattr(TensorVariable, METHOD, None)
 
 @contextlib.contextmanager
 def masked_writes_between_graphs() -> Iterator[None]:
-    """Let eager run writes of trained values to where a mask says."""
+    """Let eager run masked writes of trained values."""
     if TORCHS_WRITE is None:
         yield
         return
@@ -199,7 +199,7 @@ TORCHS_LOG = LoggingLoggerVariable.call_method
 
 @contextlib.contextmanager
 def log_lines_after_graphs() -> Iterator[None]:
-    """Log lines without values of tensors come in every call, after the graph that they stand in."""
+    """Log lines without tensor values in every call, after their graph."""
     with unittest.mock.patch.object(LoggingLoggerVariable, "call_method", _log_later):
         yield
 

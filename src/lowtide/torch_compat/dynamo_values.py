@@ -1,18 +1,18 @@
 """Python values that decide a graph, under Dynamo: values read from the batch, and numbers that change.
 
-`batch_values`: `if mask.all():` or `lengths.max().item()` would end a graph. The input is at hand while torch
-traces, so the value is, too. Tracing goes on with the value, and a guard computes it again in every call;
-another value is another graph. Values that depend on parameters, or that change with every batch, still end
+`batch_values`: `if mask.all():` or `lengths.max().item()` would end a graph. But the input is known while
+torch traces, and so is the value. Tracing continues with the value, and a guard recomputes it in every call;
+another value has another graph. Values that depend on parameters, or that change with every batch, still end
 the graph.
 
-`changing_numbers`: a Python number becomes an input of the graph with its second value; most numbers never
-change, and a constant is the simpler graph. The graph reads the number out of its input and hands it to its
-ops as Python would. Python does arithmetic on numbers alone, op by op: all results have eager's bits. A
-number that decides more than values, such as a shape or which ops there are, is fixed: tracing starts over,
-and every value of the number is a graph of its own.
+`changing_numbers`: a Python number becomes an input of the graph when its value changes for the first time;
+most numbers never change, and a constant gives the simpler graph. The graph reads the number from its input
+and passes it to its ops as Python would. Python computes on numbers alone, op by op: all results have eager's
+bits. A number that decides more than values, such as a shape or the choice of ops, is fixed: tracing starts
+over, and every value of the number has its own graph.
 
-Shortcomings: torch reads a number that an op takes as a `float` of C (`huber_loss`, `bernoulli_`), and such a
-number is fixed; `ops.traced_ops` has rules for a few that are not.
+Shortcoming: a number is fixed if an op takes it as a `float` of C (`huber_loss`, `bernoulli_`);
+`ops.traced_ops` has rules for a few such ops.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from lowtide.torch_compat.dispatch import FakeTensor, is_number, iter_tensors, real_tensors, storage_key
 
 MAX_VALUES = 16
-"""Of one place in the code; where there are more, the value is one that changes with every batch."""
+"""Per source location; a value with more counts as one that changes with every batch."""
 MAX_LIST = 1024
 
 JUMPS = {name for name in dis.opmap if "JUMP" in name and name.endswith(("_TRUE", "_FALSE", "_OR_POP"))}
@@ -52,7 +52,7 @@ _seen: weakref.WeakKeyDictionary[CodeType, dict[int, set[str]]] = weakref.WeakKe
 
 @contextlib.contextmanager
 def batch_values() -> Iterator[None]:
-    """While torch traces, let values be read that its inputs alone decide."""
+    """While torch traces, let code read values that depend only on inputs."""
     with contextlib.ExitStack() as patches:
         for translator in TRANSLATORS:
             table = list(translator.dispatch_table)
@@ -71,7 +71,7 @@ def batch_values() -> Iterator[None]:
 
 
 def _jump_by_value(plain: Callable[..., None], *, keeps: bool) -> Callable[..., None]:
-    """Of a jump that `keeps` the value, the tensor itself may be what is kept: only its truth is asked."""
+    """A jump by a tensor's known truth value. A jump that `keeps` its operand keeps the tensor itself."""
 
     def jump(tx: Any, instruction: Any) -> None:
         condition = tx.stack[-1]
@@ -119,7 +119,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _known_value(tx: Any, variable: Any, read: Callable[[torch.Tensor], Any]) -> Any:
-    """What `read` gives for a tensor that is traced, guarded from now on; None where it is not known."""
+    """The result of `read` for a traced tensor, guarded from now on; None where it is unknown."""
     if not isinstance(variable, TensorVariable):
         return None
     fake = variable.proxy.node.meta.get("example_value")
@@ -138,7 +138,7 @@ def _known_value(tx: Any, variable: Any, read: Callable[[torch.Tensor], Any]) ->
     try:
         value = _compute(compute, read, examples)
     except Exception:
-        return None  # let the model's own code raise it
+        return None  # the model's own code raises the error
     if not _is_one_of_few(tx, value):
         return None
     if inputs:
@@ -148,7 +148,7 @@ def _known_value(tx: Any, variable: Any, read: Callable[[torch.Tensor], Any]) ->
 
 
 def _certain_comparison(node: fx.Node) -> bool | None:
-    """A number from [0, 1) is never below 0, and always below 1: layers dropped with probability 0."""
+    """The result of comparing a draw from [0, 1) with 0 or 1, as for layers dropped with probability 0."""
     drawn, bound = (*node.args, None, None)[:2]
     if node.target is not operator.lt or not isinstance(drawn, fx.Node) or drawn.target is not torch.rand:
         return None
@@ -165,7 +165,7 @@ def _is_one_of_few(tx: Any, value: Any) -> bool:
 
 
 def _origin(node: fx.Node, graph: fx.Graph) -> tuple[list[fx.Node], fx.GraphModule] | None:
-    """The inputs that decide a value, and how; None where more than inputs decide it."""
+    """The inputs that decide a value, and the graph from them to the value; None for other values."""
     if node.graph is not graph:
         return None
     needed, waiting = {node}, [node]
@@ -200,7 +200,7 @@ def _is_plain_input(node: fx.Node) -> bool:
 
 
 def _is_plain_op(node: fx.Node) -> bool:
-    """An input, or an op that gives the same for the same inputs and changes none of them."""
+    """Whether a node is an input, or a deterministic op that changes no input."""
     if node.op == "placeholder":
         return True
     if node.op not in ("call_function", "call_method") or _writes(node):
@@ -249,27 +249,27 @@ def _guard(
     def add_guard(builder: Any, _guard: Any) -> None:
         arguments = ", ".join(source.name for source in sources)
         words = f"___same_value({arguments})"
-        names = {**_get_closure_vars(), "___same_value": is_same}  # what torch's names of inputs may refer to
+        names = {**_get_closure_vars(), "___same_value": is_same}  # torch's names of inputs may use these
         builder.add_python_lambda_leaf_guard_to_root([words], [words], closure_vars=names)
 
     return add_guard
 
 
 _first: weakref.WeakKeyDictionary[CodeType, dict[str, int | float]] = weakref.WeakKeyDictionary()
-"""The first value of every number that a function was traced with, by where it is found."""
+"""The first value of every number that a function was traced with, by the number's source."""
 _fixed: weakref.WeakKeyDictionary[CodeType, set[str]] = weakref.WeakKeyDictionary()
-"""Those that are no inputs, whatever their values."""
+"""Numbers that never become inputs."""
 _inputs: weakref.WeakKeyDictionary[CodeType, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""Those that the tracing at hand made inputs of, each with torch's symbol for it."""
+"""Numbers that became inputs in the present tracing, each with torch's symbol."""
 
 
 @contextlib.contextmanager
 def changing_numbers() -> Iterator[None]:
-    """While torch traces, make inputs of numbers that have changed since it last traced the same code."""
+    """While torch traces, turn numbers into inputs if they have changed since the code was last traced."""
     wrap = _wrapped_by(VariableBuilder.wrap_literal)
     with (
         unittest.mock.patch.object(VariableBuilder, "wrap_literal", wrap),
-        # with its assertions torch writes numbers anew by their formulas, simplified, which rounds otherwise
+        # with its assertions torch recomputes numbers by simplified formulas, which round differently
         config.patch(do_not_emit_runtime_asserts=True),
     ):
         yield
@@ -295,7 +295,7 @@ def _wrapped_by(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _note(code: CodeType, name: str, symbol: Any) -> None:
     noted = _inputs.setdefault(code, {})
     if any(other.node.shape_env is not symbol.node.shape_env for other in noted.values()):
-        noted.clear()  # of a tracing that was given up
+        noted.clear()  # from an abandoned tracing
     noted[name] = symbol
 
 
@@ -322,8 +322,8 @@ def compiled_with_numbers(
     *,
     allowed: bool,
 ) -> Callable[..., Any]:
-    """What `compile_graph` makes of a graph of `code`, with numbers among its inputs; where none are
-    `allowed`, they decide more than they may, or torch fails on them, tracing starts over without those."""
+    """The function that `compile_graph` makes of a graph of `code`, with numbers among its inputs. Tracing
+    starts over without a number that is not `allowed`, decides more than values, or makes torch fail."""
     numbers = _inputs.pop(code, {})
     if not numbers:
         return compile_graph()
@@ -335,7 +335,7 @@ def compiled_with_numbers(
 
     _fix(code, _deciding(numbers, graph, "example_value"))
     try:
-        # torch would make tensors of numbers here, which round otherwise, and fix the rest
+        # torch would turn numbers into tensors here, which round differently, and fix the rest
         with unittest.mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", look):
             return compile_graph()
     except TorchDynamoException:
@@ -346,7 +346,7 @@ def compiled_with_numbers(
 
 
 def _fix(code: CodeType, names: Collection[str]) -> None:
-    """Start over without these numbers among the inputs, if there are any."""
+    """Start over without these numbers among the inputs; does nothing for an empty list."""
     if names:
         _fixed.setdefault(code, set()).update(names)
         raise TensorifyScalarRestartAnalysis(
@@ -355,15 +355,15 @@ def _fix(code: CodeType, names: Collection[str]) -> None:
 
 
 def _deciding(numbers: Mapping[str, Any], graph: fx.GraphModule, field: str) -> list[str]:
-    """Those of a graph's numbers that torch could only go on with by taking them for their values, or that
-    decide the layout of a tensor, or the type of a number."""
+    """The numbers of a graph that decide more than values: torch replaced them by constants, or they decide
+    the layout of a tensor or the type of a number."""
     symbols: set[Any] = set()
     for node in graph.graph.nodes:
         value = node.meta.get(field)
         for tensor in iter_tensors(value):
             layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
             symbols.update(*(number.node.expr.free_symbols for number in layout if is_number(number)))
-        # of 1 and 0.5 torch makes 1.0 where Python takes 1
+        # the maximum of 1 and 0.5, say: torch gives 1.0, Python 1
         mixes = (
             node.target in (torch.sym_min, torch.sym_max) and len({_kind(a, field) for a in node.args}) > 1
         )

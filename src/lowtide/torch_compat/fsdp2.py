@@ -14,7 +14,7 @@ from lowtide.facts.sharding import Part, Sharding, Unit
 
 
 class Copies(NamedTuple):
-    """How many copies of the exchanged bytes a communication library keeps live inside."""
+    """The number of copies of the exchanged bytes that a communication library keeps live."""
 
     gather: int
     reduce: int
@@ -30,13 +30,13 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor that is sharded; any other tensor as it is."""
+    """This process's shard of a sharded tensor; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(model: nn.Module) -> dict[str, tuple[torch.Tensor, nn.Parameter]]:
-    """The whole tensors that stand for parameters in the forward pass, as far as they were gathered so far,
-    each with the user's own parameter, by its name."""
+    """The gathered tensors of parameters, as far as they exist by now, each with the user's own parameter, by
+    the parameter's name."""
     return {
         name: (part._unsharded_param, part.sharded_param)
         for name, part in _named_parts(model)
@@ -45,14 +45,14 @@ def gathered(model: nn.Module) -> dict[str, tuple[torch.Tensor, nn.Parameter]]:
 
 
 def reset(model: nn.Module) -> None:
-    """After a call that ended early, or without a backward pass: give all gathered parameters back."""
+    """Free all gathered parameters after a call that ended early, or without a backward pass."""
     for unit in units_of(model):
         if unit._get_fsdp_state()._is_root:  # type: ignore[operator]
             unit.reset_iter_state()  # type: ignore[operator]
 
 
 class _Alone:
-    """Takes the place of an all-gather: every other process's part is left as it comes."""
+    """Replaces an all-gather: the shards of other processes stay uninitialized."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -106,14 +106,14 @@ def _alone(model: nn.Module) -> Iterator[None]:
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes among which a model is divided; None where it is not."""
+    """The processes over which a model is sharded; None for an unsharded model."""
     found = (group for unit in units_of(model) for group in _groups(unit))
     group: dist.ProcessGroup | None = next((group._all_gather_process_group for group in found), None)
     return group
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """How a model is divided, once it was called; None where it is not."""
+    """How a model is sharded, after its first call; None for an unsharded model."""
     units = units_of(model)
     groups = [group for unit in units for group in _groups(unit)]
     if not groups:

@@ -1,11 +1,11 @@
 """Graphs compiled by Inductor: as functions, and the bytes that are live in them.
 
 Inductor only fuses and orders the pointwise ops of one graph. A graph takes its inputs and returns its
-outputs with the strides that it was traced with, and numbers of less than 32 bits are rounded wherever eager
-rounds: so a value does not depend on the ops that it is fused with.
+outputs with the traced strides. Numbers of less than 32 bits are rounded wherever eager rounds. So a value
+does not depend on the ops that it is fused with.
 
-All other ops run as they are, behind the op `lowtide::opaque`. Inductor refuses functions that are no op of
-torch, draws random numbers in an order of its own, and sums in an order that depends on the rest of the loop.
+All other ops run unchanged behind the op `lowtide::opaque`. Inductor refuses functions that are no op of
+torch, draws random numbers in another order, and sums in an order that depends on the rest of the loop.
 
     y = mm(a, b)                  made = opaque([a, b], token_of_the_call_before, number)
     z = relu(y) * 2       =>      token, y = made
@@ -54,11 +54,11 @@ SETTINGS = {
     "fallback_random": True,
     "emulate_precision_casts": True,
     "layout_optimization": False,
-    # Live bytes are found by running the code, which therefore has to be Python that takes and frees buffers.
+    # A dry run of the code finds the live bytes: the code must be Python that allocates and frees buffers.
     "cpp_wrapper": False,
     "graph_partition": True,
     "memory_planning": False,
-    # A graph's text does not tell what its opaque calls return.
+    # A graph's text does not say what its opaque calls return.
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
 }
@@ -69,9 +69,9 @@ STUBS: dict[str, Callable[..., Any]] = {
     "assert_size_stride": lambda *_: None,
     "assert_alignment": lambda *_: None,
 }
-"""What Inductor's code calls besides its kernels and ops, as it goes with fake tensors."""
+"""Functions for fake tensors in place of those that Inductor's code calls besides kernels and ops."""
 KERNEL = "cpp_fused"
-"""How the names of its kernels begin."""
+"""Prefix of the names of Inductor's kernels."""
 
 
 def has_compiler() -> bool:
@@ -84,7 +84,7 @@ def has_compiler() -> bool:
 
 
 def compiler_name() -> str:
-    """What Inductor calls to compile C++."""
+    """The C++ compiler that Inductor calls."""
     known: Any = inductor_config.cpp.cxx
     return known if isinstance(known, str) else str(known[-1])
 
@@ -92,21 +92,20 @@ def compiler_name() -> str:
 def compiled_by_torch(
     graph: fx.GraphModule, inputs: Sequence[Any], *, memory_budget: float | None, eager_random: bool
 ) -> Callable[..., Any]:
-    """torch.compile's own backend, for comparison; `memory_budget` is `activation_memory_budget`, None
-    torch's default. `eager_random`: random ops draw what they draw in eager training. That is not torch's
-    default, and what is drawn again in the backward pass is something else then."""
+    """torch.compile's own backend, for comparison; `memory_budget` is `activation_memory_budget`, None for
+    torch's default. `eager_random`: random ops draw eager's numbers. That is not torch's default, and random
+    ops that torch recomputes in the backward pass then draw other numbers."""
     settings: dict[str, Any] = {"enable_autograd_cache": False}
     if memory_budget is not None:
         settings["activation_memory_budget"] = memory_budget
     with quiet(), functorch_config.patch(settings):
-        # as patches of its own, since the backward graph is compiled when the first backward pass runs
+        # as `config_patches`, since torch compiles the backward graph in the first backward pass
         compiled: Any = compile_fx(graph, list(inputs), config_patches={"fallback_random": eager_random})
     return compiled  # type: ignore[no-any-return]
 
 
 class Bytes(NamedTuple):
-    """Bytes of an op: of the storages that it makes, which may be larger than fake ones, and its
-    workspace."""
+    """Bytes of an op: its storages, which may be larger than fake ones, and its workspace."""
 
     made: tuple[int, ...]
     inside: int
@@ -145,11 +144,11 @@ class CompiledGraph:
     def dry_run(
         self, inputs: list[Any], module: fx.GraphModule, *, costs: Callable[[fx.Node], Bytes]
     ) -> tuple[list[Any], int]:
-        """The results for fake tensors, and the most bytes live at once above those at the start.
+        """The results for fake tensors, and the peak of live bytes above those at the start.
 
         Runs Inductor's own code with kernels that do nothing. `inputs` is emptied, so that an input is freed
-        after its last read. `costs` gives the bytes of a node of `module` that is no op of Inductor's;
-        `module` is the graph that was compiled, or an equal one.
+        after its last read. `costs` gives the bytes of a node of `module` that runs behind the opaque op;
+        `module` is the compiled graph, or an equal one.
         """
         runner = self._compiled.compiled_fn_runner
         code = runner.call.__func__
@@ -163,9 +162,9 @@ class CompiledGraph:
 
 
 class Kernel:
-    """A kernel that is not built yet: live bytes are known without it, and most compiled plans never run.
+    """A kernel that is built at its first call: dry runs do not need it, and most compiled plans never run.
 
-    torch may give code with such kernels to other callers; then the kernel is built when it is called.
+    torch may share code with such kernels with other callers, who call them like any kernel.
     """
 
     def __init__(self, argtypes: list[str], source: str) -> None:
@@ -186,7 +185,7 @@ def _later(_compiler: AsyncCompile, argtypes: list[str], source: str) -> Kernel:
 
 @contextlib.contextmanager
 def _at_work() -> Iterator[None]:
-    """Let Inductor compile, in silence; what stops it is told in one line."""
+    """Let Inductor compile silently; turn its errors into one line."""
     try:
         with quiet(), inductor_config.patch(SETTINGS):
             yield
@@ -215,11 +214,11 @@ class _LiveBytesOfOpaque(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
 
-def doubles(values: Sequence[Any]) -> list[Any]:
-    """Fake tensors of the same layouts in storages of their own, one for each of the originals'."""
+def fake_copies(values: Sequence[Any]) -> list[Any]:
+    """Fake tensors of the same layouts in new storages; tensors that share a storage still do."""
     storages: dict[int, Tensor] = {}
 
-    def double(value: Any) -> Any:
+    def fake_copy(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         key = storage_key(value)
@@ -229,11 +228,11 @@ def doubles(values: Sequence[Any]) -> list[Any]:
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
     with _mode_of(values), torch.no_grad():
-        return [double(value) for value in values]
+        return [fake_copy(value) for value in values]
 
 
 def storage_bytes(values: Iterable[Any], *, besides: Iterable[Any] = ()) -> int:
-    """Bytes of the storages of these tensors, those of others left out."""
+    """Bytes of the storages of these tensors, without the storages of `besides`."""
     known = {storage_key(tensor) for tensor in iter_tensors(list(besides))}
     sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in iter_tensors(list(values))}
     return sum(nbytes for key, nbytes in sizes.items() if key not in known)
@@ -267,7 +266,7 @@ _calls: dict[int, fx.Node] = {}
 
 
 class OpaqueGraph:
-    """A graph with the op in place of whatever is no op of torch, or random.
+    """A graph with the opaque op in place of all calls that Inductor must not compile.
 
     The calls can be made as long as this object lives.
     """
@@ -284,11 +283,11 @@ class OpaqueGraph:
         weakref.finalize(self, _forget, self._numbers)
 
     def calls_of(self, module: fx.GraphModule) -> dict[int, fx.Node]:
-        """The nodes of an equal graph that stand where this one has the op, by their numbers."""
+        """The nodes of an equal graph at the positions of the opaque ops, by call number."""
         return dict(zip(self._numbers, filter(_is_opaque, module.graph.nodes), strict=True))
 
     def _opaque(self, graph: fx.Graph, node: fx.Node) -> Any:
-        """Whatever the call returns, its tensors as parts of what the op returns."""
+        """The call's result, with its tensors taken from the result of the opaque op."""
         number = next(_numbers)
         self._numbers.append(number)
         _calls[number] = node
@@ -307,7 +306,7 @@ class OpaqueGraph:
     def _copied(self, graph: fx.Graph, node: fx.Node) -> Any:
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node) and not isinstance(self._new[source], fx.Node):
-            return self._new[source][node.args[1]]  # a part of what an opaque call returned
+            return self._new[source][node.args[1]]  # an item of an opaque call's result
         return graph.node_copy(node, lambda read: self._new[read])
 
 
@@ -330,7 +329,7 @@ def _run(inputs: list[Tensor], before: Tensor | None, number: int) -> list[Tenso
     values = dict(zip(node.all_input_nodes, inputs, strict=True))
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     assert callable(node.target)
-    # brought back, an op may return less: batch norm without its statistics
+    # a recomputed op may return fewer values: batch norm without its statistics
     pairs = itertools.zip_longest(_leaves(node.meta["val"]), _leaves(node.target(*args, **kwargs)))
     return [torch.empty(0), *(_like(fake, value) for fake, value in pairs if isinstance(fake, Tensor))]
 
@@ -344,8 +343,8 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _like(fake: Tensor, value: Any) -> Tensor:
-    """A value with the strides that the compiled code counts on: real strides differ from fake ones at times,
-    and a value without readers is missing."""
+    """A value with the strides that the compiled code expects. Real strides can differ from fake ones, and a
+    value without readers is missing."""
     if not isinstance(value, Tensor):
         return _empty(fake)
     if value.dtype == fake.dtype and value.stride() == fake.stride():

@@ -18,8 +18,8 @@ ROUTE = "_compiled_call_impl"
 
 
 def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own code, hooks included. This is the function that is compiled, at capture and at run
-    time, so that both give the same graphs."""
+    """The model's own code, hooks included. Capture and training both compile this function, so that both get
+    the same graphs."""
     return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -30,7 +30,7 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """What a module calls before and after its forward."""
+    """The hooks that a module calls before and after its forward."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
@@ -39,12 +39,12 @@ def has_hooks_before_forward(module: nn.Module) -> bool:
 
 
 def route_of(model: nn.Module) -> Any:
-    """What runs instead of the model's own code; None for nothing."""
+    """The function that runs instead of the model's own code, or None."""
     return model._compiled_call_impl
 
 
 def set_route(model: nn.Module, route: Any) -> None:
-    """Let `route` run instead of the model's own code; None gives that back."""
+    """Let `route` run instead of the model's own code; None restores the model's own."""
     model._compiled_call_impl = route
 
 
@@ -65,15 +65,15 @@ def hooks_before_step(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 
 def foreach_devices() -> tuple[str, ...]:
-    """The types of devices on which optimizers take `foreach` by default; `stepping_as_real` changes them."""
+    """The device types on which optimizers take `foreach` by default; `stepping_as_real` changes them."""
     torchs: Any = import_module(Optimizer.__module__)
     return tuple(torchs._get_foreach_kernels_supported_devices())
 
 
 @contextlib.contextmanager
 def stepping_as_real(*, on_gpu: bool) -> Iterator[None]:
-    """Let optimizers over fake tensors choose between a loop and `foreach` as over real ones; with `on_gpu`,
-    as over those of a GPU wherever they are. torch looks at the type and the device of parameters."""
+    """Let optimizers over fake tensors choose between a loop and `foreach` as over real tensors; with
+    `on_gpu`, as over tensors of a GPU. torch decides by the class and the device of parameters."""
     torchs: Any = import_module(Optimizer.__module__)
     devices = [*foreach_devices(), *(["cpu"] if on_gpu else [])]
     with unittest.mock.patch.multiple(

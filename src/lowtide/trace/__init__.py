@@ -4,10 +4,10 @@
 - `compile_settings`: all that lowtide changes in torch while torch traces, one thread at a time
 - `user_state`: the model, its objects and all random states are as before when a capture ends
 - `trace_model`: the forward pass and the loss through Dynamo and AOTAutograd, on fake tensors
-- `collector`: the torch.compile backend that keeps the graphs and hands fake results on
-- `uncaptured`: what code between the graphs makes and keeps live
+- `collector`: the torch.compile backend that keeps the graphs and returns fake results
+- `uncaptured`: what uncaptured code makes and keeps live
 - `identity`: names and hashes of graphs, tensors, models and batches
 - `segments`: the graphs: `Segment`, `Execution`, `Trace`, and the slot for a plan, `GraphBinding`
 - `tangents`: which gradients reach a graph, and with which strides
-- `failures`: what cannot be captured, in one line with the user's source line and the next step
+- `failures`: one-line errors for models that cannot be captured, with source line and next step
 """

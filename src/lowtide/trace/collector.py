@@ -1,4 +1,4 @@
-"""A torch.compile backend that keeps the joint graphs of a model, and hands stand-ins of their results on.
+"""A torch.compile backend that keeps the joint graphs of a model and returns fake results.
 
 Dynamo graph ──> Collector ──> AOTAutograd ──> Segment
                     │
@@ -65,13 +65,13 @@ class Collector:
         self.orders = orders or {}
         self.gpu = gpu
         self.uncaptured = watch
-        """sees what code between the graphs makes; without it, whatever passes the graphs stays alive"""
+        """sees what uncaptured code makes; without a watch, all inputs and results of graphs stay live"""
         self.in_backward = False
         self.ran_backward = False
         self.received: set[tuple[int, int]] = set()
-        """the (execution, output) that got a gradient then"""
-        self.held_by_autograd: set[tuple[int, int]] = set()
-        """those that keep a gradient of their own, as long as the loss is there"""
+        """each (execution, output) that got a gradient in this backward pass"""
+        self.live_in_autograd: set[tuple[int, int]] = set()
+        """each (execution, output) whose gradient autograd keeps live as long as the loss"""
         self.model = model
         self.batch = batch
         self.real = real
@@ -80,13 +80,13 @@ class Collector:
         self.executions: list[Execution] = []
         self.forward_bytes = 0
         self.traced: TracedGraph | None = None
-        """the last graph with a backward pass that reaches to the end of what is traced"""
+        """the last graph with a backward pass, if it reaches the end of the traced function"""
         self._made: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
         self._mode: dispatch.FakeTensorMode | None = None
         self._bindings: list[GraphBinding] = []
         self._waiting: dict[int, list[int]] = {}
-        """executions whose backward pass has not come yet, by segment"""
+        """executions whose backward pass has not run yet, by segment"""
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         identity = id if self.uncaptured is None else storage_key
@@ -113,7 +113,9 @@ class Collector:
             nonlocal binding, fakes
             assert segment is not None
             fakes, traced = args, segment
-            bound = GraphBinding(GraphFunctions(self._runner(module, traced), lambda: self._stand_in(traced)))
+            bound = GraphBinding(
+                GraphFunctions(self._runner(module, traced), lambda: self._fake_backward(traced))
+            )
             binding = bound
 
             def run(values: list[Any]) -> Any:
@@ -176,14 +178,14 @@ class Collector:
                 arg.requires_grad and (index not in links or not self._passes_on(links[index]))
                 for index, arg in strangers.items()
             )
-            if self.uncaptured is not None:  # which leaves to us what is an input of a graph
+            if self.uncaptured is not None:  # inputs of a graph are counted with the graph
                 self.uncaptured.leave_out(arg for index, arg in strangers.items() if index not in links)
             self.executions.append(Execution(segment, links, from_uncaptured=from_uncaptured, origins=own))
             self._waiting.setdefault(id(segment), []).append(number)
-            with self._looking_away():
+            with self._watch_paused():
                 results = list(module(*args)) if self.real else [self._fake(value) for value in values]
             for index, source in mutated.items():
-                results[index] = args[source]  # torch copies this into the input: leave it as it is
+                results[index] = args[source]  # torch copies the result into the input: keep its value
             args.clear()
             made = {
                 index: result
@@ -200,18 +202,18 @@ class Collector:
         return run
 
     def _keep(self, values: Sequence[Any]) -> None:
-        """No other tensor gets the identity of one of these, as long as the capture lasts."""
+        """Reserve the identities of these tensors as long as the capture lasts."""
         if self.uncaptured is None:
             self._alive.append(values)
-        else:  # nor another storage that of theirs
+        else:  # only the identities of their storages
             storages = [tensor.untyped_storage() for tensor in iter_tensors(list(values))]
             self._alive += [dispatch.StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
 
-    def _looking_away(self) -> contextlib.AbstractContextManager[None]:
+    def _watch_paused(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.uncaptured is None else self.uncaptured.inside_of_graph()
 
     def _own_origins(self, segment: Segment, args: Sequence[Any]) -> list[Origin] | None:
-        """Where the inputs of this run come from, if not from where they came when the graph was made."""
+        """The origins of the inputs of this run, if they can differ from those of the graph's first run."""
         if self.passages:
             return own_origins(self.model, segment, args)
         if self.uncaptured is None or id(segment) not in self._waiting:
@@ -220,13 +222,13 @@ class Collector:
 
     @functools.cached_property
     def _named(self) -> dict[int, Origin]:
-        """What the user calls each storage that the step starts from."""
+        """The user's name of each storage that the step starts from."""
         names = name_tensors(self.model, self.batch)
         tensors = user_tensors(self.model, self.batch)
         return {storage_key(tensor): names[id(tensor)] for tensor in tensors if id(tensor) in names}
 
-    def _stand_in(self, segment: Segment) -> Function:
-        """The backward pass of a graph, for code between the graphs that takes its gradients."""
+    def _fake_backward(self, segment: Segment) -> Function:
+        """A backward pass of a graph that computes nothing, for uncaptured code that reads its gradients."""
         values = [node and node.meta.get("val") for node in segment.gradients]
         outputs = list(segment.tangents.values())
 
@@ -241,7 +243,7 @@ class Collector:
             arrived = zip(outputs, args[-len(outputs) :] if outputs else (), strict=True)
             self.received |= {(number, output) for output, gradient in arrived if gradient is not None}
             args.clear()
-            with self._looking_away():
+            with self._watch_paused():
                 gradients = [
                     self._zeros(value)
                     if isinstance(value, torch.Tensor) and origin.kind is Kind.OTHER
@@ -267,7 +269,7 @@ class Collector:
         return fake
 
     def _fake(self, value: Any) -> Any:
-        """A new fake tensor like this one: all of them of one mode, since eager's ops take no others."""
+        """A new fake tensor like this one. All have one mode, since ops do not mix two modes."""
         if not isinstance(value, dispatch.FakeTensor):
             return value
         self._mode = self._mode or value.fake_mode
@@ -275,18 +277,18 @@ class Collector:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     def run_backward(self, roots: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Run the backward pass of all code between the graphs, with stand-ins for theirs; the gradients of
-        parameters that it gives, by the parameter's identity."""
+        """Run the backward pass of uncaptured code, with backward passes of graphs that compute nothing.
+        Returns the gradients of parameters, by the parameter's identity."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         own = {id(parameter) for parameter in parameters}
-        # other tensors may get a gradient that they keep: those of the batch, or made by code between graphs
+        # tensors of the batch, or made by uncaptured code, may get a gradient that stays live
         others = [leaf for leaf in leaves_behind(roots) if id(leaf) not in own]
         leaves = [*parameters, *others]
-        self.held_by_autograd = {place for leaf in others if (place := self.where(leaf)) is not None}
+        self.live_in_autograd = {place for leaf in others if (place := self.where(leaf)) is not None}
         num_executions = len(self.executions)
         self.in_backward = self.ran_backward = True
         try:
-            with self._looking_away():
+            with self._watch_paused():
                 seeds = [torch.ones_like(root) for root in roots]
             found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
             if len(self.executions) != num_executions:
@@ -299,12 +301,12 @@ class Collector:
         return {id(parameter): gradient for parameter, gradient in pairs if gradient is not None}
 
     def _passes_on(self, place: tuple[int, int]) -> bool:
-        """Whether a gradient reaches the graph that made a value: none that ran inside of the forward of a
-        `torch.autograd.Function`, whose own backward is outside of the graphs."""
+        """Whether a gradient reaches the graph that made a value. None reaches a graph inside of the forward
+        of a `torch.autograd.Function`, whose own backward is uncaptured."""
         return self.executions[place[0]].segment.differentiable
 
     def note_passage(self, unit: int, begins: bool, tensors: Any) -> None:
-        """A unit of the model begins or ends its forward."""
+        """Record that a unit of the model begins or ends its forward."""
         differentiable = any(tensor.requires_grad for tensor in tensors_in(tensors))
         self.passages.append(Passage(unit, begins, len(self.executions), differentiable))
 
@@ -312,15 +314,14 @@ class Collector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Free the results: through autograd they keep all that made them live while no garbage is
-        collected."""
+        """Free the results: through autograd they keep their inputs live until garbage is collected."""
         self._made.clear()
         self._alive.clear()
         for binding in self._bindings:
             binding.end_capture()
 
     def known(self, model: nn.Module, batch: Any) -> set[int]:
-        """Storages that are counted anyway: of the user's tensors, and of what the graphs returned."""
+        """Storages that are counted anyway: of the user's tensors, and of the graphs' results."""
         return {*self._made, *(storage_key(tensor) for tensor in user_tensors(model, batch))}
 
     def where(self, tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -329,7 +330,7 @@ class Collector:
 
 
 def _returned(node: fx.Node) -> Any:
-    """The fake value of an output; numbers, which torch returns as tensors, are what they are."""
+    """The fake value of an output; a number that torch returns as a tensor is real."""
     if node.target is torch.ops.aten.scalar_tensor.default:
         made = call_of(node)
         if not isinstance(made.args[0], torch.Tensor):

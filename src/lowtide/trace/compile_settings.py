@@ -1,6 +1,6 @@
-"""Compile functions with lowtide's own settings of torch, which are on while torch traces and off otherwise.
+"""Compile functions with lowtide's own settings of torch, which are on only while torch traces.
 
-One thread at a time traces and plans: torch's tracers, and the patches around them, belong to the whole
+One thread at a time traces and plans: torch's tracers, and the patches around them, are global to the
 process. Calls that run a compiled graph do not wait.
 """
 
@@ -21,8 +21,7 @@ R = TypeVar("R")
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` under the lock that torch itself takes while it compiles; the same thread may take it
-    again."""
+    """`function` under torch's own lock for compiling, which is reentrant."""
 
     @functools.wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,7 +33,7 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Everything that lowtide changes in torch while it traces; the user's own comes back afterwards."""
+    """Everything that lowtide changes in torch while it traces; restores the user's settings afterwards."""
     layers = dispatch.recurrent_layers_traced_by(traced_layers, runs_whole=eager_runs_whole)
     with (
         dynamo.compile_lock,
@@ -60,8 +59,8 @@ def tracing() -> Iterator[None]:
 
 
 def compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> dynamo.Compiled:
-    """`function`, compiled for one shape at a time by `backend`, which has to outlive the result.
+    """`function`, compiled for one shape at a time by `backend`, which must outlive the result.
 
-    A call that runs what was compiled before changes nothing in torch.
+    A call that finds its compiled graph changes no setting of torch.
     """
     return dynamo.Compiled(function, backend, tracing=tracing)

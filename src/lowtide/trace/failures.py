@@ -1,6 +1,6 @@
-"""Say in one line what of a model cannot be captured, where in the user's source, and what to do next.
+"""Errors for models that cannot be captured, in one line: what, where in the user's source, what to do next.
 
-`explained` turns errors of tracing into a `CaptureError`; the `refuse_...` functions know beforehand.
+`explained` turns errors of tracing into a `CaptureError`; the `refuse_...` functions check before tracing.
 """
 
 import traceback
@@ -35,18 +35,18 @@ HINTS = {
     "NestedTensor": "Pad the batch, or pass a nested tensor of layout torch.jagged",
     "save_on_cpu": "lowtide decides what is kept: leave save_on_cpu out",
 }
-"""What to do next, by what torch says."""
+"""What to do next, by a part of torch's message."""
 NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
-"""What torch says where code asks for a GPU that is not there."""
+"""torch's messages where code asks for an absent GPU."""
 
 
 class NeedsValues(Exception):
-    """The model's Python code wants from fake tensors what only real ones have."""
+    """The model's Python code reads values, which fake tensors do not have."""
 
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn whatever tracing raises into a `CaptureError`, with the first cause as its `__cause__`."""
+    """Turn any error of tracing into a `CaptureError`, with the first cause as its `__cause__`."""
     try:
         yield
     except (LowtideError, NeedsValues):
@@ -60,7 +60,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The error inside of all that torch's compiler wrapped around it."""
+    """The innermost error, without the wrappers of torch's compiler."""
     while (inner := dynamo.inner_error(error)) is not None:
         error = inner
     return error
@@ -110,7 +110,7 @@ ORDINARY = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def refuse_what_cannot_be_traced(model: nn.Module, batch: Any) -> None:
-    """Raise a `CaptureError` for a model or a batch on which tracing fails in torch's own words, or harms."""
+    """Raise a `CaptureError` for a model or a batch where tracing would fail unclearly, or do harm."""
     named = (*model.named_parameters(), *model.named_buffers())
     lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
     if lazy is not None:
@@ -141,7 +141,7 @@ def refuse_several_graphs(traced: Trace) -> None:
 
 
 def refuse_empty_buffers(segment: Segment) -> None:
-    """Raise a `CaptureError` where the forward pass fills an empty buffer, as observers do the first time."""
+    """Raise a `CaptureError` where the forward pass fills an empty buffer, as observers do at first."""
     inputs = segment.joint.graph.find_nodes(op="placeholder")
     for index in segment.mutated_inputs.values():
         if inputs[index].meta["val"].numel() == 0:

@@ -1,7 +1,7 @@
-"""Which graph, which tensor, which model: names and hashes by which the stages of lowtide know them again.
+"""Names and hashes by which the stages of lowtide recognize graphs, tensors and models.
 
-- graphs: `key_of` for what Dynamo made, `fingerprint` and `structure` for a joint graph
-- tensors: an `Origin` says what the user calls an input of a graph
+- graphs: `key_of` for a Dynamo graph, `fingerprint` and `structure` for a joint graph
+- tensors: `Origin`, the user's name for an input of a graph
 - models and batches: `identify`, in words that can be compared and shown
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class _NoKey(Exception):
-    """A graph has something that cannot be compared."""
+    """A graph contains something that cannot be compared."""
 
 
 def key_of(graph: fx.GraphModule) -> Hashable | None:
-    """A key of a Dynamo graph in the current setting; None where there is none."""
+    """A key of a Dynamo graph in the current setting; None for a graph that cannot be compared."""
     numbers: dict[fx.Node, int] = {}
     storages: dict[int, int] = {}
     try:
@@ -60,7 +60,7 @@ def _input_key(node: fx.Node, storages: dict[int, int]) -> Hashable:
     if not isinstance(value, torch.Tensor) or not isinstance(example, torch.Tensor):
         raise _NoKey
     if grapharg is not None and grapharg.pass_arg_as_tensor:
-        raise _NoKey  # a number, of which torch may have found out more than the graph says
+        raise _NoKey  # torch may know more of a number than the graph says
     if type(example) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         raise _NoKey
     return (
@@ -77,7 +77,7 @@ def _input_key(node: fx.Node, storages: dict[int, int]) -> Hashable:
 
 
 def _freeze(value: Any, numbers: dict[fx.Node, int]) -> Hashable:
-    """An argument as something that can be compared; the type tells 1 from 1.0 and from True."""
+    """An argument in a form that can be compared; the type tells 1 from 1.0 and from True."""
     if isinstance(value, fx.Node):
         return "node", numbers[value]
     if isinstance(value, tuple | list):
@@ -107,7 +107,7 @@ def _setting() -> tuple[Hashable, ...]:
 
 
 def structure(graph: fx.GraphModule) -> str:
-    """A short hash of a graph's ops and of which values each reads, whatever their shapes and numbers."""
+    """A short hash of a graph's ops and their inputs, independent of shapes and numbers."""
     index = {node: position for position, node in enumerate(graph.graph.nodes)}
     digest = hashlib.sha256()
     for node in graph.graph.nodes:
@@ -119,8 +119,8 @@ def structure(graph: fx.GraphModule) -> str:
 
 
 def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None, weights: Iterable[str]) -> str:
-    """A short hash of a graph's ops, their order, arguments and the shapes they make, and of the names of
-    the parameters and buffers that it reads: equal blocks of one model are told apart.
+    """A short hash of a graph: ops, order, arguments, shapes, and names of the parameters and buffers that it
+    reads. The names tell equal blocks of one model apart.
     """
     index = {node: position for position, node in enumerate(graph.graph.nodes)}
 
@@ -150,10 +150,10 @@ def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None, weights:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a graph's input comes from: a kind, a name for the user, and which tensor it is.
+    """The origin of a graph's input: its kind, the user's name for it, and its identity.
 
-    `tensor` is the `id` of the user's own tensor, 0 for what is none. Names are for people: a batch may
-    use the name of a parameter.
+    `tensor` is the `id` of the user's own tensor, 0 for other inputs. Names are for people: a batch may use
+    the name of a parameter.
     """
 
     kind: Kind
@@ -168,8 +168,8 @@ def describe_inputs(
     stranger: Kind,
     identity: Callable[[torch.Tensor], int] = id,
 ) -> list[Origin]:
-    """Where each input of a graph comes from; what `origins` does not know is of the kind `stranger`, and
-    known by its `identity`."""
+    """The origin of each input of a graph. Inputs that are not in `origins` get the kind `stranger` and their
+    `identity`."""
     names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
     return [
         origins.get(id(example)) or Origin(stranger, name, 0 if example is None else identity(example))
@@ -178,7 +178,7 @@ def describe_inputs(
 
 
 def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
-    """What the user calls each tensor that a step reads, by identity."""
+    """The user's name of each tensor that a step reads, by identity."""
     origins: dict[int, Origin] = {}
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if isinstance(leaf, torch.Tensor):
@@ -191,9 +191,9 @@ def name_tensors(model: nn.Module, batch: Any) -> dict[int, Origin]:
 
 
 def own_origins(model: nn.Module, segment: "Segment", args: Sequence[Any]) -> list[Origin]:
-    """Where the inputs of this call of a graph come from: several modules can share one graph.
+    """The origins of the inputs of one call of a graph: several modules can share one graph.
 
-    A parameter that was gathered for the call is the user's own, of which this process has a part.
+    A gathered parameter has the origin of the user's own parameter, whose shard this process has.
     """
     known = {storage_key(b): Origin(Kind.BUFFER, name, id(b)) for name, b in model.named_buffers()}
     for name, parameter in model.named_parameters():
@@ -208,8 +208,8 @@ def own_origins(model: nn.Module, segment: "Segment", args: Sequence[Any]) -> li
 
 
 def origins_of_run(named: Mapping[int, Origin], segment: "Segment", args: Sequence[Any]) -> list[Origin]:
-    """Where the inputs of one run of a graph come from, by the storages that have names: layers with equal
-    code share a graph, and each has weights of its own."""
+    """The origins of the inputs of one run of a graph, by the names of their storages: layers with equal code
+    share a graph, and each has its own weights."""
     return [
         named.get(storage_key(arg)) or Origin(Kind.OTHER, origin.name, storage_key(arg))
         if isinstance(arg, torch.Tensor)
@@ -219,7 +219,7 @@ def origins_of_run(named: Mapping[int, Origin], segment: "Segment", args: Sequen
 
 
 def user_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
-    """All tensors that a step starts from: parameters, buffers and those in the batch."""
+    """All tensors that a step starts from: parameters, buffers and tensors of the batch."""
     return [*model.parameters(), *model.buffers(), *tensors_in(batch)]
 
 
@@ -249,7 +249,7 @@ def identify_model(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def identify_inputs(segment: "Segment") -> tuple[str, ...]:
-    """What a graph reads of the batch, each with its layout, in its order."""
+    """The inputs of a graph that come from the batch, each with its layout, in order."""
     return tuple(
         _layout(origin.name, node.meta["val"])
         for node, origin in zip(segment.primals, segment.origins, strict=False)
@@ -258,7 +258,7 @@ def identify_inputs(segment: "Segment") -> tuple[str, ...]:
 
 
 def layouts(batch: Any) -> str:
-    """What a batch consists of, each with its layout."""
+    """The tensors of a batch, each with its layout."""
     tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)}
     origins = name_tensors(nn.Module(), batch)
     return ", ".join(_layout(origin.name, tensors[key]) for key, origin in origins.items())
@@ -271,7 +271,7 @@ def _layout(name: str, tensor: torch.Tensor) -> str:
 
 
 def why_unknown(segment: "Segment", planned: Sequence[Graph]) -> str:
-    """Why a graph is none of the planned ones, as far as its inputs tell."""
+    """Why no planned graph matches a graph, as far as the inputs tell."""
     now = identify_inputs(segment)
     alike = [graph.inputs for graph in planned if len(graph.inputs) == len(now)]
     if now in alike:

@@ -1,6 +1,6 @@
-"""How a model is called and what a step differentiates: one answer for capture, measuring and verifying.
+"""How a model is called and what a step differentiates: the same for capture, measuring and verifying.
 
-A `Loop` is what a training loop does with the model's output, as far as the user told.
+A `Loop` has the loss and the optimizers of the user's training loop.
 """
 
 import weakref
@@ -22,7 +22,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 class Arguments(NamedTuple):
-    """A batch that is given by position and by keyword at once, as a call of a model has it."""
+    """A batch of positional and keyword arguments at once, as in a call of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -71,12 +71,12 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, tuple | list | set | deque):
         return list(value)
     if is_dataclass(value) and not isinstance(value, type):
-        # what is computed when it is read, and may raise, is no part
+        # only stored attributes: a property may raise
         own = getattr(value, "__dict__", None)
         names = [field.name for field in fields(value)]
         return [getattr(value, name) for name in names] if own is None else [own.get(name) for name in names]
     is_code = isinstance(value, type | nn.Module | ModuleType | FunctionType | MethodType)
-    # a number of torch's, while it traces, knows all of its tracing
+    # a symbolic number refers to all of torch's tracing
     is_number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
     return [] if is_code or is_number else list(getattr(value, "__dict__", {}).values())
 
@@ -90,7 +90,7 @@ def own_loss(output: Any) -> torch.Tensor | None:
 
 
 def sum_of_floats(output: Any) -> torch.Tensor:
-    """The loss of a model that has none: the sum of its floating outputs."""
+    """The loss of a model without one: the sum of its floating outputs."""
     leaves = pytree.tree_leaves(output)
     sums = [leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     if not sums:
@@ -99,7 +99,7 @@ def sum_of_floats(output: Any) -> torch.Tensor:
 
 
 def loss_of(output: Any, loss: Loss | None = None) -> torch.Tensor:
-    """What a step differentiates: `loss(output)`, else the model's own loss, else `sum_of_floats`."""
+    """The tensor to differentiate: `loss(output)`, else the model's own loss, else `sum_of_floats`."""
     if loss is not None:
         return loss(output)
     own = own_loss(output)
@@ -107,7 +107,7 @@ def loss_of(output: Any, loss: Loss | None = None) -> torch.Tensor:
 
 
 def entrance(model: nn.Module) -> list[Callable[..., Any]]:
-    """The model's forward, where it is known to be the first of the user's code that a call runs."""
+    """The model's forward, if it is the first user code that a call runs; else empty."""
     forward = type(model).forward
     shared = any(type(module).forward is forward for module in model.modules() if module is not model)
     hooked = has_hooks_before_forward(model) or "forward" in vars(model)
@@ -115,7 +115,7 @@ def entrance(model: nn.Module) -> list[Callable[..., Any]]:
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
-    """What modules call before and after their forward."""
+    """The hooks that modules call before and after their forward."""
     return [hook for module in model.modules() for hook in forward_hooks(module)]
 
 
@@ -124,8 +124,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The loss and the optimizers that a step was captured with, and the bytes live besides; the optimizers
-    are not kept alive.
+    """The loss and the optimizers that a step was captured with, and reserved bytes. References to the
+    optimizers are weak.
 
     `holds_outputs`: whether the model's outputs, besides the loss, stay live until backward is over.
     """
@@ -149,6 +149,6 @@ class Loop:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """All of them as one; None where there is none, or one of them is gone."""
+        """All optimizers as one; None without optimizers, or where one of them is freed."""
         alive = [each for reference in self.references if (each := reference()) is not None]
         return join_optimizers(alive) if len(alive) == len(self.references) else None

@@ -22,14 +22,14 @@ from lowtide.trace.uncaptured import UncapturedCode
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One captured graph: forward and backward in one, as AOTAutograd gives it.
+    """One captured graph: forward and backward in one, from AOTAutograd.
 
         inputs (primals) ──> forward_ops ──> outputs        results = (*outputs, *gradients)
                                   │ (saved)
         tangents ────────> backward_ops ──> gradients       one tangent per output, one gradient per input
 
     `differentiable` is False where nothing needs a gradient; the graph is then forward only. The graph of a
-    segment never changes: `edited` makes a new segment, and all that follows from the graph is found once.
+    segment never changes: `edited` makes a new segment. So properties of the graph are computed once.
     """
 
     joint: fx.GraphModule
@@ -60,7 +60,7 @@ class Segment:
 
     @cached_property
     def tangents(self) -> Mapping[fx.Node, int]:
-        """For every tangent input, the index of the output that it is the gradient of."""
+        """For every tangent input, the index of its output."""
         return tangents_of(self.joint)
 
     @cached_property
@@ -100,7 +100,7 @@ class Segment:
 
     @cached_property
     def structure(self) -> str:
-        """A short hash of the graph's ops and of which values each reads, whatever their shapes."""
+        """A short hash of the graph's ops and their inputs, independent of shapes."""
         return structure(self.joint)
 
     @cached_property
@@ -118,11 +118,11 @@ class Segment:
 
 @dataclass(slots=True)
 class Execution:
-    """One execution of a segment. `links[i]` names the earlier output that input i is: (execution, output).
+    """One execution of a segment. `links[i]` is the earlier (execution, output) that input i comes from.
 
-    `from_uncaptured`: uncaptured code made some input, and takes its gradient. `origins`: where the inputs of
-    this execution come from, if not from where they came when the graph was traced. `apart`: inputs whose
-    gradients leave the graph as terms of a sum; None where the other executions decide.
+    `from_uncaptured`: uncaptured code made some input, and reads its gradient. `origins`: the origins of the
+    inputs, where they differ from those of the traced graph. `apart`: inputs whose gradients leave the graph
+    as terms of a sum; None where the other executions decide.
     """
 
     segment: Segment
@@ -145,12 +145,12 @@ class Trace:
     - `received`: outputs that got a gradient when the backward pass of uncaptured code ran; None if it did
       not
 
-    `uncaptured` is what a watch saw of uncaptured code, `uncaptured_is_counted` that its backward pass ran,
-    too. Without a watch, `uncaptured_bytes` are those that autograd saves, by how many graphs with a backward
-    pass had run before. `traced` is the compiled model, where it can run by a plan. `sharding` says how
-    parameters are divided among processes, `passages` when they were gathered. `orders` are those of
-    gradients whose strides differ from their output's. `real_forward`: the capture ran the forward pass on
-    real values.
+    `uncaptured` has what a watch saw of uncaptured code; `uncaptured_is_counted`: the code's backward pass
+    ran, too. Without a watch, `uncaptured_bytes` has the bytes that autograd saves, by the number of graphs
+    with a backward pass that had run before. `traced` is the compiled model, where it can run by a plan.
+    `sharding` says how parameters are sharded over processes, `passages` when they were gathered. `orders`
+    are the memory orders of gradients whose strides differ from their output's. `real_forward`: the capture
+    ran the forward pass on real values.
     """
 
     executions: list[Execution]
@@ -177,7 +177,7 @@ def results_of(graph: fx.GraphModule) -> tuple[fx.Node | None, ...]:
 
 
 def tangents_of(joint: fx.GraphModule) -> dict[fx.Node, int]:
-    """For every tangent input of a joint graph, the index of the output that it is the gradient of."""
+    """For every tangent input of a joint graph, the index of its output."""
     position = {description: index for index, description in enumerate(_descriptions(joint))}
     return {
         node: position[node.meta["desc"].output]
@@ -198,7 +198,7 @@ def new_segment(
     num_forward_outputs: int | None,
     casts_once: bool = False,
 ) -> Segment:
-    """A segment with a graph of its own; None outputs means a graph without backward.
+    """A segment with its own copy of the graph; `num_forward_outputs=None` for a graph without backward.
 
     `casts_once`: autocast casts each weight once for the whole graph.
     """
@@ -219,7 +219,7 @@ def new_segment(
 
 
 def edited(segment: Segment, edit: Callable[[fx.GraphModule], None]) -> Segment:
-    """The same segment with a copy of its graph, which `edit` changes."""
+    """The segment with a copy of its graph, changed by `edit`."""
     joint = aot_autograd.graph_module(segment.joint, _copy(segment.joint.graph))
     edit(joint)
     return replace(segment, joint=joint)
@@ -239,8 +239,8 @@ Function = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class GraphFunctions:
-    """What runs a compiled graph: `forward`, and the function that `backward` makes when its first gradients
-    come. Both take one list, which they empty."""
+    """The functions of a compiled graph: `forward`, and the function that `backward` makes when the first
+    gradients arrive. Both take one list, which they empty."""
 
     forward: Function
     backward: Callable[[], Function]
@@ -249,38 +249,38 @@ class GraphFunctions:
 class GraphBinding:
     """The slot between a graph that torch compiled at capture and the plan that the graph runs by.
 
-        torch's function ──> GraphBinding ──> while the capture lasts: stand-ins of the collector
+        torch's function ──> GraphBinding ──> during capture: the collector's functions, which compute nothing
                                          └──> from `bind` on: the planned graph of `runtime.backend`
 
-    torch compiles a graph once and keeps the functions of its binding. A graph is bound to one plan, once; in
-    between, and if no plan takes it, nothing may call it.
+    torch compiles a graph once and keeps the functions of its binding. A graph is bound to one plan, once.
+    Nothing may call the graph between capture and `bind`.
     """
 
-    def __init__(self, stand_ins: GraphFunctions) -> None:
-        self._functions: GraphFunctions | None = stand_ins
+    def __init__(self, at_capture: GraphFunctions) -> None:
+        self._functions: GraphFunctions | None = at_capture
         self._compiled: Callable[..., Any] | None = None
         self._is_bound = False
 
     def compiled_to(self, compiled: Callable[..., Any]) -> None:
-        """Told at capture: what torch has made of the graph."""
+        """Receive torch's compiled function of the graph, at capture."""
         assert self._compiled is None, "torch compiles a traced graph once"
         self._compiled = compiled
 
     def end_capture(self) -> None:
-        """Let the stand-ins go, and the model and batch with them."""
+        """Drop the collector's functions, which refer to the model and the batch."""
         if not self._is_bound:
             self._functions = None
 
     def bind(
         self, functions: GraphFunctions, *, around: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
-        """Run the graph by `functions` from now on, and what torch compiled inside of `around`."""
+        """Run the graph by `functions` from now on, and torch's compiled function inside of `around`."""
         assert self._compiled is not None, "a graph is bound when torch has compiled it"
         assert not self._is_bound, "a traced graph runs by one plan, and this one has its plan already"
         self._functions, self._compiled, self._is_bound = functions, around(self._compiled), True
 
     def run(self, *inputs: Any) -> Any:
-        """What Dynamo calls."""
+        """The function that Dynamo calls."""
         assert self._compiled is not None, "a traced graph runs when torch has compiled it"
         return self._compiled(*inputs)
 
@@ -300,8 +300,8 @@ class GraphBinding:
 class TracedGraph:
     """A graph with a backward pass that torch compiled at capture.
 
-    `inputs` are fake tensors like those that it takes. torch will ask for the gradients that the segment has,
-    and calls `binding`. `key` is None where the graph is right for this one call of the function only.
+    `inputs` are fake inputs. torch asks for the segment's gradients, and calls `binding`. `key` is None where
+    the graph is valid only for this call of the function.
     """
 
     segment: Segment
@@ -311,7 +311,7 @@ class TracedGraph:
 
 
 class TracedModel:
-    """What torch compiled for a model of one graph: its first step by a plan needs no tracing any more."""
+    """The compiled model of one graph: its first step by a plan needs no tracing."""
 
     def __init__(self, model: nn.Module, compiled: Compiled, graph: TracedGraph) -> None:
         self.compiled = compiled
@@ -320,7 +320,7 @@ class TracedModel:
         self._is_taken = False
 
     def take(self, model: nn.Module) -> bool:
-        """Whether this is `model`, and it was not taken before: it can run by one plan only."""
+        """Whether this is `model`, taken for the first time: it can run by one plan only."""
         if self._is_taken or self._model() is not model:
             return False
         self._is_taken = True

@@ -30,16 +30,16 @@ STANDS_FOR = "lowtide_stands_for"
 
 
 def stands_for(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """Fake values of removed nodes whose place a node has taken."""
+    """Fake values of the removed nodes that a node replaces."""
     values: tuple[torch.Tensor, ...] = node.meta.get(STANDS_FOR, ())
     return values
 
 
 def drop_zeros(module: fx.GraphModule, *, tangents: set[fx.Node], missing: set[fx.Node]) -> None:
-    """Remove from a graph, in place, what depends only on the tangent inputs `missing`.
+    """Remove from a graph, in place, all nodes that depend only on the tangent inputs `missing`.
 
-    Preserves every other result bit for bit; gradients that depend on nothing else become None, as in eager.
-    The tangent inputs themselves stay, unused.
+    Preserves every other result bit for bit. Gradients that depend only on `missing` become None, as in
+    eager. The tangent inputs themselves stay, unused.
     """
     if not missing:
         return
@@ -68,7 +68,7 @@ def _keeps(node: fx.Node) -> bool:
 
 
 def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> fx.Node:
-    """What is read instead of `node` from now on: it itself, with real zeros, unless it is a sum."""
+    """The node to read in place of `node`: a sum's other term, else `node` with real zeros as inputs."""
     if node.target is terms:
         others = [arg for arg in node.args if isinstance(arg, fx.Node) and arg not in zeros]
         node.args = tuple(others)
@@ -77,12 +77,12 @@ def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> fx.N
     other = next((arg for arg in _terms(node) if arg not in zeros), None)
     if isinstance(other, fx.Node) and _same_size(other, node):
         if _is_written_over(node):
-            # what was not to be written over may be read later
+            # the term may have later readers: write over a copy
             with graph.inserting_before(node):
                 other = graph.call_function(aten.clone.default, (other,))
             other.meta = dict(node.meta)
         else:
-            # views of the sum are views of this now, though their fake values do not show it
+            # views of the sum are now views of this term, though their fake values do not show it
             other.meta[STANDS_FOR] = (*stands_for(other), node.meta["val"], *stands_for(node))
         node.replace_all_uses_with(other)
         return other
@@ -100,7 +100,7 @@ def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> fx.N
 
 
 def _terms(node: fx.Node) -> tuple[Any, ...]:
-    """What a sum adds up; nothing for any other op."""
+    """The terms of a sum; empty for any other op."""
     if node.target is aten.add.Tensor and not node.kwargs:
         return node.args
     if node.target is write_over and node.args[0] is aten.add.out and not node.kwargs:
@@ -109,13 +109,13 @@ def _terms(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_written_over(node: fx.Node) -> bool:
-    """Whether something that reads a value writes over what it reads."""
+    """Whether a reader of a value writes over it."""
     return any(reader.target is write_over or "out" in reader.kwargs for reader, _ in readers(node))
 
 
 def _same_size(one: fx.Node, other: fx.Node) -> bool:
-    """Whether one gradient can stand where the sum was. Its strides may be others: they are those that it has
-    in eager, where there is no sum, and later sums are rounded in their order."""
+    """Whether one gradient can replace the sum. Its strides may differ from the sum's: eager has no sum
+    either, and uses the strides of this gradient."""
     a, b = one.meta.get("val"), other.meta.get("val")
     return (
         isinstance(a, torch.Tensor)
@@ -125,9 +125,9 @@ def _same_size(one: fx.Node, other: fx.Node) -> bool:
 
 
 def specialise(trace: Trace) -> tuple[list[Execution], list[frozenset[int]]]:
-    """The captured graphs without the tangents that never come, and the outputs that these belong to.
+    """The captured graphs without missing tangents, and the outputs of the missing tangents.
 
-    A graph that runs several times in one process has the same ones each time: those that no run asks for.
+    A graph that runs several times in one process misses a tangent only if every run misses it.
     """
     absent: dict[str, frozenset[int]] = {}
     while True:
@@ -151,7 +151,7 @@ def _specialise(
     for index in reversed(range(len(trace.executions))):
         execution = trace.executions[index]
         storages = execution.segment.output_storages
-        # a view that the caller keeps passes its gradient on to the output that it is a view of
+        # a returned view passes its gradient on to the output that it is a view of
         passed = {storages[output] for place, output in wanted if place == index}
         outputs = execution.segment.tangents.values()
         absent = frozenset(output for output in outputs if storages[output] not in passed)
@@ -164,7 +164,7 @@ def _specialise(
             place for primal, place in execution.links.items() if primal < len(grads) and grads[primal]
         }
         if execution.from_uncaptured:
-            # unless that code was run, it may have read any of the earlier outputs
+            # uncaptured code that did not run may read any earlier output
             wanted |= {
                 (earlier, output)
                 for earlier in range(index)
@@ -177,8 +177,8 @@ def _specialise(
 
 
 def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:
-    """`segment` with a backward part that assumes no gradient for the outputs `missing`: a copy, where
-    there are any."""
+    """`segment` for a backward pass without gradients of the outputs `missing`; a copy, unless `missing` is
+    empty."""
     if not missing:
         return segment
 
@@ -200,7 +200,7 @@ GRADIENT_HAS_OTHER_STRIDES = (
 
 
 def seen_orders(trace: Trace) -> dict[str, set[str]]:
-    """By the order that was traced, the orders in which gradients go from one graph of a step to another."""
+    """By traced memory order, the real orders of the gradients that go from one graph to another."""
     made = {
         (number, output): tangent.meta["val"]
         for number, execution in enumerate(trace.executions[: trace.num_in_model])
@@ -232,5 +232,5 @@ def new_orders(trace: Trace) -> dict[str, str]:
 
 
 def has_other_strides(trace: Trace) -> bool:
-    """Whether a gradient goes from one graph of a step to another in an order that was not traced."""
+    """Whether a gradient goes from one graph to another in a memory order that was not traced."""
     return any(found != {taken} for taken, found in seen_orders(trace).items())

@@ -1,8 +1,8 @@
 """Trace a model's forward and backward pass into joint graphs, without running either.
 
-Dynamo and AOTAutograd trace the model on fake tensors. Where a model breaks into several graphs,
-the first one hands fake outputs to the second, so nothing is computed and no memory is needed.
-Only a model whose Python code looks at values between two graphs needs a real forward pass.
+Dynamo and AOTAutograd trace the model on fake tensors. Where a model breaks into several graphs, the first
+graph passes fake outputs to the second: nothing is computed and no memory is needed. Only a model whose
+Python code reads values between two graphs needs a real forward pass.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from lowtide.units import format_size
 logger = logging.getLogger("lowtide")
 
 DOES_NOT_FIT = (RuntimeError, ValueError, IndexError)
-"""What torch raises where a loss gets an output of another shape than its targets."""
+"""torch's errors where the shapes of a loss's input and targets do not match."""
 
 
 def trace(
@@ -48,11 +48,10 @@ def trace(
     gpu: Gpu | None = None,
     orders: Orders | None = None,
 ) -> Trace:
-    """Trace one forward pass and its loss; the real forward only where fake values are not enough.
+    """Trace one forward pass and its loss; run a real forward only where fake values are not enough.
 
-    With `any_loss` there may be no `loss` that takes this output: then the loss is left out, and every
-    output may get a gradient. Gradients come in the `orders` that are known; where they are seen to come in
-    others, the step is traced again.
+    With `any_loss`, `loss` may not fit this output: then the loss is left out, and every output may get a
+    gradient. Gradients have the memory `orders`; where other orders are seen, the step is traced again.
     """
     call = _Call(model, args, kwargs, loss, any_loss, simulated, gpu)
     known = dict(orders or {})
@@ -85,7 +84,7 @@ class _Call:
 
 
 def _trace_for(call: _Call, orders: Orders) -> Trace:
-    """Trace a call for gradients in these orders, first on fake values."""
+    """Trace a call for gradients in these memory orders, first on fake values."""
     try:
         with call.collector(orders, real=False) as collector:
             return _trace(call, collector)
@@ -144,7 +143,7 @@ def _trace(call: _Call, collector: Collector) -> Trace:
             if (place := collector.where(leaf)) is not None
         )
         if num_in_model == 1 and collector.traced is not None:
-            # a graph that reaches the end returns nothing that no code reads, in the output or not
+            # a graph that reaches the end returns only values that some code reads, in the output or not
             segment = collector.traced.segment
             changed = segment.mutated_inputs
             returned |= {(0, place) for place in range(segment.num_forward_outputs) if place not in changed}
@@ -176,7 +175,7 @@ def _trace(call: _Call, collector: Collector) -> Trace:
             )
         is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
         uncaptured, is_counted = _uncaptured_code(collector, [value] if is_scalar else [])
-        returned |= collector.held_by_autograd
+        returned |= collector.live_in_autograd
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         raise CaptureError(
             "the loss does not depend on any parameter that requires a gradient: "
@@ -197,7 +196,7 @@ def _trace(call: _Call, collector: Collector) -> Trace:
         uncaptured=uncaptured,
         uncaptured_is_counted=is_counted,
         received=frozenset(collector.received) if collector.ran_backward and is_counted else None,
-        # where a backward pass ran at capture, torch has compiled one that computes nothing
+        # where a backward pass ran at capture, torch keeps the one that computes nothing
         traced=None if collector.ran_backward else traced,
     )
 
@@ -205,8 +204,8 @@ def _trace(call: _Call, collector: Collector) -> Trace:
 def _uncaptured_code(
     collector: Collector, roots: Sequence[torch.Tensor]
 ) -> tuple[UncapturedCode | None, bool]:
-    """What uncaptured code keeps live, and whether all of it was seen: its backward pass runs where it has
-    one, with stand-ins for the gradients of graphs."""
+    """The bytes that uncaptured code keeps live, and whether all were seen. The backward pass of the code
+    runs, with gradients from graphs that compute nothing."""
     if collector.uncaptured is None:
         return None, False
     gradients: dict[int, torch.Tensor] = {}
@@ -223,7 +222,7 @@ def _uncaptured_code(
 
 
 def _every_output(executions: Sequence[Execution]) -> frozenset[tuple[int, int]]:
-    """All that can get a gradient."""
+    """All outputs that can get a gradient."""
     return frozenset(
         (index, output)
         for index, execution in enumerate(executions)
@@ -234,7 +233,7 @@ def _every_output(executions: Sequence[Execution]) -> frozenset[tuple[int, int]]
 def _loss_if_it_fits(
     loss: Callable[[Any], torch.Tensor] | None, output: Any, collector: Collector
 ) -> torch.Tensor | None:
-    """The loss of an output that it was not made for; None where targets of another batch do not fit."""
+    """The loss of an output of another batch; None where the targets in `loss` do not fit."""
     if loss is None:
         return None
     failed_ops = dynamo.FailedOps.count
@@ -253,7 +252,7 @@ def _loss_if_it_fits(
 
 @contextlib.contextmanager
 def _values_if_needed(collector: Collector) -> Iterator[None]:
-    """Code between two graphs that fails on fake values may well run on real ones."""
+    """Raise `NeedsValues` where code between two graphs fails on fake values: real ones may do."""
     try:
         yield
     except (LowtideError, dynamo.TorchDynamoException):

@@ -1,10 +1,10 @@
-"""What code between the captured graphs makes and keeps live in one forward and backward pass.
+"""The bytes that uncaptured code makes and keeps live in one forward and backward pass.
 
 `UncapturedWatch` sees every op of such code (hooks, packed sequences, functions of other libraries), with
-stand-ins for the values that graphs compute. Where no watch can be on, `bytes_saved_by_autograd` walks the
-nodes of autograd behind the output.
+fake results of the graphs. Where no watch can be on, `bytes_saved_by_autograd` walks the nodes of autograd
+behind the output.
 
-Shortcomings: memory that is not torch's is not seen.
+Shortcoming: only memory of torch is seen.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ SMALL_BYTES = 1024
 
 
 class UncapturedPoint(NamedTuple):
-    """A time point between two graphs: forward, before graph `graph`; backward, after that of `graph`."""
+    """A time point between two graphs: in forward before `graph`, in backward after `graph`."""
 
     region: Region
     graph: int
@@ -38,7 +38,7 @@ class UncapturedPoint(NamedTuple):
 
 
 class UncapturedRange(NamedTuple):
-    """A live range: from one point to another, or for good."""
+    """A live range: from one point to another, or to the end of the step."""
 
     first: UncapturedPoint
     last: UncapturedPoint | None
@@ -49,13 +49,12 @@ class UncapturedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UncapturedCode:
-    """What uncaptured code kept live: bytes by `live_ranges` over graphs that ran meanwhile, and
-    `inside_bytes`, the most besides at one point. `live_outputs` are (execution, output) that were live
-    there.
+    """Bytes that uncaptured code kept live: by `live_ranges` across graphs, and `inside_bytes`, the most
+    besides at one point. `live_outputs` are each (execution, output) that was live there.
 
-    `gradients` are those of parameters that the code gave: the point and the bytes, by the parameter's
-    identity. `calls` are its ops at a point, each with the bytes live besides the ranges when the op ends;
-    the workspace of an op is measured elsewhere.
+    `gradients` of parameters that the code made: the point and the bytes, by the parameter's identity.
+    `calls` are the ops at a point, each with the bytes live besides the ranges when the op ends; the
+    workspace of an op is measured elsewhere.
     """
 
     live_ranges: dict[UncapturedRange, int] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class UncapturedCode:
 
 @dataclass(slots=True)
 class _Storage:
-    """One storage that uncaptured code made; it is live until `last`, or for good."""
+    """One storage that uncaptured code made, live until `last`, or to the end of the step."""
 
     nbytes: int
     first: UncapturedPoint
@@ -75,7 +74,7 @@ class _Storage:
 
 
 class UncapturedWatch(dispatch.TorchDispatchMode):
-    """Sees every op that runs while it is on, apart from those of graphs. Changes no result."""
+    """Sees every op that runs while it is on, except ops of graphs. Changes no result."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,7 +96,7 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile work while this is on."""
+        """Let torch.compile work while the watch is on."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,7 +115,7 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
 
     @contextlib.contextmanager
     def inside_of_graph(self) -> Iterator[None]:
-        """Look away while a graph runs."""
+        """Pause the watch while a graph runs."""
         before, self._is_inside = self._is_inside, True
         try:
             yield
@@ -124,34 +123,34 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
             self._is_inside = before
 
     def graph_ran(self, execution: int, outputs: dict[int, torch.Tensor]) -> None:
-        """The forward pass of a graph is over, which made these outputs."""
+        """Record the outputs of a graph at the end of its forward pass."""
         self.move(UncapturedPoint(Region.FORWARD, execution + 1))
         for output, tensor in outputs.items():
             self._outputs.setdefault(storage_key(tensor), ((execution, output), _reference(tensor)))
 
     def move(self, point: UncapturedPoint) -> None:
-        """Whatever comes belongs to another point."""
+        """Count all later ops at another point."""
         self._find_freed()
         self.point = point
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are counted elsewhere: they are inputs of a graph."""
+        """Do not count these tensors: they are inputs of a graph, and counted there."""
         self._counted_elsewhere.update(map(storage_key, tensors))
 
     def gradients_came(self, gradients: Iterable[torch.Tensor]) -> None:
-        """A graph made these, and uncaptured code takes them."""
+        """Count gradients that go from a graph to uncaptured code."""
         for tensor in gradients:
             self._note(tensor)
 
     def gradients_went(self, gradients: Iterable[torch.Tensor]) -> None:
-        """A graph takes these, and counts them from now on."""
+        """Stop counting gradients that go to a graph, which counts them from now on."""
         self._find_freed()
         for key in {storage_key(tensor) for tensor in gradients} & self._live.keys():
             self._free(key)
 
     def result(self, gradients: dict[int, torch.Tensor]) -> UncapturedCode:
-        """What was seen; a storage that is still live is live for good. `gradients` are those of parameters,
-        by the parameter's identity."""
+        """All that was seen. A storage that is still live stays live to the end of the step. `gradients` of
+        parameters are keyed by the parameter's identity."""
         self._find_freed()
         own = {key: each for key, each in self._storages.items() if key not in self._counted_elsewhere}
         keys = {parameter: storage_key(gradient) for parameter, gradient in gradients.items()}
@@ -166,7 +165,7 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
         for_good = [(UncapturedRange(first, None), nbytes) for first, nbytes in given.values()]
 
         def besides(point: UncapturedPoint, nbytes: int) -> int:
-            """Of `nbytes` live at a point, those of no range."""
+            """The part of `nbytes` live at a point that belongs to no range."""
             in_ranges = (n for live_range, n in (*ranges.items(), *for_good) if live_range.covers(point))
             return max(0, nbytes - sum(in_ranges))
 
@@ -188,7 +187,7 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
         return UncapturedCode(ranges, busy, outputs, given, calls)
 
     def _note_call(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Keep an op by the layouts of its tensors: the tensors themselves have to be free to go."""
+        """Record an op with the layouts of its tensors, without references to the tensors."""
         tensors = list(iter_tensors((args, kwargs)))
         if func.namespace != "aten" or func.is_view or not all(map(_has_bytes, tensors)):
             return  # an op of another library may do more than compute
@@ -250,7 +249,7 @@ def bytes_saved_by_autograd(
     """Bytes that autograd's nodes behind `results` save, by how many of the `num_graphs` graphs with a
     backward pass had run before; the storages `known` are left out.
 
-    All bytes are under 0, as if live from the start, where some of these graphs cannot be seen from there.
+    All bytes are under 0, as if live from the start, if `results` do not lead to all of these graphs.
     """
     nodes = _nodes(results)
     graphs = sorted(map(autograd_engine.creation_order, filter(aot_autograd.is_compiled_graph, nodes)))

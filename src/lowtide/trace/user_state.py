@@ -1,4 +1,4 @@
-"""Leave no trace of a capture in what belongs to the user."""
+"""Restore the user's model, objects and random states after a capture."""
 
 import copy
 import inspect
@@ -23,18 +23,18 @@ CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 
 @contextmanager
 def user_state_restored(model: nn.Module) -> Iterator[None]:
-    """Give the model's attributes, those of objects that it has (a config, say), what its lists, dicts and
-    buffers contain, and all random states back as they were, those of the model's own generators too.
+    """Restore the model's attributes, those of its objects (a config, say), the contents of its lists, dicts
+    and buffers, and all random states, those of the model's own generators too.
 
-    A forward pass may keep what it computes (`self.last = x`), which at capture is no real tensor. Code that
-    torch.compile does not follow runs on real tensors, and changes buffers.
+    A forward pass may store a result (`self.last = x`), which at capture is a fake tensor. Uncaptured code
+    runs on real tensors, and changes buffers.
     """
     python, numbers = random.getstate(), numpy.random.get_state()
     seen: set[int] = set()
     own = [vars(module) for module in model.modules()]
     containers = _containers(own, seen=seen)
     containers += _containers((vars(v) for at in own for v in at.values() if _is_plain(v)), seen=seen)
-    # a hook may append to a list of the user's
+    # a hook may append to a user's list
     containers += _containers((value for hook in hooks_of(model) for value in _named_by(hook)), seen=seen)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     generators = [(each, each.get_state()) for each in _generators(containers)]
@@ -58,14 +58,14 @@ def user_state_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this is an object with attributes, and nothing of torch's or Python's own."""
+    """Whether this is an object with attributes, of a class that is neither torch's nor Python's."""
     own = ("torch", "builtins", "types", "functools", "logging", "threading")
     is_theirs = type(value).__module__.split(".")[0] in own and not isinstance(value, SimpleNamespace)
     return hasattr(value, "__dict__") and not is_theirs and not isinstance(value, type | nn.Module)
 
 
 def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Container, Container]]:
-    """Every plain container among `values` and inside of them, each with a shallow copy."""
+    """Every plain container in `values`, nested ones too, each with a shallow copy."""
     found: list[tuple[Container, Container]] = []
     for value in values:
         if type(value) in CONTAINERS and id(value) not in seen:
@@ -77,7 +77,7 @@ def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Containe
 
 
 def _named_by(function: Any) -> list[Any]:
-    """What of its surroundings a function reads."""
+    """The values outside of a function that its code reads."""
     if not isinstance(function, FunctionType):
         return []
     try:
