@@ -152,7 +152,10 @@ def test_tensors_are_found_in_order():
 
 def test_the_profiler_prints_nothing():
     # In a process of its own: the profiler's library reads its settings once.
-    code = "import torch, lowtide.verification.peak as peak; peak.peak_above_start(lambda: torch.ones(3))"
+    code = (
+        "import torch; from lowtide.verification.measure_step import peak_above_start; "
+        "peak_above_start(lambda: torch.ones(3))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout + run.stderr == ""
 
