@@ -1,4 +1,4 @@
-"""Plan what comes after a plan was put to work: other batch shapes, other situations."""
+"""Plan graphs that come after a plan was applied: other batch shapes, other settings."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -50,17 +50,17 @@ logger = logging.getLogger("lowtide")
 
 SCALAR_BYTES = 8
 UNCOUNTED_BYTES = 4096
-"""A few numbers around the loss, which no plan counts."""
+"""A few numbers around the loss; no plan counts them."""
 
 PLANNED_GRAPHS = 1024
-"""Schedules of graphs that came later and are kept; an older one is planned again when it comes back."""
+"""Schedules of later graphs that are kept; an older graph is planned again."""
 
 
 class Replanner(Schedules):
-    """The schedule of every graph that comes: by the plan, or by a new solution for the same budget.
+    """The schedule of every graph: from the plan, or from a new solution for the same budget.
 
     Where a call begins with an unknown graph, the whole step is planned (`plan_call`), unless it is a known
-    step with other shapes. Where the call got further, the graph is planned beside what has run.
+    step with other shapes. A later unknown graph of a call is planned beside the graphs that have run.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Replanner(Schedules):
         )
         self.identity = identify_model(model)
         self.steps = {_structures(self.first): self.first}
-        """of every structure, the graphs of the last step that was planned"""
+        """by structure, the graphs of the last planned step"""
         self.later: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._alike: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._dropped: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
@@ -173,7 +173,7 @@ class Replanner(Schedules):
         return True
 
     def expect_calls(self) -> None:
-        """From now on, several calls come before a backward pass: their gradients are added up one by one."""
+        """Expect several calls before a backward pass: their gradients are added up one by one."""
         self._context = replace(self._context, several_calls=True)
         self._drop("several calls come before a backward pass")
 
@@ -213,21 +213,21 @@ class Replanner(Schedules):
         return True
 
     def _not_counted(self, loss: LiveLoss) -> int:
-        """How many bytes the loop made beyond what the plan reserves for it."""
+        """The bytes of the loop's loss beyond the reserve of the plan."""
         more_bytes = loss.peak_bytes - ceil(self._context.reserve.loss_bytes * self._times(loss.batch_bytes))
         return more_bytes if more_bytes > UNCOUNTED_BYTES else 0
 
     def _times(self, batch_bytes: int) -> Fraction:
-        """How many times larger a call is than the planned one; 1 for a smaller call."""
+        """The factor from the planned call to a larger one; 1 for a smaller call."""
         return max(Fraction(1), Fraction(batch_bytes, max(1, self._context.reserve.batch_bytes)))
 
     def _use(self, fingerprint: str, outputs: Collection[int]) -> None:
-        """From now on, these outputs of a graph get a gradient."""
+        """Expect a gradient for these outputs of a graph."""
 
         def with_gradients(graph: Graph) -> Graph:
             if graph.fingerprint != fingerprint:
                 return graph
-            # the bytes of the other gradients do not hold for this graph any more
+            # the known bytes of tangents are no longer valid for this graph
             return replace(
                 graph, missing=tuple(o for o in graph.missing if o not in outputs), tangent_bytes=0
             )
@@ -248,7 +248,7 @@ class Replanner(Schedules):
 
     @property
     def _planned_graph(self) -> Graph | None:
-        """The graph that the reserve was found for, where it is one."""
+        """The graph of the reserve, where the plan has one graph."""
         return self.first[0] if len(self.first) == 1 else None
 
     def _as_one_graph(self, segment: Segment, like: Graph | None, cause: str) -> Graph | None:
@@ -288,7 +288,7 @@ class Replanner(Schedules):
             is_whole=False,
         )
         if beside is None and not so_far.is_whole:
-            # what follows is unknown: leave as many bytes free as possible
+            # the following graphs are unknown: leave as many bytes free as possible
             found = _lowest(planner_for(step), ())
         else:
             found = self._plan(step, () if like is None else (like,), larger=False)
@@ -296,7 +296,7 @@ class Replanner(Schedules):
         return found.graphs[0]
 
     def _other_gradient_bytes(self, segment: Segment) -> int:
-        """The gradients of parameters that a graph does not read: new ones, and earlier ones if there are."""
+        """The bytes of gradients of parameters that a graph does not read, earlier gradients included."""
         own = {origin.tensor for origin in segment.origins}
         others = [p for p in self._context.model.parameters() if p.requires_grad and id(p) not in own]
         return sum(p.nbytes for p in others) * (2 if self._context.reserve.earlier_gradient_bytes else 1)
@@ -311,9 +311,9 @@ class Replanner(Schedules):
     def _plan(
         self, step: Step, like: Sequence[Graph], *, larger: bool, segment: Segment | None = None
     ) -> StepSchedules:
-        """Schedules for `step`: those of the graphs `like`, repaired, or found by a search. Where none fits
-        and the step is not `larger` than the planned one, the lowest. A step of one `segment` has to fit as
-        a compiler runs it."""
+        """Schedules for `step`: repaired from the graphs `like`, or found by a search. Where none fits and
+        the step is not `larger` than the planned one, the lowest. A step of one `segment` must fit as the
+        executor runs it."""
         step_planner = planner_for(step)
         if segment is not None and isinstance(self._executor, InductorOps):
             return self._compiled_plan(step_planner, segment, self._executor, larger=larger)
@@ -374,14 +374,14 @@ def _structures(graphs: Sequence[Graph]) -> tuple[str, ...]:
 
 
 def _schedules(like: Sequence[Graph], step: Step) -> list[tuple[GraphRun, ...]]:
-    """Those of planned graphs, for a step that begins with the same; a loss after them has none."""
+    """The schedules of the graphs `like` for a step; the graphs of a loss have empty ones."""
     return [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
 
 
 def _lowest(step_planner: Planner, like: Sequence[Graph]) -> StepSchedules:
     """The lowest peak known for a step, and its schedules: found by a search, or those of the graphs `like`.
 
-    A search can miss for a smaller batch what it found for the planned one.
+    The search for a smaller batch can miss a schedule that it found for the planned batch.
     """
     lowest = step_planner.solve(budget_bytes=step_planner.floor().floor_bytes)
     if like:
@@ -389,7 +389,7 @@ def _lowest(step_planner: Planner, like: Sequence[Graph]) -> StepSchedules:
             releases = [graph.releases for graph in like]
             runs = runs_of_schedules(step_planner.step, _schedules(like, step_planner.step), releases)
             peak_bytes = simulate(step_planner.step, runs).peak_bytes
-        except ValueError:  # the ops of this shape are others
+        except ValueError:  # this shape has other ops
             pass
         else:
             if peak_bytes < lowest.peak_bytes:

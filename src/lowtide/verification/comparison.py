@@ -1,8 +1,8 @@
-"""Train with a plan and without it, from the same start, and compare what every step leaves behind.
+"""Train with a plan and without it, from the same start, and compare the state after every step.
 
 Losses, gradients, buffers, parameters and the random state are compared with `torch.equal`. Some models
-take another path of their own code while they are captured: then the captured graph is also run without any
-recompute, which shows whether the plan makes the results differ from eager's.
+take another path of their code during capture. For these, the captured graph also runs without recompute,
+which shows whether the plan causes the differences from eager.
 """
 
 import copy
@@ -32,18 +32,18 @@ from lowtide.zoo.targets import Target, TargetSpec
 
 COMPARED_STEPS = 3
 GRADIENT, BUFFER, PARAMETER = "gradient of ", "buffer ", "parameter "
-"""How the names of results begin."""
+"""The prefixes of the names of results."""
 
 NEGLIGIBLE = 1e-5
-"""Gradients below this share of the model's largest are zero but for rounding."""
+"""Gradients below this share of the model's largest count as zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """`differences` from eager, the first one first; empty when all is equal to the last bit.
 
-    An executor that does not compute what eager does is compared with itself, without any recompute;
-    `from_eager` says how far those results are from eager's.
+    An executor with other bits than eager is compared with itself without recompute; `from_eager` says how
+    far these results are from eager's.
     """
 
     differences: tuple[str, ...]
@@ -53,7 +53,7 @@ class Comparison:
 
 
 def planned(target: Target, *, solution: dict[str, Any]) -> Target:
-    """The target with its plan applied; refuses a plan that was made for another one."""
+    """The target with its plan applied; PlanMismatch where the plan is for another target."""
     plan = Plan(solution_from_dict(solution))
     check_identity(plan, identify(target.model, split_batch(target.batch)))
     model = apply_plan(plan, target.model, optimizer=target.optimizer)
@@ -61,7 +61,7 @@ def planned(target: Target, *, solution: dict[str, Any]) -> Target:
 
 
 def looped(target: Target, *, solution: dict[str, Any]) -> Target:
-    """The target without its plan, in the loop that the plan is for."""
+    """The target without its plan, in the loop of the plan."""
     return replace(target, holds_outputs=solution_from_dict(solution).holds_outputs)
 
 
@@ -100,14 +100,14 @@ def compare(
 
 
 def baseline_schedules(solution: dict[str, Any]) -> Schedules:
-    """Runs the captured graphs as they are, for the same gradients as a plan."""
+    """Schedules without recompute, for the same gradients as a plan."""
     found = solution_from_dict(solution)
     return Schedules(found.graphs, found.gradient_strides)
 
 
 @contextmanager
 def _without_recompute(target: Target, solution: dict[str, Any], executor: Executor) -> Iterator[None]:
-    """The target runs its captured graphs as they are."""
+    """Run the captured graphs without recompute inside the block."""
     install(Runner(target.model, baseline_schedules(solution), executor=executor))
     try:
         yield
@@ -116,7 +116,7 @@ def _without_recompute(target: Target, solution: dict[str, Any], executor: Execu
 
 
 def _distance(results: list[Path], eager: list[Path]) -> str:
-    """How far the first step's results are from eager's, in words."""
+    """The distance of the first step's results from eager's, in words."""
     seen, wanted = (torch.load(files[0], mmap=True) for files in (results, eager))
     off = {
         name: (seen[name].double() - wanted[name].double()).abs().max().item()
@@ -130,7 +130,7 @@ def _distance(results: list[Path], eager: list[Path]) -> str:
 
 
 def _check_graphs(target: Target, solution: dict[str, Any]) -> None:
-    """Refuse to call a plan proven that did not run: other code makes another graph, planned anew."""
+    """Raise PlanMismatch where the plan did not run: changed code gives another graph, planned anew."""
     runner = runner_of(target.model)
     assert runner is not None
     if runner.eager_batch is not None:
@@ -144,7 +144,7 @@ def _check_graphs(target: Target, solution: dict[str, Any]) -> None:
 
 
 class Start:
-    """Where both trainings start from."""
+    """The common start of both trainings."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -175,7 +175,7 @@ def _random_states(target: Target) -> dict[str, torch.Tensor]:
 
 
 def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Everything that one step after the other leaves behind, by name; None gradients are left out."""
+    """The state after each step, by name; without gradients that are None."""
     start.restore()
     for _ in range(steps):
         with target.within():
@@ -194,7 +194,7 @@ def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.
 
 
 def record(target: Target, start: Start, stem: Path, steps: int) -> list[Path]:
-    """Results on disk, so that no second copy of the model is in memory while the other run trains."""
+    """Write results to disk, so that memory has no second copy of the model."""
     files = []
     for number, seen in enumerate(train(target, start, steps)):
         files.append(stem.with_name(f"{stem.name}-{number}"))
@@ -205,7 +205,7 @@ def record(target: Target, start: Start, stem: Path, steps: int) -> list[Path]:
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A tensor whose bits differ after `step`; `error` is relative to the tensor's largest value, infinite
-    where it cannot be said. `words` say what differs."""
+    where undefined. `words` describe the difference."""
 
     name: str
     step: int
@@ -238,7 +238,7 @@ def _difference(wanted: torch.Tensor | None, seen: torch.Tensor | None) -> str:
     if wanted is None or seen is None:
         return "is None without the plan" if wanted is None else "is None with the plan"
     if isinstance(seen, UsedGradient):
-        return ""  # what it did is in the parameters
+        return ""  # its effect is in the parameters
     if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
         return f"{seen.dtype}{tuple(seen.shape)} instead of {wanted.dtype}{tuple(wanted.shape)}"
     if torch.equal(wanted, seen) or _same_with_nan(wanted, seen):
@@ -261,7 +261,7 @@ def _largest(value: torch.Tensor) -> float:
 
 
 def _same_with_nan(wanted: torch.Tensor, seen: torch.Tensor) -> bool:
-    """A model that trains to NaN is planned exactly when it does so in the same places."""
+    """Whether two tensors are equal, NaN in the same places included."""
     if not wanted.is_floating_point():
         return False
     return bool(((wanted == seen) | (wanted.isnan() & seen.isnan())).all())
@@ -275,7 +275,7 @@ def _time(target: Target, runs: int) -> dict[str, Timing]:
         return train_step(model, target.batch, target.optimizer, target.loss, within=target.within)
 
     def eager() -> object:
-        remove(model)  # with all that watches and steps for the plan
+        remove(model)  # with its observer and its optimizer hooks
         return step()
 
     def planned() -> object:

@@ -1,8 +1,8 @@
-"""Run a function in a fresh Python process and get its result back.
+"""Run a function in a fresh Python process and return its result.
 
-The child imports `module:function` by name, calls it with the keyword arguments that were sent and
-sends the result back, both as files. What the child prints is kept and shown only if it fails.
-This file is both sides: `run_fresh` is the parent's, `main` the child's.
+Arguments and result are files. The child imports `module:function` by name, calls it with the keyword
+arguments and writes the result. The output of the child is shown only if it fails. `run_fresh` is the
+parent's side, `main` the child's.
 """
 
 import importlib
@@ -32,9 +32,9 @@ LITTLE_BYTES = 1 << 20
 def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
     """`function(**arguments)` in a new process, where `function` is written `module:name`.
 
-    `environment` is added to this process's. Arguments may hold tensors and models; shared tensors
-    stay shared. An exception there is a `FreshProcessError` here, with its message; arguments that
-    cannot make the journey are a `CannotMoveToFreshProcess`.
+    `environment` is added to this process's. Arguments may contain tensors and models; shared
+    tensors stay shared. An exception of the child is a `FreshProcessError` here, with its message; arguments
+    that cannot be pickled are a `CannotMoveToFreshProcess`.
     """
     with temporary_folder() as folder:
         request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
@@ -50,14 +50,14 @@ def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **
             str(answer),
         ]
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        # its own temporary files stand in our folder, which goes away however the child ends
+        # temporary files of the child are in this folder, which is removed however the child ends
         environ = {**os.environ, **(environment or {}), "PYTHONPATH": path, "TMPDIR": folder}
         with log.open("wb") as output:
             status = _wait(command, environ, output)
         printed = log.read_text(errors="replace")
         if not answer.exists():
             raise FreshProcessError(_died(status, printed), details=printed)
-        # Our own child wrote this file, in a folder that only this user can read.
+        # the child wrote this file, in a folder that only this user can read
         reply = torch.load(answer, weights_only=False)
     if "result" in reply:
         return reply["result"]
@@ -68,7 +68,7 @@ def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **
 def _write(request: Path, arguments: Mapping[str, Any]) -> None:
     try:
         torch.save(dict(arguments), request)
-    except Exception as error:  # whatever a user's own __getstate__ or __reduce__ raises
+    except Exception as error:  # a user's own __getstate__ or __reduce__ may raise anything
         if (free_bytes := shutil.disk_usage(request.parent).free) < LITTLE_BYTES:
             raise FreshProcessError(
                 f"the model cannot be written to {tempfile.gettempdir()} for a fresh process, where "
@@ -82,9 +82,9 @@ def _write(request: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def _wait(command: list[str], environ: Mapping[str, str], output: Any) -> int:
-    """Exit status of the child; it never outlives this call, Ctrl-C included.
+    """Exit status of the child; the child never outlives this call, Ctrl-C included.
 
-    Nor this process: its standard input closes with us, and that ends it.
+    The child does not outlive this process either: its standard input closes, and it ends.
     """
     try:
         child = subprocess.Popen(
@@ -120,9 +120,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def end_with_parent(folder: Path) -> None:
-    """End this process, and remove `folder`, should the process that started it be gone first.
+    """End this process and remove `folder` when the parent ends.
 
-    The parent holds the other end of standard input, which closes however the parent ends.
+    The parent has the other end of standard input, which closes however the parent ends.
     """
     lifeline = os.dup(sys.stdin.fileno())
     with Path(os.devnull).open() as nothing:
@@ -137,11 +137,11 @@ def end_with_parent(folder: Path) -> None:
 
 
 def answer_request(function: str, request: Path) -> dict[str, Any]:
-    """Load the arguments, call the function: its result, or what went wrong and when."""
+    """Load the arguments and call the function: its result, or its error."""
     while_loading = True
     try:
         arguments = torch.load(request, weights_only=False)
-        request.unlink()  # its pages would only crowd out what is to be measured
+        request.unlink()  # frees the page cache for the measurement
         while_loading = False
         module, _, name = function.partition(":")
         return {"result": getattr(importlib.import_module(module), name)(**arguments)}
@@ -161,7 +161,7 @@ def main(function: str, request: str, answer: str) -> None:
     end_with_parent(Path(request).parent)
     make_first_calls()
     reply = answer_request(function, Path(request))
-    # Written whole under another name first: a file that is there is complete.
+    # written under another name first: a file named `answer` is complete
     partial = Path(f"{answer}.partial")
     torch.save(reply, partial)
     partial.rename(answer)

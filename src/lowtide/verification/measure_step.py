@@ -1,12 +1,12 @@
 """One training step: the canonical step itself, its peak by two methods, and its time.
 
-`measure_step` measures in fresh processes, memory apart from time, since the first disturbs the second.
-Times are taken after a warm-up, every run by itself, synchronized.
+`measure_step` measures in fresh processes, memory and time apart, since the first disturbs the second.
+Every run is timed alone, synchronized, after a warm-up.
 
-A peak is the largest number of bytes live while a function runs, above those live when it started. torch
-keeps no statistics of its CPU allocator. Two independent methods are here, and they should agree: torch's
-profiler sees every block that torch asks for; the resident high-water mark is what the kernel saw of the
-whole process. On CUDA the allocator itself keeps the peak.
+A peak is the largest number of bytes live while a function runs, above those live when it started. torch has
+no statistics of its CPU allocator. Two independent methods measure the peak, and they should agree: torch's
+profiler counts every block that torch allocates; the kernel counts the resident high-water mark of the
+process. On CUDA the allocator itself counts the peak.
 """
 
 import copy
@@ -43,7 +43,7 @@ def train_step(
     """Forward, loss, backward, optimizer step, gradients dropped. Returns the loss, detached.
 
     `holds_outputs`: the model's output stays live to the end, as in a loop that logs it. Forward pass and
-    loss run inside of what `within` makes. Gradients have to be None at the start. A dict is passed as
+    loss run inside of the context `within()`. Gradients must be None at the start. A dict is passed as
     keywords, a tuple or list as positional arguments.
     """
     with within():
@@ -60,7 +60,7 @@ def train_step(
 
 
 def autocast_here(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes blocks of autocast like the one that is on here, one for each forward pass; none without."""
+    """A function that makes an autocast context like the current one, for each forward pass."""
     if not torch.is_autocast_enabled(device.type):
         return nullcontext
     dtype, cached = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
@@ -91,8 +91,8 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
 class Timing:
     """Seconds of each timed run, in the order they ran.
 
-    On a CPU, `page_faults` are the pages that each took from the system, and `page_fault_seconds` is what one
-    costs there, measured apart.
+    On a CPU, `page_faults` are the faults of each run, and `page_fault_seconds` is the measured time of one
+    fault.
     """
 
     runs: tuple[float, ...]
@@ -105,7 +105,7 @@ class Timing:
 
     @property
     def spread_seconds(self) -> float:
-        """Distance between the quartiles: what lies between the middle half of the runs."""
+        """The distance between the first and the third quartile."""
         if len(self.runs) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.runs, n=4, method="inclusive")
@@ -117,18 +117,18 @@ class Timing:
 
     @property
     def fault_share(self) -> float:
-        """About how much of the time went into page faults."""
+        """About the share of the time in page faults."""
         return self.median_page_faults * self.page_fault_seconds / self.median_seconds
 
     def added_to(self, baseline: "Timing") -> float:
-        """Share of `baseline`'s time that this adds, from the two medians: what stands beside them."""
+        """The share of `baseline`'s time that this adds, from the two medians."""
         return self.median_seconds / baseline.median_seconds - 1
 
     def noise_beside(self, baseline: "Timing") -> float | None:
-        """How far off `added_to` may be; None for a single run.
+        """The uncertainty of `added_to`; None for a single run.
 
-        Runs that followed each other are compared, since a slow phase of the machine hits both of a pair:
-        half the distance between the quartiles of their ratios, and how far their median is from `added_to`.
+        Consecutive runs are compared, since a slow phase of the machine hits both of a pair: half the
+        distance between the quartiles of their ratios, plus the distance of their median from `added_to`.
         """
         if len(self.runs) < 2:
             return None
@@ -158,14 +158,14 @@ def time_steps(
 
 
 WARM_UP_STEPS = 2
-"""The first makes the optimizer's state and all that torch allocates only once; a compiled model also
-does so in the second."""
+"""The first step makes the optimizer's state and the one-time allocations of torch; a compiled model has
+some more in the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Peaks count all bytes that torch has live: `static_bytes` (parameters, buffers, batch, optimizer
-    state) plus what the step adds on top. `resident_peak_bytes` is None where it cannot be measured:
+    state) plus the bytes that the step adds. `resident_peak_bytes` is None where it cannot be measured:
     on a GPU, outside Linux, or not in a fresh process. `timing` is None when no runs were asked for.
     `peak_op` ran at the peak, by torch's own name; empty where that is unknown.
     """
@@ -188,7 +188,7 @@ def measure_step(
     timed_runs: int = 0,
     resident: bool = True,
 ) -> Measured:
-    """Measure a step of `source` in fresh processes; nothing here is touched.
+    """Measure a step of `source` in fresh processes; this process does not change it.
 
     Without `resident`, memory is measured by torch's own count alone, in about half of the time.
 
@@ -225,19 +225,19 @@ def measure_here(
     `prepare` is called with that copy and returns the target to measure.
     """
     model, batch, optimizer = copy.deepcopy((target.model, target.batch, target.optimizer))
-    double = replace(target, model=model, batch=batch, optimizer=optimizer if with_optimizer else None)
+    copied = replace(target, model=model, batch=batch, optimizer=optimizer if with_optimizer else None)
     with torch.random.fork_rng():
-        return _measure(prepare(double) if prepare is not None else double, resident=False)
+        return _measure(prepare(copied) if prepare is not None else copied, resident=False)
 
 
 def measure_memory(*, resident: bool, **arguments: Any) -> Measured:
-    """The child's job: both peaks, the resident one first, since the profiler leaves traces behind."""
+    """The child's job: both peaks, the resident one first, since the profiler allocates memory."""
     target = _load(**arguments)
     return replace(_measure(target, resident=resident and can_measure_resident()), fresh_process=True)
 
 
 def measure_time(*, runs: int, **arguments: Any) -> Timing:
-    """The child's job: the clock alone, with the allocator as users have it."""
+    """The child's job: times, with the default allocator."""
     target = _load(**arguments)
     device = device_of(target.model, target.batch)
     return time_steps({"step": lambda: _step(target)}, device=device, runs=runs)["step"]
@@ -293,8 +293,8 @@ RESIDENT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOL
 def peak_above_start(step: Callable[[], object], *, device: torch.device = CPU) -> int:
     """Peak bytes that torch has live on `device` during `step()`, above those live before it.
 
-    torch's profiler on the CPU, which does not see a block freed that was there before the start: a
-    step that frees such blocks is measured too high. On CUDA, the allocator's own count.
+    On the CPU, torch's profiler counts. It does not see that an earlier block is freed: the peak of a step
+    that frees such blocks is too high. On CUDA, the allocator counts.
     """
     gc.collect()
     return device_for(device).measured(step)[1]
@@ -314,8 +314,8 @@ def can_measure_resident() -> bool:
 def resident_peak(step: Callable[[], object]) -> int:
     """Growth of the process's resident high-water mark during `step()`.
 
-    Means something only in a process that was started with `RESIDENT_ENVIRONMENT`, and after a
-    warm-up: what torch loads or allocates only once would count as well.
+    Valid only in a process with `RESIDENT_ENVIRONMENT`, and after a warm-up: one-time allocations of torch
+    would count as well.
     """
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""A verification in words: does the plan fit, is it exact, and what was not measured well.
+"""A verification in words: whether the plan fits, whether it is exact, and unreliable measurements.
 
 - `verdict`: the answer in a few lines
 - `prediction_note`, `agreement_note`, `fault_note`: where a prediction is off, where two measured peaks
@@ -20,9 +20,9 @@ MAX_DIFFERENCES = 5
 PREDICTED_WITHIN = 0.01
 AGREE_WITHIN = 0.02
 SMALL_BYTES = 1 << 20
-"""Pages and the allocator's own blocks: below this the kernel's figure says nothing about a step."""
+"""Below this, pages and the allocator's own blocks dominate the kernel's figure."""
 LEAST_SHARE = 0.03
-"""Of a step's time: less is lost in what any machine is off by."""
+"""A smaller share of a step's time is within the noise of any machine."""
 
 
 def verdict(result: "Verification") -> list[str]:
@@ -64,7 +64,7 @@ def prediction_note(which: str, *, predicted: int, measured: int, op: str) -> st
 
 
 def agreement_note(which: str, *, measured: int, resident: int | None) -> str:
-    """Empty where torch's count and the kernel's agree, or only one of them is there."""
+    """Empty where torch's count and the kernel's agree, or where one is missing."""
     if resident is None or abs(resident - measured) <= max(AGREE_WITHIN * measured, SMALL_BYTES):
         return ""
     why = (

@@ -1,4 +1,4 @@
-"""Prove a plan: the same results to the last bit, and the true peak, in fresh processes.
+"""Verify a plan in fresh processes: results equal to the last bit, and the true peak.
 
 Eager and planned training run from the same weights, optimizer state and random state; losses,
 gradients, buffers, parameters and the random state after every step are compared with `torch.equal`.
@@ -28,14 +28,14 @@ from lowtide.zoo.targets import Target, TargetSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What a plan does in truth. Peaks are measured by torch's own count of bytes, both in a fresh
-    process of their own, and once more as the process's resident high-water mark.
+    """The measured results of a plan. Each peak is torch's own count of bytes in a fresh process, and once
+    more the resident high-water mark of the process.
 
-    `exact`: planned training equals eager training to the last bit. `recompute_exact` is weaker: it
-    equals the captured graph without any recompute, which some models make another path in their code.
-    Where a compiler runs the graphs, `exact` means the same, and `from_eager` says how far the compiled step
-    without recompute is from eager. `peak_op` and `baseline_peak_op` ran at the peaks that torch counted.
-    `plan` is what was verified.
+    `exact`: planned training equals eager training to the last bit. `recompute_exact` is weaker: planned
+    training equals the captured graph without recompute; some models take another path of their code during
+    capture. Where a compiler runs the graphs, `exact` means the same, and `from_eager` says how far the
+    compiled step without recompute is from eager. `peak_op` and `baseline_peak_op` ran at the peaks that
+    torch counted. `plan` is the verified plan.
     """
 
     exact: bool
@@ -81,7 +81,7 @@ class Verification:
 
     @property
     def noise(self) -> float | None:
-        """How far off `overhead` may be; where the noise is larger, the machine was too busy for a figure."""
+        """The uncertainty of `overhead`; where it is larger than `overhead`, the machine was too busy."""
         if self.step_timing is None or self.baseline_step_timing is None:
             return None
         return self.step_timing.noise_beside(self.baseline_step_timing)
@@ -120,7 +120,7 @@ class Verification:
         return tuple(filter(None, notes))
 
     def summary(self) -> str:
-        """Does the plan fit, is it exact, and what was not measured well, in a few lines."""
+        """Whether the plan fits and is exact, and unreliable measurements, in a few lines."""
         return "\n".join(verdict(self))
 
     def report(self, path: str | Path) -> Path:
@@ -141,9 +141,9 @@ class Verification:
 def verify(
     source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5, resident: bool = True
 ) -> Verification:
-    """Compare and measure in fresh processes; a live model that cannot be sent there, in this one.
+    """Compare and measure in fresh processes; in this process for a live model that cannot be pickled.
 
-    Without `resident`, peaks are measured by torch's own count alone.
+    Without `resident`, peaks are torch's own count.
     """
     payload = {"solution": solution_to_dict(plan.solution)}
     if isinstance(source, Target):
@@ -188,7 +188,7 @@ def verify(
 def measure_plan(
     source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 0, resident: bool = True
 ) -> Measured:
-    """The planned step alone, in fresh processes: for a step that only a plan makes small enough."""
+    """Measure the planned step alone, in fresh processes: the baseline may be too large for this machine."""
     payload = {"solution": solution_to_dict(plan.solution)}
     return measure_step(
         source,
@@ -202,11 +202,11 @@ def measure_plan(
 def _verify_here(
     source: Target, solution: dict[str, Any], timed_runs: int
 ) -> tuple[Comparison, Measured, Measured]:
-    """The same in this process, on a copy, for models that cannot be sent to another one."""
+    """The same in this process, on a copy, for models that cannot be pickled."""
     with torch.random.fork_rng():
         model, batch, optimizer = copy.deepcopy((source.model, source.batch, source.optimizer))
-        double = replace(source, model=model, batch=batch, optimizer=optimizer)
-        comparison = compare(source=double, solution=solution, timed_runs=timed_runs)
+        copied = replace(source, model=model, batch=batch, optimizer=optimizer)
+        comparison = compare(source=copied, solution=solution, timed_runs=timed_runs)
         remove(model)
-        baseline = measure_here(double, prepare=lambda t: looped(t, solution=solution))
-        return comparison, baseline, measure_here(double, prepare=lambda t: planned(t, solution=solution))
+        baseline = measure_here(copied, prepare=lambda t: looped(t, solution=solution))
+        return comparison, baseline, measure_here(copied, prepare=lambda t: planned(t, solution=solution))
