@@ -1,4 +1,4 @@
-"""The library's front door: profile, plan, apply, verify."""
+"""The functions of the library: profile, plan, apply, verify."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -48,7 +48,7 @@ SHARDED_OFFLOAD = "offload is not planned for models that are sharded over proce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Training:
-    """What the user says of the loop around the model."""
+    """The user's statements about the loop around the model."""
 
     optimizer: Optimizers | None
     loss: Loss | None
@@ -70,7 +70,7 @@ class _Training:
 
     @property
     def settings(self) -> list[tuple[str, str]]:
-        """What has to be the same for all ranks."""
+        """The settings that must be the same on all ranks."""
         named = ("accumulate", "reserve_bytes", "step_in_backward", "holds_outputs", "offload")
         return [(name, str(getattr(self, name))) for name in named]
 
@@ -127,7 +127,7 @@ class _Training:
             )
 
     def with_link(self, step: Step, *, cache: bool = True) -> Step:
-        """The step with what is known of the way to the store, if there is one."""
+        """The step with the transfer speed of its store, if it has one."""
         target = self.offload_to
         return (
             step
@@ -181,8 +181,8 @@ def profile(
     With `ranks`, the step is that of one process among so many, with every block of the model and then the
     model sharded (`fully_shard`): a prediction for which no other process has to run.
 
-    With `device`, the step is one on a GPU that is not there (`a100-40g`): all figures are estimated from
-    what its maker publishes, and marked so. A plan of it applies on that GPU.
+    With `device`, the step is one on an absent GPU (`a100-40g`): all figures are estimated from its published
+    rates, and marked so. A plan of it applies on that GPU.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
@@ -282,7 +282,7 @@ def checkpoint(
         holds_outputs=holds_outputs,
         offload=offload_text(offload, swap),
     )
-    executor_named(executor)  # there, or refused before the model is captured
+    executor_named(executor)  # checked before the model is captured
     ranks = ranks_of(model, process_group)
 
     def capture_step() -> Captured:
@@ -368,7 +368,7 @@ def measure_step(
 def _copyable(
     model: nn.Module, batch: Any, optimizer: Optimizers | None, loss: Loss | None
 ) -> Iterator[Target]:
-    """A training step without its plan, as fresh processes get it; then the model has its plan again."""
+    """The target without its plan, for fresh processes; afterwards the model has its plan again."""
     model = ddp.unwrapped(model)
     if units_of(model):
         raise LowtideError(

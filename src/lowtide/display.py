@@ -1,7 +1,7 @@
-"""What the library is doing, in one line on stderr, on a terminal or in a notebook.
+"""The progress of the library, in one line on stderr, on a terminal or in a notebook.
 
-A terminal has a bar, a notebook the same as text; elsewhere nothing is shown. The line goes when the work
-ends, fails or is interrupted.
+A terminal shows a bar, a notebook text; elsewhere nothing is shown. The line disappears when the work ends,
+fails or is interrupted.
 """
 
 import sys
@@ -19,19 +19,19 @@ WIDTH = 60
 
 
 class Display:
-    """The line; one without a `bar` shows nothing."""
+    """The line; without a `bar` it shows nothing."""
 
     def __init__(self, bar: "Progress | None" = None) -> None:
         self._bar = bar
         self._task = bar.add_task("", total=None) if bar is not None else None
 
     def stage(self, text: str) -> None:
-        """What is being done from here on, without a count so far."""
+        """Begin a stage, without a count so far."""
         if self._bar is not None and self._task is not None:
             self._bar.reset(self._task, description=text, total=None)
 
     def count(self, done: int, total: int) -> None:
-        """How far the present stage is."""
+        """The progress of the current stage."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total)
 
@@ -66,7 +66,7 @@ _current: list[Display] = []
 
 @contextmanager
 def shown() -> Iterator[Display]:
-    """The line of whoever called us, or else one of our own for as long as this lasts."""
+    """The caller's line, else a new line for the duration of the block."""
     if _current:
         yield _current[-1]
         return
@@ -88,7 +88,7 @@ def shown() -> Iterator[Display]:
         console=Console(stderr=True),
         transient=True,
         refresh_per_second=REFRESHES_PER_SECOND,
-        # what the user's model prints to a file or a pipe stays there
+        # output of the user's model to a file or a pipe stays there
         redirect_stdout=sys.stdout.isatty(),
     )
     with bar, _as_current(Display(bar)) as display:
@@ -96,14 +96,14 @@ def shown() -> Iterator[Display]:
 
 
 def in_notebook() -> bool:
-    """Whether a notebook's kernel runs this."""
+    """Whether this process is a notebook's kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Show nothing inside, for a caller with a display of its own."""
+    """Show nothing inside the block, for a caller with its own display."""
     with _as_current(Display()):
         yield
 

@@ -1,4 +1,4 @@
-"""What lowtide raises.
+"""The errors of lowtide.
 
 LowtideError
 ├── BadSize             a size or budget that cannot be read
@@ -16,7 +16,7 @@ LowtideError
 ├── UnsupportedTorch    torch is too old; an ImportError, too
 └── UsageError          options of a command contradict each other
 
-`NotApplicable`, `NotEnoughMemory` and `UsageError` live with the code that raises them.
+`NotApplicable`, `NotEnoughMemory` and `UsageError` are defined in the code that raises them.
 """
 
 from lowtide.units import size_and_bytes

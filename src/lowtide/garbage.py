@@ -1,7 +1,7 @@
 """Python's cyclic garbage collector, while graphs and plans of many thousands of small records are made.
 
-The collector looks at all live records again whenever there are some more, and hardly any of them are cycles:
-that took a fifth of the planning time of long steps.
+The collector scans all live records again and again, and hardly any of them are cycles: this took a fifth of
+the planning time of long steps.
 """
 
 import gc
@@ -21,7 +21,7 @@ _users = 0
 def rarely_collected() -> Iterator[None]:
     """Collect after every `NEW_OBJECTS` only; also a decorator.
 
-    The threshold is one for all threads: the user's own comes back when the last thread leaves.
+    The threshold is global: the user's own value is restored when the last thread leaves.
     """
     global _users  # noqa: PLW0603 - the setting itself is one for the whole process
     with _lock:

@@ -1,4 +1,4 @@
-"""A plan: what becomes of each activation, and how to put the plan to work."""
+"""A plan: a decision for each activation, and how to apply them."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -85,8 +85,7 @@ class Plan:
 
     @property
     def lower_bound_seconds(self) -> float | None:
-        """Proven: no plan within the budget adds less, whatever it recomputes; None for plans of earlier
-        versions."""
+        """Proven: no plan within the budget adds fewer seconds; None for plans of earlier versions."""
         return self.solution.lower_bound_seconds
 
     @property
@@ -96,7 +95,7 @@ class Plan:
 
     @cached_property
     def loss_reserve(self) -> "LossReserve | None":
-        """Schedules that leave bytes for a loss that was not given: found once, when the plan is applied."""
+        """Schedules that reserve bytes for an unknown loss; found once, when the plan is applied."""
         from lowtide.runtime.incomplete_steps import loss_reserve_for
 
         return loss_reserve_for(self)
@@ -110,7 +109,7 @@ class Plan:
     ) -> "nn.Module":
         """Let `model` train by this plan, in place; returns the same object.
 
-        Another batch shape gets a plan of its own for the same budget when it first comes. A plan from a file
+        Another batch shape gets its own plan for the same budget at its first call. A plan from a file
         that steps in backward, or in chunks, needs the `optimizer`. Of a DistributedDataParallel the model
         inside gets the plan. Where several processes train the model (those of `process_group`, by default
         of the wrapper's, or all), each has to call this, with the same plan.
@@ -159,7 +158,7 @@ class Plan:
 
 
 def timelines(plan: Plan) -> tuple[Timeline | None, Timeline | None]:
-    """Of the step as eager runs it and by the plan; None where only the plan's file was read."""
+    """The timelines of eager and of the plan; None for a plan from a file."""
     if plan.step is None:
         return None, None
     before = eager_timeline(plan.step)
@@ -167,7 +166,7 @@ def timelines(plan: Plan) -> tuple[Timeline | None, Timeline | None]:
 
 
 def write_report(path: str | Path, plan: Plan, *, title: str, measurement: Measurement | None = None) -> Path:
-    """The page of a plan, with what was measured of it."""
+    """Write the page of a plan, with its measurements."""
     from lowtide.report.html import render_report
 
     before, after = timelines(plan)
@@ -190,7 +189,7 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def check_identity(plan: Plan, found: tuple[tuple[str, str], ...]) -> None:
-    """Refuse a plan that was made for something else, saying what differs."""
+    """Raise PlanMismatch where a plan is for another model, batch or torch; the message says what differs."""
     made_for = dict(plan.solution.identity)
     for what, value in found:
         if made_for.get(what, value) != value:

@@ -1,4 +1,4 @@
-"""A profiled training step, and what can be asked of it."""
+"""A profiled training step, its plans and its reports."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Profile:
     """Where the memory and the time of one training step go; made by `lowtide.profile`.
 
-    All bytes are predicted from the captured graphs; `seconds` are measured op by op, or estimated for a GPU
-    that is not there, which `step.device` says then.
+    All bytes are predicted from the captured graphs; `seconds` are measured op by op, or estimated for an
+    absent GPU, which `step.device` names.
     """
 
     step: Step
@@ -78,7 +78,7 @@ class Profile:
 
     @property
     def bounds(self) -> Bounds:
-        """What is proven of all plans that run the ops of the step one by one."""
+        """The proven bounds of all plans that run the ops of the step one by one."""
         return self._planner.bounds
 
     @property
@@ -130,7 +130,7 @@ class Profile:
         ]
 
     def summary(self) -> str:
-        """The peak, where it is and what of, in a few lines."""
+        """The peak, its node and its kinds, in a few lines."""
         return as_text("Profile of one training step", profile_rows(self.step, self.timeline))
 
     def report(self, path: str | Path) -> Path:
@@ -166,7 +166,7 @@ class Profile:
         return replace(self._as_plan(replace(solution, notes=self.step.notes)), executor=executor)
 
     def _check_compilable(self) -> None:
-        """Refuse what Inductor's code is not counted for."""
+        """Raise LowtideError for options that Inductor's code does not support."""
         reason, gpu = "", gpu_behind(self.step.device)
         if gpu is not None:
             reason = f"compiles for the device at hand, and the {gpu.name} is not there: leave `device` out"

@@ -1,4 +1,4 @@
-"""Bytes as people read them. Stands on nothing, so that errors can use it."""
+"""Bytes as readable text. Imports nothing, so that errors can use it."""
 
 
 def format_size(nbytes: int) -> str:

@@ -1,16 +1,16 @@
-"""The command line. Data goes to stdout, everything else to stderr.
+"""The command line. Data goes to stdout, all else to stderr.
 
 Exit codes: 0 done, 1 error, 2 usage, 3 does not fit, 4 results differ, 130 interrupted.
-torch is imported by the commands that need it, when they need it.
+Commands import torch only when they need it.
 
 - `app`: the command `lowtide` and its subcommands
 - `options`: the options that commands share, and the decorator `command`
 - `terminal`: one command's stdout and stderr, tables, exit codes
-- `sources`: from what was typed to a profile
+- `sources`: from the typed options to a profile
 - `step_commands`: profile, plan, verify, run
 - `tradeoff_command`, `sweep_command`, `compare_command`, `fit_command`: experiments
 - `file_commands`: explain, models, solve
-- `doctor_command`: does lowtide work on this machine
+- `doctor_command`: check lowtide on this machine
 - `tables`: profiles, plans and verifications as data and as tables
 - `output_files`: the files that commands write and read
 """

@@ -1,4 +1,4 @@
-"""The `lowtide` command: its subcommands and what is common to them."""
+"""The `lowtide` command and its subcommands."""
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -61,7 +61,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except Exception as error:
-        # typer brings its own click, under a private name: known by what it can do.
+        # typer has its own click, under a private name: recognized by its methods
         if not hasattr(error, "format_message"):
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "lowtide")

@@ -93,7 +93,7 @@ def compare(
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    """`0.5,0` as numbers from 0 to 1, highest first."""
+    """`0.5,0` as numbers from 0 to 1, the highest first."""
     try:
         shares = tuple(sorted({float(part) for part in text.split(",")}, reverse=True))
     except ValueError:
@@ -149,7 +149,7 @@ def _time(ratio: float | None, noise: float | None) -> str:
 
 
 def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: str, device: str) -> None:
-    """All files for the methods so far; before the last they say that more are to come."""
+    """Write all files for the methods so far; they say whether more follow."""
     from lowtide.cli.output_files import environment, write_experiment
     from lowtide.report.exports import write_compare
 

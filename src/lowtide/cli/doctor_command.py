@@ -1,4 +1,4 @@
-"""`lowtide doctor`: does lowtide work on this machine? A block of text to paste into an issue."""
+"""`lowtide doctor`: check lowtide on this machine, and print a block of text to paste into an issue."""
 
 import os
 import platform
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("torch", "transformers", "numpy")
 SETTINGS = ("OMP_", "MKL_", "KMP_", "CUDA_", "PYTORCH_", "TORCH", "LOWTIDE_", "MALLOC_")
-"""How the names of variables begin that torch and lowtide go by."""
+"""The prefixes of environment variables that torch and lowtide read."""
 
 NO_TORCH = "not run: torch does not work here"
 
 
 class Failed(str):
-    """What is told of a check that raised."""
+    """The text about a check that raised."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ def doctor(terminal: Terminal) -> None:
 
 
 def _checks(terminal: Terminal, checks: dict[str, Callable[[], str]]) -> dict[str, Any]:
-    """Each is shown as soon as it is known: one may end the process."""
+    """Show each result at once: a check may end the process."""
     found = {}
     for name, check in checks.items():
         found[name] = _try(terminal, f"checking {name}", check)
@@ -70,7 +70,7 @@ def _checks(terminal: Terminal, checks: dict[str, Callable[[], str]]) -> dict[st
 
 
 def _try(terminal: Terminal, doing: str, check: Callable[..., Any], *arguments: Any) -> Any:
-    """A failed check is a finding, and the others still have their turn."""
+    """A failed check is a finding; the other checks still run."""
     try:
         with terminal.working(doing):
             return check(*arguments)
@@ -93,7 +93,7 @@ def _machine() -> dict[str, str]:
 
 
 def _devices(terminal: Terminal) -> dict[str, Any]:
-    """What was found of each device, check by check; a text where it was not checked."""
+    """The findings for each device, check by check; a text for a device that was not checked."""
     from lowtide.experiments.checkup import DEVICES
 
     found: dict[str, Any] = {}
@@ -170,7 +170,7 @@ def _said(found: Any) -> str:
 
 
 def _plain(found: Any) -> Any:
-    """As JSON has it."""
+    """As JSON data."""
     if isinstance(found, dict):
         return {key: _plain(value) for key, value in found.items()}
     return asdict(found) if is_dataclass(found) and not isinstance(found, type) else _said(found)

@@ -1,4 +1,4 @@
-"""Commands that answer from a file or from nothing, without torch.
+"""Commands that need a file at most, and no torch.
 
 - `lowtide explain`: what a plan does with one activation, and why
 - `lowtide solve`: the planner alone on an abstract graph
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lowtide.planning.abstract import AbstractGraph, GraphSolution
 
 KEYS = {"live while idle": "holds", "rematerialized": "brought back"}
-"""Keys of `explain --json` that are not the words of its table."""
+"""Keys of `explain --json` that differ from the words of its table."""
 
 
 @command

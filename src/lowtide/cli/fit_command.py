@@ -28,7 +28,7 @@ class Grows(StrEnum):
 
 
 MULTIPLES = {Grows.BATCH_SIZE: 1, Grows.SEQUENCE_LENGTH: 8, Grows.IMAGE_SIZE: 32}
-"""Sizes are multiples of these, unless said otherwise."""
+"""The default of --multiple-of."""
 
 
 @command
@@ -180,7 +180,7 @@ def _largest_plain(found: "Fit") -> str:
 
 
 def _largest(found: "Fit") -> str:
-    """With what it gains and loses."""
+    """A size, with its gain and its cost."""
     words = str(found.largest)
     if found.largest_plain and found.largest > found.largest_plain:
         words += f", {found.largest / found.largest_plain:.3g} times as large"
@@ -188,7 +188,7 @@ def _largest(found: "Fit") -> str:
 
 
 def _proven(found: "Fit", no_plan_above: int) -> str:
-    """How sharp the answer is."""
+    """The precision of the answer."""
     first = no_plan_above + found.multiple_of
     if no_plan_above == found.largest:
         return f"no plan exists from {first} on"
@@ -196,7 +196,7 @@ def _proven(found: "Fit", no_plan_above: int) -> str:
 
 
 def _speed(found: "Fit", at: int, *, than: int = 0) -> str:
-    """The throughput at a size, and how much more that is than at another; empty where it is not known."""
+    """The throughput at a size, compared with another size; empty where unknown."""
     speeds = {row.size: row.per_second for row in found.rows}
     speed, other = speeds.get(at), speeds.get(than)
     if speed is None:

@@ -1,7 +1,7 @@
-"""The options that commands share: what each takes, its help text and what Tab offers for it.
+"""The options that commands share: types, help texts and completions.
 
-A command takes its terminal, and options that belong together as one frozen dataclass. `command` makes of
-that a function with one parameter for each option, as typer wants it:
+A command takes its terminal, and options that belong together as one frozen dataclass. `command`
+turns such a function into one with a parameter for each option, for typer:
 
     @command                                                  def profile(
     def profile(                                                  target: TargetText,
@@ -68,7 +68,7 @@ def _files(incomplete: str, suffix: str, *, end: str = "", folders: bool = True)
     try:
         entries = sorted(folder.iterdir())
     except OSError:
-        return []  # nothing to offer in a folder that cannot be read
+        return []  # no completions in a folder that cannot be read
     shown = [entry for entry in entries if entry.name.startswith(tail) and not entry.name.startswith(".")]
     files = [
         f"{head}{slash}{entry.name}{end}" for entry in shown if entry.suffix == suffix and entry.is_file()
@@ -77,12 +77,12 @@ def _files(incomplete: str, suffix: str, *, end: str = "", folders: bool = True)
 
 
 def _budget(text: str) -> str:
-    """Refuse what cannot be a budget before any work is done; the peak is known only later."""
+    """Refuse an invalid budget before any work; the peak is known only later."""
     return _read(text, lambda: parse_budget(text, whole=1 << 60))
 
 
 def bytes_budget(text: str) -> str:
-    """Refuse a share as well, where sizes differ and each has a peak of its own."""
+    """Refuse a share as well: each size has its own peak."""
     if text.strip().endswith("%"):
         raise typer.BadParameter(
             f"'{text}' is a share of one size's own peak, and here sizes differ: write bytes, such as 8GiB"
@@ -91,7 +91,7 @@ def bytes_budget(text: str) -> str:
 
 
 def bytes_budgets(text: str) -> str:
-    """The same for several, with commas between them."""
+    """The same for several budgets, with commas between them."""
     for one in text.split(","):
         bytes_budget(one)
     return text
@@ -284,7 +284,7 @@ class OutputOptions:
     force: Force = False
 
     def claim(self, *names: str) -> Path | None:
-        """The folder, where none of `names` is yet, unless forced; made if missing."""
+        """The folder, made if missing; an error where one of `names` exists, unless forced."""
         return claim_folder(self.folder, names, force=self.force)
 
 
@@ -297,13 +297,13 @@ class TerminalOptions:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Marks which fields of a group a command has as options; without it, all."""
+    """The fields of a group that a command has as options; by default all."""
 
     names: tuple[str, ...]
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as typer takes it: with an option for each field of its groups, inside of a session."""
+    """The function for typer: an option for each field of its groups, run inside a session."""
     _, *own = inspect.signature(function).parameters.values()
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}

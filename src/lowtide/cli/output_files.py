@@ -1,7 +1,7 @@
 """The files that commands write and read.
 
-`profile.json` and `plan.json` go from one command to the next, each with the target that it was made for, and
-the next command to type is told. Experiments write JSON, plots and a report; `lowtide run` writes everything.
+`profile.json` and `plan.json` go from one command to the next, each with its target. Commands print the next
+command to type. Experiments write JSON, plots and a report; `lowtide run` writes everything.
 """
 
 import logging
@@ -98,7 +98,7 @@ def plan_command(out: Path, *, budget: str, planner: str = "auto") -> str:
 def after_run(
     out: Path, *, floor_bytes: int, step_in_backward: bool = False, executor: str = "eager"
 ) -> list[str]:
-    """What the files of `lowtide run` are good for; a profile in a file is planned for executor 'eager'."""
+    """The next commands after `lowtide run`; a profile in a file is planned for executor 'eager'."""
     floor = "the lowest reachable peak" if executor == "eager" else "the lowest peak with executor 'eager'"
     given = "model, optimizer=optimizer" if step_in_backward else "model"
     profile, plan = (shlex.quote(str(out / name)) for name in (PROFILE, PLAN))
@@ -128,7 +128,7 @@ def plots_if_possible(folder: Path, **data: Any) -> list[Path]:
 
 def write_experiment(path: Path, data: Any, *, plots: dict[str, Any], **page: Any) -> list[Path]:
     """`data` as JSON at `path`, beside it the `plots` that can be drawn, and the report of `page`. The report
-    comes last: where it is, all files are."""
+    is written last: where it exists, all files exist."""
     save_json(path, data)
     pictures = plots_if_possible(path.parent, **plots) if plots else []
     return [path, *pictures, write_atomic(path.parent / REPORT, render_report(**page))]
@@ -141,7 +141,7 @@ def say_written(terminal: Terminal, folder: Path | None, *names: str) -> None:
 
 
 def environment(device: str, *, measured: bool = True) -> Environment:
-    """How this command's figures were measured; torch is only asked where they were."""
+    """The environment of this command's figures; torch is imported only for measured ones."""
     known = measured or gpu_behind(device) is not None
     here = _device(device) if known else "planned from a file, nothing measured"
     return environment_here(machine=here, command=f"lowtide {shlex.join(sys.argv[1:])}")
@@ -169,13 +169,13 @@ CURVE_POINTS = 30
 
 
 def write_profile(folder: Path, *, spec: TargetSpec, profile: Profile) -> list[Path]:
-    """What is known before anything is planned, to go on from should that fail."""
+    """The files that are known before planning, to continue from after a failure."""
     save_profile(folder / PROFILE, profile, spec)
     return [folder / PROFILE, *profile.to_csv(folder)]
 
 
 def write_plan(folder: Path, *, spec: TargetSpec | None, plan: Plan) -> list[Path]:
-    """What is known before anything is run."""
+    """The files that are known before any run."""
     save_plan(folder / PLAN, plan, spec)
     return [folder / PLAN, *plan.to_csv(folder)]
 
@@ -210,7 +210,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outco
         plots={**shown, "budget_bytes": plan.budget_bytes, "name": name},
         title=name,
         environment=environment(step.device),
-        # the curve above searched for the floor, whatever planner made the plan
+        # the curve has searched for the floor, for any planner
         solution=replace(plan.solution, floor_bytes=profile.floor_bytes),
         measurement=outcome.measurement,
         **shown,

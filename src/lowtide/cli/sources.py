@@ -1,4 +1,4 @@
-"""From what was typed to a profile: capture and measure a target, or read a file."""
+"""From the typed options to a profile: capture and measure a target, or read a file."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """The step to profile, and how. A command has those options of the second block that it `offers`."""
+    """The step to profile, and how. A command has the options of the second block that it `offers`."""
 
     image_size: ImageSize = None
     sequence_length: SequenceLength = None
@@ -62,7 +62,7 @@ class StepOptions:
 
     @property
     def store(self) -> str:
-        """Where to offload to; empty for nowhere."""
+        """The store for offloaded values; empty for none."""
         if self.offload and self.swap and self.offload != self.swap:
             raise UsageError(
                 f"--offload {self.offload} and --swap {self.swap} differ: --swap is the earlier name of "
@@ -72,7 +72,7 @@ class StepOptions:
 
     @property
     def given(self) -> list[str]:
-        """The options that are not at their defaults, as they are typed."""
+        """The options that differ from their defaults, as typed."""
         changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         return [f"--{name.replace('_', '-')}" for name in changed]
 
@@ -104,7 +104,7 @@ def profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> "
             return profile_by_running(
                 target, memory_limit=step.memory_limit, cache=not step.no_cache, progress=progress
             )
-    # Nothing tells how far capture is; the bar starts to move when ops are measured.
+    # capture has no progress; the bar moves when ops are measured
     with terminal.counting(f"profiling {spec.text}") as progress:
         return api.profile(
             target.model,

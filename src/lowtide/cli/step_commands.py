@@ -87,7 +87,7 @@ def plan(
     if executor is not ExecutorName.EAGER:
         from lowtide.runtime.executor import executor_named
 
-        executor_named(executor)  # there, or refused before any work
+        executor_named(executor)  # checked before any work
     out = output.claim(files.PLAN, files.DECISIONS)
     profile, spec, name = open_source(source, terminal, step, batch_size=batch_size)
     with terminal.working("planning"):
@@ -170,7 +170,7 @@ def run(
     from lowtide.cli import tables
     from lowtide.runtime.executor import executor_named
 
-    executor_named(executor)  # there, or refused before any work
+    executor_named(executor)  # checked before any work
     out = output.claim(*files.FILES)
     assert out is not None
     spec = step.spec(target, batch_size)

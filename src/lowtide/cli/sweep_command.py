@@ -108,7 +108,7 @@ def sweep(
         again = "taken from before" if waiting.pop(row.batch_size, None) else row.status_text
         terminal.note(f"batch {row.batch_size}: {again} ({len(rows)} of {len(sizes)})")
         if out is not None:
-            # with what an earlier sweep found out and this one has not come to, or was not asked for
+            # with rows of an earlier sweep that this one has not reached, or that were not asked for
             known = [*rows, *waiting.values()]
             pending = [n for n in sizes[len(rows) :] if n not in waiting]
             _write(out, known, settings, pending=pending, name=target, device=devices[-1])
@@ -119,13 +119,13 @@ def sweep(
 
 
 def _settings(spec: TargetSpec, **options: Any) -> dict[str, Any]:
-    """What must be the same for rows of an earlier sweep to stand beside new ones."""
+    """The settings that rows of an earlier sweep must share with new rows."""
     target = {key: value for key, value in asdict(spec).items() if key != "batch_size"}
     return {"target": target, **options}
 
 
 def earlier_rows(path: Path, settings: dict[str, Any]) -> list[SweepRow]:
-    """What an earlier sweep with the same settings found out for good; nothing where there is none."""
+    """The final rows of an earlier sweep with the same settings, if any."""
     from lowtide.experiments.sweep_rows import is_final, row_from_dict
     from lowtide.facts.serial import load_json
 
@@ -139,7 +139,7 @@ def earlier_rows(path: Path, settings: dict[str, Any]) -> list[SweepRow]:
         )
     rows = []
     for row in data["rows"]:
-        with suppress(LowtideError):  # of another version, whose sizes are run again
+        with suppress(LowtideError):  # rows of another version: their sizes are run again
             rows.append(row_from_dict(row))
     return [row for row in rows if is_final(row)]
 
@@ -203,7 +203,7 @@ def _is_above(row: SweepRow) -> bool:
 
 
 def sweep_exit(rows: Sequence[SweepRow]) -> Exit:
-    """Wrong results are worse than too much memory; sizes that do not fit are findings unless all are."""
+    """Wrong results are worse than too much memory; sizes that do not fit are an error only if all do not."""
     if any(row.exact is False for row in rows):
         return Exit.RESULTS_DIFFER
     if all(row.status is SweepStatus.FAILED for row in rows):
@@ -229,7 +229,7 @@ def _write(
     name: str,
     device: str,
 ) -> None:
-    """All files for the sizes so far, for whoever stops the sweep; they say which are `pending`."""
+    """Write all files for the sizes so far; they say which sizes are `pending`."""
     from lowtide.cli.output_files import environment, write_experiment
     from lowtide.report.exports import write_sweep
 

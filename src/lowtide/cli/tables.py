@@ -1,4 +1,4 @@
-"""Profiles, plans and verifications as commands tell them: data for `--json`, and tables from that data."""
+"""Profiles, plans and verifications as data for `--json`, and as tables of that data."""
 
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ NUM_LARGEST = 10
 
 
 def profile_summary(profile: Profile, *, name: str) -> dict[str, Any]:
-    """Peak, where it is, its parts by kind, time by region and the largest activations."""
+    """Peak, its node, its parts by kind, time by region and the largest activations."""
     step, timeline, found = profile.step, profile.timeline, profile.activations
     largest = sorted(found, key=lambda a: (-a.nbytes, a.creation_rank, a.name))[:NUM_LARGEST]
     return {
@@ -154,7 +154,7 @@ def _largest(solution: Solution, action: Action) -> list[Decision]:
 
 
 def _offload_summary(solution: Solution) -> dict[str, Any]:
-    """What leaves for a store; nothing where there is none."""
+    """The offloaded values, if any."""
     if solution.offload is None:
         return {}
     num_offloaded = sum(d.action is Action.OFFLOAD for d in solution.decisions)
@@ -212,7 +212,7 @@ def _where(place: dict[str, Any]) -> str:
 
 
 def _by_kind(timeline: Timeline) -> dict[str, int]:
-    """Bytes of each kind at the peak; kinds that are not there are left out."""
+    """Bytes of each kind at the peak; kinds without bytes are left out."""
     parts = {kind: int(timeline.bytes_by_kind[kind][timeline.peak_position]) for kind in STACK}
     return {kind.value: nbytes for kind, nbytes in parts.items() if nbytes}
 
@@ -256,7 +256,7 @@ def outcome_data(outcome: "Outcome", *, name: str) -> dict[str, Any]:
 
 
 def outcome_tables(outcome: "Outcome", *, budget_bytes: int, name: str) -> list[RenderableType]:
-    """What was measured without and with the plan, and the verdict in words."""
+    """The measurements without and with the plan, and the verdict in words."""
     if outcome.verification is not None:
         return verification_tables(outcome.verification, name=name)
     planned = outcome.measurement.planned

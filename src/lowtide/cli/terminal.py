@@ -1,6 +1,6 @@
-"""One command's talk with the user: data on stdout, progress and errors on stderr.
+"""The output of one command: data on stdout, progress and errors on stderr.
 
-With the exit codes and which error ends with which, tables, and the folder that a command writes into.
+Also the exit code of each error, tables, and the output folder of a command.
 """
 
 import json
@@ -57,7 +57,7 @@ def exit_code(error: BaseException) -> Exit:
 
 
 def one_line(error: BaseException) -> str:
-    """What is told about an error without `-v`."""
+    """The text about an error without `-v`."""
     text = " ".join(str(error).split())
     if isinstance(error, LowtideError):
         return text
@@ -67,7 +67,7 @@ def one_line(error: BaseException) -> str:
 
 
 class Dotted:
-    """A dotted name in a cell, which goes over several lines only after its dots."""
+    """A dotted name in a cell; it wraps only after its dots."""
 
     def __init__(self, name: str) -> None:
         self._parts = [f"{part}." for part in name.split(".")[:-1]] + [name.rpartition(".")[2]]
@@ -106,9 +106,9 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def claim_folder(folder: Path | None, names: Sequence[str], *, force: bool) -> Path | None:
-    """The folder to write into, made if missing; files that are there are kept unless `force`.
+    """The output folder, made if missing; an error where files exist, unless `force`.
 
-    Checked before the work starts, which may take minutes.
+    Checked before the work, which may take minutes.
     """
     if folder is None:
         return None
@@ -128,7 +128,7 @@ def claim_folder(folder: Path | None, names: Sequence[str], *, force: bool) -> P
 
 NOTE = "note: "
 PIPE_WIDTH = 160
-"""Columns of a table that goes to a file or a pipe, whose reader has a width that is not known here."""
+"""The width of a table in a file or a pipe: the width of its reader is unknown."""
 
 
 def _stdout() -> Console:
@@ -165,7 +165,7 @@ class Terminal:
             self.out.print(renderable)
 
     def show_lines(self, *lines: str) -> None:
-        """Text to paste elsewhere, as it comes: however narrow the terminal, no line is broken in two."""
+        """Text to paste elsewhere: no line is wrapped."""
         for line in () if self.as_json else lines:
             self.out.print(line, markup=False, soft_wrap=True)
 
@@ -175,13 +175,13 @@ class Terminal:
             self.out.file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def note(self, text: str) -> None:
-        """A line on stderr about what was done."""
+        """A line on stderr about finished work."""
         if not self.quiet:
             self.err.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """Show that something is going on, on a terminal."""
+        """Show on a terminal that work is going on."""
         if self.quiet or not self.err.is_terminal:
             yield
             return
@@ -190,7 +190,7 @@ class Terminal:
 
     @contextmanager
     def counting(self, text: str) -> Iterator[Callable[[int, int], None]]:
-        """A bar for work that tells `(done, total)`, on a terminal."""
+        """A bar on a terminal for work that reports `(done, total)`."""
         if self.quiet or not self.err.is_terminal:
             yield lambda done, total: None
             return
@@ -203,8 +203,8 @@ class Terminal:
 def session(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Terminal]:
     """Run a command's body. An error ends the command with one line and its exit code.
 
-    With `verbose` the traceback comes before that line, the user's own included. What a model or its
-    factory prints goes to stderr: stdout is for the command's data alone.
+    With `verbose` the traceback comes before that line. The output of a model or its factory goes to stderr:
+    stdout is for the command's data alone.
     """
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
     with _logging(terminal), redirect_stdout(sys.stderr), display.silenced():

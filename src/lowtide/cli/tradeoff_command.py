@@ -54,7 +54,7 @@ def tradeoff(
     out = output.claim(CSV, JSON, REPORT, PLOTS)
     profile, spec, name = open_source(source, terminal, step, batch_size=batch_size)
     if gpu_behind(profile.step.device) is not None:
-        measure = 0  # nothing of it is here
+        measure = 0  # that device is absent
     if measure and spec is None:
         raise TargetError(f"'{source}' does not say what it is a profile of: say --measure 0")
     with terminal.working("planning"):
@@ -100,8 +100,7 @@ def _data(
 
 
 def _tables(data: dict[str, Any]) -> list[RenderableType]:
-    """Some twenty rows of the curve, with every measured one among them; what was measured takes the place
-    of a column."""
+    """About twenty rows of the curve, every measured point included; measured figures replace a column."""
     points, baseline = data["points"], data["baseline_peak_bytes"]
     stride = max(1, -(-len(points) // MAX_ROWS))
     shown = [

@@ -2,12 +2,12 @@
 
 Nothing here imports torch: a report can be made on another machine than the one that measured.
 
-- `results`: what was measured and how, as records that any command fills
+- `results`: records of measurements and of their environment, for any command
 - `style`: labels, colours and numbers; figures for plots
-- `times`: where the time of a step goes; transfers to a store and back
+- `times`: the time of a step by op and module; transfers to a store and back
 - `live_tensors`: which tensors are live at the peak, by module and by line of source
 - `explanation`: what a plan does with one activation, and the graph around it
-- `answer`: the first lines of the page: does it fit, what does it cost, is it exact
+- `answer`: the first lines of the page: fit, cost, exactness
 - `payload`: the data of the page's charts, packed
 - `html`: the page
 - `step_plots`, `experiment_plots`, `plots`: static plots of a step, of experiments, all into a folder

@@ -1,6 +1,6 @@
-"""The answer that stands first: does it fit, what is saved, what does it cost, is it exact.
+"""The first lines of the page: whether the plan fits, what it saves and costs, whether it is exact.
 
-A measured figure answers before a simulated one, and every figure says which of the two it is.
+A measured figure takes precedence over a simulated one. Every figure says which of the two it is.
 """
 
 from collections import Counter
@@ -164,8 +164,8 @@ _CAVEATS = {
 
 
 def sweep_verdict(rows: Sequence[SweepRow]) -> Verdict:
-    """Up to which batch size the step fits, without and with the plan; for budgets that are a share of
-    each size's own peak, which no baseline keeps, how many sizes the plan brings below them.
+    """The largest batch size that fits, without and with the plan. For budgets that are a share of each
+    size's own peak, the number of sizes that fit with the plan.
     """
     wrong = [row.batch_size for row in rows if row.exact is False]
     if wrong:

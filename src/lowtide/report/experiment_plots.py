@@ -55,7 +55,7 @@ def plot_peak_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     for index, row in enumerate(rows):
         after = row.planned.peak_bytes
         if row.reduction is not None and after is not None:
-            # from the bar's left edge on, where the higher bar beside it does not run through it
+            # from the bar's left edge, clear of the higher bar beside it
             _above(axes, (index + 0.02, after / scale), percent(-row.reduction), ha="left", xytext=(0, 3))
     _budgets(axes, rows, scale)
     _batch_axis(axes, rows)
@@ -99,7 +99,7 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
     for index, row in enumerate(timed):
         if row.overhead is not None:
             top = max(tops[2 * index : 2 * index + 2]) / scale
-            # to the left, since lines rise to the right
+            # on the left: lines rise to the right
             text = added(row.overhead, row.noise).replace(" (", "\n(")
             _above(axes, (index, top), text, ha="right", xytext=(-3, 4))
     _batch_axis(axes, timed)
@@ -111,7 +111,7 @@ def plot_latency_by_batch_size(rows: Sequence[SweepRow]) -> "Figure":
 
 
 def plot_methods(rows: Sequence[CompareRow]) -> "Figure":
-    """Peak of every method that ran, with its time beside it; those that are not exact are grey."""
+    """Peak and time of every method that ran; methods that are not exact are grey."""
     ran = [row for row in rows if row.peak_bytes is not None]
     title = "Peak memory and time of each method (grey: not eager's results)"
     figure, axes = new_figure(title, height=1.8 + 0.5 * len(ran))
@@ -142,9 +142,9 @@ def plot_tradeoff(
     budget_bytes: int | None = None,
     without_offload: Sequence[TradeoffPoint] = (),
 ) -> "Figure":
-    """Recompute time against peak: the simulated curve, the band down to what is proven, measured points.
+    """Recompute time against peak: the simulated curve, the band down to the proven bound, measured points.
 
-    `without_offload` is the curve of the same step without its store, beside the one with it.
+    `without_offload` is the curve of the same step without its store.
     """
     figure, axes = new_figure("Time added against peak memory")
     ordered = sorted(points, key=lambda point: (point.peak_bytes, point.recompute_seconds))
@@ -197,7 +197,7 @@ def _above(axes: "Axes", place: tuple[float, float], text: str, *, ha: str, xyte
 
 
 def _budgets(axes: "Axes", rows: Sequence[SweepRow], scale: int) -> None:
-    """One line across where all have the same budget, else a mark over each batch size."""
+    """One line for a common budget, else a mark over each batch size."""
     budgets = {row.budget_bytes for row in rows if row.budget_bytes is not None}
     if len(budgets) == 1:
         nbytes = budgets.pop()
@@ -217,6 +217,6 @@ def _batch_axis(axes: "Axes", rows: Sequence[SweepRow]) -> None:
 
 
 def _batch_label(row: SweepRow) -> str:
-    """The batch size, and why there is no bar of a plan over it."""
+    """The batch size, and the reason for a missing bar of the plan."""
     marks = {SweepStatus.FAILED: "failed", SweepStatus.TOO_SMALL: "no plan fits"}
     return f"{row.batch_size}\n{marks[row.status]}" if row.status in marks else str(row.batch_size)

@@ -1,6 +1,6 @@
-"""What a plan does with one activation, and why: as rows of text, and as the graph around it.
+"""The decision about one activation and its reason, as rows of text, and the graph around it.
 
-The graph has the ops that make the activation and those that read it, without and with the plan.
+The graph has the ops that make and read the activation, without and with the plan.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from lowtide.report.style import duration, short_source, size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """Ranks of nodes. `again` are runs that a plan adds to rematerialize it, each with its position, and
-    `again_from` what those read that stands since the forward pass."""
+    """Ranks of nodes. `again`: runs that rematerialize the activation, each with its position. `again_from`:
+    the first-run values that these runs read."""
 
     maker: int
     made_from: tuple[int, ...]
@@ -28,7 +28,7 @@ class Around:
 
 
 class Neighbourhoods:
-    """Of all activations of a step, for one schedule."""
+    """The surroundings of all activations of a step, for one schedule."""
 
     def __init__(self, step: Step, runs: Sequence[Run] = ()) -> None:
         self.step = step
@@ -70,7 +70,7 @@ class Neighbourhoods:
 
 
 def pack_around(step: Step, runs: Sequence[Run], decisions: Sequence[Decision]) -> str:
-    """What `templates/around.js` draws: every decision's maker, then five lists, each after its length."""
+    """The data of `templates/around.js`: every decision's maker, then five lists, each after its length."""
     found = {activation.name: activation for activation in activations(step)}
     neighbourhoods = Neighbourhoods(step, runs)
     flat: list[int] = []
@@ -91,7 +91,7 @@ NEAR = 5
 
 
 def find_decision(solution: Solution, name: str) -> Decision:
-    """The decision about the activation `name`; an error that names those which are alike."""
+    """The decision about the activation `name`; the error for an unknown name lists similar ones."""
     found = [decision for decision in solution.decisions if decision.name == name]
     if found:
         return found[0]

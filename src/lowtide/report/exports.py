@@ -1,12 +1,12 @@
 """Files for other programs: CSV tables, and a Chrome trace for Perfetto (https://ui.perfetto.dev).
 
 CSV: fixed columns first, further ones after them. Unknown values are empty cells. Columns never move or
-vanish, so that scripts may rely on their order. Bytes and seconds are plain numbers. Estimates for a GPU that
-is not here have a last column `device` with its name.
+vanish, so scripts may rely on their order. Bytes and seconds are plain numbers. Estimates for an absent GPU
+have a last column `device` with its name.
 
-Trace: every timeline is a process of its own. Ops are slices, one thread per region and one for recompute;
-live bytes are counters, one per kind and one for the total. Where values are offloaded, each direction of the
-link has a thread of its own, and so has the waiting for it. Times are profiled, bytes simulated.
+Trace: every timeline is a process. Ops are trace events, in one thread per region and one for recompute. Live
+bytes are counters, one per kind and one for the total. Where values are offloaded, each direction of transfer
+has a thread, and stalls have one. Times are profiled, bytes simulated.
 """
 
 import csv
@@ -64,7 +64,7 @@ def write_node_stats(path: Path, step: Step, timeline: Timeline) -> Path:
     """`node_stats.csv`: one row per node of the baseline.
 
     Peak memory is every live byte while the node runs (`timeline` of the baseline); active memory is the
-    node's own share: what it reads, makes and needs inside.
+    node's own share: its reads, its result and its workspace.
     """
     rows = (
         (
@@ -101,9 +101,9 @@ def write_activation_stats(path: Path, activations: Sequence[Activation], *, dev
 
 
 def write_decisions(path: Path, decisions: Sequence[Decision], *, device: str = "cpu") -> Path:
-    """`ac_decisions.csv`: one row per activation. `recomp_time_s` is what one recompute takes or would
-    take; `plan_recomp_time_s` what this plan spends on it. Where something is offloaded, two more columns
-    name the nodes between which it is only on the store."""
+    """`ac_decisions.csv`: one row per activation. `recomp_time_s`: the time of one recompute;
+    `plan_recomp_time_s`: the time that this plan spends on it. Where the plan offloads, two more columns name
+    the nodes between which the value is only in the store."""
     offloads = any(d.action is Action.OFFLOAD for d in decisions)
     rows = (
         (
@@ -154,8 +154,8 @@ def write_compare(path: Path, rows: Sequence[CompareRow]) -> Path:
 def write_tradeoff(
     path: Path, points: Sequence[TradeoffPoint], *, step_seconds: float, device: str = "cpu"
 ) -> Path:
-    """`tradeoff.csv`: one row per plan; `overhead` is recompute time over the baseline's time. Where some
-    plan offloads, a last column counts what each does."""
+    """`tradeoff.csv`: one row per plan; `overhead` is recompute time over the baseline's time. Where a
+    plan offloads, a last column counts the offloaded values."""
     offloads = any(point.offloaded for point in points)
     cells = (
         (
@@ -195,11 +195,11 @@ def _flag(value: bool | None) -> str | None:
 
 _MICROSECONDS = 1e6
 _SHORTEST = 1e-9
-"""Seconds that every slice lasts at least: Perfetto stacks those that last no time below each other."""
+"""The least seconds of a trace event: Perfetto stacks events of no length."""
 
 
 def chrome_trace(step: Step, timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """The trace as an object for `json.dump`; `timelines` by the name their process shall have."""
+    """The trace as an object for `json.dump`; `timelines` by the name of their process."""
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items(), start=1):
         events += _names(pid, name, timeline)
@@ -235,7 +235,7 @@ def _names(pid: int, name: str, timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _threads(pid: int, timeline: Timeline) -> dict[str, int]:
-    """A thread for each part of the step; one with its process's number would be shown as the main thread."""
+    """A thread for each part of the step; a thread with its process's number would be the main thread."""
     link = () if traffic_of(timeline) is None else (WAIT, WRITE, READ)
     return {str(part): 10 * pid + index for index, part in enumerate((*times.PARTS, *link))}
 
@@ -266,7 +266,7 @@ def _events(step: Step, timeline: Timeline, pid: int) -> list[dict[str, Any]]:
         place = (pid, threads[run.part])
         events.append(_slice(node.name, run.part, place=place, span=(begin, now), args=args))
         for label, values in live.items():
-            # A counter keeps its value until the next event, so only changes are written.
+            # a counter keeps its value until the next event: only changes are written
             if shown.get(label) != values[position]:
                 shown[label] = values[position]
                 events.append(_counter(label, pid, round(begin * _MICROSECONDS, 3), values[position]))

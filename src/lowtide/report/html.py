@@ -1,7 +1,7 @@
 """One self-contained HTML page: no network, no fonts, no images, nothing to install.
 
-Text that comes from models (names of modules, nodes, files, error messages) is only ever text:
-the template escapes all of it, and the page's own policy runs no script but those shipped here.
+The template escapes all text that comes from models (names of modules, nodes, files, error messages). The
+page's own policy runs only the scripts shipped here.
 """
 
 import base64
@@ -26,7 +26,7 @@ from lowtide.report.results import CompareRow, Environment, Measurement, SweepRo
 from lowtide.report.times import store_use
 
 STORE_PICTURE = (1000, 180)
-"""Width and height of the picture of what goes to the store and back."""
+"""Width and height of the picture of transfers."""
 
 MOST_TENSORS = 60
 """Rows of the table of tensors at the peak."""
@@ -52,13 +52,13 @@ def render_report(
     notes: Sequence[str] = (),
     unfinished: str = "",
 ) -> str:
-    """The page for whatever is given; a section without data is left out.
+    """The page for the given data; a section without data is left out.
 
     `before` and `after` are timelines of the baseline and of the plan's schedule. `activations`
-    give the sizes of those that `tradeoff` names; a solution's decisions serve as well.
-    `without_offload` is the curve of the same step without its store, beside `tradeoff`.
+    give the sizes of the activations in `tradeoff`; a solution's decisions serve as well.
+    `without_offload` is the curve of the same step without its store.
     `step_seconds` is only needed for a trade-off curve without `step` and `solution`. `unfinished` says
-    what is missing where the page was written before the work was over.
+    what is missing on a page that is written before the end of the work.
     """
     baseline_seconds = step_seconds or (solution.step_seconds if solution else step.seconds if step else 0.0)
     points = sorted(tradeoff, key=lambda point: (point.peak_bytes, point.recompute_seconds))
@@ -174,7 +174,7 @@ def _text(path: str) -> str:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Nothing is loaded from anywhere, and only the scripts shipped here run."""
+    """The page's policy: load nothing, run only the scripts shipped here."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{value}'" for value in hashes)
     return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
@@ -190,7 +190,7 @@ def _regions(step: Step) -> list[str]:
 
 
 def _live(step: Step | None, before: Timeline | None, after: Timeline | None) -> list[LiveTensor]:
-    """What is live at the peak of the plan, or else of the baseline as eager runs it."""
+    """The live tensors at the peak of the plan, else of the baseline as eager runs it."""
     if step is not None and after is not None:
         return live_at_peak(step, after)
     return live_at_peak(as_eager(step), before) if step is not None and before is not None else []

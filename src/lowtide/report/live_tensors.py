@@ -1,4 +1,4 @@
-"""Which tensors are live at a peak, and what keeps each live: by module and by line of source."""
+"""The live tensors at a peak, by module and by line of source, and why each is live."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from lowtide.report.style import short_source
 
 OUTSIDE = "outside of modules"
 NARROWEST = 0.4
-"""Boxes of a smaller share, in percent, could not be seen."""
+"""Boxes below this share, in percent, are not drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTensor:
-    """A tensor that is live at the peak; a block that an op writes over counts with negative bytes."""
+    """A live tensor at the peak; a block that an op overwrites counts with negative bytes."""
 
     name: str
     kind: Kind
@@ -50,7 +50,7 @@ class Box:
 
 
 def live_at_peak(step: Step, timeline: Timeline) -> list[LiveTensor]:
-    """Everything that is live at the peak of `timeline`, the largest first; adds up to its bytes."""
+    """The live tensors at the peak of `timeline`, the largest first; their sum is the peak."""
     if not timeline.runs:
         return []
     at, last = timeline.peak_position, len(timeline.runs) - 1

@@ -1,6 +1,6 @@
-"""A profile, a plan or a verification in a few lines of text, and as a notebook shows it: figures and SVG.
+"""A profile, a plan or a verification in a few lines of text, and as figures and SVG for a notebook.
 
-Without scripts, which notebooks do not run for others, and with every text escaped.
+All text is escaped. There are no scripts: notebooks of other users do not run them.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def _at_peak(timeline: Timeline) -> list[tuple[Kind, int]]:
 WIDTH, HEIGHT = 720, 220
 LEFT, TOP, BOTTOM = 70, 10, 22
 MOST_POINTS = 240
-"""More would only be overdrawn; of the ops in between, the highest is shown."""
+"""The most points to draw; of the ops in between, the highest is shown."""
 
 
 def card(title: str, rows: Sequence[tuple[str, str]], picture: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The data behind the page's charts, packed so that the page stays small and data can only ever be data.
+"""The data of the page's charts, packed so that the page stays small and no data can run as code.
 
 Series of whole numbers change little from one run to the next: they are stored as differences, in bytes of
 seven bits, as base64. Repeated strings are stored once and referred to by index. `templates/decode.js` is the
@@ -68,7 +68,7 @@ def page_data(
     activations: Sequence[Activation | Decision],
     step_seconds: float,
 ) -> dict[str, Any]:
-    """Everything the scripts need; sections without data are None."""
+    """The data of all scripts; sections without data are None."""
     budget = solution.budget_bytes if solution else None
     timeline = None
     if step is not None and before is not None:
@@ -106,7 +106,7 @@ def _timeline(step: Step, before: Timeline, after: Timeline | None) -> dict[str,
 
 
 def _way(step: Step, timeline: Timeline, label: str) -> dict[str, Any]:
-    """One way to run the step; `methods` say how a value is rematerialized, empty for first runs."""
+    """One schedule of the step; `methods` are the remat rules of its runs, empty for first runs."""
     said = dict(step.rules)
     return {
         "label": label,
@@ -120,7 +120,7 @@ def _way(step: Step, timeline: Timeline, label: str) -> dict[str, Any]:
 
 
 def _transfers(timeline: Timeline) -> dict[str, Any]:
-    """What the step waits for before each run, and its transfers; nothing where it offloads nothing."""
+    """The stalls before each run, and the transfers; empty for a step without offload."""
     traffic = traffic_of(timeline)
     if traffic is None:
         return {}

@@ -1,4 +1,4 @@
-"""Static plots, PNG and SVG, of whatever a command has: `write_plots` makes all that the data allow."""
+"""Static plots, PNG and SVG: `write_plots` makes all that a command's data allow."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def write_plots(
 ) -> list[Path]:
     """Write every plot that the arguments allow into `folder`; returns the files, in order.
 
-    `name` says of which model and batch they are.
+    `name` is the title: model and batch.
     LowtideError where matplotlib is not installed.
     """
     figures = {}

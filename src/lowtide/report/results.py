@@ -1,7 +1,7 @@
-"""What the report shows besides facts: measured results, and when and with what they were measured.
+"""Measured results, and when and with which versions they were measured, for the report.
 
-All of them are plain frozen records, so that any command can fill them and any section of the
-report can be left out. None stands for "not measured"; it is never shown as a number.
+All are plain frozen records: any command can fill them, and any section of the report can be left out. None
+means "not measured" and is never shown as a number.
 """
 
 import datetime
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 class SweepStatus(StrEnum):
-    """What became of one batch size."""
+    """The outcome of one batch size."""
 
     MEASURED = "measured"
     PLAN_MEASURED = "plan measured"
@@ -23,7 +23,7 @@ class SweepStatus(StrEnum):
 
 
 class Results(StrEnum):
-    """What a method's results are next to eager training's, or why there are none."""
+    """A method's results compared with eager training, or why there are none."""
 
     EXACT = "exact"
     UNLIKE_EAGER = "recompute exact, unlike eager"
@@ -68,10 +68,10 @@ class StepMeasurement:
 class Measurement:
     """The step without and with the plan, run in turn in one process.
 
-    `noise` is how far off `overhead` may be, None for a single run. `exact` is None where results were not
-    compared. `differences` name what was not equal to the last bit. `recompute_exact`: it is equal to the
-    captured graph without any recompute, so that the plan does not cause the differences.
-    `notes` say where peaks disagree, and why.
+    `noise` is the uncertainty of `overhead`, None for a single run. `exact` is None where results were not
+    compared. `differences` name the tensors that differ. `recompute_exact`: results equal those of the
+    captured graph without recompute, so the plan does not cause the differences. `notes` say where peaks
+    disagree, and why.
     """
 
     baseline: StepMeasurement
@@ -91,7 +91,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """How it was measured. `versions` are (name, version) pairs in the order to show them."""
+    """The environment of a measurement. `versions` are (name, version) pairs in the order to show them."""
 
     command: str = ""
     date: str = ""
@@ -129,7 +129,7 @@ class SweepRow:
 
     @property
     def peaks(self) -> tuple[int | None, int | None]:
-        """Peaks without and with: both measured, or else both predicted, never one of each."""
+        """Peaks without and with the plan: both measured, else both predicted."""
         measured = (self.baseline.measured_peak_bytes, self.planned.measured_peak_bytes)
         if None not in measured:
             return measured
@@ -146,7 +146,7 @@ class SweepRow:
 class CompareRow:
     """One method of saving memory; `why` says what is wrong or what went wrong.
 
-    `noise` is how far off `time_ratio` may be, as a fraction of eager's time.
+    `noise` is the uncertainty of `time_ratio`, as a fraction of eager's time.
     """
 
     method: str
@@ -170,7 +170,7 @@ class TradeoffPoint:
     """One plan of the curve. `recomputed` and `offloaded` name the activations that a plan recomputes and
     offloads.
 
-    `measured_noise` is how far off `measured_overhead` may be. No plan with such a peak adds less than
+    `measured_noise` is the uncertainty of `measured_overhead`. No plan with this peak adds less than
     `lower_bound_seconds`.
     """
 
@@ -190,7 +190,7 @@ def relative_increase(before: float | None, after: float | None) -> float | None
 
 
 def environment_here(*, machine: str, command: str = "") -> Environment:
-    """Now, on this system, with the libraries that are installed here."""
+    """The environment of this process: time, system, versions of libraries."""
     return Environment(
         command=command,
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -205,5 +205,5 @@ def _versions(*names: str) -> list[tuple[str, str]]:
         try:
             found.append((name, version(name)))
         except PackageNotFoundError:
-            continue  # an optional library that is not here took no part
+            continue  # an optional library that is not installed
     return found

@@ -52,7 +52,7 @@ def plot_node_seconds(step: Step) -> "Figure":
 
 
 def plot_node_memory(step: Step, timeline: Timeline) -> "Figure":
-    """Live bytes while each node of the baseline runs, and the node's own: what it reads, makes and needs."""
+    """Live bytes while each node of the baseline runs, and the node's own: reads, result, workspace."""
     figure, (whole, part) = new_panels("Memory while each op runs (simulated)", (3, 2), height=5.5)
     own = np.array([active_bytes(step, step.nodes[rank]) for rank in timeline.order])
     positions = np.arange(len(timeline.order))
@@ -116,7 +116,7 @@ def plot_before_after(
         lw=1.4,
         label="baseline",
     )
-    # a budget far above the peaks would leave them no room
+    # a budget far above the peaks would flatten them
     shown = budget_bytes if budget_bytes and budget_bytes <= 2 * before.peak_bytes else None
     if shown is not None:
         _budget_line(axes, shown, scale)
@@ -130,7 +130,7 @@ def plot_before_after(
 
 
 def plot_transfers(use: StoreUse) -> "Figure":
-    """Bytes sent to the store and back up to every time point, and where the step waits."""
+    """Bytes transferred up to every time point, and stalls of the step."""
     title = f"Bytes to the store and back ({100 * use.hidden_share:.0f} % of the transfer time hidden)"
     figure, axes = new_figure(title)
     unit, scale = byte_unit(max(use.store_bytes, use.read_bytes))
@@ -203,12 +203,12 @@ def _stack(axes: "Axes", timeline: Timeline, places: np.ndarray) -> int:
 
 
 def _is_dense(values: Sequence[object] | np.ndarray) -> bool:
-    """More shapes than pixels: in an SVG they become an image, text and lines stay as they are."""
+    """More shapes than pixels: an SVG has them as an image; text and lines stay vectors."""
     return len(values) > 1500
 
 
 def _closed(values: np.ndarray) -> np.ndarray:
-    """A value per run, and the last one again for where that run ends."""
+    """A value per run, and the last value again, for the end of the last run."""
     return np.append(values, values[-1:])
 
 

@@ -1,9 +1,9 @@
-"""One look for page, plots and tables: the order, labels and colours of kinds, how numbers are written, and
-the figures that all static plots are drawn in.
+"""One style for page, plots and tables: order, labels and colours of kinds, formats of numbers, and the
+figures of static plots.
 
 The hues stay apart for readers with any of the common kinds of colour blindness; neighbours in the stack also
-differ in lightness. Figures are made without pyplot, so that no window, backend or setting of the caller is
-touched, and matplotlib is imported when the first is drawn.
+differ in lightness. Figures are made without pyplot, so no window, backend or setting of the caller changes.
+matplotlib is imported for the first figure.
 """
 
 import io
@@ -31,7 +31,7 @@ STACK = (
     Kind.ACTIVATION,
     Kind.OTHER,
 )
-"""From the bottom up: what is always there first, what a plan can change on top."""
+"""From the bottom up: static kinds first, kinds that a plan can change on top."""
 
 LABELS = {
     Kind.PARAMETER: "parameters",
@@ -64,7 +64,7 @@ BUDGET = "#b3261e"
 UNKNOWN = "–"
 HOW_TIMED = "Times are medians of runs in turn, baseline and plan; time added is the second over the first."
 MOST_NOISE = 0.25
-"""Of the step's time; a figure that may be off by more tells nothing of the step, however large it is."""
+"""The largest noise of a useful figure, as a share of the step's time."""
 
 NOT_BY_RECOMPUTING = (
     "the captured graph gives these results without any recompute, too: the model takes another path of "
@@ -90,7 +90,7 @@ def breakable(name: str) -> Markup:
 
 
 def short_source(source: str) -> str:
-    """A source line without the folder that an installed package happens to stand in."""
+    """A source line without the folder of an installed package."""
     return re.sub(r"^.*/(?:site|dist)-packages/", "", source)
 
 
@@ -102,14 +102,14 @@ def percent(share: float | None) -> str:
 
 
 def how_good(gap: float | None) -> str:
-    """How far a plan may be from the best there is: `at most 3.1 % above optimal`."""
+    """The largest distance of a plan from the optimum: `at most 3.1 % above optimal`."""
     if gap is None:
         return "how far above optimal is not known"
     return "optimal (proven)" if gap < 5e-4 else f"at most {100 * gap:.1f} % above optimal (proven)"
 
 
 def is_noisy(share: float | None, noise: float | None) -> bool:
-    """Whether the machine was too busy to tell: its noise is larger than the change, or large by itself."""
+    """Whether the noise is larger than the change, or large by itself."""
     return share is not None and noise is not None and noise > min(abs(share), MOST_NOISE)
 
 
@@ -164,7 +164,7 @@ def new_panels(
 
 
 def name_figure(figure: "Figure", name: str) -> None:
-    """Say above the title which model and batch a figure is of."""
+    """Write the model and batch above the title of a figure."""
     axes = figure.axes[0]
     _set_title(axes, f"{name}\n{axes.get_title(loc='left')}")
 

@@ -1,7 +1,7 @@
 """The times of a step, as the page, the plots and the files show them.
 
-Where the time goes (by region, by op, by module, and the part of recompute in each), and the transfers to a
-store and back: when each begins, how much of it is hidden behind the compute, what the step waits for.
+The time by region, op and module, with the part of recompute in each; and the transfers to a store and back:
+the start of each, the part hidden behind compute, and the stalls of the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def by_region(step: Step, runs: Sequence[Run]) -> list[TimeRow]:
 
 
 def waiting(timeline: Timeline) -> list[TimeRow]:
-    """What the step waits for its store, where it does."""
+    """The stalls of the step for its store, if any."""
     waits = [wait for wait in run_waits(timeline) if wait]
     if not waits:
         return []
@@ -64,7 +64,7 @@ def by_op(step: Step, runs: Sequence[Run], *, limit: int = 12) -> list[TimeRow]:
 
 
 def by_module(step: Step, runs: Sequence[Run], *, limit: int = 12) -> list[TimeRow]:
-    """Modules at whatever depth tells them apart: the slowest group is split while there is room."""
+    """Modules, the slowest split further while rows are left."""
     all_runs = [run for run in timed(step, runs) if run.seconds > 0]
     groups: dict[tuple[str, ...], list[_Timed]] = {(): all_runs}
     finished: set[tuple[str, ...]] = set()
@@ -79,7 +79,7 @@ def by_module(step: Step, runs: Sequence[Run], *, limit: int = 12) -> list[TimeR
             continue
         del groups[path]
         groups.update(split)
-        # Runs of the module itself, outside its children, cannot be split further.
+        # runs of the module itself, outside its children, cannot be split further
         finished |= {path} & set(split)
     named = {id(run): ".".join(path) or "(no module)" for path, members in groups.items() for run in members}
     return _limited(_group(all_runs, lambda run: named[id(run)]), limit)
@@ -136,7 +136,7 @@ class TransferBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUse:
-    """What a step sends to a store: all transfers in their order, and the bytes sent so far."""
+    """The transfers of a step in their order, and the bytes sent so far."""
 
     store: str
     moves: tuple[TransferBar, ...]

@@ -1,7 +1,7 @@
-"""What can be planned from the command line: built-in models with random weights, and the user's own.
+"""The targets of the command line: built-in models with random weights, and the user's own.
 
 - `targets`: the built-in targets; from a TARGET, as typed, to a model, its batch, its optimizer and its loss
-- `build`: makes one of them, with an optimizer by name; `from_transformers`: models of that library
+- `build`: make a built-in target, with an optimizer by name; `from_transformers`: models of that library
 """
 
 from lowtide.zoo.targets import CATALOG, Entry, find_entry

@@ -1,7 +1,7 @@
 """Make a built-in target: model, batch and optimizer.
 
-Here are the models that need torch alone, a plain transformer encoder and a U-Net; `from_transformers` has
-the others.
+This file has the models that need only torch, a plain transformer encoder and a U-Net; `from_transformers`
+has the others.
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def _double_convolution(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Every level's features are live until the way back up, so their live ranges are long.
+    """A U-Net: the features of each depth are live until the decoder reads them, so live ranges are long.
 
     Called with images and a class for every pixel, it returns the mean cross-entropy, a scalar.
     """
@@ -142,8 +142,8 @@ def build(
 ) -> Built:
     """The built-in target `name`, in training mode.
 
-    The same arguments give the same weights and the same batch; torch's global generators are left as they
-    were. `optimizer` is read by `make_optimizer`.
+    The same arguments give the same weights and the same batch; torch's global generators do not
+    change. `make_optimizer` reads `optimizer`.
     """
     entry = find_entry(name).with_size(image_size=image_size, sequence_length=sequence_length)
     if batch_size < 1:

@@ -69,9 +69,9 @@ def build_gpt2(entry: Entry, batch_size: int) -> tuple[nn.Module, Batch]:
     if entry.tiny:
         sizes = {"vocab_size": 512, "n_positions": length, "n_embd": 64, "n_layer": 3, "n_head": 4}
         sizes |= {"bos_token_id": 0, "eos_token_id": 0}
-    # The cache is for generating text; in training it would only take memory.
+    # the cache is for text generation; in training it only takes memory
     model = _make("GPT2LMHeadModel", "GPT2Config", use_cache=False, **sizes)
-    # The default loss; named, since the first forward warns about a default.
+    # the default loss; named, since transformers warns about a default
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]
     tokens = torch.randint(0, sizes["vocab_size"], (batch_size, length))
     return model, {"input_ids": tokens, "labels": tokens.clone()}
@@ -129,7 +129,7 @@ def _make(model_name: str, config_name: str, **settings: Any) -> nn.Module:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings, log lines and progress bars of transformers and torch inside."""
+    """Silence warnings, log lines and progress bars of transformers and torch inside the block."""
     with (
         unittest.mock.patch.dict(os.environ, {"TRANSFORMERS_VERBOSITY": "error"}),
         warnings.catch_warnings(),
@@ -138,7 +138,7 @@ def quiet() -> Iterator[None]:
         try:
             from transformers.utils import logging
         except ModuleNotFoundError:
-            yield  # the caller's own import says what is missing
+            yield  # the caller's import raises the error
             return
         verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity_error()  # type: ignore[no-untyped-call]

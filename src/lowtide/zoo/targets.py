@@ -50,7 +50,7 @@ class Entry:
         return "image_size" if self.image_size is not None else "sequence_length"
 
     def with_size(self, *, image_size: int | None, sequence_length: int | None) -> "Entry":
-        """This entry at the asked size; an option that does not apply is an error that says which does."""
+        """This entry at the asked size; an error where the option does not apply."""
         for option, value in (("image_size", image_size), ("sequence_length", sequence_length)):
             if value is None:
                 continue
@@ -126,7 +126,7 @@ CATALOG: dict[str, Entry] = {entry.name: entry for entry in (*_FULL, *map(_tiny,
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a training step is made of. `batch`: a tensor or tuple (positional) or a dict (keywords).
+    """The parts of a training step. `batch`: a tensor or tuple (positional) or a dict (keywords).
 
     `holds_outputs`: whether the loop keeps the model's outputs besides the loss live to the end of the step.
     `within` makes the context of each forward pass, such as a block of autocast.
@@ -219,7 +219,7 @@ def _find_factory(where: str, factory_name: str) -> Callable[[int], Any]:
 def _import_file(path: Path) -> ModuleType:
     try:
         is_file = path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         is_file = False
     if not is_file:
         raise TargetError(f"no such file: {path}")
@@ -265,7 +265,7 @@ def call_factory(factory: Callable[[int], Any], text: str, *, batch_size: int, s
     except TypeError:
         raise TargetError(f"the factory {text} must take one argument, the batch size") from None
     except ValueError:
-        pass  # a callable without a signature: calling it is the only way to know
+        pass  # a callable without a signature: only a call can tell
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
@@ -302,7 +302,7 @@ def _what_is_wrong(returned: Any) -> str:
 
 
 def _with_optimizer(target: Target, optimizer: str | None) -> Target:
-    """An optimizer asked for by name wins over the factory's own."""
+    """An optimizer given by name replaces the factory's own."""
     if optimizer is None:
         return target
     from lowtide.zoo.build import make_optimizer
@@ -312,7 +312,7 @@ def _with_optimizer(target: Target, optimizer: str | None) -> Target:
 
 @contextmanager
 def _importable(where: str) -> Iterator[None]:
-    """Let the target import its neighbours, as `python file.py` and `python -m module` would."""
+    """Let the target import its neighbours, as with `python file.py` and `python -m module`."""
     folder = str(Path(where).resolve().parent) if where.endswith(".py") or "/" in where else str(Path.cwd())
     sys.path.insert(0, folder)
     try:
