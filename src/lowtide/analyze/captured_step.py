@@ -87,7 +87,7 @@ def capture(
     """Capture a step without running it. Needs the memory of the model, not of the step.
 
     - `accumulate`: the step begins with gradients of earlier micro-batches
-    - `reserve_bytes`: bytes that are live throughout, besides those of the step
+    - `reserve_bytes`: bytes that are live throughout, besides the step's own
     - `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final
     - `holds_outputs`: the loop keeps all outputs live to the end of the step, not the loss alone
     - `simulated`: as one of many processes would run the step

@@ -181,11 +181,11 @@ def keep_live_in_formulas(analysis: Analysis, state: GraphAnalysis, *, only_eage
         last = analysis.nodes[ranks[-1]]
         # autograd frees saved tensors and the incoming gradient after the formula
         kept = (read for rank in ranks for read in analysis.nodes[rank].reads)
-        held = tuple(dict.fromkeys(rank for rank in (*ranks, *kept) if rank != last.rank))
+        live = tuple(dict.fromkeys(rank for rank in (*ranks, *kept) if rank != last.rank))
         if only_eager:
-            analysis.nodes[last.rank] = replace(last, eager_reads=held)
+            analysis.nodes[last.rank] = replace(last, eager_reads=live)
         else:
-            reads = tuple(dict.fromkeys((*last.reads, *held)))
+            reads = tuple(dict.fromkeys((*last.reads, *live)))
             analysis.nodes[last.rank] = replace(last, reads=reads)
 
 

@@ -156,8 +156,8 @@ def _backward(
             add_update(analysis, state, index=index, grad=grads[index], inside_bytes=updates)
     if state.in_model:
         add_chunked_remats(analysis, state, order, written_over)
-    held = [grad for index, grad in enumerate(state.grads) if index not in grads]
-    _add_output(analysis, state, held, Region.BACKWARD)
+    live = [grad for index, grad in enumerate(state.grads) if index not in grads]
+    _add_output(analysis, state, live, Region.BACKWARD)
     add_gradients(analysis, state)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's step in the facts of a step: its ops after those of the graphs, whole or in chunks; and the
+"""The optimizer's step in the facts of a step: its ops after the graphs, whole or in chunks; and the
 parameters that it updates in the backward pass, each where its gradient is final."""
 
 from collections import Counter

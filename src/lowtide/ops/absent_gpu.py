@@ -170,9 +170,9 @@ def use_gpu_autocast(graph: fx.GraphModule) -> None:
         if node.target is ENTER_AUTOCAST:
             node.args = _entered(*node.args)
         elif node.op in ("call_function", "call_method"):
-            otherwise = _OTHERWISE.get(_name(node.target))
-            if otherwise is not None:
-                node.target = partial(otherwise, _function(node))
+            on_gpu = _GPU_AUTOCAST.get(_name(node.target))
+            if on_gpu is not None:
+                node.target = partial(on_gpu, _function(node))
                 node.op = "call_function"
     graph.recompile()
 
@@ -236,7 +236,7 @@ def _autocast_heads(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return function(*args, **kwargs)
 
 
-_OTHERWISE: dict[str, Callable[..., Any]] = {
+_GPU_AUTOCAST: dict[str, Callable[..., Any]] = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "cross_entropy": _cross_entropy,

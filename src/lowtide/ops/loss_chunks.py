@@ -218,8 +218,8 @@ def _product(softmax: fx.Node) -> tuple[list[fx.Node], fx.Node, list[fx.Node]] |
 
 def _soft_loss_fits(softmax: fx.Node, value: Tensor, scores: Tensor) -> bool:
     is_over_classes = value.dim() > 1 and softmax.args[2] in (1, 1 - value.dim())
-    lies = bool(value.numel()) and value.is_contiguous() and scores.is_contiguous()
-    return is_over_classes and lies and softmax.args[3] is value.dtype
+    is_dense = bool(value.numel()) and value.is_contiguous() and scores.is_contiguous()
+    return is_over_classes and is_dense and softmax.args[3] is value.dtype
 
 
 def _is_product(node: Any, like: Tensor) -> bool:

@@ -28,7 +28,7 @@ PASSES: tuple[tuple[Callable[[fx.Graph], None], str], ...] = (
     (cast_weights_once, "eager's autocast caches its casts of weights, torch's tracer does not"),
     (use_recurrent_layers, "the traced layer lacks the workspace that its backward reads"),
     (add_in_eagers_order, "eager adds a cell's gradients one by one to the sum so far"),
-    (use_eager_dropout, "native_dropout rounds its scale otherwise than eager on a CPU"),
+    (use_eager_dropout, "native_dropout rounds its scale differently from eager on a CPU"),
     (use_real_dtypes, "fake norms give their statistics the input's dtype, kernels the weight's"),
     (separate_signs, "a value of which backward reads only the sign can then be kept as bits"),
     (use_loss_chunks, "the gradient of a cross entropy needs only some rows at a time"),

@@ -79,7 +79,7 @@ POINTWISE = frozenset(
 """Ops that give the same bits in chunks as whole: see `tests/ops/test_pointwise_chunks.py`."""
 
 Program = list[Any]
-"""Ops in their order, each with its arguments; `"%3"` stands for the third of the inputs and results."""
+"""Ops in order, each with its arguments; `"%3"` is number 3 of the inputs and results, from 0."""
 
 
 def in_chunks(

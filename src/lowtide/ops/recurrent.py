@@ -150,15 +150,14 @@ def valid_batch_sizes(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def extra_result_bytes(node: fx.Node, made: torch.Tensor) -> int:
-    """Bytes that eager keeps live of a layer; an empty tensor stands for them in the graph."""
+    """Bytes that eager keeps live of a layer; the graph has an empty tensor for them."""
     if node.target is not CELLS or made is not node.meta["val"][-1]:
         return 0
     return eager_keeps_bytes(call_of(node))
 
 
 def extra_inside_bytes(node: fx.Node) -> int:
-    """Bytes live inside eager's backward of a layer, minus those of ours: negative, since eager recomputes
-    nothing."""
+    """Extra bytes live inside eager's backward of a layer: negative, since eager recomputes nothing."""
     if node.target is not CELLS_BACKWARD:
         return 0
     call = call_of(node)

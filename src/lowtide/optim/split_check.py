@@ -127,13 +127,13 @@ def _try_split(optimizer: Optimizer) -> StepSplit:
     results: dict[str, list[Any]] = {}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for way in ("whole", "by parameter", "chunks"):
+        for mode in ("whole", "by parameter", "chunks"):
             try:
                 with seeded(optimizer):
-                    results[way] = _trained(*small_optimizer(optimizer, tried), way=way)
+                    results[mode] = _trained(*small_optimizer(optimizer, tried), mode=mode)
             except Exception as error:  # whatever the optimizer's own code raises
                 what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                if way != "chunks":
+                if mode != "chunks":
                     return StepSplit(False, False, f"{name} cannot take its step for one parameter ({what})")
         if not same(results["whole"], results["by parameter"]):
             why = f"{name} updates its parameters together: one by one gives other values"
@@ -147,7 +147,7 @@ def _rounds_single_elements_alike(optimizer: Optimizer) -> bool:
     elsewhere than the tensor. Kernels differ by dtype and device, so each kind of parameter is tried."""
     build: Any = type(optimizer)
     results = []
-    for way in ("whole", "single rows"):
+    for mode in ("whole", "single rows"):
         groups: list[dict[str, Any]] = []
         with seeded(optimizer):
             for group in optimizer.param_groups:
@@ -155,21 +155,21 @@ def _rounds_single_elements_alike(optimizer: Optimizer) -> bool:
                 own = [small_parameter(parameter, (ODD_SIZE, 1)) for parameter in kinds.values()]
                 groups.append({**group, "params": own})
             parameters = [parameter for group in groups for parameter in group["params"]]
-            results.append(_trained(build(groups), parameters, way=way))
+            results.append(_trained(build(groups), parameters, mode=mode))
     return same(*results)
 
 
-def _trained(small: Optimizer, parameters: Sequence[torch.Tensor], *, way: str) -> list[Any]:
+def _trained(small: Optimizer, parameters: Sequence[torch.Tensor], *, mode: str) -> list[Any]:
     """Parameters, state and settings of a small optimizer after some steps."""
     for _ in range(TRIED_STEPS):
         random_gradients(parameters)
-        if way != "whole":
+        if mode != "whole":
             # the gradients of the last layers come first
             for parameter in reversed(parameters):
-                if way == "by parameter" or not parameter.dim():
+                if mode == "by parameter" or not parameter.dim():
                     step_for(small, [parameter])
                 else:
-                    rows = 1 if way == "single rows" else max(1, len(parameter) // TRIED_CHUNKS)
+                    rows = 1 if mode == "single rows" else max(1, len(parameter) // TRIED_CHUNKS)
                     step_in_rows(small, parameter, rows)
                 parameter.grad = None
         small.step()

@@ -244,7 +244,7 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Learning rate and the other settings of every group, as they are now."""
+    """The present learning rate and other settings of every group."""
     return [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups

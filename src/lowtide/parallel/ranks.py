@@ -116,7 +116,7 @@ def plan_together(
 def check_together(ranks: Ranks, plan: Plan, check: Callable[[], None]) -> None:
     """Stop all ranks where `check` fails on one of them, or where two have different plans for equal graphs.
 
-    Each rank of a sharded model may have a plan of its own profile.
+    Ranks of a sharded model may have different plans, each from the rank's own profile.
     """
     is_own = ranks.sharded and plan.step is not None
     _, told = together(

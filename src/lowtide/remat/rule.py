@@ -43,7 +43,7 @@ class Kept:
 
 
 class RematRule(ABC):
-    """One way to rematerialize a value. A rule has no state: one instance serves all graphs."""
+    """A rule has no state: one instance serves all graphs."""
 
     name: ClassVar[str]
     """in files: `replay`"""

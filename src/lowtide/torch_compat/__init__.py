@@ -8,7 +8,7 @@ In the order in which a model passes them:
 - `dynamo_values`: Python values that decide a graph: read from the batch, or changing from call to call
 - `aot_autograd`: AOTAutograd, which makes a joint graph of forward and backward; graphs as functions
 - `dispatch`: tensors, fake tensors and storages; modes, kernels and schemas of ops
-- `inductor`: graphs that Inductor compiles, and calls in them that it leaves as they are
+- `inductor`: graphs that Inductor compiles, and calls in them that it does not compile
 - `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters
 - `ddp`, `fsdp2`: models on several processes
 

@@ -220,7 +220,7 @@ def _arranged(tensor: torch.Tensor, order: str) -> torch.Tensor:
 
 
 def has_inner_graphs(node: fx.Node) -> bool:
-    """Whether `node` calls graphs of its own, as torch.cond does."""
+    """Whether `node` calls inner graphs, as torch.cond does."""
     modules = (arg for arg in node.all_input_nodes if arg.op == "get_attr" and "val" not in arg.meta)
     return isinstance(node.target, HigherOrderOperator) and next(modules, None) is not None
 

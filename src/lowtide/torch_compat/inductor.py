@@ -155,8 +155,8 @@ class CompiledGraph:
         kernels = {name: _nothing for name in code.__globals__ if name.startswith(KERNEL)}
         call = types.FunctionType(code.__code__, {**code.__globals__, **STUBS, **kernels})
         calls = self._opaque.calls_of(module)
-        held = {number: costs(node) for number, node in calls.items()}
-        with _mode_of(inputs), torch.no_grad(), _LiveBytesOfOpaque(inputs, held) as rise:
+        call_bytes = {number: costs(node) for number, node in calls.items()}
+        with _mode_of(inputs), torch.no_grad(), _LiveBytesOfOpaque(inputs, call_bytes) as rise:
             results = call(runner, inputs)
         return list(results), int(rise.peak_bytes)
 
