@@ -74,7 +74,7 @@ def work(name: str, send: Connection) -> None:
     from coverage_cases.examine import examine
     from lowtide.profiling import op_costs
 
-    # On a busy machine, ops wait for quiet moments to be timed in; the table is not about their times.
+    # on a busy machine, timing waits for idle phases; the table has no times
     op_costs._TIME_LIMIT_SECONDS = 1.0
     send.send(examine(find_case(name)))
 

@@ -1,10 +1,10 @@
-"""Peaks that were published of GPUs, beside what is predicted for them here, where there is none.
+"""Published peaks of GPUs, beside the peaks that are predicted here, without a GPU.
 
     python bench/gpu.py [--only resnet]
 
-Prints the table of docs/results/gpu.md. Peaks of torch's allocator are held against the predicted peak. What
-nvidia-smi or NVML shows also has the context of the driver and whatever the process left behind, so that of
-those only the slope over the batch size is used, against the slope of what the allocator should reserve.
+Prints the table of docs/results/gpu.md. Peaks of torch's allocator are compared with the predicted
+peak. The figures of nvidia-smi and NVML include the context of the driver and earlier allocations of the
+process. So only their slope over the batch size is compared, with the slope of the predicted reserved bytes.
 No constant of the prediction was chosen by these rows.
 """
 
@@ -48,8 +48,8 @@ def predicted(row: Published, batch_size: int) -> Reserved:
     )
     step, timeline = profile.step, profile.timeline
     forward_bytes = max(
-        held
-        for run, held in zip(timeline.runs, timeline.live_bytes, strict=True)
+        live
+        for run, live in zip(timeline.runs, timeline.live_bytes, strict=True)
         if step.nodes[run.rank].region is Region.FORWARD
     )
     peak_bytes = max(profile.peak_bytes, forward_bytes + row.left_mib(batch_size) * MIB)

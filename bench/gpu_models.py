@@ -185,8 +185,8 @@ def vit_large_in_float16_of_2_0(batch_size: int) -> Built:
 
 
 class _LayerOf20(nn.TransformerEncoderLayer):
-    """Flash attention of torch 2.0 gave its result image by image, however queries lay. Those of
-    `nn.MultiheadAttention` lie place by place, so that the next layer needs a copy of it in their order."""
+    """Flash attention of torch 2.0 gave its result image by image, for any strides of the queries. Queries of
+    `nn.MultiheadAttention` have the positions outermost, so the next layer needs a copy in their order."""
 
     def _sa_block(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         heads = self.self_attn

@@ -37,14 +37,14 @@ class Published:
     loss: Callable[[Any], torch.Tensor] | None = None
     same_code: bool = True
     accumulate: bool = False
-    """The run held gradients of steps before."""
+    """Gradients of earlier steps were live."""
     held_mib: float = 0
-    """What was held besides: another model."""
+    """Other live bytes: another model."""
     buckets: bool = False
-    """One of several processes: DistributedDataParallel holds a copy of the gradients."""
+    """One of several processes: DistributedDataParallel has a copy of the gradients."""
     left_mib: Callable[[int], float] = no_bytes
-    """What the step before returned (`outputs = model(...)`), by batch size: the loop holds it until the next
-    forward pass has ended."""
+    """The outputs of the step before (`outputs = model(...)`), by batch size: the loop keeps them live until
+    the next forward pass has ended."""
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Cost increase of the abstract planner on published rematerialisation graphs.
+"""Cost increase of the abstract planner on published rematerialization graphs.
 
 Prints a Markdown table: extra cost in % at 90, 80 and 70 % of the baseline peak, and seconds.
 The graphs themselves are not part of this repository.

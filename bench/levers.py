@@ -1,13 +1,13 @@
-"""What each lever below the floor of recompute wins: the lowest peak and its time, one lever after the other.
+"""The gain of each lever below the floor of recompute: the lowest peak and its time, lever by lever.
 
-    python bench/levers.py resnet152:4 bert-base:16 gpt2:4 transformer:32 --swap disk:/scratch -o levers.csv
-    python bench/levers.py bert-base:16 --swap disk:/scratch --picture bert.png
+    python bench/levers.py resnet152:4 bert-base:16 gpt2:4 transformer:32 --offload disk:/tmp -o levers.csv
+    python bench/levers.py bert-base:16 --offload disk:/tmp --picture bert.png
     python bench/levers.py --page docs/results/levers.md --picture bert.png -o levers.csv
 
-The row of a lever has those before it, too. A lever that every plan has by now is switched off for the
-first rows; the rows from `pieces` on are what users get. Unless `--predict` is given, two optimizer steps
+The row of a lever includes the levers before it. Levers that every plan has are switched off for the first
+rows; the rows from `pieces` on are what users get. Unless `--predict` is given, two optimizer steps
 of each are compared with eager by torch.equal, and times taken in turn with eager's. The peak is that of a
-fresh process, by torch's own count, and eager's is measured once. Where values are swapped, the time that
+fresh process, by torch's own count, and eager's is measured once. Where values are offloaded, the time that
 steps waited for the store is taken as well. `--at 50%` asks for that share of eager's peak instead of the
 floor, and says what is missing where it cannot be reached. The rows of a target are made in a process of
 its own, and not again where the file has them already: a run can be resumed. `--page` makes a page of the
@@ -72,22 +72,22 @@ def spec_of(target: str) -> TargetSpec:
     return TargetSpec(text=name, batch_size=int(batch_size), optimizer="adam")
 
 
-def profiled(target: str, levers: str, swap: str) -> lowtide.Profile:
+def profiled(target: str, levers: str, offload: str) -> lowtide.Profile:
     """A target with some levers. Ops are timed once for all of them."""
     made = spec_of(target).load()
     options = dict(LEVERS[levers][1])
     if options.pop("offload", False):
-        options["offload"] = swap
+        options["offload"] = offload
     return lowtide.profile(made.model, made.batch, optimizer=made.optimizer, loss=made.loss, **options)
 
 
 def row(
-    target: str, levers: str, at: str, *, swap: str, timed_runs: int, measure: Measure | None
+    target: str, levers: str, at: str, *, offload: str, timed_runs: int, measure: Measure | None
 ) -> list[str]:
     """What one target needs with some levers: at the floor, or at a share of eager's peak."""
     absent = LEVERS[levers][0]
     with without(absent):
-        profile = profiled(target, levers, swap)
+        profile = profiled(target, levers, offload)
         head = [target, levers, at, f"{profile.peak_bytes / MIB:.1f}"]
         try:
             plan = profile.plan(profile.floor_bytes if at == "floor" else at)
@@ -128,12 +128,12 @@ def _transfers(plan: lowtide.Plan) -> list[str]:
     ]
 
 
-def draw(target: str, *, swap: str, path: Path) -> None:
+def draw(target: str, *, offload: str, path: Path) -> None:
     """What every budget costs, with and without the store, in one picture."""
     from lowtide.experiments.measured import curves_of, point_of
     from lowtide.report.experiment_plots import plot_tradeoff
 
-    profile = profiled(target, "+ swap", swap)
+    profile = profiled(target, "+ swap", offload)
     plans, without_offload = curves_of(profile, points=30)
     points = [point_of(plan) for plan in plans]
     figure = plot_tradeoff(points, step_seconds=profile.step_seconds, without_offload=without_offload)
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", help="name:batch size")
     parser.add_argument("--levers", default=",".join(LEVERS), help="which rows, separated by commas")
     parser.add_argument("--at", default="floor", help="floor, or shares of eager's peak, separated by commas")
-    parser.add_argument("--swap", default=f"disk:{tempfile.gettempdir()}", help="disk:FOLDER")
+    parser.add_argument("--offload", default=f"disk:{tempfile.gettempdir()}", help="disk:FOLDER")
     parser.add_argument("--timed-runs", type=int, default=2, help="pairs of timed steps")
     parser.add_argument("--predict", action="store_true", help="measure nothing")
     parser.add_argument(
@@ -187,7 +187,7 @@ def main() -> None:
         options.page.write_text(render_page(options.output, picture=picture))
         return
     if options.picture is not None:
-        draw(options.targets[0], swap=options.swap, path=options.picture)
+        draw(options.targets[0], offload=options.offload, path=options.picture)
         return
     wanted = [(levers, at) for levers in options.levers.split(",") for at in options.at.split(",")]
     if options.one:
@@ -195,7 +195,7 @@ def main() -> None:
             options.targets[0],
             wanted,
             measured=not options.predict,
-            swap=options.swap,
+            offload=options.offload,
             timed_runs=options.timed_runs,
         )
         return
@@ -211,7 +211,7 @@ def main() -> None:
                 ]
                 if not missing:
                     continue
-                given = [target, "--levers", ",".join(missing), "--at", at, "--swap", options.swap]
+                given = [target, "--levers", ",".join(missing), "--at", at, "--offload", options.offload]
                 given += ["--timed-runs", str(options.timed_runs), *["--predict"] * options.predict]
                 for found in in_a_process(given):
                     writer.writerow(found)

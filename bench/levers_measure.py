@@ -1,4 +1,4 @@
-"""What `bench/levers.py` measures of a target: eager once, and every plan beside it."""
+"""The measurements of `bench/levers.py`: eager once, and every plan beside it."""
 
 import copy
 import os
@@ -32,7 +32,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Found:
-    """Of one plan; `waited_seconds` is None where nothing is swapped."""
+    """Of one plan; `waited_seconds` is None where nothing is offloaded."""
 
     peak_bytes: int
     eager_peak_bytes: int
@@ -86,7 +86,7 @@ class Measure:
 
 
 def peak_of(*, spec: TargetSpec, solution: dict[str, Any] | None, holds_outputs: bool) -> int:
-    """The job of the fresh process: the most that torch holds in the second step."""
+    """The job of the fresh process: the peak of the second step, by torch's count."""
     target = spec.load()
     if solution is not None:
         target = planned(target, solution=solution)

@@ -16,7 +16,7 @@ HEADS = (
     "set by",
     "time added",
     "predicted",
-    "swapped, MiB",
+    "offloaded, MiB",
     "transfers, s",
     "hidden",
     "waited, s",

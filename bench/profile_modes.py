@@ -1,6 +1,6 @@
-"""Do the two ways to profile agree? Ops timed alone on random data against the whole graph run for real.
+"""Compare both profile modes: ops timed alone on random data, and real runs of the whole graph.
 
-For each target: the bytes that each node makes and holds inside must be equal, and the sums of all
+For each target: the fresh bytes and the workspace of each node must be equal, and the sums of all
 times should differ by at most 15 %. Prints a table and writes CSV; ratios hold within one run only.
 
     python bench/profile_modes.py transformer:8 bert-base:4 resnet152:4 -o modes.csv

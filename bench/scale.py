@@ -1,4 +1,4 @@
-"""What fits on one of many processes: GPT-like models, sharded by FSDP2, on paper.
+"""What fits on one of many processes: GPT-like models, sharded by FSDP2, simulated.
 
     python bench/scale.py --budget 40GiB [--models 125M,70B] [--ranks 8,64,512,4096] [--csv scale.csv]
 

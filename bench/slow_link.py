@@ -1,8 +1,8 @@
-"""Waiting for a store that is truly too slow, predicted and measured.
+"""The stalls for a store that is too slow, predicted and measured.
 
 A disk is fast enough to hide nearly all transfers, so that its waits are a few milliseconds and say little of
 the prediction. Here every transfer takes as long as a link of a known bandwidth would take, behind the same
-interface, and plans swap and recompute nothing. The link is measured as always.
+interface. Plans offload and recompute nothing. The speed is measured as always.
 
     python bench/slow_link.py tiny-bert-base:64 --budget 70% --mib-per-second 20,40,80
 """
@@ -28,7 +28,7 @@ from lowtide.planning.variants import offload_alone
 from lowtide.zoo.targets import TargetSpec
 
 COLUMNS = (
-    "MiB/s", "peak, MiB", "swapped, MiB", "transfers, s", "waited, s", "predicted, s", "off by", "hidden",
+    "MiB/s", "peak, MiB", "offloaded, MiB", "transfers, s", "waited, s", "predicted, s", "off by", "hidden",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def plain_loop(training: "Training") -> Values:
 @dataclass(frozen=True, slots=True)
 class Training:
     """A model and all that trains it; `loop` yields whatever has to be equal with and without lowtide,
-    as it is at that moment.
+    as it is then.
 
     `batch` and `loss` are what lowtide plans for; a loop may use others besides. `loop_bytes` is what
     the loop holds of its own beside the step, such as other batches: no plan is about that. `accumulate`:

@@ -141,8 +141,8 @@ def _complex(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _scan(model: Any, x: torch.Tensor) -> torch.Tensor:
     state, found = torch.zeros(ROWS, WIDTH), []
-    for moment in range(LENGTH):
-        state = torch.tanh(model.layer(x[:, moment]) + 0.9 * state)
+    for index in range(LENGTH):
+        state = torch.tanh(model.layer(x[:, index]) + 0.9 * state)
         found.append(state)
     return torch.stack(found, dim=1)
 

@@ -22,7 +22,7 @@ from .weights import WEIGHTS
 
 
 def _state(training: Training) -> Values:
-    """The whole step at the moment before it is taken."""
+    """The whole step, before it is taken."""
     yield [*gradients(training.model)]
 
 

@@ -1,7 +1,7 @@
-"""The true optimum of small steps and graphs, by looking at every schedule; and small random ones.
+"""The true optimum of small steps and graphs, by enumeration of all schedules; and small random steps.
 
-Independent of the planners: a state is what has run and which values are still there, and every run and
-every free of a block leads to another. The cheapest way through is Dijkstra's.
+Independent of the planners: a state is the next rank and the live values. Every run and every free of a block
+leads to another state. Dijkstra's algorithm finds the cheapest path.
 """
 
 from heapq import heappop, heappush
@@ -17,7 +17,7 @@ from lowtide.planning.simulate import baseline_runs, recompute_slots, simulate, 
 
 
 class Schedules:
-    """All schedules of a step as a graph of states (next rank, values that are there).
+    """All schedules of a step as a graph of states (next rank, live values).
 
     A value is (rank, whether from the first run, its blocks); a block is (storage, generation).
     """
@@ -65,7 +65,7 @@ class Schedules:
         return after, nbytes
 
     def runs(self, state):
-        """(next state, bytes held on the way, seconds added) for all that can run in `state`."""
+        """(next state, live bytes during the run, seconds added) for each possible run in `state`."""
         position, values = state
         step = self.step
         node = step.nodes[position]
@@ -88,7 +88,7 @@ class Schedules:
             for remat in other.remats:
                 whole = self.is_part[other.rank, remat.rule]
                 if whole is not None and (whole not in there or there[whole][1]):
-                    continue  # taking a part of a tuple's first value again is never having dropped it
+                    continue  # a rematerialized part of a tuple's first value is that value
                 done = self._run(values, other.rank, remat, first=False)
                 if done is not None:
                     after, nbytes = done
@@ -113,7 +113,7 @@ class Schedules:
 
 
 def least_seconds(step: Step, budget_bytes: int) -> float:
-    """What the cheapest schedule within a budget adds; infinite where there is none."""
+    """The seconds that the cheapest schedule within a budget adds; infinite where there is none."""
     graph = Schedules(step)
     start = (0, frozenset())
     known = {start: 0.0}

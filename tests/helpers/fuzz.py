@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 SECONDS = 60
-"""Whoever takes longer hangs."""
+"""The time limit of one case."""
 
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 7, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.5, -0.5, 1e308, -1e308),
@@ -46,7 +46,7 @@ def no_hang(seconds: int = SECONDS) -> Iterator[None]:
 
 
 def size(random: Random) -> Any:
-    """A size or budget as text, or what somebody passes instead."""
+    """A size or budget as text, or an invalid value."""
     if random.random() < 0.2:
         return random.choice(JUNK)
     if random.random() < 0.3:

@@ -1,4 +1,4 @@
-"""What each of two processes does to train one model that offloads."""
+"""The job of each of two processes that train one model with offload."""
 
 import copy
 
@@ -17,7 +17,7 @@ ROWS, WIDTH = 256, 64
 
 
 def trained(rank: int, folder: str) -> tuple[list[str], int, int]:
-    """What differs from eager, how many values are offloaded, and the bytes of the store."""
+    """Differences from eager, the number of offloaded values, and the bytes of the store."""
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2))]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))

@@ -55,7 +55,7 @@ def make_case(num_layers: int = 12, *, num_points: int = 20, **names: str) -> Ca
 
 
 def store_case() -> dict[str, Any]:
-    """A step, its plain timeline, a solution that waits for its store, and its timeline."""
+    """A step, its baseline timeline, a solution that waits for its store, and its timeline."""
     link = TransferSpeed(store="disk:/scratch", write_bytes_per_second=1e9, read_bytes_per_second=1e9)
     step = with_offload(chain(length=8, nbytes=MIB), link)
     planner = planner_for(step)

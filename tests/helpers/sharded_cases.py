@@ -266,7 +266,7 @@ def _measured(case: Case) -> int:
 
 
 def mistakes(rank: int) -> dict[str, str]:
-    """What is said to who plans a sharded model in ways that cannot work."""
+    """The errors for plans of a sharded model that cannot work."""
     warnings.simplefilter("ignore")
     case = build(rank=rank)
     profile = lowtide.profile(case.model, case.tokens, optimizer=case.optimizer, loss=case.loss)

@@ -1,4 +1,4 @@
-"""Long runs of small models: what they leave behind, and whether they stay eager's."""
+"""Long runs of small models: memory growth, and equality with eager."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ def batches(rows: int, seed: int = 0) -> Iterator[torch.Tensor]:
 
 
 class Trainee:
-    """One model in its loop. Its random numbers are its own, whoever else draws meanwhile."""
+    """One model in its loop. It has its own random numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -92,15 +92,15 @@ def growth_over(steps: int, both: tuple[Trainee, Trainee], *, rows: int) -> tupl
 def many_shapes(count: int, both: tuple[Trainee, Trainee]) -> int:
     """Train on batches of `count` sizes, twice each; by how much storages grow in the second round."""
     plain, planned = both
-    held = []
+    live_bytes = []
     for _ in range(2):
-        held.append(storage_bytes())
+        live_bytes.append(storage_bytes())
         for rows in range(2, count + 2):
             batch = next(batches(rows, seed=rows))
             assert torch.equal(plain.step(batch), planned.step(batch)), rows
         del batch
     assert_equal(plain.model, planned.model)
-    return storage_bytes() - held[-1]
+    return storage_bytes() - live_bytes[-1]
 
 
 def many_plans(count: int) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def many_plans(count: int) -> tuple[int, int]:
     plain = Trainee(small_model())
     planned = Trainee(copy.deepcopy(plain.model))
     batch = next(batches(64))
-    held = objects = 0
+    live_bytes = objects = 0
     for number in range(count):
         found = lowtide.profile(planned.model, batch, optimizer=planned.optimizer)
         share = number / max(1, count - 1)
@@ -121,17 +121,17 @@ def many_plans(count: int) -> tuple[int, int]:
         assert "forward" not in vars(planned.model)
         del found
         if number == count // 2:
-            held, objects = storage_bytes(), len(gc.get_objects())
+            live_bytes, objects = storage_bytes(), len(gc.get_objects())
     assert_equal(plain.model, planned.model)
-    return storage_bytes() - held, len(gc.get_objects()) - objects
+    return storage_bytes() - live_bytes, len(gc.get_objects()) - objects
 
 
 def two_threads(steps: int) -> None:
     """Two models are planned and trained at the same time, each in a thread of its own, and stay apart.
 
-    Without random ops: torch has one generator for all threads. Nobody trains before both have compiled:
-    meanwhile torch tells all threads that they are being compiled, and eager's own optimizers then round
-    otherwise.
+    Without random ops: torch has one generator for all threads. No thread trains before both have compiled:
+    during a compilation, torch tells all threads that they are being compiled, and eager's own optimizers
+    then round differently.
     """
     together = threading.Barrier(2, timeout=120)
     pairs = [(_twin(seed), _twin(seed)) for seed in (1, 2)]

@@ -1,4 +1,4 @@
-"""What torch holds in this process: every storage that some tensor of Python's has."""
+"""The live storages of this process."""
 
 import gc
 

@@ -242,7 +242,7 @@ def steps(draw, max_forward=14, max_segments=2, offload=False):
 
 @st.composite
 def orders(draw, step):
-    """Any valid schedule of `step`: the plain one with values brought back and let go of at random."""
+    """Any valid schedule of `step`: the baseline with random rematerializations and releases."""
     slots = recompute_slots(step)
     order: list[Run] = []
     for node in step.nodes:

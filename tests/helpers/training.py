@@ -15,7 +15,7 @@ Results = list[tuple[str, torch.Tensor | None]]
 
 
 def train(target: Target, *, steps: int = 2, seed: int = 7) -> Results:
-    """Everything that each step leaves behind, by name."""
+    """The state after each step, by name."""
     torch.manual_seed(seed)
     results: Results = []
     for number in range(steps):
@@ -39,7 +39,7 @@ def snapshot(model: nn.Module, number: int) -> Results:
 
 
 def differences(expected: Results, seen: Results) -> list[str]:
-    """Names of what is not equal to the last bit."""
+    """Names of tensors that differ."""
     assert [name for name, _ in expected] == [name for name, _ in seen]
     return [
         name
