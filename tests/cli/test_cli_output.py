@@ -13,7 +13,7 @@ from lowtide.cli.terminal import Dotted, session, table
 def test_modules_break_after_their_dots_on_a_narrow_terminal():
     console = Console(file=io.StringIO(), width=46)
     name = "transformer.layers.0.attention.dropout"
-    why = "frees 2.0 MiB between ranks 129 and 532 for 0.17 ms: run again"
+    why = "frees 2.0 MiB between ranks 129 and 532 for 0.17 ms: recomputed"
     console.print(table("x", ("name", "module", "why"), [("mul_2", Dotted(name), why)]))
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 46

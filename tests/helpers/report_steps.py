@@ -96,7 +96,7 @@ def residual_step(num_layers: int = 12, *, module: str = "encoder.stages.{stage}
         fingerprint="0f" * 8,
         notes=("one graph, no graph breaks",),
         copy_bytes_per_second=8e9,
-        rules=(("again", "run again"), ("no_stats", "run again without counting statistics")),
+        rules=(("again", "recomputed"), ("no_stats", "recomputed without counting statistics")),
     )
 
 

@@ -209,7 +209,7 @@ def test_timeline_by_op_goes_from_run_to_run_by_keys(open_page, case):
     again = case.step.nodes[case.after.order[first]].name
     browser.execute_script("document.querySelector('[data-stack=before]').click()")
     chart.send_keys("\ue011" + "\ue014" * first)  # Home, then to the first recompute
-    assert f"{again} (run again without counting statistics)" in find(browser, "#timeline-who").text
+    assert f"{again} (recomputed without counting statistics)" in find(browser, "#timeline-who").text
 
 
 def test_slider_shows_what_changes(open_page, case):

@@ -29,7 +29,7 @@ def is_statistic(getitem: fx.Node) -> bool:
 
 class RecomputeBatchNorm(RematRule):
     name = "no_stats"
-    words = "run again without counting statistics"
+    words = "recomputed without counting statistics"
 
     def why_not(self, node: fx.Node) -> str | None:
         return "" if counts_statistics(node) else None

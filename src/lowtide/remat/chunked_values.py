@@ -26,7 +26,7 @@ from lowtide.remat.rule import Kept, RematRule
 
 class Chunks(RematRule):
     name = "slices"
-    words = f"run again in chunks of {CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
+    words = f"recomputed in chunks of {CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
     as_eager_only = True
     size: ClassVar[int] = CHUNK
 
@@ -53,7 +53,7 @@ class Chunks(RematRule):
 class LargeChunks(Chunks):
     name = "large_slices"
     words = (
-        f"run again in chunks of {LARGE_CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
+        f"recomputed in chunks of {LARGE_CHUNK >> 10} Ki elements a thread, with the pointwise ops before it"
     )
     size = LARGE_CHUNK
 

@@ -22,7 +22,7 @@ REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
 
 class Recompute(RematRule):
     name = "again"
-    words = "run again"
+    words = "recomputed"
     costs_as_first = True
 
     def why_not(self, node: fx.Node) -> str | None:
