@@ -117,10 +117,10 @@ def _rematerialized(step: Step, runs: Sequence[Run]) -> dict[int, list[Remat]]:
     read: dict[int, set[int]] = {}
     for position, run in enumerate(runs):
         source = source_of(step, run)
-        held = {
+        shared = {
             s: at for rank in reversed(source.reads) for s, at in makers[rank].items() if s in source.holds
         }
-        makers[run.rank] = held | dict.fromkeys(source.makes, position)
+        makers[run.rank] = shared | dict.fromkeys(source.makes, position)
         if step.nodes[run.rank].region is not Region.FORWARD:
             for rank in source.reads:
                 for storage, made_at in makers[rank].items():

@@ -142,7 +142,7 @@ def needs_of(table: Table) -> Needs:
     pinned_bytes: list[int] = []
     pinned = 0
     values = StorageValues(table)
-    required = [frozenset(s for s in held if free[s]) for held in values.required]
+    required = [frozenset(s for s in needed if free[s]) for needed in values.required]
     readers: dict[int, list[int]] = {}
     for node, op in zip(table.step.nodes, table.plain, strict=True):
         for storage in node.makes:

@@ -149,8 +149,8 @@ class StepProblem:
             if not made and not op.workspace_bytes and node.rank not in last_reader:
                 continue
             is_forward = node.rank < table.first_backward
-            held = table.step.nodes if is_forward else None
-            read = {s for r in op.reads for s in (held[r].holds if held else values.required[r])}
+            nodes = table.step.nodes if is_forward else None
+            read = {s for r in op.reads for s in (nodes[r].holds if nodes else values.required[r])}
             rows.append(
                 OpRow(
                     reads=tuple(sorted(s for s in read if values.is_dynamic[s])),
@@ -179,8 +179,8 @@ class StepProblem:
         for op in self.table.plain:
             is_forward = op.rank < self.table.first_backward
             for read in op.reads:
-                held = [s for s in nodes[read].holds if values.is_dynamic[s]]
-                last.update(((s, is_forward), op.rank) for s in held)
+                dynamic = [s for s in nodes[read].holds if values.is_dynamic[s]]
+                last.update(((s, is_forward), op.rank) for s in dynamic)
         return set(last.values())
 
     def timeline(self, sequence: Ints) -> Timeline:
@@ -241,13 +241,15 @@ class StepProblem:
 
     def _give_the_optimizer_its_bytes(self, plain: Timeline) -> None:
         nodes = self.table.step.nodes
-        held = [
+        live_bytes = [
             int(nbytes)
             for run, nbytes in zip(plain.runs, plain.live_bytes, strict=True)
             if nodes[run.rank].region is Region.OPTIMIZER
         ]
         last = self.problem.live_bytes(self.sequence(()))[-1]
-        self.problem.workspace_bytes[self.problem.num_first - 1] = max(0, max(held, default=0) - int(last))
+        self.problem.workspace_bytes[self.problem.num_first - 1] = max(
+            0, max(live_bytes, default=0) - int(last)
+        )
 
     def sequence(self, remats: Iterable[Rerun]) -> Ints:
         """A set of remats as a sequence of ops."""

@@ -211,8 +211,8 @@ class StorageValues:
         """By rank, the storages to which its value refers after each of its runs."""
         found = []
         for node in self.table.step.nodes:
-            held = set(node.holds).intersection(*(remat.holds for remat in node.remats))
-            found.append(frozenset(s for s in held if self.is_dynamic[s]))
+            common = set(node.holds).intersection(*(remat.holds for remat in node.remats))
+            found.append(frozenset(s for s in common if self.is_dynamic[s]))
         return found
 
     @cached_property
