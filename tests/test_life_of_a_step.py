@@ -11,7 +11,7 @@ from life_of_a_step import BEGIN, END, PAGE, section, stays
 pytestmark = pytest.mark.slow
 
 MOST_FILES = 110
-MOST_ENTRIES = 60
+MOST_ENTRIES = 50
 
 
 @pytest.fixture(scope="module")
