@@ -110,8 +110,7 @@ def section(files: list[str]) -> str:
     ]
     for room, group in entered:
         for number, path in enumerate(group):
-            name = path.removeprefix(f"{room}/")
-            lines.append(f"| {'' if number else f'`{room}`'} | `{name}` | {purpose(path)} |")
+            lines.append(f"| {'' if number else f'`{room}`'} | `{path}` | {purpose(path)} |")
     return "\n".join(lines)
 
 
