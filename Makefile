@@ -27,7 +27,7 @@ OTHER := .venv-torch-$(VERSION)
 TORCH_TESTS := $(addprefix tests/,analyze end_to_end experiments/test_trial.py ops optim profiling remat runtime \
 	torch_compat trace verification)
 
-.PHONY: install demo test quick soak test-long test-kernels test-torch check format docs bench clean
+.PHONY: install demo test quick soak test-long test-kernels test-torch test-accelerator check format docs bench clean
 
 install: $(STAMP)
 
@@ -68,6 +68,12 @@ soak: install
 # Big models, more processes, and the rest of the grids of which `make test` has a sample.
 test-long: install
 	$(PYTEST) -m long $(addprefix --ignore=,$(SOAK))
+
+# For somebody with a GPU: exactness, peaks, offload and timing on whatever torch.accelerator shows, in under ten
+# minutes; it ends in a block to paste into an issue. ON=standin: on the stand-in that the tests have. With
+# BIN=/path/to/venv/bin in the Python environment that is there, after `pip install -e ".[all]"` in it.
+test-accelerator: $(if $(findstring command,$(origin BIN)),,install)
+	@$(QUIETLY) $(BIN)/python tests/accelerator/report.py $(if $(ON),--on $(ON))
 
 # All of them run, and it fails if one did.
 test-kernels: install

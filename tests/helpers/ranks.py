@@ -42,18 +42,19 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`function(rank, **arguments)`, written `module:name`, on every rank of a gloo group."""
+    """`function(rank, **arguments)`, written `module:name`, on every rank of a group."""
 
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
     ranks: int = 2
     seconds: float = GROUP_SECONDS
+    backend: str = "gloo"
 
 
 def run_ranks(groups: dict[str, Group], *, limit_seconds: float = LIMIT_SECONDS) -> dict[str, list[Rank]]:
     """What the ranks of each group end with; one group after the other."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        jobs = [(g.function, g.arguments, g.ranks, g.seconds) for g in groups.values()]
+        jobs = [(g.function, g.arguments, g.ranks, g.seconds, g.backend) for g in groups.values()]
         Path(folder, "request").write_bytes(pickle.dumps(jobs))
         environ = {
             **os.environ,
@@ -90,23 +91,22 @@ def _lead(folder: Path) -> None:
         importlib.import_module(module)
     importlib.import_module("impatience").be_impatient()
     answers = []
-    for number, (function, arguments, ranks, seconds) in enumerate(
-        pickle.loads((folder / "request").read_bytes())
-    ):
+    jobs = pickle.loads((folder / "request").read_bytes())
+    for number, (function, arguments, ranks, seconds, backend) in enumerate(jobs):
         module, _, name = function.partition(":")
         call = getattr(importlib.import_module(module), name)
         own = folder / str(number)
         own.mkdir()
-        answers.append(_group(own, ranks, seconds, partial(call, **arguments)))
+        answers.append(_group(own, ranks, seconds, backend, partial(call, **arguments)))
     (folder / "answer").write_bytes(pickle.dumps(answers))
 
 
-def _group(folder: Path, ranks: int, seconds: float, call: Any) -> list[Any]:
+def _group(folder: Path, ranks: int, seconds: float, backend: str, call: Any) -> list[Any]:
     children = []
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            _follow(folder, rank, ranks, seconds, call)
+            _follow(folder, rank, ranks, seconds, backend, call)
         children.append(child)
     start, ended = time.monotonic(), {}
     while len(ended) < ranks:
@@ -120,7 +120,7 @@ def _group(folder: Path, ranks: int, seconds: float, call: Any) -> list[Any]:
     return results
 
 
-def _follow(folder: Path, rank: int, ranks: int, seconds: float, call: Any) -> None:
+def _follow(folder: Path, rank: int, ranks: int, seconds: float, backend: str, call: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -128,7 +128,7 @@ def _follow(folder: Path, rank: int, ranks: int, seconds: float, call: Any) -> N
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/group",
             rank=rank,
             world_size=ranks,
