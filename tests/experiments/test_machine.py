@@ -160,18 +160,25 @@ def test_no_compiler_for_inductor(monkeypatch):
     assert "install g++" in told("inductor")
 
 
-def test_no_cuda(monkeypatch):
+def test_no_accelerator(monkeypatch):
     def no_driver():
         warnings.warn("Found no NVIDIA driver on your system.\nInstall one", stacklevel=1)
         return False
 
+    def torch_is_built_for(kind):
+        found = None if kind is None else torch.device(kind)
+        monkeypatch.setattr(
+            torch.accelerator,
+            "current_accelerator",
+            lambda check_available=False: None if check_available else found,
+        )
+
+    torch_is_built_for(None)
+    assert machine.accelerator_kind() == "" and "built for no accelerator" in machine.why_no_accelerator()
+    torch_is_built_for("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert machine.why_no_cuda() == "torch sees no CUDA device here: it is built without CUDA"
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert "with CUDA_VISIBLE_DEVICES=0: nvidia-smi says" in machine.why_no_cuda()
+    assert machine.accelerator_kind() == ""
+    assert "no cuda device here with CUDA_VISIBLE_DEVICES=0: nvidia-smi" in machine.why_no_accelerator()
     monkeypatch.setattr(torch.cuda, "is_available", no_driver)
-    assert machine.why_no_cuda().endswith(": Found no NVIDIA driver on your system.")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert machine.why_no_cuda() == ""
+    assert machine.why_no_accelerator().endswith(": Found no NVIDIA driver on your system.")

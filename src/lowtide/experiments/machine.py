@@ -19,14 +19,11 @@ from typing import Protocol
 from lowtide.errors import LowtideError
 from lowtide.facts.files import temporary_folder
 from lowtide.facts.gpus import gpu_behind
+from lowtide.facts.host_memory import host_bytes
 from lowtide.units import format_size
 
 MARGIN_BYTES = 1 << 30
 """For Python, torch's own libraries and the compilation of a model."""
-
-CGROUPS = Path("/sys/fs/cgroup")
-CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""The limit and its use, for control groups of version 2 and 1."""
 
 LITTLE_BYTES = 2 << 30
 """Of memory: torch, its libraries and compiling a small model take about half of it."""
@@ -58,41 +55,7 @@ def available_bytes(device: str = "cpu") -> int | None:
         from lowtide.profiling.devices import device_for
 
         return device_for(torch.device(device)).free_bytes()
-    info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*found, *_left_to_containers()], default=None)
-
-
-def _left_to_containers(groups: Path = CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """The free bytes of each control group of this process that sets a limit."""
-    lines = of_process.read_text().splitlines() if of_process.exists() else []
-    left = []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = groups / "memory" if controllers else groups
-        own = root / name.lstrip("/")
-        left += [_left(folder) for folder in (own, *own.parents) if folder.is_relative_to(root)]
-    return [nbytes for nbytes in left if nbytes is not None]
-
-
-def _left(group: Path) -> int | None:
-    """Bytes below a control group's limit; pages of files count as free, since the kernel gives them up."""
-    for limit, current in CGROUP_FILES:
-        if (group / limit).exists() and (group / current).exists():
-            most = (group / limit).read_text().strip()
-            if not most.isdigit():
-                return None
-            return max(0, int(most) - int((group / current).read_text()) + _file_pages(group))
-    return None
-
-
-def _file_pages(group: Path) -> int:
-    stat = group / "memory.stat"
-    lines = stat.read_text().splitlines() if stat.exists() else []
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return host_bytes()
 
 
 def needed_bytes(step: ProcessMemory, *, peak_bytes: int) -> int:
@@ -269,17 +232,30 @@ WITH_TORCH: dict[str, Callable[[], str]] = {
 """Left out where torch does not work."""
 
 
-def why_no_cuda() -> str:
-    """Why no CUDA device can be checked here; empty when one can."""
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Environment variables that hide accelerators from a process."""
+
+
+def accelerator_kind() -> str:
+    """The kind of the accelerator that torch shows, such as `cuda`; empty where it shows none."""
     import torch
 
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "" if found is None else found.type
+
+
+def why_no_accelerator() -> str:
+    """Why torch shows no accelerator here."""
+    import torch
+
+    built_for = torch.accelerator.current_accelerator()
+    if built_for is None:
+        return "this torch is built for no accelerator: https://pytorch.org/get-started names one that is"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        if torch.cuda.is_available():
-            return ""
+        torch.get_device_module(built_for).is_available()
     why = "; ".join(str(warning.message).strip().splitlines()[0] for warning in said)
-    if torch.version.cuda is None:
-        why = "it is built without CUDA"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    setting = "" if hidden is None else f" with CUDA_VISIBLE_DEVICES={hidden}"
-    return f"torch sees no CUDA device here{setting}: {why or 'nvidia-smi says whether the driver sees one'}"
+    if not why and built_for.type == "cuda":
+        why = "nvidia-smi or rocm-smi says whether the driver sees one"
+    hidden = "".join(f" with {name}={os.environ[name]}" for name in HIDING if name in os.environ)
+    return f"torch sees no {built_for.type} device here{hidden}: {why or 'the driver tells of none'}"

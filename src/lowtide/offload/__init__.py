@@ -2,5 +2,5 @@
 
 - `offload_store`: what a store is, how one is opened, and the ops of graphs that offload and prefetch
 - `disk_store`: an unnamed file in a folder that the user chooses; for training on CPU
-- `host_store`: pinned memory of the host; for training on an accelerator, never run so far
+- `host_store`: pinned memory of the host; for training on an accelerator
 """

@@ -1,14 +1,25 @@
 """An offload store in pinned memory of the host, for values of an accelerator.
 
-Shortcoming: never run so far, for want of an accelerator. Each direction has its own stream.
+Each direction has its own stream. Copies wait for the work that the caller's stream has before them, and the
+caller's stream waits for a copy where it needs the result:
+
+    caller's stream   [make v] ..      [free v]  ..  [block for v]     ..  [read v]
+    stream out                [copy v]^                            ^
+    stream back                                                [copy v]^
+
+So a block of the device goes back to the caller's stream, in whose order it is used again. The allocator need
+not know of the copies, and hands the block out at once, as simulated. Only a handle that is dropped before
+its copy was waited for tells the allocator (`record_stream`): after an exception, or a step without backward
+pass. Pinned blocks are known to their allocator as targets and sources of copies.
 """
 
-import os
+import sys
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import StoreError
+from lowtide.facts.host_memory import host_bytes
 from lowtide.offload.offload_store import Layout, OffloadHandle, OffloadStore, Prefetch, bytes_of
 from lowtide.units import size_and_bytes
 
@@ -26,8 +37,11 @@ class HostStore(OffloadStore):
         return self._streams[device]
 
     def reserve(self, nbytes: int) -> None:
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if nbytes > free_bytes:
+        free_bytes = host_bytes()
+        if free_bytes is not None and nbytes > free_bytes:
+            torch.accelerator.empty_host_cache()  # what an earlier plan has pinned
+            free_bytes = host_bytes()
+        if free_bytes is not None and nbytes > free_bytes:
             raise StoreError(
                 f"offloading to 'host' needs {size_and_bytes(nbytes)} of the host's memory, and "
                 f"{size_and_bytes(free_bytes)} are free: take a larger budget, or a smaller batch"
@@ -35,6 +49,15 @@ class HostStore(OffloadStore):
 
     def offload(self, value: Tensor) -> OffloadHandle:
         return _HostHandle(self, value)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            raise StoreError(
+                f"offloading to 'host' could not pin {size_and_bytes(nbytes)} of the host's memory "
+                f"({str(error).splitlines()[0]}): take a larger budget, or a smaller batch"
+            ) from error
 
     def copy(self, target: Tensor, source: Tensor, stream: torch.Stream) -> torch.Event:
         """Copy on `stream` after all work so far of the current stream; the event marks the copy's end."""
@@ -49,12 +72,15 @@ class HostStore(OffloadStore):
 
 
 class _HostHandle(OffloadHandle):
+    _value: Tensor | None = None
+
     def __init__(self, store: HostStore, value: Tensor) -> None:
         self.layout = Layout.of(value)
         self.store, self.device = store, value.device
-        self.host = torch.empty(self.layout.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._value: Tensor | None = value
-        self._written = store.copy(self.host, bytes_of(value), store.streams(value.device)[0])
+        self.host = store.pinned(self.layout.nbytes)
+        self._out, _ = store.streams(value.device)
+        self._value = value
+        self._written = store.copy(self.host, bytes_of(value), self._out)
 
     def free_value(self) -> None:
         self.store.wait(self._written, self.device)
@@ -63,16 +89,32 @@ class _HostHandle(OffloadHandle):
     def prefetch(self) -> Prefetch:
         return _HostPrefetch(self)
 
+    def __del__(self) -> None:
+        if self._value is not None:
+            _keep_for(self._value, self._out)
+
 
 class _HostPrefetch(Prefetch):
+    _block: Tensor | None = None
+
     def __init__(self, handle: _HostHandle) -> None:
         self._handle = handle
-        _, back = handle.store.streams(handle.device)
+        _, self._back = handle.store.streams(handle.device)
         self._block = torch.empty(handle.layout.nbytes, dtype=torch.uint8, device=handle.device)
-        # so that the allocator waits for the copy, even where no op reads the value
-        self._block.record_stream(back)
-        self._read = handle.store.copy(self._block, handle.host, back)
+        self._read = handle.store.copy(self._block, handle.host, self._back)
 
     def wait(self) -> Tensor:
+        block, self._block = self._block, None
+        assert block is not None, "a prefetch is waited for once"
         self._handle.store.wait(self._read, self._handle.device)
-        return self._handle.layout.over(self._block)
+        return self._handle.layout.over(block)
+
+    def __del__(self) -> None:
+        if self._block is not None:
+            _keep_for(self._block, self._back)
+
+
+def _keep_for(block: Tensor, stream: torch.Stream) -> None:
+    """Let the allocator keep a block that is dropped, until a stream is done with the copies it has now."""
+    if not sys.is_finalizing():
+        block.record_stream(stream)

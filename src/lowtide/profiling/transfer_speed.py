@@ -70,11 +70,16 @@ def _bandwidth(seconds: float, latency_seconds: float) -> float:
 
 
 def _transfer_seconds(store: OffloadStore, nbytes: int, device: Device) -> tuple[float, float]:
-    """The median time of a write and of a read, after one warm-up."""
+    """The median time of a write and of a read, after one warm-up.
+
+    On a device without memory for a sample and a copy of it, times of a smaller sample are scaled up.
+    """
     numbers = torch.Generator().manual_seed(0)
-    sample = torch.empty(nbytes, dtype=torch.uint8).random_(generator=numbers).to(device.torch_device)
+    sample = device.scratch(nbytes, times=2)
+    sample.copy_(torch.empty(len(sample), dtype=torch.uint8).random_(generator=numbers))
     times = [_round_trip(store, sample, device) for _ in range(1 + RUNS)][1:]
-    return median(write for write, _ in times), median(read for _, read in times)
+    scale = nbytes / len(sample)
+    return median(write for write, _ in times) * scale, median(read for _, read in times) * scale
 
 
 def _round_trip(store: OffloadStore, sample: Tensor, device: Device) -> tuple[float, float]:

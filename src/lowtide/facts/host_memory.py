@@ -1,0 +1,49 @@
+"""Memory of this machine that a process can still take: the kernel's figure, and the limits of containers."""
+
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""The limit and its use, for control groups of version 2 and 1."""
+
+
+def host_bytes() -> int | None:
+    """Bytes that can be taken without paging; None where the system does not tell.
+
+    These are more than the free pages: the kernel gives up pages of files that it only caches.
+    """
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*found, *left_to_containers()], default=None)
+
+
+def left_to_containers(groups: Path = CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """The free bytes of each control group of this process that sets a limit."""
+    lines = of_process.read_text().splitlines() if of_process.exists() else []
+    left = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = groups / "memory" if controllers else groups
+        own = root / name.lstrip("/")
+        left += [_left(folder) for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return [nbytes for nbytes in left if nbytes is not None]
+
+
+def _left(group: Path) -> int | None:
+    """Bytes below a control group's limit; pages of files count as free, since the kernel gives them up."""
+    for limit, current in CGROUP_FILES:
+        if (group / limit).exists() and (group / current).exists():
+            most = (group / limit).read_text().strip()
+            if not most.isdigit():
+                return None
+            return max(0, int(most) - int((group / current).read_text()) + _file_pages(group))
+    return None
+
+
+def _file_pages(group: Path) -> int:
+    stat = group / "memory.stat"
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
