@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from lowtide.torch_compat.dispatch import is_number, iter_tensors, storage_key
@@ -101,7 +102,7 @@ def signature(call: Call) -> str:
     """Text that is equal for two calls exactly when they cost the same: layouts, never values.
 
     `=0` marks a tensor that shares its storage with tensor 0 of the same call: to read one storage twice is
-    cheaper than to read two.
+    cheaper than to read two. Devices of one kind cost the same: their index is left out.
     """
     seen: dict[int, int] = {}
 
@@ -112,7 +113,9 @@ def signature(call: Call) -> str:
             seen.setdefault(key, len(seen))
             sizes, steps = ",".join(map(str, value.shape)), ",".join(map(str, value.stride()))
             kind = f"{str(value.dtype).removeprefix('torch.')}{'*' if value.is_conj() else ''}"
-            return f"{kind}[{sizes}]({steps}){value.device}{shared}"
+            return f"{kind}[{sizes}]({steps}){value.device.type}{shared}"
+        if isinstance(value, torch.device):
+            return value.type
         return _ADDRESS.sub("", repr(value))
 
     def text(value: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.ops import chunk_sizes
 from lowtide.ops.schema import is_backward, is_view_op
 from lowtide.torch_compat.autograd_engine import graph_is_kept
 from lowtide.torch_compat.dispatch import FakeTensor, iter_tensors
@@ -21,7 +22,7 @@ from lowtide.torch_compat.dispatch import FakeTensor, iter_tensors
 aten = torch.ops.aten
 
 CHUNK_BYTES = 1 << 20
-"""The most bytes of a chunk, unless a single row has more."""
+"""The most bytes of a chunk on the CPU, unless a single row has more."""
 LARGE_CHUNK_BYTES = 8 << 20
 FEWEST_CHUNKS = 16
 
@@ -85,11 +86,14 @@ def _by_rows(
     return out
 
 
-def rows_per_chunk(scores: Tensor, chunk_bytes: int | None = None) -> int:
-    """The number of rows of a chunk; all of them where `chunk_bytes` is 0."""
+def rows_per_chunk(
+    scores: Tensor, chunk_bytes: int | None = None, *, device: torch.device | None = None
+) -> int:
+    """The number of rows of a chunk; all of them where `chunk_bytes` is 0. `device`: as if it were there."""
     if chunk_bytes == 0:
         return len(scores)
-    most = (chunk_bytes or CHUNK_BYTES) // max(1, scores[0].nbytes)
+    nbytes = chunk_sizes.chunk_bytes(scores.nbytes, chunk_bytes or CHUNK_BYTES, device or scores.device)
+    most = nbytes // max(1, scores[0].nbytes)
     return max(1, min(most, len(scores) // FEWEST_CHUNKS))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lowtide.ops.calls import span_elements
+from lowtide.ops.chunk_sizes import chunk_bytes
 from lowtide.torch_compat.dispatch import FakeTensor, real_tensors
 
 aten = torch.ops.aten
@@ -17,7 +18,7 @@ aten = torch.ops.aten
 WORD = 8
 """Truth values per byte."""
 CHUNK_WORDS = 1 << 15
-"""Bytes of the packed tensor per chunk."""
+"""Bytes of the packed tensor per chunk on the CPU."""
 
 # Multiply eight bytes of 0 or 1, read as one number, by this: the highest byte has the eight bits.
 _GATHER = 0x0102040810204080
@@ -122,7 +123,9 @@ def _memory_order(layout: Layout) -> list[int]:
 
 
 def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(torch.split(tensor, CHUNK_WORDS) for tensor in tensors), strict=True)
+    first = tensors[0]
+    size = chunk_bytes(len(first) * WORD, CHUNK_WORDS * WORD, first.device) // WORD
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
 @functools.cache

@@ -16,12 +16,12 @@ from collections.abc import Callable
 
 from torch import fx
 
+from lowtide.ops.eager_batch_norm import use_eager_batch_norm
 from lowtide.ops.gradient_terms import cast_weights_once
 from lowtide.ops.loss_chunks import use_logits_in_place, use_loss_chunks, use_soft_loss_chunks
 from lowtide.ops.packing import separate_signs
 from lowtide.ops.random_ops import use_eager_dropout
-from lowtide.ops.recurrent import use_recurrent_layers
-from lowtide.ops.recurrent_cells import add_in_eagers_order
+from lowtide.ops.recurrent import add_in_eagers_order, use_recurrent_layers
 from lowtide.ops.traced_ops import use_real_dtypes
 
 PASSES: tuple[tuple[Callable[[fx.Graph], None], str], ...] = (
@@ -29,6 +29,7 @@ PASSES: tuple[tuple[Callable[[fx.Graph], None], str], ...] = (
     (use_recurrent_layers, "the traced layer lacks the workspace that its backward reads"),
     (add_in_eagers_order, "eager adds a cell's gradients one by one to the sum so far"),
     (use_eager_dropout, "native_dropout rounds its scale differently from eager on a CPU"),
+    (use_eager_batch_norm, "eager chooses the vendor's batch norm on accelerators, torch's tracer does not"),
     (use_real_dtypes, "fake norms give their statistics the input's dtype, kernels the weight's"),
     (separate_signs, "a value of which backward reads only the sign can then be kept as bits"),
     (use_loss_chunks, "the gradient of a cross entropy needs only some rows at a time"),

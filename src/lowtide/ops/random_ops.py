@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, fx
 from torch.types import Number
 
+from lowtide.ops.calls import Call
+from lowtide.ops.chunk_sizes import chunk_bytes
+from lowtide.ops.schema import bound_arguments
 from lowtide.torch_compat.dispatch import FakeTensor, OpOverload, real_tensors
 
 aten = torch.ops.aten
 
 MASK_CHUNK = 1 << 17
-"""Elements per chunk of `apply_mask`."""
+"""Elements per chunk of `apply_mask` on the CPU."""
 
 
 def eager_dropout(value: torch.Tensor, probability: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,12 +44,13 @@ def apply_mask(
     `value`.
     """
     scale = _scale(value.dtype, probability)
-    whole = isinstance(value, FakeTensor) or value.numel() <= MASK_CHUNK
+    size = chunk_bytes(value.nbytes, MASK_CHUNK * value.itemsize, value.device) // value.itemsize
+    whole = isinstance(value, FakeTensor) or value.numel() <= size
     if whole or not (value.is_contiguous() and mask.is_contiguous()):
         return torch.mul(value, mask, out=out).mul_(scale)
     result = torch.empty_like(value) if out is None else out
     flat = (value.view(-1), mask.view(-1), result.view(-1))
-    for one, kept, some in zip(*(torch.split(tensor, MASK_CHUNK) for tensor in flat), strict=True):
+    for one, kept, some in zip(*(torch.split(tensor, size) for tensor in flat), strict=True):
         torch.mul(one, kept, out=some)
         some.mul_(scale)
     return result
@@ -148,6 +152,16 @@ def _dropout_of(mask: object) -> fx.Node | None:
 
 HIGH = 1 - 2**-24
 
+ATTENTION = (
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    aten._efficient_attention_forward.default,
+    aten._flash_attention_forward.default,
+)
+"""Attention in one op on accelerators. Torch calls these ops random, with dropout or without."""
+
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
@@ -157,7 +171,16 @@ def is_random(node: fx.Node) -> bool:
         isinstance(node.target, OpOverload)
         and torch.Tag.nondeterministic_seeded in node.target.tags
         and not (node.target is aten.native_dropout.default and node.args[2] is False)
+        and not _attends_without_dropout(node)
     )
+
+
+def _attends_without_dropout(node: fx.Node) -> bool:
+    """Whether a node is attention in one op of an accelerator that drops nothing: it draws no number."""
+    if node.target not in ATTENTION:
+        return False
+    dropout = bound_arguments(Call(node.target, node.args, dict(node.kwargs)))[1]["dropout_p"]
+    return isinstance(dropout, int | float) and dropout == 0
 
 
 def draw_high(module: fx.GraphModule) -> None:

@@ -3,6 +3,7 @@
 - LSTM layers that eager runs as one op. torch's decomposition loses the dropout between layers;
   `traced_layers` keeps it. The op passes a workspace to its backward op. The fake workspace is empty, and a
   backward op crashes on random bytes (`recurrent_layer`, `with_forward_results`).
+- layers on accelerators: one op of `recurrent_stack` for all layers
 - layers that eager runs cell by cell: each is traced as one op of `recurrent_cells`. Two short runs tell what
   eager keeps live of a layer (`eager_keeps_bytes`).
 """
@@ -25,6 +26,7 @@ from lowtide.ops.recurrent_cells import (
     recurrent_cells,
     run_layer,
 )
+from lowtide.ops.recurrent_stack import STACK, STACK_BACKWARD, recurrent_stack
 from lowtide.torch_compat import dispatch
 from lowtide.torch_compat.dispatch import storage_key
 
@@ -135,9 +137,9 @@ MEASURED_STEPS = (2, 4)
 
 def valid_batch_sizes(call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The sample of a packed layer with valid batch sizes; other samples unchanged."""
-    if call.target not in (CELLS, CELLS_BACKWARD):
+    if call.target not in (CELLS, CELLS_BACKWARD, STACK, STACK_BACKWARD):
         return args
-    at = 1 if call.target is CELLS else 4
+    at = 1 if call.target in (CELLS, STACK) else 4
     value, batch_sizes, hidden = args[at : at + 3]
     if batch_sizes is None or not batch_sizes.numel():
         return args
@@ -213,8 +215,11 @@ def _layers_rule(kind: str, torch_rule: Callable[..., Any], *, packed: bool) -> 
     def trace(value: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
         batch_sizes, rest, batch_first = (args[0], args[1:], False) if packed else (None, args[:-1], args[-1])
         hidden, params, has_biases, num_layers, dropout, train, bidirectional = rest
+        if value.device.type != "cpu":
+            states, options = list(hidden) if kind == "lstm" else [hidden], (*rest[2:], batch_first)
+            return tuple(_stack(kind, value, batch_sizes, states, list(params), *options))
         whole = kind == "lstm" and not packed and eager_runs_whole(value, hidden, [params])
-        if whole or value.device.type != "cpu":
+        if whole:
             results: tuple[torch.Tensor, ...] = torch_rule(value, *args)
             return results
         value = value.transpose(0, 1) if batch_first else value
@@ -230,9 +235,12 @@ def _cell_rule(torch_rule: Callable[..., Any]) -> Callable[..., Any]:
 
     def trace(value: torch.Tensor, hidden: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
         given = [weight for weight in weights if weight is not None]
-        if value.device.type != "cpu" or len(given) == 3:
+        if len(given) == 3:
             result: torch.Tensor = torch_rule(value, hidden, *given)
             return result
+        if value.device.type != "cpu":
+            options = (len(given) == 4, 1, 0.0, False, False, False)
+            return _stack(GRU_CELL, value, None, [hidden], given, *options)[0]
         cell = recurrent_cells(GRU_CELL, value, None, [hidden], given, len(given) == 4, False, _autocast())
         made: torch.Tensor = cell[0]
         return made
@@ -281,5 +289,52 @@ def _layers(  # noqa: PLR0917
     return value, *joined
 
 
-def _autocast() -> torch.dtype | None:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+def _stack(
+    kind: str,
+    value: torch.Tensor,
+    sizes: torch.Tensor | None,
+    hidden: Tensors,
+    weights: Tensors,
+    *options: Any,
+) -> Tensors:
+    """All layers by one op, on an accelerator; without its handle."""
+    needs = [tensor.requires_grad for tensor in (value, *hidden, *weights)]
+    cast = _autocast(value.device.type)
+    made: Tensors = recurrent_stack(kind, value, sizes, hidden, weights, needs, *options, cast)
+    return made[:-1]
+
+
+def _autocast(kind: str = "cpu") -> torch.dtype | None:
+    """Autocast's dtype on devices of a kind, None where it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def add_in_eagers_order(graph: fx.Graph) -> None:
+    """A pass: let the backward op of a layer add its gradients to the sum so far, cell by cell as autograd
+    does. This matters for weights and inputs that other ops use, too.
+
+        cells_backward(earlier=[]) ── add -> sum        cells_backward(earlier=[before]) -> sum
+        before ────────────────────────┘          ==>   before ─┘
+
+    Preserves all else.
+    """
+    targets = (CELLS_BACKWARD, STACK_BACKWARD)
+    found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
+    for node in found:
+        earlier: list[Any] = [None] * sum(node.args[3])
+        for item in list(node.users):
+            index = item.args[1]
+            total = next(iter(item.users), None)
+            if (
+                len(item.users) == 1
+                and total is not None
+                and total.target is aten.add.Tensor
+                and total.meta.get("is_gradient_acc")
+                and total.args[1] is item
+                and total.args[0] is not item
+            ):
+                earlier[index] = total.args[0]
+                total.replace_all_uses_with(item)
+                graph.erase_node(total)
+        if any(earlier):
+            node.args = (*node.args[:2], earlier, *node.args[3:])

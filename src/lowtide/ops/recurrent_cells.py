@@ -12,7 +12,6 @@ is called several times casts its weights each time, so that their gradients can
 from typing import Any
 
 import torch
-from torch import fx
 
 from lowtide.torch_compat import dispatch
 from lowtide.torch_compat.dispatch import storage_key
@@ -99,12 +98,12 @@ def recurrent_cells_backward(  # noqa: PLR0917 - an op has no keywords
         ]
         del results, inputs
     outputs = [result for result, _ in given]
-    return _apart(
+    return separate_storages(
         list(torch.autograd.grad(outputs, leaves, [grad for _, grad in given], materialize_grads=True))
     )
 
 
-def _apart(gradients: Tensors) -> Tensors:
+def separate_storages(gradients: Tensors) -> Tensors:
     """The gradients, each in its own storage, as an op must return them."""
     seen: set[int] = set()
     for index, gradient in enumerate(gradients):
@@ -210,32 +209,3 @@ recurrent_cells.register_autograd(_differentiate, setup_context=_remember)
 
 CELLS = torch.ops.lowtide.recurrent_cells.default
 CELLS_BACKWARD = torch.ops.lowtide.recurrent_cells_backward.default
-
-
-def add_in_eagers_order(graph: fx.Graph) -> None:
-    """A pass: let the backward op of a layer add its gradients to the sum so far, cell by cell as autograd
-    does. This matters for weights and inputs that other ops use, too.
-
-        cells_backward(earlier=[]) ── add -> sum        cells_backward(earlier=[before]) -> sum
-        before ────────────────────────┘          ==>   before ─┘
-
-    Preserves all else.
-    """
-    for node in graph.find_nodes(op="call_function", target=CELLS_BACKWARD):
-        earlier: list[fx.Node | None] = [None] * sum(node.args[3])
-        for item in list(node.users):
-            index = item.args[1]
-            total = next(iter(item.users), None)
-            if (
-                len(item.users) == 1
-                and total is not None
-                and total.target is aten.add.Tensor
-                and total.meta.get("is_gradient_acc")
-                and total.args[1] is item
-                and total.args[0] is not item
-            ):
-                earlier[index] = total.args[0]
-                total.replace_all_uses_with(item)
-                graph.erase_node(total)
-        if any(earlier):
-            node.args = (*node.args[:2], earlier, *node.args[3:])

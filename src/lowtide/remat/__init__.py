@@ -14,6 +14,8 @@ To add a rule, write its file and put it into `REMAT_RULES`: no other file names
 
 from torch import fx
 
+from lowtide.facts import Action
+from lowtide.ops.discrete import DECIDED_ONCE, is_decision
 from lowtide.remat.batch_norm import RecomputeBatchNorm
 from lowtide.remat.chunked_values import Chunks, LargeChunks, LargeLossChunks, WholeLoss
 from lowtide.remat.dropout_mask import DropoutFromMask
@@ -50,8 +52,14 @@ def rules_for(*, offload: bool) -> tuple[RematRule, ...]:
 
 def fitting_rules(node: fx.Node, *, offload: bool = False) -> tuple[list[RematRule], str]:
     """The rules that fit a forward node, and the reason where none fits."""
-    reasons = {rule: rule.why_not(node) for rule in rules_for(offload=offload)}
+    rules = rules_for(offload=offload)
+    decides = is_decision(node)
+    if decides:
+        rules = tuple(rule for rule in rules if rule.action is not Action.RECOMPUTE)
+    reasons = {rule: rule.why_not(node) for rule in rules}
     fit = [rule for rule, reason in reasons.items() if reason == ""]
+    if decides and not fit:
+        return [], DECIDED_ONCE
     return fit, "" if fit else next((reason for reason in reasons.values() if reason), "no rule fits it")
 
 

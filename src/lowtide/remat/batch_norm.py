@@ -4,6 +4,7 @@ import torch
 from torch import fx
 
 from lowtide.ops.calls import Call
+from lowtide.ops.eager_batch_norm import RESERVE, eager_batch_norm, eager_batch_norm_again
 from lowtide.remat.rule import Blocks, Kept, RematRule
 
 aten = torch.ops.aten
@@ -18,6 +19,8 @@ COUNTED_ONCE = "running statistics are counted once"
 
 
 def counts_statistics(node: fx.Node) -> bool:
+    if node.target is eager_batch_norm:
+        return node.meta["val"][3] is not None
     return node.target is WITH_STATISTICS
 
 
@@ -35,8 +38,12 @@ class RecomputeBatchNorm(RematRule):
         return "" if counts_statistics(node) else None
 
     def call(self, node: fx.Node, kept: tuple[Kept, ...]) -> Call:
-        value, weight, bias, _mean, _variance, training, momentum, eps = node.args
+        value, weight, bias, _mean, _variance, training, momentum, eps, *library = node.args
+        if library:
+            statistics = node.meta["val"][3].dtype
+            return Call(eager_batch_norm_again, (value, weight, bias, statistics, momentum, eps, *library))
         return Call(WITHOUT_STATISTICS, (value, weight, bias, training, momentum, eps))
 
     def blocks(self, node: fx.Node, *, makes: Blocks, holds: Blocks) -> tuple[Blocks, Blocks]:
-        return makes[:3], makes[:3]
+        made = (*makes[:3], *makes[RESERVE:])
+        return made, made

@@ -7,14 +7,16 @@ import torch
 from torch import fx
 
 from lowtide.ops.calls import Call
+from lowtide.ops.eager_batch_norm import eager_batch_norm
 from lowtide.ops.loss_chunks import log_probabilities
 from lowtide.ops.random_ops import dropout_output, is_random
 from lowtide.ops.recurrent import RUNS_ONCE, recurrent_layer
 from lowtide.ops.recurrent_cells import CELLS
+from lowtide.ops.recurrent_stack import DRAWN_ONCE, STACK, draws_dropout
 from lowtide.ops.schema import talks_to_others, writes_inputs
 from lowtide.remat import batch_norm
 from lowtide.remat.rule import Kept, RematRule
-from lowtide.torch_compat.dispatch import OpOverload
+from lowtide.torch_compat.dispatch import OpOverload, is_number
 
 REPEATABLE_NAMESPACES = {"aten", "prims", "mkldnn", "mkl", "onednn"}
 """Ops of these namespaces give the same result twice."""
@@ -46,7 +48,7 @@ def reason_unrepeatable(node: fx.Node) -> str:
         return "a constant"
     if target is recurrent_layer:
         return RUNS_ONCE
-    if target is log_probabilities:
+    if target in (log_probabilities, eager_batch_norm):
         return ""
     if not isinstance(target, OpOverload):
         return "a higher-order op"
@@ -54,16 +56,20 @@ def reason_unrepeatable(node: fx.Node) -> str:
         return "writes to one of its inputs"
     if talks_to_others(target):
         return "talks to other processes"
+    if target is STACK:
+        return DRAWN_ONCE if draws_dropout(node) else ""
     if target.namespace not in REPEATABLE_NAMESPACES and target is not CELLS:
         return "a custom op: not known to give the same result twice"
     if node.kwargs.get("generator") is not None:
         return "draws from a generator of its own"
-    if not _is_tensors(node.meta.get("val")):
+    if not _makes_tensors(node.meta.get("val")):
         return "does not make tensors"
     return ""
 
 
-def _is_tensors(value: Any) -> bool:
+def _makes_tensors(value: Any) -> bool:
+    """Whether results are tensors; numbers may be among them, as for attention in one op."""
     if isinstance(value, (list, tuple)):
-        return all(item is None or _is_tensors(item) for item in value)
+        rest = [item for item in value if not (item is None or isinstance(item, int) or is_number(item))]
+        return bool(rest or not value) and all(_makes_tensors(item) for item in rest)
     return isinstance(value, torch.Tensor)

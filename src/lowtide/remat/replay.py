@@ -13,8 +13,13 @@ from lowtide.ops.random_ops import (
     replay,
     replay_dropout,
 )
+from lowtide.ops.recurrent_stack import STACK, draws_dropout
 from lowtide.remat.recompute import reason_unrepeatable
 from lowtide.remat.rule import Kept, RematRule
+
+STARTS_OVER = "the dropout of recurrent layers would start over where the generator is set"
+"""Why no random op is drawn again beside a cuDNN layer with dropout. cuDNN has a random state of its own:
+torch makes it anew from the seed after the generator was set."""
 
 
 class Replay(RematRule):
@@ -25,6 +30,8 @@ class Replay(RematRule):
     def why_not(self, node: fx.Node) -> str | None:
         if not is_random(node):
             return None
+        if any(draws_dropout(other) for other in node.graph.find_nodes(op="call_function", target=STACK)):
+            return STARTS_OVER
         return "" if node.target is eager_dropout else reason_unrepeatable(node)
 
     def kept(self, node: fx.Node) -> tuple[Kept, ...]:
