@@ -163,6 +163,39 @@ def test_what_cannot_be_traced_is_refused_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+class Factored(torch.optim.Optimizer):
+    """Makes its state and its temporaries by shape, not from its parameters; counts its steps in a tensor."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            rows, columns = parameter.shape
+            state = self.state[parameter]
+            if not state:
+                state.update(rows=torch.zeros(rows), columns=torch.full((columns,), 0.1), step=torch.zeros(1))
+            state["step"] += 1
+            squares = parameter.grad.square()
+            state["rows"].lerp_(squares.mean(1), 1 / state["step"].item())
+            state["columns"].lerp_(squares.mean(0), 1 / state["step"].item())
+            scale = torch.rsqrt(state["rows"][:, None] * state["columns"][None] + 1e-12)
+            mask = torch.ones(parameter.shape, dtype=parameter.dtype)
+            parameter.sub_(parameter.grad * scale * mask, alpha=1e-3)
+
+
+@pytest.mark.slow
+def test_state_and_temporaries_that_are_made_by_shape_count(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(60, 300, bias=False), nn.Tanh(), nn.Linear(300, 70, bias=False))
+    optimizer = Factored(model.parameters())
+    step, _ = measure_costs(capture(model, torch.randn(4, 60), optimizer=optimizer))
+    state, peak = measured(model, optimizer)
+    assert state_bytes(step) == state
+    assert reserve(step).optimizer_peak_bytes == pytest.approx(peak, rel=0.01, abs=64)
+    assert not said(caplog)
+
+
 class Sharpness(torch.optim.Optimizer):
     """Steps up, evaluates again, and lets another optimizer step from where it was: needs a closure."""
 

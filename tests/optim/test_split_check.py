@@ -89,7 +89,7 @@ def test_two_slices_hold_as_much_as_all_of_them():
     with torch.no_grad():
         fake = traced.shadow.fakes[id(parameter)]
         whole = partial(split_check.step_in_rows, traced.shadow.optimizer, fake, len(fake) // 8)
-        assert told == split_check.recorded_bytes(whole, traced.shadow.mode)
+        assert told == split_check.recorded_bytes(whole, traced.shadow)
 
 
 def test_looking_at_an_optimizer_leaves_every_generator_alone(monkeypatch):

@@ -44,6 +44,7 @@ OPTIMIZERS: dict[str, Build] = {
     "fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
 }
 
 
@@ -82,7 +83,8 @@ def planned(target: Target, **options: Any) -> lowtide.Plan:
 
 
 @pytest.mark.parametrize(
-    "name", ["adam", "foreach", "fused", "sgd", pytest.param("rmsprop", marks=pytest.mark.long)]
+    "name",
+    ["adam", "foreach", "fused", "sgd", "adafactor", pytest.param("rmsprop", marks=pytest.mark.long)],
 )
 def test_training_has_eagers_bits(name: str) -> None:
     plain = target_with(OPTIMIZERS[name])
@@ -303,6 +305,26 @@ class Counting(torch.optim.SGD):
             for p in group["params"]:
                 if p.grad is not None:
                     p.data.sub_(p.grad / group["count"])
+
+
+class Choosing(torch.optim.SGD):
+    """Branches on values of a gradient."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.isfinite().all():
+                    p.data.sub_(p.grad)
+
+
+def test_optimizers_that_choose_by_values_are_refused() -> None:
+    model = Tied()
+    with pytest.raises(
+        lowtide.LowtideError, match=r"Choosing branches on values .*leave step_in_backward out"
+    ):
+        lowtide.profile(
+            model, torch.randn(ROWS, WIDTH), optimizer=Choosing(model.parameters()), step_in_backward=True
+        )
 
 
 def test_optimizers_whose_parameters_depend_on_each_other_are_refused() -> None:

@@ -14,9 +14,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import CaptureError
+from lowtide.ops.device_memory import CPU, block_bytes
 from lowtide.ops.schema import READS_VALUES
 from lowtide.optim.joined_optimizers import inner_optimizers
 from lowtide.optim.shadow_optimizer import (
+    FakeFactories,
     OptimizerEstimate,
     ShadowOptimizer,
     estimate,
@@ -83,11 +85,13 @@ class OptimizerTrace:
 
 
 class _Recorder(TorchDispatchMode):
-    """Record every op on fake tensors; ops on real ones, which are step counters, just run."""
+    """Record every op that reads or makes fake tensors, or tensors of an accelerator, the step's `device`;
+    ops on real tensors of the CPU, which are step counters, just run."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
+        self.device = device
         self.ops: list[OptimizerOp] = []
         self.sizes: dict[int, int] = {}
         self._live: dict[int, tuple[int, StorageWeakRef]] = {}
@@ -95,25 +99,31 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = _fakes((args, kwargs))
-        if not inputs or func.namespace == "prim" or func in READS_VALUES:
+        inputs = self._counted((args, kwargs))
+        if func.namespace == "prim" or func in READS_VALUES:
             return func(*args, **kwargs)
         self.collect()
         read = {storage_key(tensor) for tensor in inputs}
         reads = tuple(dict.fromkeys(self._name(storage_key(tensor)) for tensor in inputs))
         result = func(*args, **kwargs)
+        if not inputs and not self._counted(result):
+            return result
         makes = []
-        for tensor in _fakes(result):
+        for tensor in self._counted(result):
             key = storage_key(tensor)
             if key not in read and key not in self._live:
                 # torch reuses addresses of freed storages, so each temporary gets a number
                 name = -1 - len(self.sizes)
                 self._live[key] = (name, StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
-                self.sizes[name] = tensor.untyped_storage().nbytes()
+                self.sizes[name] = block_bytes(self.device, tensor)
                 makes.append(name)
         args, kwargs = self._layouts((args, kwargs))
         self.ops.append(OptimizerOp(func, args, kwargs, reads, tuple(makes)))
         return result
+
+    def _counted(self, tree: Any) -> list[torch.Tensor]:
+        leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in leaves if isinstance(leaf, FakeTensor) or leaf.device != CPU]
 
     def _layouts(self, tree: Any) -> Any:
         """Arguments with other tensors of the same layouts, so that recording keeps no temporary live."""
@@ -140,7 +150,7 @@ class _Recorder(TorchDispatchMode):
             self.ops[-1].frees = (*self.ops[-1].frees, *names)
 
 
-class _Answers(TorchDispatchMode):
+class ValueAnswers(TorchDispatchMode):
     """Answer code that reads a value of a fake tensor: a number is 1, a condition is `condition`."""
 
     def __init__(self, *, condition: bool) -> None:
@@ -242,7 +252,8 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
         return torch.ones(())
 
     take_step = partial(shadow.optimizer.step, evaluate) if closure else shadow.optimizer.step
-    with warnings.catch_warnings(), torch.no_grad(), _Answers(condition=condition) as answers:
+    answers = ValueAnswers(condition=condition)
+    with warnings.catch_warnings(), torch.no_grad(), answers, FakeFactories(shadow.mode):
         warnings.simplefilter("ignore")
         _give_gradients(fakes, gradients)
         take_step()
@@ -252,7 +263,7 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
         states = {id(tensor) for tensor in state_tensors(shadow.optimizer)}
         # a tensor without dimensions outside of the state, such as a learning rate, is the user's own
         kept = [t for t in tensors_of(shadow.optimizer) if id(t) not in own and (t.dim() or id(t) in states)]
-        recorder = _Recorder(shadow.mode)
+        recorder = _Recorder(shadow.mode, shadow.device)
         with recorder:
             take_step()
             recorder.collect()
@@ -260,7 +271,7 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
         raise CaptureError("it does nothing with the parameters that it is given")
     sizes = dict(recorder.sizes)
     for tensor in kept:
-        sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        sizes[storage_key(tensor)] = block_bytes(shadow.device, tensor)
     trace = OptimizerTrace(
         ops=recorder.ops,
         sizes=sizes,
@@ -278,10 +289,10 @@ def _attempt(optimizer: Optimizer, gradients: Container[int], *, condition: bool
     )
 
 
-def recorded_bytes(step: Callable[[], None], mode: FakeTensorMode) -> int:
+def recorded_bytes(step: Callable[[], None], shadow: ShadowOptimizer) -> int:
     """The most bytes that a step over fake tensors makes and has live at once."""
-    recorder = _Recorder(mode)
-    with recorder:
+    recorder = _Recorder(shadow.mode, shadow.device)
+    with FakeFactories(shadow.mode), recorder:
         step()
         recorder.collect()
     return peak_bytes(recorder.ops, recorder.sizes)

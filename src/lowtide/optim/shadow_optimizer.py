@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.torch_compat.dispatch import FakeTensor, FakeTensorMode, LiveBytes
+from lowtide.ops.device_memory import common_device
+from lowtide.torch_compat.dispatch import (
+    FakeTensor,
+    FakeTensorMode,
+    LiveBytes,
+    TorchDispatchMode,
+    iter_tensors,
+)
 from lowtide.torch_compat.fsdp2 import local
 from lowtide.torch_compat.modules import forget_step_hooks
 
@@ -37,6 +44,10 @@ class ShadowOptimizer(NamedTuple):
     optimizer: Optimizer
     fakes: dict[int, torch.Tensor]
     mode: FakeTensorMode
+
+    @property
+    def device(self) -> torch.device:
+        return common_device(self.fakes.values())
 
 
 def shadow_of(optimizer: Optimizer, fakes: Mapping[int, torch.Tensor], mode: FakeTensorMode) -> Optimizer:
@@ -61,6 +72,24 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return fake.requires_grad_(requires_grad)
+
+
+class FakeFactories(TorchDispatchMode):
+    """Let code over fake tensors make only fake ones, by `torch.zeros(shape)` too. A single number, such as a
+    step counter, is real."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if next(iter_tensors((args, kwargs)), None) is None:
+            with self.mode:
+                made = func(*args, **kwargs)
+            if isinstance(made, torch.Tensor) and made.numel() > 1:
+                return made
+        return func(*args, **kwargs)
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -14,8 +14,9 @@ import torch
 
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.optim.joined_optimizers import inner_optimizers
-from lowtide.optim.optimizer_trace import OptimizerTrace, peak_bytes, recorded_bytes
+from lowtide.optim.optimizer_trace import OptimizerTrace, ValueAnswers, peak_bytes, recorded_bytes
 from lowtide.optim.shadow_optimizer import (
+    FakeFactories,
     ShadowOptimizer,
     random_gradients,
     real_device,
@@ -78,15 +79,24 @@ def update_bytes(optimizer: Optimizer | None) -> dict[int, int]:
 
 
 def update_bytes_of(optimizers: Iterable[Optimizer], *, within_parameters: bool) -> dict[int, int]:
-    """`update_bytes` of optimizers that are known to allow it."""
+    """`update_bytes` of optimizers that are known to allow it.
+
+    Numbers that the optimizer's code reads change no bytes; a branch on values may.
+    """
     found: dict[int, int] = {}
     for optimizer in optimizers:
-        shadow = _shadow_with_state(optimizer)
-        measure = _chunk_measure(shadow)
-        with _fake_gradients(shadow.fakes.values()):
-            for key, fake in shadow.fakes.items():
-                chunks = chunks_of([fake], within_parameters=within_parameters, chunk_bytes=CHUNK_BYTES)
-                found[key] = max(map(measure, chunks))
+        with ValueAnswers(condition=False) as answers:
+            shadow = _shadow_with_state(optimizer)
+            measure = _chunk_measure(shadow)
+            with _fake_gradients(shadow.fakes.values()):
+                for key, fake in shadow.fakes.items():
+                    chunks = chunks_of([fake], within_parameters=within_parameters, chunk_bytes=CHUNK_BYTES)
+                    found[key] = max(map(measure, chunks))
+        if answers.conditions:
+            raise Unsupported(
+                f"{type(optimizer).__name__} branches on values in its step, so that the bytes of an update "
+                "are unknown: leave step_in_backward out"
+            )
     return found
 
 
@@ -229,7 +239,7 @@ def _chunk_measure(
                 step = partial(step_in_rows, shadow.optimizer, chunk.parameters[0], chunk.rows, most_chunks=2)
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
-                known[kind] = recorded_bytes(step, shadow.mode)
+                known[kind] = recorded_bytes(step, shadow)
         return known[kind]
 
     return measure
@@ -258,7 +268,7 @@ def _shadow_with_state(optimizer: Optimizer) -> ShadowOptimizer:
     """A shadow after its first step."""
     shadow = shadow_optimizer(optimizer)
     every = list(shadow.fakes.values())
-    with warnings.catch_warnings(), torch.no_grad(), _fake_gradients(every):
+    with warnings.catch_warnings(), torch.no_grad(), _fake_gradients(every), FakeFactories(shadow.mode):
         warnings.simplefilter("ignore")
         take_step(shadow.optimizer, every, within_parameters=False)
     return shadow

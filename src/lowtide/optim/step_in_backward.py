@@ -1,110 +1,61 @@
 """The optimizer's step for one parameter at a time, inside of the backward pass.
 
 The user's loop does not change: its `optimizer.step()` finds nothing to do. Code that reads gradients after
-the backward pass gets an error, since they are freed by then.
+the backward pass, or parameters before `optimizer.step()`, gets an error (see `updated_parameter`).
+
+A pass that adds to no parameter's `.grad` (`torch.autograd.grad`, `backward(inputs=...)`) and a pass in eval
+mode update nothing: gradients leave the graph as in eager. A pass that would not give eager's parameters is
+refused before it begins.
+
+Where all gradients fit into the budget, the first step is a trial: parameters change only in
+`optimizer.step()`, so that a loop which does something else before is refused before anything has changed.
+Shortcoming: elsewhere the parameters have changed when such a loop is refused.
 """
 
 import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.errors import Unsupported
+from lowtide.optim.awaited_step import AwaitedSteps, settings_of
 from lowtide.optim.joined_optimizers import Arguments, has_arguments, run_closure
-from lowtide.optim.split_check import same
 from lowtide.optim.split_step import take_step
-from lowtide.torch_compat.autograd_engine import ProcessPatch, gradient_hooks, graph_is_kept
-from lowtide.torch_compat.dispatch import tensor_without_memory, torch_function_off
+from lowtide.optim.updated_parameter import LEAVE_OUT, UsedGradient, is_zero
+from lowtide.torch_compat.autograd_engine import (
+    BackwardCall,
+    GradientUse,
+    ProcessPatch,
+    around_engine,
+    gradient_hooks,
+    graph_is_kept,
+    is_compiled_graph,
+    is_leaf_node,
+    nodes_after_this,
+    nodes_before_leaves,
+    use_of_gradient,
+)
+from lowtide.torch_compat.modules import hooks_before_step
 
 logger = logging.getLogger("lowtide")
 
 Optimizer = torch.optim.Optimizer
 
-LEAVE_OUT = "leave step_in_backward out"
-
 _NUMBERS = itertools.count(1)
 _OPEN: "weakref.WeakValueDictionary[int, StepInBackward]" = weakref.WeakValueDictionary()
-
-
-class UsedGradient(Tensor):
-    """Replaces a gradient that the step in backward has used; has no memory and cannot be read.
-
-    Like a gradient, it stays after `optimizer.step()` until `zero_grad` removes it or makes it zero.
-    """
-
-    is_zero = False
-
-    @staticmethod
-    def of(parameter: Tensor, like: Tensor | None = None) -> "UsedGradient":
-        """A used gradient of `parameter`, of the dtype and on the device of `like` where given."""
-        like = parameter if like is None else like
-        made: UsedGradient = tensor_without_memory(
-            UsedGradient,
-            parameter.shape,
-            strides=parameter.stride(),
-            dtype=like.dtype,
-            device=like.device,
-        )
-        return made
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"UsedGradient({tuple(self.shape)})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name in HARMLESS:
-            with torch_function_off():
-                return func(*args, **(kwargs or {}))
-        if name in ZEROING:
-            for gradient in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
-                if isinstance(gradient, UsedGradient) and "zero" in name:
-                    gradient.is_zero = True
-            return args[0]
-        if name == "_has_compatible_shallow_copy_type":
-            return False  # else `module.to(...)` would assign data to this gradient
-        if name in MOVING:
-            own = args[0]
-            like = func(torch.empty(0, dtype=own.dtype, device=own.device), *args[1:], **(kwargs or {}))
-            moved = UsedGradient.of(own, like)
-            moved.is_zero = own.is_zero
-            return moved
-        raise Unsupported(
-            f"{name}() reads a gradient that the step in backward has used already: for clipping by norm, "
-            f"GradScaler, accumulation, or to look at gradients, {LEAVE_OUT}"
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise Unsupported(f"{func} reads a gradient that the step in backward has used: {LEAVE_OUT}")
-
-
-HARMLESS = {"__get__", "__set__", "size", "dim", "stride", "numel", "is_complex", "is_floating_point"}
-"""Functions that read no values."""
-MOVING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
-"""Functions behind `model.cpu()` and the like, which trainers call at the end."""
-ZEROING = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
-"""Functions that `zero_grad` calls."""
-
-
-def gradient_bytes(parameter: Tensor) -> int:
-    """Bytes of a parameter's gradient; 0 without a gradient, and for a used one."""
-    gradient = parameter.grad
-    return 0 if gradient is None or isinstance(gradient, UsedGradient) else gradient.nbytes
 
 
 class StepInBackward:
     """Takes the optimizers' steps for one model's parameters in the backward pass, from `open` to `close`.
 
-    Graphs name it by its `number`, and a parameter by its index in `parameters`.
+    Graphs name it by its `number`, and a parameter by its index in `parameters`. `spare_bytes`: the free
+    bytes of the budget. `gradients_stay` is told the bytes of gradients that a pass in eval mode leaves.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], model: nn.Module, *, within_parameters: bool) -> None:
@@ -121,67 +72,177 @@ class StepInBackward:
         self.parameters = [parameter for _, parameter in named]
         self.place = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.number = next(_NUMBERS)
+        self.spare_bytes = 0
+        self.gradients_stay: Callable[[int], None] = lambda nbytes: None
+        self.is_tried = False
+        """a first step has shown that the loop takes its steps right after its backward passes"""
+        self._model = weakref.ref(model)
+        self._uses: dict[int, GradientUse] = {}
+        """what the running pass does with the gradients of its graph's parameters"""
         self._settings: dict[int, list[dict[str, Any]]] = {}
-        """the settings that the backward pass used, by optimizer whose `step()` has not run yet"""
+        """the settings that the running pass uses, by optimizer; empty where it updates nothing"""
+        self._updated: list[int] = []
+        """the parameters that the running pass has updated"""
+        self._is_trial = False
+        self._kept: dict[int, Tensor] = {}
+        """in a trial, the gradients of the running pass, by parameter"""
+        self.awaited = AwaitedSteps()
         self._used: dict[int, list[tuple[Tensor, UsedGradient]]] = {}
         self._hooks: list[Any] = []
-        self._release_scalers: Callable[[], object] = lambda: None
+        self._first_hooks: dict[int, Any] = {}
+        self._in_step = False
+        self._release = ExitStack()
 
     def open(self) -> None:
         """Let `optimizer.step()` of the user's loop find nothing to do."""
-        self._refuse_hooks()
+        self._refuse_hooks(self.place.values())
         _OPEN[self.number] = self
         for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._first_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        self._release_scalers()
-        self._release_scalers = _REFUSED_SCALERS.hold(self)
+            self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_saving))
+        self._release.close()
+        for patch in (_REFUSED_SCALERS, _WATCHED_ENGINE):
+            self._release.callback(patch.hold(self))
 
     def close(self) -> None:
         _OPEN.pop(self.number, None)
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._first_hooks.values()):
             hook.remove()
-        self._hooks = []
+        self._hooks, self._first_hooks = [], {}
         self._clear()
-        self._release_scalers()
+        self._release.close()
+
+    # before a backward pass
+
+    def check(self, call: BackwardCall, edges: Mapping[int, Sequence[Any]]) -> None:
+        """Refuse a backward pass that would not give eager's parameters, before it begins. `edges`: the nodes
+        of autograd with an edge to each parameter, by identity."""
+        own = {place: edges[key] for key, place in self.place.items() if key in edges}
+        own = {place: nodes for place, nodes in own.items() if any(map(is_compiled_graph, nodes))}
+        if not own:
+            return
+        self._refuse_second()
+        only = call.leaves
+        added = [place for place in own if not only or id(self.parameters[place]) in only]
+        if not call.adds or not added or not self._is_training:
+            return
+        self._refuse(added, keeps_graph=call.keeps_graph)
+        for place in added:
+            others = [node.name() for node in own[place] if not is_compiled_graph(node)]
+            if others:
+                raise Unsupported(
+                    f"the loss uses '{self.names[place]}' outside of the model too ({others[0]}), so that "
+                    f"its gradient is not final where the step in backward would use it: {LEAVE_OUT}"
+                )
+            if len(own[place]) > 1:
+                raise Unsupported(
+                    f"one backward() for {len(own[place])} calls of the model, whose gradients must be "
+                    "summed before the parameters change: call backward() and optimizer.step() after each "
+                    f"call, or {LEAVE_OUT}"
+                )
 
     def begin(self) -> None:
-        """Refuse a backward pass that would not give eager's parameters."""
-        if graph_is_kept():
+        """A graph's backward pass begins: decide which parameters it updates."""
+        nodes = [node for node in nodes_after_this() if node is not None and is_leaf_node(node)]
+        own = {self.place[id(n.variable)]: n for n in nodes if id(n.variable) in self.place}
+        self._uses = {place: use_of_gradient(node) for place, node in own.items()}
+        self._settings, self._updated = {}, []
+        added = [place for place, use in self._uses.items() if use is GradientUse.ADDED]
+        if not self._is_training:
+            self.gradients_stay(sum(self.parameters[place].nbytes for place in added))
+            return
+        if added:
+            self._refuse_second()
+            self._refuse(added, keeps_graph=graph_is_kept())
+            self._clear()
+            nbytes = sum(self.parameters[place].nbytes for place in added)
+            self._is_trial = not self.is_tried and nbytes <= self.spare_bytes
+            self._settings = {id(optimizer): settings_of(optimizer) for optimizer in self.optimizers}
+
+    @property
+    def _is_training(self) -> bool:
+        model = self._model()
+        return model is not None and model.training
+
+    def _refuse(self, places: Sequence[int], *, keeps_graph: bool) -> None:
+        if keeps_graph:
             raise Unsupported(
                 f"backward(retain_graph=True) would run again with parameters that change now: {LEAVE_OUT}"
             )
-        if self._settings:
-            raise Unsupported(
-                "a second backward pass before optimizer.step(), as in gradient accumulation: its gradients "
-                "must be summed before the parameters change. Call optimizer.step() after each, or "
-                + LEAVE_OUT
-            )
-        present = [n for n, p in zip(self.names, self.parameters, strict=True) if not _is_zero(p.grad)]
+        present = [self.names[place] for place in places if not is_zero(self.parameters[place].grad)]
         if present:
             raise Unsupported(
                 f"'{present[0]}' has a gradient before the backward pass, to which this one would be added: "
                 f"call zero_grad() first, or {LEAVE_OUT}"
             )
-        self._refuse_hooks()
-        self._clear()
-        self._settings = {id(optimizer): _settings_of(optimizer) for optimizer in self.optimizers}
+        self._refuse_hooks(places)
 
-    def update(self, index: int, gradient: Tensor) -> None:
-        """Take the step of one parameter and mark its gradient as used."""
+    def _refuse_second(self) -> None:
+        if self.awaited:
+            raise self.awaited.refusal(
+                "a second backward pass before optimizer.step(), as in gradient accumulation: its gradients "
+                "must be summed before the parameters change. Call optimizer.step() after each"
+            )
+
+    def _refuse_hooks(self, places: Iterable[int]) -> None:
+        for place in places:
+            if _has_hooks(self.parameters[place]):
+                raise Unsupported(
+                    f"'{self.names[place]}' has a hook that waits for its gradient, which the step in "
+                    f"backward uses up: remove the hook, or {LEAVE_OUT}"
+                )
+
+    # in a backward pass
+
+    def update(self, index: int, gradient: Tensor) -> Tensor | None:
+        """Take the step of one parameter and mark its gradient as used. Where this pass updates nothing, the
+        gradient that it returns or adds."""
+        if not self._settings:
+            return None if self._uses.get(index) is GradientUse.NONE else gradient
+        if self._uses.get(index) is not GradientUse.ADDED:
+            return None
         parameter = self.parameters[index]
         if gradient.stride() != parameter.stride():
             # autograd's strides for `.grad`
             gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+        self._updated.append(index)
+        if self._is_trial:
+            self._kept[index] = gradient
+            parameter.grad = UsedGradient.of(parameter)
+        else:
+            self._take_step(parameter, gradient)
+        return None
+
+    def _take_step(self, parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient
         try:
             take_step(self.owner[id(parameter)], [parameter], within_parameters=self.within_parameters)
         finally:
             parameter.grad = UsedGradient.of(parameter)
 
+    def end(self) -> None:
+        """The graph's backward pass has ended: `optimizer.step()` must come next."""
+        for place in self._updated:
+            parameter = self.parameters[place]
+            owner = self.owner[id(parameter)]
+            settings, gradient = self._settings[id(owner)], self._kept.get(place)
+            self.awaited.add(owner, settings, parameter, self.names[place], gradient)
+        if not self._in_step:
+            for optimizer in self.optimizers:
+                self._come_last(optimizer)
+        self._settings, self._updated, self._kept = {}, [], {}
+
+    def _come_last(self, optimizer: Optimizer) -> None:
+        """Let other hooks before `optimizer.step()` run while parameters cannot be read."""
+        if hooks_before_step(optimizer)[-1] != self._before_step:
+            self._first_hooks[id(optimizer)].remove()
+            self._first_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
+
     def abort(self) -> None:
         """Clean up after a backward pass that failed or was interrupted; its updates stay."""
-        taken = sum(isinstance(parameter.grad, UsedGradient) for parameter in self.parameters)
+        used = sum(isinstance(parameter.grad, UsedGradient) for parameter in self.parameters)
+        taken = 0 if self._is_trial else used
         self._clear()
         if taken:
             logger.warning(
@@ -191,29 +252,57 @@ class StepInBackward:
                 len(self.parameters),
             )
 
+    # between two backward passes
+
+    @contextmanager
+    def calling_model(self) -> Iterator[None]:
+        """The context of a call of the model: refuse it between `backward()` and `optimizer.step()`; hide
+        used gradients, which torch's tracer would read."""
+        if self.awaited:
+            raise self.awaited.refusal(
+                "the model is called between backward() and optimizer.step(), but the step in backward comes "
+                "before: call optimizer.step() right after each backward(), without exception"
+            )
+        used = [(p, p.grad) for p in self.parameters if isinstance(p.grad, UsedGradient)]
+        for parameter, _ in used:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in used:
+                parameter.grad = gradient
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         """Run a closure, which calls backward; refuse a step that differs from the steps taken in backward;
         hide used gradients."""
-        arguments = run_closure(args, kwargs) if has_arguments(args, kwargs) else (args, kwargs)
+        if has_arguments(args, kwargs) and hooks_before_step(optimizer)[-1] != self._before_step:
+            raise Unsupported(
+                "a hook before optimizer.step(closure) was registered after the plan was applied, and would "
+                "run after the closure, whose backward() takes the step: register the hook before, or "
+                + LEAVE_OUT
+            )
+        self._in_step = True
+        try:
+            arguments = run_closure(args, kwargs) if has_arguments(args, kwargs) else (args, kwargs)
+        finally:
+            self._in_step = False
         if arguments is None:
             raise Unsupported(
                 "optimizer.step(closure) runs a backward pass inside of a step that is not torch's own: call "
                 f"it without a closure, or {LEAVE_OUT}"
             )
         own = [p for group in optimizer.param_groups for p in group["params"]]
+        is_awaited = self.awaited.has(optimizer)
         used = [(p, p.grad) for p in own if isinstance(p.grad, UsedGradient)]
-        found = self._settings.pop(id(optimizer), None)
-        if found is None and any(not gradient.is_zero for _, gradient in used):
+        if not is_awaited and any(not gradient.is_zero for _, gradient in used):
             raise Unsupported(
                 "optimizer.step() a second time with the gradients of one backward pass, which has used "
                 f"them: call zero_grad() between two steps, or {LEAVE_OUT}"
             )
-        changed = [] if found is None else _changed(found, _settings_of(optimizer))
-        if changed:
-            raise Unsupported(
-                f"'{changed[0]}' of the optimizer changed between backward() and optimizer.step(), and the "
-                f"backward pass has used the old one: change it before backward(), or {LEAVE_OUT}"
-            )
+        if is_awaited:
+            self.awaited.confirm(optimizer, self._take_step)
+            self.is_tried = True
+        used = [(p, p.grad) for p in own if isinstance(p.grad, UsedGradient)]
         self._used[id(optimizer)] = used
         for parameter, _ in used:
             parameter.grad = None
@@ -223,38 +312,19 @@ class StepInBackward:
         for parameter, gradient in self._used.pop(id(optimizer), ()):
             parameter.grad = gradient
 
+    def _before_saving(self, optimizer: Optimizer) -> None:
+        if self.awaited.has(optimizer):
+            raise self.awaited.refusal(
+                "optimizer.state_dict() is called between backward() and optimizer.step(), but the step in "
+                "backward comes before: save it after optimizer.step()"
+            )
+
     def _clear(self) -> None:
-        self._settings = {}
+        self._settings, self._updated, self._kept = {}, [], {}
+        self.awaited.clear()
         for parameter in self.parameters:
             if isinstance(parameter.grad, UsedGradient):
                 parameter.grad = None
-
-    def _refuse_hooks(self) -> None:
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if _has_hooks(parameter):
-                raise Unsupported(
-                    f"'{name}' has a hook that waits for its gradient, which the step in backward uses up: "
-                    f"remove the hook, or {LEAVE_OUT}"
-                )
-
-
-def _is_zero(gradient: Tensor | None) -> bool:
-    """Whether a sum with this gradient is the other summand."""
-    return gradient is None or (isinstance(gradient, UsedGradient) and gradient.is_zero)
-
-
-def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The present learning rate and other settings of every group."""
-    return [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """The names of the settings that differ."""
-    pairs = zip(before, now, strict=False)
-    return [name for old, new in pairs for name in new if name in old and not same(old[name], new[name])]
 
 
 def _has_hooks(parameter: Tensor) -> bool:
@@ -273,11 +343,32 @@ def taking_updates(number: int) -> Iterator[None]:
     except BaseException:
         updates.abort()
         raise
+    updates.end()
 
 
-def update_parameter(number: int, index: int, gradient: Tensor) -> None:
-    """An op of backward graphs: take the step of one parameter."""
-    _OPEN[number].update(index, gradient)
+def update_parameter(number: int, index: int, gradient: Tensor) -> Tensor | None:
+    """An op of backward graphs: take the step of one parameter, or return its gradient."""
+    return _OPEN[number].update(index, gradient)
+
+
+@contextmanager
+def _watched(call: BackwardCall) -> Iterator[None]:
+    """The context of any backward pass of this process."""
+    every = list(_OPEN.values())
+    edges = nodes_before_leaves(call.roots) if every else {}
+    for updates in every:
+        updates.check(call, edges)
+    before = {updates.number for updates in every if updates.awaited}
+    try:
+        yield
+    except BaseException:
+        for updates in every:
+            if updates.awaited and updates.number not in before:
+                updates.abort()
+        raise
+
+
+_WATCHED_ENGINE = around_engine(_watched)
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -302,13 +393,5 @@ def _reaches(outputs: Any) -> bool:
     """Whether a backward pass from `outputs` reaches a parameter that is updated in backward."""
     own = {id(parameter) for updates in _OPEN.values() for parameter in updates.parameters}
     leaves = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if id(getattr(node, "variable", None)) in own:
-            return True
-        following = [n for n, _ in node.next_functions if n is not None and n not in seen]
-        seen.update(following)
-        stack += following
-    return False
+    nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    return not own.isdisjoint(nodes_before_leaves(nodes))
