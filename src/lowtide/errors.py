@@ -86,10 +86,20 @@ class UnsupportedTorch(LowtideError, ImportError):
 
 
 class BudgetTooSmall(LowtideError):
-    """No plan fits into the budget. `floor_bytes` is the lowest reachable peak, set at `node`."""
+    """No plan fits into the budget. `floor_bytes` is the lowest reachable peak, set at `node`; for a budget
+    `of` reserved bytes, the least that any plan was found to reserve."""
 
-    def __init__(self, *, budget_bytes: int, floor_bytes: int, node: str, hint: str = "") -> None:
-        self.budget_bytes, self.floor_bytes, self.node = budget_bytes, floor_bytes, node
+    def __init__(
+        self, *, budget_bytes: int, floor_bytes: int, node: str, hint: str = "", of: str = ""
+    ) -> None:
+        self.budget_bytes, self.floor_bytes, self.node, self.of = budget_bytes, floor_bytes, node, of
+        if of:
+            super().__init__(
+                f"cannot fit in {size_and_bytes(budget_bytes)} {of}: the least that a plan was found to "
+                f"reserve is {size_and_bytes(floor_bytes)}. Try that budget, a smaller batch, or "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment."
+            )
+            return
         super().__init__(
             f"cannot fit in {size_and_bytes(budget_bytes)}: the lowest reachable peak is "
             f"{size_and_bytes(floor_bytes)}, at '{node}'. {hint or 'Try that budget, or a smaller batch.'}"

@@ -46,11 +46,18 @@ class Plan:
         recomputed = sum(decision.action is Action.RECOMPUTE for decision in self.decisions)
         offloaded = sum(decision.action is Action.OFFLOAD for decision in self.decisions)
         return (
-            f"Plan(budget={format_size(self.budget_bytes)}, peak={format_size(self.peak_bytes)}, "
+            f"Plan(budget={self._budget}, peak={format_size(self.peak_bytes)}, "
             f"overhead={self.overhead:.1%}, planner={self.planner}, {self._estimated_for}"
             f"{recomputed} of {len(self.decisions)} activations recomputed"
             f"{f', {offloaded} offloaded' if offloaded else ''})"
         )
+
+    @property
+    def _budget(self) -> str:
+        if self.reserved_budget_bytes is None:
+            return format_size(self.budget_bytes)
+        reserved = f"{format_size(self.reserved_budget_bytes)} reserved"
+        return f"{reserved}, reserved={format_size(self.reserved_bytes or 0)}"
 
     @property
     def _estimated_for(self) -> str:
@@ -68,6 +75,16 @@ class Plan:
     def peak_bytes(self) -> int:
         """The planned step's predicted peak."""
         return self.solution.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that the device's allocator is predicted to reserve; None on a CPU."""
+        return None if self.solution.reserved is None else self.solution.reserved.most_bytes
+
+    @property
+    def reserved_budget_bytes(self) -> int | None:
+        """The budget of reserved bytes; None where the budget is of live bytes."""
+        return None if self.solution.reserved is None else self.solution.reserved.budget_bytes
 
     @property
     def baseline_peak_bytes(self) -> int:

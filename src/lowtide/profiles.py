@@ -1,5 +1,6 @@
 """A profiled training step, its plans and its reports."""
 
+import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,13 @@ from lowtide.facts import UPDATE, Activation, Node, Solution, Step
 from lowtide.facts.files import write_atomic
 from lowtide.facts.gpus import ESTIMATED, gpu_behind
 from lowtide.facts.serial import load_step, save_step
-from lowtide.facts.sizes import parse_budget
+from lowtide.facts.sizes import parse_budget, split_reserved
 from lowtide.planning.activations import activations
-from lowtide.planning.allocator import reserved_for
+from lowtide.planning.allocator import caches_blocks, reserved_for
 from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planner import Planner
 from lowtide.planning.repeated_graphs import planner_for
+from lowtide.planning.reserved_budget import baseline_reserved, check_reserves, solve_on_device
 from lowtide.planning.schedules import as_eager, eager_timeline
 from lowtide.planning.simulate import Timeline, simulate
 from lowtide.plans import Plan
@@ -88,24 +90,55 @@ class Profile:
     def plan(self, budget: str | int, planner: str = "auto", *, executor: str = "eager") -> Plan:
         """What to recompute so that the step's peak is at most `budget`.
 
-        `budget`: bytes, a size (`"8GiB"`) or a share of the baseline's peak (`"60%"`). `executor`: what runs
+        `budget`: bytes, a size (`"8GiB"`) or a share of the baseline's peak (`"60%"`). For an accelerator,
+        `"20GiB reserved"` bounds the bytes that the device's allocator reserves, which run out first; a share
+        is then one of what the baseline reserves. `executor`: what runs
         the graphs; with `"inductor"` they are compiled here, and the peak is that of the compiled code.
         """
-        budget_bytes = parse_budget(budget, whole=self.peak_bytes)
+        if split_reserved(budget)[1]:
+            check_reserves(self.step.device, budget)
         if executor != "eager":
-            return self._compiled_plan(budget_bytes, planner, executor)
-        solution = self._planner.solve(
-            budget_bytes=budget_bytes, planner=planner, may_be_eager=bool(self.step.graphs)
-        )
+            return self._compiled_plan(self._budget_bytes(budget, executor), planner, executor)
+        solution = self._solved(budget, planner)
         notes = self.step.notes
         if gpu_behind(self.step.device) is not None:
             notes = (*notes, self._allocator_note(solution))
         return self._as_plan(replace(solution, notes=notes))
 
+    def _budget_bytes(self, budget: str | int, executor: str = "eager") -> int:
+        """Bytes of a budget; a share is one of the baseline's peak, or of what the baseline reserves."""
+        text, is_reserved = split_reserved(budget)
+        if is_reserved and executor != "eager":
+            raise LowtideError(
+                f"reserved bytes are predicted for executor 'eager' alone: leave executor={executor!r} or "
+                "'reserved' out"
+            )
+        whole = baseline_reserved(self.step, os.environ).reserved_bytes if is_reserved else self.peak_bytes
+        return parse_budget(text, whole=whole)
+
+    def _solved(self, budget: str | int, planner: str) -> Solution:
+        budget_bytes = self._budget_bytes(budget)
+
+        def solve(nbytes: int) -> Solution:
+            return self._planner.solve(
+                budget_bytes=nbytes, planner=planner, may_be_eager=bool(self.step.graphs)
+            )
+
+        if not caches_blocks(self.step.device):
+            return solve(budget_bytes)
+        reserved_budget_bytes = budget_bytes if split_reserved(budget)[1] else None
+        return solve_on_device(
+            self.step,
+            solve,
+            budget_bytes=budget_bytes,
+            reserved_budget_bytes=reserved_budget_bytes,
+            environment=os.environ,
+        )
+
     def _allocator_note(self, solution: Solution) -> str:
         step = as_eager(self.step) if solution.eager else self.step
         timeline = self.timeline if solution.eager else simulate(step, solution.schedule.runs)
-        allocated, reserved = reserved_for(step, timeline)
+        allocated, _, reserved = reserved_for(step, timeline)
         return (
             f"the GPU's allocator should reserve {format_size(allocated)} to {format_size(reserved)} for "
             f"this plan ({ESTIMATED}): the upper end counts the gaps between blocks"

@@ -90,6 +90,9 @@ def test_a_fast_link_takes_what_recomputing_would_cost():
     assert solution.offload.stall_seconds < solution.offload.transfer_seconds / 10
     offloaded = [d for d in solution.decisions if d.action is Action.OFFLOAD]
     assert solution.offload.store_bytes == sum(d.nbytes for d in offloaded)
+    on_host = replace(step, transfer_speed=replace(step.transfer_speed, store="host"))
+    pinned = planner_for(on_host).solve(budget_bytes=solution.budget_bytes).offload
+    assert pinned.store_bytes == sum(1 << (d.nbytes - 1).bit_length() for d in offloaded)
     by_name = {node.name: node.rank for node in step.nodes}
     for decision in offloaded:
         assert by_name[decision.released_after] >= decision.last_forward_use

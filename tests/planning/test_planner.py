@@ -14,6 +14,7 @@ from synthetic import chain, resnet, transformer, unet
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Action, Kind, Region
 from lowtide.planning import variants
+from lowtide.planning.auto import Auto
 from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planner import Planner
 from lowtide.planning.registry import BUILT_IN
@@ -52,6 +53,22 @@ def check(step, solution):
     assert sum(d.seconds for d in solution.decisions) == pytest.approx(solution.recompute_seconds)
     assert all(d.reason for d in solution.decisions)
     assert all((d.times > 0) == bool(d.method) for d in solution.decisions)
+
+
+@pytest.mark.parametrize("wrong_bytes", (8, 1 << 20))
+def test_the_lowest_peak_is_one_that_the_simulator_confirms(monkeypatch, wrong_bytes):
+    """A search that counts too few bytes is corrected, entry by entry, down to the floor."""
+    simulated = Auto.timeline
+
+    def corrected(self, entry):
+        timeline = simulated(self, entry)
+        return dataclasses.replace(timeline, peak_bytes=timeline.peak_bytes + wrong_bytes)
+
+    monkeypatch.setattr(Auto, "timeline", corrected)
+    search = Planner(chain(length=12)).problem.once(Auto)
+    found = search.best_timeline(search.floor_bytes)
+    assert found is not None
+    assert found.peak_bytes == search.floor_bytes
 
 
 @pytest.mark.parametrize("share", (0.6, 0.8))

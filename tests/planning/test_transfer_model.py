@@ -56,6 +56,7 @@ def test_transfers_hide_behind_compute_one_at_a_time():
     assert traffic.run_seconds == (0, 0, 2, 3, 11, 11, 11, 11, 11, 14, 14, 17)
     assert (traffic.transfer_seconds, traffic.stall_seconds, traffic.hidden_seconds) == (13, 0, 13)
     assert traffic.store_bytes == 60
+    assert traffic.pinned_bytes == 64 + 32, "torch rounds blocks of pinned memory to powers of two"
 
 
 def test_what_does_not_hide_is_time_added():

@@ -6,10 +6,11 @@
 - `gpus`: published figures of GPUs
 - `sizes`: sizes and budgets as people write them
 - `serial`: steps and solutions as JSON and back
+- `host_memory`: memory of this machine that is free
 - `files`: files written whole or not at all, and where caches go
 """
 
-from lowtide.facts.plan import Decision, Offload, Reserve, Schedule, Solution
+from lowtide.facts.plan import Decision, Offload, Reserve, ReservedBytes, Schedule, Solution
 from lowtide.facts.step import (
     UPDATE,
     Action,
@@ -39,6 +40,7 @@ __all__ = [
     "Region",
     "Remat",
     "Reserve",
+    "ReservedBytes",
     "Run",
     "Schedule",
     "Solution",

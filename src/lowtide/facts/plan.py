@@ -129,6 +129,19 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedBytes:
+    """What a device's caching allocator is predicted to reserve for a process that trains by the plan: from
+    `least_bytes` to `most_bytes`, with or without `expandable_segments`; and at most `baseline_bytes` without
+    a plan. `budget_bytes`: the budget, where it is one of reserved bytes."""
+
+    least_bytes: int
+    most_bytes: int
+    baseline_bytes: int
+    budget_bytes: int | None = None
+    expandable_segments: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """A planner's answer for one step and one budget; all bytes are simulated.
 
@@ -140,7 +153,8 @@ class Solution:
     as soon as its gradient is final. `optimizer_chunk_bytes`: the optimizer's step takes so many bytes of
     parameters at a time, 0 for all. `executor` runs the graphs, one of `EXECUTORS`; `peak_bytes` is the
     peak of its code. `offload` is set where values may be offloaded; stalls are part of
-    `recompute_seconds`. `holds_outputs` and `gradient_strides` are those of the step.
+    `recompute_seconds`. `holds_outputs` and `gradient_strides` are those of the step. `reserved` is set for
+    an accelerator. Where it has a budget, `budget_bytes` are those that the search went down to.
     """
 
     planner: str
@@ -169,6 +183,7 @@ class Solution:
     floor_bound_bytes: int | None = None
     offload: Offload | None = None
     gradient_strides: tuple[tuple[str, str], ...] = ()
+    reserved: ReservedBytes | None = None
 
     @property
     def gap(self) -> float | None:

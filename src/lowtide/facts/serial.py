@@ -59,8 +59,9 @@ ALWAYS = {
 
 WHERE_SET = {
     Step: ("transfer_speed", "optimizer_chunks", "gradient_strides"),
-    Solution: ("offload",),
+    Solution: ("offload", "reserved"),
     Graph: ("releases",),
+    Storage: ("host_bytes",),
     Decision: ("released_after", "fetched_before"),
 }
 """Fields, besides flags, that are written only where some record has a value for them."""

@@ -4,7 +4,7 @@ import re
 
 from lowtide.errors import BadSize
 
-__all__ = ["BadSize", "parse_budget", "parse_size"]
+__all__ = ["BadSize", "check_budget", "parse_budget", "parse_size", "split_reserved"]
 
 _UNITS = {
     "": 1,
@@ -42,6 +42,21 @@ def parse_size(text: str | int) -> int:
     if nbytes <= 0:
         raise BadSize(text)
     return nbytes
+
+
+RESERVED = "reserved"
+
+
+def split_reserved(text: str | int) -> tuple[str | int, bool]:
+    """A budget without the word `reserved` at its end, and whether it has that word: `20GiB reserved`."""
+    if isinstance(text, str) and text.strip().lower().endswith(RESERVED):
+        return text.strip()[: -len(RESERVED)], True
+    return text, False
+
+
+def check_budget(text: str | int) -> None:
+    """BadSize for a budget that cannot be read, of live or of reserved bytes."""
+    parse_budget(split_reserved(text)[0], whole=1 << 60)
 
 
 def parse_budget(text: str | int, *, whole: int) -> int:

@@ -49,6 +49,7 @@ class Storage:
     Any other storage is freed after the last read of the last value that refers to it.
     `pinned_in_eager`: live to the end in eager PyTorch only (gradients that a step in backward uses at once).
     `extra_eager_bytes`: how much larger eager PyTorch's own version is (a dropout mask of floats).
+    `host_bytes`: in a step on an accelerator, the bytes of a storage of the host, whose `nbytes` are 0.
     """
 
     id: int
@@ -59,6 +60,7 @@ class Storage:
     pinned: bool = False
     extra_eager_bytes: int = 0
     pinned_in_eager: bool = False
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

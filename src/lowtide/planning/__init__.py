@@ -20,6 +20,7 @@ From a step to a solution:
 
 Beside them:
 
-- `allocator`: the bytes that a GPU's caching allocator reserves for a schedule
+- `allocator`: the bytes that an accelerator's caching allocator reserves for a schedule
+- `reserved_budget`: solutions within a budget of allocated or of reserved bytes on an accelerator
 - `abstract`: graphs of bytes and costs alone, for `lowtide solve`
 """

@@ -91,7 +91,8 @@ class Auto:
             self._walk_up(levels)
             self._refine([level for level in levels if not self._is_solved(level)])
             self._keep_the_best_of(levels)
-        self._checked(self.archive, self.archive.entries[0].peak_bytes)
+        while self._checked(self.archive, self.floor_bytes) is None:
+            pass  # the simulator corrected the first entry, and another one has the lowest peak now
 
     @property
     def floor_bytes(self) -> int:

@@ -235,7 +235,7 @@ def _offload(step: Step, timeline: Timeline) -> Offload | None:
         return None
     return Offload(
         transfer_speed=step.transfer_speed,
-        store_bytes=traffic.store_bytes,
+        store_bytes=traffic.pinned_bytes if step.transfer_speed.store == "host" else traffic.store_bytes,
         transfer_seconds=traffic.transfer_seconds,
         stall_seconds=traffic.stall_seconds,
         slowed_seconds=traffic.slowed_seconds,

@@ -279,10 +279,10 @@ def _is_own_gradient(storage: Storage) -> bool:
 
 
 def batch_bytes(step: Step) -> int:
-    """The bytes of the batch that the model's own graphs read."""
+    """The bytes of the batch that the model's own graphs read, on the device or on the host."""
     in_loss = _loss_graphs(step)
     read = {s for node in step.nodes if node.segment not in in_loss for s in node.makes}
-    return sum(s.nbytes for s in step.storages if s.kind is Kind.INPUT and s.id in read)
+    return sum(s.nbytes + s.host_bytes for s in step.storages if s.kind is Kind.INPUT and s.id in read)
 
 
 def _earlier_gradient_bytes(step: Step) -> int:

@@ -78,6 +78,15 @@ class Traffic:
         """The largest size of the store: all bytes that a step writes."""
         return sum(transfer.nbytes for transfer in self.transfers if transfer.is_write)
 
+    @property
+    def pinned_bytes(self) -> int:
+        """The same in pinned memory of the host: torch rounds each block to a power of two."""
+        return sum(_power_of_two(transfer.nbytes) for transfer in self.transfers if transfer.is_write)
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
 
 @dataclass(slots=True)
 class _Open:
