@@ -12,6 +12,7 @@ from lowtide.experiments import trial as trial_module
 from lowtide.experiments.contenders import Contender, plan_method, repeated_blocks, switch_for
 from lowtide.experiments.machine import NotEnoughMemory, check_memory, needed_bytes, why_not
 from lowtide.experiments.trial import ROUNDING, Mistake, judge, run_trial
+from lowtide.facts import host_memory
 from lowtide.report.results import Results, with_why
 from lowtide.torch_compat.inductor import has_compiler
 from lowtide.torch_compat.modules import route_of
@@ -208,7 +209,7 @@ def test_a_container_may_leave_less(tmp_path, line, folder, files):
     for name, text in {**files, "memory.stat": "anon 7\ninactive_file 50\n"}.items():
         (group / name).write_text(f"{text}\n".replace("\n\n", "\n"))
     (tmp_path / "cgroup").write_text(f"3:cpu,cpuacct:/other\n{line}\n")
-    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == [650]
+    assert host_memory.left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == [650]
     for name in files:
         (group / name).write_text("max\n")
-    assert machine._left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == []
+    assert host_memory.left_to_containers(tmp_path / "groups", tmp_path / "cgroup") == []

@@ -18,7 +18,7 @@ from lowtide.plans import Plan
 from lowtide.remat import batch_norm, replay
 from lowtide.remat.dropout_mask import DropoutFromMask
 from lowtide.runtime import backend, rewrite
-from lowtide.verification import comparison
+from lowtide.verification import trained_steps
 from lowtide.verification.comparison import Comparison, compare
 from lowtide.zoo.targets import Target
 
@@ -265,7 +265,7 @@ def test_a_plan_for_other_code_is_refused(planned: tuple[Target, Plan]) -> None:
 
 def test_what_differs_is_told_in_words() -> None:
     ones = torch.ones(3)
-    tell = comparison._difference
+    tell = trained_steps._difference
     assert tell(ones, ones.clone()) == ""
     assert tell(ones, torch.tensor([1, 1, 1.5])) == "1 of 3 values differ, by up to 0.5"
     assert tell(None, ones) == "is None without the plan" and tell(ones, None) == "is None with the plan"

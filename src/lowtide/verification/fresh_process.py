@@ -3,6 +3,9 @@
 Arguments and result are files. The child imports `module:function` by name, calls it with the keyword
 arguments and writes the result. The output of the child is shown only if it fails. `run_fresh` is the
 parent's side, `main` the child's.
+
+The child has the parent's settings of torch, such as deterministic algorithms and threads. While it runs, the
+parent's tensors among the arguments wait in the host's memory (`parked_tensors`).
 """
 
 import importlib
@@ -24,6 +27,8 @@ from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError
 from lowtide.facts.files import temporary_folder
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.units import size_and_bytes
+from lowtide.verification.parked_tensors import parked
+from lowtide.verification.torch_settings import torch_settings, use_settings
 
 LITTLE_BYTES = 1 << 20
 """Where fewer bytes are free, the disk is the reason why a model cannot be written."""
@@ -52,7 +57,7 @@ def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         # temporary files of the child are in this folder, which is removed however the child ends
         environ = {**os.environ, **(environment or {}), "PYTHONPATH": path, "TMPDIR": folder}
-        with log.open("wb") as output:
+        with log.open("wb") as output, parked(arguments):
             status = _wait(command, environ, output)
         printed = log.read_text(errors="replace")
         if not answer.exists():
@@ -67,7 +72,7 @@ def run_fresh(function: str, *, environment: Mapping[str, str] | None = None, **
 
 def _write(request: Path, arguments: Mapping[str, Any]) -> None:
     try:
-        torch.save(dict(arguments), request)
+        torch.save((torch_settings(), dict(arguments)), request)
     except Exception as error:  # a user's own __getstate__ or __reduce__ may raise anything
         if (free_bytes := shutil.disk_usage(request.parent).free) < LITTLE_BYTES:
             raise FreshProcessError(
@@ -140,13 +145,16 @@ def answer_request(function: str, request: Path) -> dict[str, Any]:
     """Load the arguments and call the function: its result, or its error."""
     while_loading = True
     try:
-        arguments = torch.load(request, weights_only=False)
+        settings, arguments = torch.load(request, weights_only=False)
+        use_settings(settings)
         request.unlink()  # frees the page cache for the measurement
         while_loading = False
         module, _, name = function.partition(":")
         return {"result": getattr(importlib.import_module(module), name)(**arguments)}
     except Exception as error:
         message = (str(error).strip().splitlines() or [""])[0]
+        if isinstance(error, torch.OutOfMemoryError):
+            message = f"a fresh process ran out of memory: {message}"
         if while_loading:
             message = f"cannot load the model in a fresh process: {type(error).__name__}: {message}"
         return {

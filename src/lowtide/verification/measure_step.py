@@ -6,7 +6,8 @@ Every run is timed alone, synchronized, after a warm-up.
 A peak is the largest number of bytes live while a function runs, above those live when it started. torch has
 no statistics of its CPU allocator. Two independent methods measure the peak, and they should agree: torch's
 profiler counts every block that torch allocates; the kernel counts the resident high-water mark of the
-process. On CUDA the allocator itself counts the peak.
+process. On an accelerator the allocator itself counts the peak. In a fresh process, all blocks are the
+step's: those that were live when it started count too, such as workspaces that libraries keep.
 """
 
 import copy
@@ -24,9 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.ops.device_memory import block_bytes, common_device
 from lowtide.profiling.devices import device_for, page_fault_seconds, page_faults
 from lowtide.torch_compat.fsdp2 import local
 from lowtide.trace.model_call import Loss, call, loss_of, tensors_in
+from lowtide.trace.step_device import device_of
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.zoo.targets import Target, TargetSpec
 
@@ -68,23 +71,17 @@ def autocast_here(device: torch.device) -> Callable[[], AbstractContextManager[A
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Bytes that this process has of parameters, buffers, batch and optimizer state.
+    """Bytes that this process has of parameters, buffers, batch and optimizer state on the step's device.
 
-    Shared memory counts once.
+    Shared memory counts once. On an accelerator, the blocks of its allocator count.
     """
     state = list(optimizer.state.values()) if optimizer is not None else []
+    tensors = list(tensors_in([list(model.parameters()), list(model.buffers()), batch, state]))
+    device = common_device(tensors)
     sizes = {}
-    for tensor in tensors_in([list(model.parameters()), list(model.buffers()), batch, state]):
-        storage = local(tensor).untyped_storage()
-        sizes[(str(tensor.device), storage.data_ptr())] = storage.nbytes()
+    for tensor in map(local, tensors):
+        sizes[str(tensor.device), tensor.untyped_storage().data_ptr()] = block_bytes(device, tensor)
     return sum(sizes.values())
-
-
-def device_of(model: nn.Module, batch: Any) -> torch.device:
-    """Where the step runs: the device of the first parameter, else of the batch, else the CPU."""
-    for tensor in tensors_in([list(model.parameters()), batch]):
-        return tensor.device
-    return torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +164,8 @@ class Measured:
     """Peaks count all bytes that torch has live: `static_bytes` (parameters, buffers, batch, optimizer
     state) plus the bytes that the step adds. `resident_peak_bytes` is None where it cannot be measured:
     on a GPU, outside Linux, or not in a fresh process. `timing` is None when no runs were asked for.
-    `peak_op` ran at the peak, by torch's own name; empty where that is unknown.
+    `peak_op` ran at the peak, by torch's own name; empty where that is unknown. `reserved_peak_bytes` is the
+    most that the allocator of an accelerator reserved in the fresh process, from its start; None on a CPU.
     """
 
     peak_bytes: int
@@ -177,6 +175,7 @@ class Measured:
     fresh_process: bool
     timing: Timing | None = None
     peak_op: str = ""
+    reserved_peak_bytes: int | None = None
 
 
 def measure_step(
@@ -233,7 +232,7 @@ def measure_here(
 def measure_memory(*, resident: bool, **arguments: Any) -> Measured:
     """The child's job: both peaks, the resident one first, since the profiler allocates memory."""
     target = _load(**arguments)
-    return replace(_measure(target, resident=resident and can_measure_resident()), fresh_process=True)
+    return _measure(target, resident=resident and can_measure_resident(), fresh_process=True)
 
 
 def measure_time(*, runs: int, **arguments: Any) -> Timing:
@@ -256,21 +255,24 @@ def _load(
     return target
 
 
-def _measure(target: Target, *, resident: bool) -> Measured:
+def _measure(target: Target, *, resident: bool, fresh_process: bool = False) -> Measured:
     target.model.zero_grad(set_to_none=True)
     for _ in range(WARM_UP_STEPS):
         _step(target)
     device = device_of(target.model, target.batch)
     above = resident_peak(lambda: _step(target)) if resident and device.type == "cpu" else None
+    gc.collect()
+    before = device_for(device).live_bytes() if fresh_process else None
     peak, op = peak_and_op(lambda: _step(target), device=device)
     static = static_bytes(target.model, target.batch, target.optimizer)
     return Measured(
-        peak_bytes=static + peak,
+        peak_bytes=(static if before is None else before) + peak,
         resident_peak_bytes=None if above is None else static + above,
         static_bytes=static,
         with_optimizer=target.optimizer is not None,
-        fresh_process=False,
+        fresh_process=fresh_process,
         peak_op=op,
+        reserved_peak_bytes=device_for(device).reserved_peak_bytes() if fresh_process else None,
     )
 
 

@@ -1,8 +1,9 @@
 """A verification in words: whether the plan fits, whether it is exact, and unreliable measurements.
 
 - `verdict`: the answer in a few lines
-- `prediction_note`, `agreement_note`, `fault_note`: where a prediction is off, where two measured peaks
-  disagree, where page faults take a good part of the time; empty where not
+- `prediction_note`, `agreement_note`, `fault_note`, `nondeterminism_note`: where a prediction is off, where
+  two measured peaks disagree, where page faults take a good part of the time, where eager differs from
+  itself; empty where not
 - `measurement_of`: the record that reports show
 """
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from lowtide.verification.verify_plan import Verification
 
 MAX_DIFFERENCES = 5
+NO_SETTING = (
+    "No setting of torch that was tried makes two trainings equal: look for random numbers that are not "
+    "torch's, or for an op of your own"
+)
 PREDICTED_WITHIN = 0.01
 AGREE_WITHIN = 0.02
 SMALL_BYTES = 1 << 20
@@ -26,11 +31,9 @@ LEAST_SHARE = 0.03
 
 
 def verdict(result: "Verification") -> list[str]:
-    lines = [kept(result.measured_peak_bytes, result.budget_bytes)]
-    if result.exact and result.from_eager:
-        lines.append("results: equal to the compiled step without recompute, to the last bit")
-    elif result.exact:
-        lines.append("results: equal to eager training to the last bit")
+    lines = _kept(result)
+    if result.exact:
+        lines.append(f"results: {_equal_to(result)}")
     else:
         lines.append(f"results: DIFFERENT from eager training in {len(result.differences)} places")
         lines += [f"  {difference}" for difference in result.differences[:MAX_DIFFERENCES]]
@@ -44,6 +47,44 @@ def verdict(result: "Verification") -> list[str]:
     if not result.fresh_process:
         lines.append("note: measured in this process, since the model cannot be sent to a fresh process")
     return lines
+
+
+def _equal_to(result: "Verification") -> str:
+    reference = "the compiled step without recompute," if result.from_eager else "eager training"
+    if result.deterministic_with:
+        return f"equal to {reference} to the last bit, compared with {result.deterministic_with}"
+    if result.eager_differences:
+        return f"as far from {reference.rstrip(',')} as that is from itself, and no further"
+    return f"equal to {reference} to the last bit"
+
+
+def nondeterminism_note(result: "Verification") -> str:
+    """Which ops make eager differ from itself, and what switches that off; empty where eager is exact."""
+    count = len(result.eager_differences)
+    if not count:
+        return ""
+    ops = ", ".join(result.nondeterministic_ops)
+    cause = f"by {ops}" if ops else "and no op does when it runs again alone"
+    off = f"{result.deterministic_with} switches that off" if result.deterministic_with else NO_SETTING
+    return (
+        f"eager training differs from itself in {count} place{'s' if count > 1 else ''}, {cause}: these are "
+        f"not the plan's ({result.eager_differences[0]}). {off}"
+    )
+
+
+def _kept(result: "Verification") -> list[str]:
+    """The measured peak and what was reserved; the one that has the budget is compared with it."""
+    reserved, budget_bytes = result.measured_reserved_bytes, result.reserved_budget_bytes
+    if reserved is None:
+        return [kept(result.measured_peak_bytes, result.budget_bytes)]
+    words = f"reserved by the allocator: {size(reserved)}, {size(result.predicted_reserved_bytes)} predicted"
+    if budget_bytes is None:
+        return [kept(result.measured_peak_bytes, result.budget_bytes), words]
+    over = "at or below" if reserved <= budget_bytes else "ABOVE"
+    return [
+        f"peak: {size(result.measured_peak_bytes)}",
+        f"{words}, {over} the budget of {size(budget_bytes)}",
+    ]
 
 
 def kept(peak_bytes: int, budget_bytes: int) -> str:
@@ -100,30 +141,39 @@ def measurement_of(result: "Verification") -> Measurement:
             predicted=result.baseline_predicted_peak_bytes,
             measured=result.baseline_measured_peak_bytes,
             resident=result.baseline_resident_peak_bytes,
+            reserved=result.baseline_measured_reserved_bytes,
             timing=result.baseline_step_timing,
         ),
         planned=step_measurement(
             predicted=result.predicted_peak_bytes,
             measured=result.measured_peak_bytes,
             resident=result.resident_peak_bytes,
+            reserved=result.measured_reserved_bytes,
             timing=result.step_timing,
         ),
         noise=result.noise,
         exact=result.exact,
         recompute_exact=result.recompute_exact,
         differences=result.differences,
+        eager_differences=result.eager_differences,
         notes=result.notes,
         method="torch's count of bytes, " + ("fresh processes" if result.fresh_process else "in one process"),
     )
 
 
 def step_measurement(
-    *, predicted: int, measured: int, timing: "Timing | None", resident: int | None = None
+    *,
+    predicted: int,
+    measured: int,
+    timing: "Timing | None",
+    resident: int | None = None,
+    reserved: int | None = None,
 ) -> StepMeasurement:
     return StepMeasurement(
         predicted_peak_bytes=predicted,
         measured_peak_bytes=measured,
         resident_peak_bytes=resident,
+        reserved_peak_bytes=reserved,
         seconds_median=timing.median_seconds if timing else None,
         seconds_spread=timing.spread_seconds if timing else None,
     )

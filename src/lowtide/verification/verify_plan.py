@@ -22,7 +22,14 @@ from lowtide.units import format_size
 from lowtide.verification.comparison import Comparison, compare, looped, planned
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.verification.measure_step import Measured, Timing, measure_here, measure_step
-from lowtide.verification.verdict import agreement_note, fault_note, measurement_of, prediction_note, verdict
+from lowtide.verification.verdict import (
+    agreement_note,
+    fault_note,
+    measurement_of,
+    nondeterminism_note,
+    prediction_note,
+    verdict,
+)
 from lowtide.zoo.targets import Target, TargetSpec
 
 
@@ -34,8 +41,12 @@ class Verification:
     `exact`: planned training equals eager training to the last bit. `recompute_exact` is weaker: planned
     training equals the captured graph without recompute; some models take another path of their code during
     capture. Where a compiler runs the graphs, `exact` means the same, and `from_eager` says how far the
-    compiled step without recompute is from eager. `peak_op` and `baseline_peak_op` ran at the peaks that
-    torch counted. `plan` is the verified plan.
+    compiled step without recompute is from eager. Where eager training differs from itself, `exact` is about
+    the plan alone: `eager_differences` are eager's own, `nondeterministic_ops` make them, and
+    `deterministic_with` is the setting under which eager equals itself and the plan was compared; empty where
+    no setting helps. On an accelerator, reserved bytes are the allocator's, from the start of the process;
+    predicted are the most. A budget of reserved bytes is `reserved_budget_bytes`. `peak_op` and
+    `baseline_peak_op` ran at the peaks that torch counted. `plan` is the verified plan.
     """
 
     exact: bool
@@ -54,15 +65,36 @@ class Verification:
     from_eager: str = ""
     peak_op: str = ""
     baseline_peak_op: str = ""
+    eager_differences: tuple[str, ...] = ()
+    nondeterministic_ops: tuple[str, ...] = ()
+    deterministic_with: str = ""
+    reserved_budget_bytes: int | None = None
+    predicted_reserved_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
+    baseline_predicted_reserved_bytes: int | None = None
+    baseline_measured_reserved_bytes: int | None = None
     plan: Plan | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return (
-            f"Verification(exact={self.exact}, fits={self.fits}, budget={format_size(self.budget_bytes)}, "
-            f"peak={format_size(self.measured_peak_bytes)}, "
+            f"Verification(exact={self.exact}, fits={self.fits}, budget={self._budget}, "
+            f"peak={format_size(self.measured_peak_bytes)}, {self._reserved}"
             f"without the plan={format_size(self.baseline_measured_peak_bytes)}, "
-            f"{len(self.differences)} differences)"
+            f"{len(self.differences)} differences"
+            f"{f', {len(self.eager_differences)} of eager from itself' if self.eager_differences else ''})"
         )
+
+    @property
+    def _budget(self) -> str:
+        if self.reserved_budget_bytes is None:
+            return format_size(self.budget_bytes)
+        return f"{format_size(self.reserved_budget_bytes)} reserved"
+
+    @property
+    def _reserved(self) -> str:
+        if self.measured_reserved_bytes is None:
+            return ""
+        return f"reserved={format_size(self.measured_reserved_bytes)}, "
 
     @property
     def step_seconds(self) -> float | None:
@@ -89,7 +121,7 @@ class Verification:
     @property
     def notes(self) -> tuple[str, ...]:
         """Where a prediction is off by more than a percent, and by which op; where the two measured peaks
-        disagree, and why; where page faults are a good part of the time."""
+        disagree, and why; where page faults are a good part of the time; where eager differs from itself."""
         rows = (
             (
                 "without the plan",
@@ -115,6 +147,7 @@ class Verification:
             )
         ]
         notes.append(fault_note(self.baseline_step_timing, self.step_timing))
+        notes.insert(0, nondeterminism_note(self))
         if self.from_eager:
             notes.insert(0, f"compared with the compiled step without recompute, which is {self.from_eager}")
         return tuple(filter(None, notes))
@@ -135,6 +168,9 @@ class Verification:
 
     @property
     def fits(self) -> bool:
+        """Whether the measured peak is within the budget: of live bytes, or of reserved ones."""
+        if self.reserved_budget_bytes is not None and self.measured_reserved_bytes is not None:
+            return self.measured_reserved_bytes <= self.reserved_budget_bytes
         return self.measured_peak_bytes <= self.budget_bytes
 
 
@@ -164,6 +200,7 @@ def verify(
         if error.kind == PlanMismatch.__name__:
             raise PlanMismatch(str(error)) from error
         raise
+    reserved = plan.solution.reserved
     return Verification(
         exact=not comparison.differences,
         differences=comparison.differences,
@@ -181,6 +218,14 @@ def verify(
         from_eager=comparison.from_eager,
         peak_op=planned.peak_op,
         baseline_peak_op=baseline.peak_op,
+        eager_differences=comparison.eager_differences,
+        nondeterministic_ops=comparison.nondeterministic_ops,
+        deterministic_with=comparison.deterministic_with,
+        reserved_budget_bytes=plan.reserved_budget_bytes,
+        predicted_reserved_bytes=plan.reserved_bytes,
+        measured_reserved_bytes=planned.reserved_peak_bytes,
+        baseline_predicted_reserved_bytes=reserved.baseline_bytes if reserved else None,
+        baseline_measured_reserved_bytes=baseline.reserved_peak_bytes,
         plan=plan,
     )
 
