@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from lowtide.facts import Kind, Node, Region, Storage
 from lowtide.ops.calls import Call
+from lowtide.ops.device_memory import CPU, is_on
 from lowtide.remat import Kept, RematRule
 from lowtide.trace.segments import Segment
 
@@ -35,7 +37,7 @@ class Analysis:
     `missing` and `apart` have, for each graph, the outputs without gradient and the inputs whose gradient
     leaves the graph as terms. `uncaptured_calls` has the ops of uncaptured code by the rank of the code's
     node, each with the bytes that stay live when the op ends. `ends` has the last rank of each pass of a
-    graph, and `earlier` is the rank of the gradients of earlier micro-batches.
+    graph, and `earlier` is the rank of the gradients of earlier micro-batches. `device` is the step's.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -51,6 +53,19 @@ class Analysis:
     uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
     ends: dict[tuple[Region, int], int] = field(default_factory=dict)
     earlier: int | None = None
+    device: torch.device = CPU
+
+    def add_storage_of(self, tensor: Tensor, *, nbytes: int | None = None, **fields: Any) -> int:
+        """Add the storage of a tensor, of `nbytes` where given; one on the host takes no bytes of the step's
+        device."""
+        nbytes = tensor.untyped_storage().nbytes() if nbytes is None else nbytes
+        if self.counts(tensor):
+            return self.add_storage(nbytes=nbytes, **fields)
+        return self.add_storage(nbytes=0, host_bytes=nbytes, **{**fields, "extra_eager_bytes": 0})
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether a tensor takes memory of the step's device."""
+        return is_on(self.device, tensor)
 
     def add_storage(self, **fields: Any) -> int:
         self.storages.append(Storage(id=len(self.storages), **fields))

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from lowtide.analyze.analysis import Analysis, GraphAnalysis
 from lowtide.facts import Remat
 from lowtide.ops.calls import Call
-from lowtide.ops.in_place import ROUND_ONCE, WITH_OUT, overwriting
+from lowtide.ops.in_place import ROUND_ONCE, WITH_OUT, keeps_bits, overwriting
 from lowtide.ops.live_ranges import live_bytes, storages_of
 from lowtide.ops.loss_chunks import LOSS_GRADIENTS
 from lowtide.ops.packing import layout_of
@@ -218,6 +218,8 @@ def _fits_over(value: fx.Node, result: fx.Node) -> bool:
     """
     here, there = value.meta.get("val"), result.meta.get("val")
     if not isinstance(here, Tensor) or not isinstance(there, Tensor) or here.dtype is not there.dtype:
+        return False
+    if not keeps_bits(result.target, here.dtype, result.kwargs):
         return False
     layout = layout_of(here)
     orders = {

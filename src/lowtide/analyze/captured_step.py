@@ -35,7 +35,7 @@ from lowtide.torch_compat.fsdp2 import local
 from lowtide.torch_compat.modules import stepping_as_real
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.failures import refuse_several_graphs, refuse_what_cannot_be_traced
-from lowtide.trace.identity import identify, identify_inputs, name_tensors
+from lowtide.trace.identity import identify, identify_inputs, name_tensors, user_tensors
 from lowtide.trace.model_call import split_batch, tensors_in
 from lowtide.trace.segments import Segment, Trace, TracedModel
 from lowtide.trace.tangents import GRADIENT_HAS_OTHER_STRIDES, has_other_strides
@@ -106,7 +106,13 @@ def capture(
         if step_in_backward:
             updates = update_bytes(optimizer)
             refuse_several_graphs(traced)
-        analysis = analyze_graphs(traced, accumulate=accumulate, updates=updates, offload=offload)
+        analysis = analyze_graphs(
+            traced,
+            accumulate=accumulate,
+            updates=updates,
+            offload=offload,
+            tensors=user_tensors(model, (args, kwargs)),
+        )
         if reserve_bytes:
             analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
         captured = captured_step(
@@ -209,7 +215,7 @@ def captured_step(
         nodes=tuple(analysis.nodes),
         storages=tuple(analysis.storages),
         fingerprint="+".join(segment.fingerprint for segment in analysis.segments),
-        device=_device(model),
+        device=str(analysis.device),
         notes=notes,
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
@@ -235,7 +241,7 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
             returned=tuple(sorted(output for place, output in traced.returned if place == index)),
             missing=tuple(sorted(missing)),
             apart=tuple(sorted(apart)),
-            tangent_bytes=_tangent_bytes(segment, missing),
+            tangent_bytes=_tangent_bytes(analysis, segment, missing),
             inputs=identify_inputs(segment),
             structure=segment.structure,
             num_outputs=segment.num_forward_outputs,
@@ -247,10 +253,10 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
     )
 
 
-def _tangent_bytes(segment: Segment, missing: frozenset[int]) -> int:
+def _tangent_bytes(analysis: Analysis, segment: Segment, missing: frozenset[int]) -> int:
     tangents = segment.tangents
     values = [node.meta["val"] for node, output in tangents.items() if output not in missing]
-    return sum(value.numel() * value.element_size() for value in values)
+    return sum(value.numel() * value.element_size() for value in values if analysis.counts(value))
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -262,11 +268,6 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
             f"{strangers} of the optimizer's parameters do not belong to this model: "
             "make the optimizer from model.parameters() of the model that you pass"
         )
-
-
-def _device(model: nn.Module) -> str:
-    parameter = next(model.parameters(), None)
-    return "cpu" if parameter is None else parameter.device.type
 
 
 def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
@@ -301,8 +302,7 @@ def _add_unread(analysis: Analysis, model: nn.Module, batch: Any) -> None:
         storage = storage_key(tensors[key])
         if storage not in known:
             known.add(storage)
-            nbytes = tensors[key].untyped_storage().nbytes()
-            analysis.add_storage(nbytes=nbytes, kind=origin.kind, name=origin.name, static=True)
+            analysis.add_storage_of(tensors[key], kind=origin.kind, name=origin.name, static=True)
 
 
 def with_values(captured: Captured, values: Values) -> Captured:

@@ -41,7 +41,8 @@ def add_tangent(
         holds = givers[0][0].holds[givers[0][1]]
     else:
         nbytes = value.numel() * value.element_size()
-        made = analysis.add_storage(
+        made = analysis.add_storage_of(
+            value,
             nbytes=nbytes,
             kind=Kind.OTHER,
             name=state.name(node),
@@ -114,8 +115,9 @@ def add_gradients(analysis: Analysis, state: GraphAnalysis) -> None:
         owned = analysis.storages[storages[0]]
         dense = not apart and value.untyped_storage().nbytes() == value.numel() * value.element_size()
         if owned.pinned or owned.static or not dense:
-            made = analysis.add_storage(
-                nbytes=value.numel() * value.element_size(), kind=Kind.GRADIENT, name=origin.name, pinned=True
+            nbytes = value.numel() * value.element_size()
+            made = analysis.add_storage_of(
+                value, nbytes=nbytes, kind=Kind.GRADIENT, name=origin.name, pinned=True
             )
             extra.append(made)
             analysis.gradients[origin.tensor] = made

@@ -5,7 +5,7 @@ and nothing is ever matched by name.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,25 +39,33 @@ from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.failures import refuse_empty_buffers
 from lowtide.trace.segments import Execution, Trace
+from lowtide.trace.step_device import device_of_trace
 from lowtide.trace.tangents import specialise, stands_for
 
 OUTPUT = "output"
 
 
 def analyze_graphs(
-    trace: Trace, *, accumulate: bool = False, updates: Mapping[int, int] | None = None, offload: bool = False
+    trace: Trace,
+    *,
+    accumulate: bool = False,
+    updates: Mapping[int, int] | None = None,
+    offload: bool = False,
+    tensors: Iterable[torch.Tensor] = (),
 ) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read.
 
     With `accumulate`, gradients of earlier micro-batches are live when the step begins. `updates` are
     parameters (by identity) that are updated in the backward pass, each with the workspace of its update.
-    With `offload`, the step has a store for offloaded values.
+    With `offload`, the step has a store for offloaded values. `tensors` are the user's own, read by graphs or
+    not: the step is on their device, or on that of the graphs' values.
     """
     for execution in trace.executions:
         refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
     executions = with_terms_apart(trace, executions)
     analysis = Analysis(
+        device=device_of_trace(trace, tensors),
         missing=missing,
         apart=[execution.apart or frozenset() for execution in executions],
         segments=[execution.segment for execution in executions],
@@ -189,9 +197,7 @@ def _add_primal(
             # parameters may share one storage
             known = state.storage_of.get(storage_key(value))
         if known is None:
-            known = analysis.add_storage(
-                nbytes=value.untyped_storage().nbytes(), kind=kind, name=name, static=True
-            )
+            known = analysis.add_storage_of(value, kind=kind, name=name, static=True)
             makes = (known,)
         if tensor:
             analysis.inputs[tensor] = known
@@ -233,8 +239,8 @@ def _add_op(
             )
         key = storage_key(tensor)
         if key not in state.storage_of:
-            state.storage_of[key] = analysis.add_storage(
-                nbytes=tensor.untyped_storage().nbytes(),
+            state.storage_of[key] = analysis.add_storage_of(
+                tensor,
                 kind=Kind.OTHER,
                 name=name,
                 static=static,
@@ -277,8 +283,7 @@ def _write_over(analysis: Analysis, rank: int, call: Call) -> None:
 def _add_kept(analysis: Analysis, state: GraphAnalysis, node: fx.Node, kept: Kept) -> int:
     """Add a tensor that the forward pass keeps for a remat rule, if a plan uses the rule."""
     name = f"{state.name(node)}_{kept.name}"
-    nbytes = kept.value.untyped_storage().nbytes()
-    made = analysis.add_storage(nbytes=nbytes, kind=Kind.OTHER, name=name)
+    made = analysis.add_storage_of(kept.value, kind=Kind.OTHER, name=name)
     rank = analysis.add_node(
         name=name,
         op=kept.name,

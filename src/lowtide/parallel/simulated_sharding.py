@@ -9,6 +9,7 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.facts.sharding import Part, Sharding, Unit
+from lowtide.ops.device_memory import CPU, common_device
 from lowtide.optim.shadow_optimizer import shadow_of
 from lowtide.torch_compat import fsdp2
 from lowtide.torch_compat.dispatch import FakeTensorMode
@@ -51,8 +52,8 @@ def simulate_sharding(
     if fsdp2.units_of(model):
         raise LowtideError("the model is sharded already: leave `ranks` and `shard` out")
     units = (model, *(blocks_of(model) if blocks is None else blocks))
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    copies = fsdp2.copies_inside(backend or ("gloo" if device == "cpu" else "nccl"))
+    on_cpu = common_device(model.parameters()) == CPU
+    copies = fsdp2.copies_inside(backend or ("gloo" if on_cpu else "nccl"))
     return SimulatedSharding(
         units,
         Sharding(

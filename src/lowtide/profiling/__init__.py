@@ -6,11 +6,12 @@ graphs, in the memory of the step.
 - `costing`: a captured step with the costs of its ops, measured or scaled from known ones
 - `op_costs`: times and workspaces of single calls, in rounds; `op_trials`: one call under measurement
 - `work`: bytes and flops of a call, and a smaller call of the same op
+- `library_workspaces`: bytes that libraries keep on an accelerator
 - `samples`: random inputs that an op accepts
 - `real_strides`: the strides of real results
 - `cache`: costs measured before, on disk
 - `whole_run`: real runs of whole graphs
 - `roofline`: costs on an absent GPU, from its published rates
 - `transfer_speed`: the measured speed of an offload store
-- `devices`: the clock and the allocator of a device
+- `devices`: the clock and the allocator of a device; `device_clock`: times without launches, by events
 """

@@ -48,7 +48,9 @@ class CostCache:
     """
 
     def __init__(self, device: Device, *, directory: Path | None = None) -> None:
-        key = f"method {_METHOD}; torch {torch.__version__}; {device.torch_device}; {device.identity}"
+        key = f"method {_METHOD}; torch {torch.__version__}; {device.torch_device.type}; {device.identity}"
+        if device.torch_device.type != "cpu" and not torch.backends.cudnn.enabled:
+            key += "; without the vendor's library"
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         self.path = (directory or cache_directory()) / f"costs-{digest}.sqlite"
         self._new_costs: dict[str, tuple[OpCost, int]] = {}

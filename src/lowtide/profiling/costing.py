@@ -21,7 +21,9 @@ from lowtide.ops.recurrent import real_result_bytes, untracked_bytes
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.devices import Device, device_for
+from lowtide.profiling.library_workspaces import with_library_workspaces
 from lowtide.profiling.op_costs import cost_by_bytes, measure_calls, measure_workspaces, short_limit_now
+from lowtide.profiling.op_trials import device_of
 from lowtide.profiling.real_strides import real_values
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.work import Work, work_making
@@ -35,8 +37,8 @@ _STRIDES_SHARE = 16
 
 Made = tuple[int, ...]
 """Bytes of each storage that a call makes."""
-Kind = tuple[Any, tuple[torch.dtype, ...]]
-"""An op and the types of its tensors: kernels of another type have another workspace."""
+Kind = tuple[Any, tuple[tuple[torch.dtype, str], ...]]
+"""An op, and dtype and device type of its tensors: other kernels have another workspace."""
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -134,11 +136,7 @@ def _scaled(cost: OpCost, near: Work, work: Work) -> OpCost:
 
 
 def kind_of(call: Call) -> Kind:
-    types: list[torch.dtype] = []
-    map_leaves(
-        lambda leaf: types.append(leaf.dtype) if isinstance(leaf, Tensor) else None, (call.args, call.kwargs)
-    )
-    return call.target, tuple(types)
+    return call.target, tuple((tensor.dtype, tensor.device.type) for tensor in call.tensors)
 
 
 def _constants(call: Call) -> str:
@@ -169,16 +167,17 @@ def measure_costs(
     The step's notes tell of a machine that was too busy for that.
     """
     device = _device_of(captured)
+    captured = _with_library_workspaces(captured, device)  # first of all: see there
     cache = CostCache(device) if use_cache else None
     nodes = [place.node for _, place in sorted(captured.graph_nodes.items())]
     with real_tensors():
-        values = real_values(
-            nodes, device=device.torch_device, limit_bytes=memory_limit_bytes // _STRIDES_SHARE, cache=cache
-        )
+        strides_limit = device.within_free(memory_limit_bytes) // _STRIDES_SHARE
+        values = real_values(nodes, device=device.torch_device, limit_bytes=strides_limit, cache=cache)
         calls = (with_values(captured, values) if values else captured).calls
         limit = short_limit_now()
         if limit is not None and limit.known is not None:
-            costs, note = _scaled_costs(captured, calls, limit.known, least_bytes=limit.least_bytes), ""
+            costs = _scaled_costs(captured, calls, limit.known, least_bytes=limit.least_bytes)
+            notes: tuple[str, ...] = ()
         else:
             measured = measure_calls(
                 list(calls.values()),
@@ -186,12 +185,14 @@ def measure_costs(
                 cache=cache,
                 progress=progress,
             )
-            costs, note = dict(zip(calls, measured.costs, strict=True)), measured.note
+            costs, notes = dict(zip(calls, measured.costs, strict=True)), measured.notes
         made = ((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
         known = KnownCosts(made, runs=calls)
         step = _filled(captured, calls, costs)
-        notes = (*step.notes, note) if note else step.notes
-        return replace(step, notes=notes, copy_bytes_per_second=device.copy_bytes_per_second()), known
+        speed = device.copy_bytes_per_second()
+        if device.caches_blocks:
+            torch.accelerator.empty_cache()  # a step must not find its memory cut for these ops
+        return replace(step, notes=(*step.notes, *notes), copy_bytes_per_second=speed), known
 
 
 @one_at_a_time
@@ -212,7 +213,17 @@ def estimate_costs(captured: Captured, known: KnownCosts) -> Step:
 
     An op is measured only if it was never measured with tensors of these types.
     """
+    captured = _with_library_workspaces(captured, _device_of(captured))
     return _filled(captured, captured.calls, _scaled_costs(captured, captured.calls, known))
+
+
+@one_at_a_time
+def _with_library_workspaces(captured: Captured, device: Device) -> Captured:
+    """Add the bytes that libraries keep, which only the first run of an op in a thread shows."""
+    uncaptured = [call for found in captured.uncaptured_calls.values() for call, _ in found]
+    with real_tensors():
+        step = with_library_workspaces(captured.step, captured.calls, uncaptured, device)
+    return replace(captured, step=step)
 
 
 def _scaled_costs(
@@ -263,10 +274,8 @@ def _measure_new(captured: Captured, calls: Mapping[Run, Call], known: KnownCost
 
 
 def _device_of(captured: Captured) -> Device:
-    """The device of the step's tensors, which need not be the current one of its kind."""
-    named = torch.device(captured.step.device)
-    tensors = (tensor for call in captured.calls.values() for tensor in call.tensors)
-    return device_for(next((one.device for one in tensors if one.device.type == named.type), named))
+    """The device of the step, which need not be the current one of its kind."""
+    return device_for(torch.device(captured.step.device))
 
 
 def _made(step: Step, run: Run) -> Made:
@@ -277,10 +286,18 @@ def _made(step: Step, run: Run) -> Made:
 
 
 def _filled(captured: Captured, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:
-    """The step with these costs, real sizes, and the workspaces of uncaptured code."""
-    by_run = {run: (cost.seconds, cost.workspace_bytes, cost.estimated) for run, cost in costs.items()}
-    step = _with_real_sizes(with_costs(captured.step, by_run), calls, costs)
-    if device_for(torch.device(step.device)).caches_blocks:
+    """The step with these costs, real sizes, and the workspaces of uncaptured code.
+
+    Calls on the CPU beside an accelerator take time, and no memory of the step's device.
+    """
+    device = _device_of(captured)
+    own = {run: call for run, call in calls.items() if device_of(call) is device}
+    by_run = {
+        run: (cost.seconds, cost.workspace_bytes if run in own else 0, cost.estimated)
+        for run, cost in costs.items()
+    }
+    step = _with_real_sizes(with_costs(captured.step, by_run), own, costs)
+    if device.caches_blocks:
         step = cut_by_allocator(step)
     return _with_uncaptured(step, captured)
 

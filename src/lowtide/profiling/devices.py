@@ -31,7 +31,9 @@ from typing import Any, TypeVar
 import torch
 
 from lowtide.errors import LowtideError
+from lowtide.profiling.device_clock import SCRATCH_BYTES, DeviceClock
 from lowtide.torch_compat.autograd_engine import profiler_events, profiler_is_active
+from lowtide.units import format_size
 
 R = TypeVar("R")
 
@@ -44,6 +46,7 @@ _REST_SECONDS = 0.03
 
 _COPY_BYTES = 64 << 20
 _COPY_RUNS = 5
+_LEAST_SCRATCH_BYTES = 64 << 10
 
 _AREA_BYTES = 32 << 20
 _CHUNK_BYTES = 1 << 20
@@ -131,17 +134,47 @@ class Device(ABC):
         """The peak of `run` and the op that ran at it; empty where only the allocator counts."""
         return self.measured(run)[1], ""
 
+    def reserved_peak_bytes(self) -> int | None:
+        """The most that the device's allocator has reserved; None for the processor, whose has no cache."""
+        return None
+
     def free_bytes(self) -> int | None:
         """Free memory of the device itself; None for the processor, whose memory is the machine's."""
+        return None
+
+    def live_bytes(self) -> int | None:
+        """Bytes of all blocks that the device's allocator has in use; None for the processor."""
         return None
 
     @cache  # noqa: B019  one instance per device for the whole process
     def copy_bytes_per_second(self) -> float:
         """Measured speed of copies to host memory, which is pinned for an accelerator."""
-        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.torch_device)
-        target = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=self.torch_device.type != "cpu")
+        source = self.scratch(_COPY_BYTES)
+        target = torch.ones(len(source), dtype=torch.uint8, pin_memory=self.torch_device.type != "cpu")
         copies = [self.timed(lambda: target.copy_(source, non_blocking=True))[1] for _ in range(_COPY_RUNS)]
-        return _COPY_BYTES / typical_seconds(copies)
+        return len(source) / typical_seconds(copies)
+
+    def scratch(self, most_bytes: int, *, times: int = 1) -> torch.Tensor:
+        """As many bytes of 1 as the device has room for `times` over, at most `most_bytes`."""
+        nbytes = most_bytes
+        while True:
+            try:
+                blocks = [
+                    torch.ones(nbytes, dtype=torch.uint8, device=self.torch_device) for _ in range(times)
+                ]
+                return blocks[0]
+            except torch.OutOfMemoryError as error:
+                if nbytes <= _LEAST_SCRATCH_BYTES:
+                    raise LowtideError(
+                        f"the device {self.torch_device} is full: not even {format_size(nbytes)} are free to "
+                        "measure with. Free what other tensors and programs have there, and profile again"
+                    ) from error
+                nbytes //= 2
+
+    def within_free(self, limit_bytes: int) -> int:
+        """As much of a memory limit as the device has free; all of it on the processor, whose memory the
+        limit is for."""
+        return limit_bytes
 
     def kept_rng(self) -> AbstractContextManager[None]:
         """Restores the global random state afterwards, for ops that draw from it."""
@@ -183,12 +216,10 @@ class Cpu(Device):
         return peak_bytes, " in ".join(filter(None, (op, *around[:1])))
 
 
-class Cuda(Device):
-    """One GPU: event pairs as clock, `torch.cuda` statistics as memory, pinned host as copy target.
+class Accelerator(Device):
+    """Any accelerator of torch (CUDA, ROCm, XPU, MPS, a device of one's own), by `torch.accelerator` alone.
 
-    `torch_device` may have no index: then it is the current GPU at each call.
-
-    Written against the documented calls of `torch.cuda`; never run by the authors, who had no GPU.
+    `torch_device` may have no index: then it is the current device at each call.
     """
 
     keeps_after_first_run = True
@@ -196,46 +227,61 @@ class Cuda(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self._clock = DeviceClock(torch_device.type)
 
     @property
     def identity(self) -> str:
-        return f"{torch.cuda.get_device_name(self.torch_device)}, CUDA {torch.version.cuda}"
+        module = torch.get_device_module(self.torch_device)
+        name = module.get_device_name(self.torch_device) if hasattr(module, "get_device_name") else ""
+        versions = [getattr(torch.version, key, None) for key in ("cuda", "hip", "xpu")]
+        return ", ".join(filter(None, (name, self.torch_device.type, *versions)))
 
     def timed(self, run: Callable[[], R]) -> tuple[R, OpTiming]:
-        with torch.cuda.device(self.torch_device):
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            start.record()
-            result = run()
-            stop.record()
-            stop.synchronize()
-        return result, OpTiming(start.elapsed_time(stop) / 1e3)
+        with torch.accelerator.device_index(self.index):
+            result, seconds = self._clock.time(run)
+        return result, OpTiming(seconds)
 
     def measured(self, run: Callable[[], R]) -> tuple[R, int]:
-        torch.cuda.synchronize(self.torch_device)
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        before = torch.cuda.memory_allocated(self.torch_device)
+        torch.accelerator.synchronize(self.index)
+        torch.accelerator.reset_peak_memory_stats(self.index)
+        before = torch.accelerator.memory_allocated(self.index)
         result = run()
-        torch.cuda.synchronize(self.torch_device)
-        return result, torch.cuda.max_memory_allocated(self.torch_device) - before
+        torch.accelerator.synchronize(self.index)
+        return result, torch.accelerator.max_memory_allocated(self.index) - before
 
-    def free_bytes(self) -> int | None:
-        return torch.cuda.mem_get_info(self.torch_device)[0]
+    def reserved_peak_bytes(self) -> int | None:
+        return torch.accelerator.max_memory_reserved(self.index)
+
+    def free_bytes(self) -> int:
+        return torch.accelerator.get_memory_info(self.index)[0]
+
+    def live_bytes(self) -> int:
+        return torch.accelerator.memory_allocated(self.index)
+
+    def within_free(self, limit_bytes: int) -> int:
+        # what the allocator has cached is free as well
+        cached = torch.accelerator.memory_reserved(self.index) - self.live_bytes()
+        return max(0, min(limit_bytes, self.free_bytes() + cached - SCRATCH_BYTES))
 
     def kept_rng(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[self.torch_device])
+        return torch.random.fork_rng(devices=[self.index], device_type=self.torch_device.type)
 
-
-_KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: Cpu(), "cuda": Cuda}
+    @property
+    def index(self) -> int:
+        index = self.torch_device.index
+        return torch.accelerator.current_device_index() if index is None else index
 
 
 @cache
 def device_for(torch_device: torch.device) -> Device:
     """How to measure on `torch_device`."""
-    if torch_device.type not in _KINDS:
-        raise ValueError(f"no way to measure on device '{torch_device}': use {' or '.join(_KINDS)}")
-    return _KINDS[torch_device.type](torch_device)
+    if torch_device.type == "cpu":
+        return Cpu()
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if present is None or present.type != torch_device.type:
+        here = "the CPU alone" if present is None else f"the CPU and {present.type}"
+        raise ValueError(f"no way to measure on device '{torch_device}': this machine has {here}")
+    return Accelerator(torch_device)
 
 
 def outside_profiler(run: Callable[[], R]) -> R:
@@ -244,8 +290,11 @@ def outside_profiler(run: Callable[[], R]) -> R:
     A thread has its own profiler: the user's trace gets no op of lowtide, and no time includes the cost of
     the profiler.
     """
-    if not profiler_is_active():
-        return run()
+    return in_new_thread(run) if profiler_is_active() else run()
+
+
+def in_new_thread(run: Callable[[], R]) -> R:
+    """`run()` in a thread of its own, with the context and the current device of this one."""
     context, index = contextvars.copy_context(), torch.accelerator.current_device_index
 
     def in_thread(device_index: int | None) -> R:

@@ -35,6 +35,7 @@ from lowtide.profiling.op_trials import (
 )
 from lowtide.profiling.samples import SAMPLE_EXTRA_BYTES
 from lowtide.profiling.work import visible_work_of, work_of
+from lowtide.units import format_size
 
 if TYPE_CHECKING:
     from lowtide.profiling.costing import KnownCosts
@@ -51,6 +52,11 @@ _ATTEMPTS = 2
 
 _REFUSALS = (RuntimeError, ValueError, IndexError, NotImplementedError)
 """The errors of ops that do not accept random values."""
+
+COSTED_BY_BYTES = (
+    "costed by its bytes, with the workspace of the same op at other sizes, since the op cannot be run "
+    "alone: %s: %s"
+)
 
 Progress = Callable[[int, int], None]
 
@@ -85,21 +91,30 @@ def short_time_limit(limit: ShortTimeLimit) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class CallCosts:
     """Costs in the order of the calls; of the `num_measured` calls measured now, `num_noisy` have unreliable
-    times."""
+    times, and `num_estimated` did not run whole since the device had only `free_bytes` free."""
 
     costs: list[OpCost]
     num_measured: int
     num_noisy: int
+    num_estimated: int = 0
+    free_bytes: int = 0
 
     @property
-    def note(self) -> str:
-        """The note about a machine that was too busy to time; empty for an idle one."""
-        if not self.num_noisy:
-            return ""
-        return (
-            f"the machine was too busy to time {self.num_noisy} of {self.num_measured} ops: their times may "
-            "be far off and are not remembered. Profile again when it is idle"
-        )
+    def notes(self) -> tuple[str, ...]:
+        """Notes about a machine that was too busy, or a device that was too full; none for an idle one."""
+        notes = []
+        if self.num_noisy:
+            notes.append(
+                f"the machine was too busy to time {self.num_noisy} of {self.num_measured} ops: their times "
+                "may be far off and are not remembered. Profile again when it is idle"
+            )
+        if self.num_estimated:
+            notes.append(
+                f"the device had {format_size(self.free_bytes)} free to measure with, too little for "
+                f"{self.num_estimated} ops: their costs are estimated. Free what other tensors and programs "
+                "have there, and profile again"
+            )
+        return tuple(notes)
 
 
 def measure_calls(
@@ -116,6 +131,7 @@ def measure_calls(
     an op that cannot run is logged with its reason. Unreliable times are logged and not cached. The global
     random state does not change.
     """
+    asked_bytes, memory_limit_bytes = memory_limit_bytes, _within_free(calls, memory_limit_bytes)
     signatures = [signature(call) for call in calls]
     distinct = dict(zip(reversed(signatures), reversed(calls), strict=True))
     costs: dict[str, OpCost] = {}
@@ -146,10 +162,23 @@ def measure_calls(
                 cache.put(key, costs[key], memory_limit_bytes=memory_limit_bytes)
         cache.save()
     costs |= {key: _cost_by_like(key, missing, costs) for key in failed}
-    found = CallCosts([costs[key] for key in signatures], len(trials), len(trials) - len(settled))
-    if found.note:
-        _log.warning(found.note)
+    found = CallCosts(
+        [costs[key] for key in signatures],
+        len(trials),
+        len(trials) - len(settled),
+        sum(costs[key].estimated for key in missing) if memory_limit_bytes < asked_bytes else 0,
+        memory_limit_bytes,
+    )
+    for note in found.notes:
+        _log.warning(note)
     return found
+
+
+def _within_free(calls: Iterable[Call], limit_bytes: int) -> int:
+    """A memory limit as far as the devices of these calls have memory free."""
+    return min(
+        (one.within_free(limit_bytes) for one in {device_of(call) for call in calls}), default=limit_bytes
+    )
 
 
 def cost_by_bytes(call: Call) -> OpCost:
@@ -179,28 +208,30 @@ def _measure(
     failed: list[str] = []
     total = len(calls) * (1 + ROUNDS)
     limit_seconds = _TIME_LIMIT_SECONDS if short_limit_now() is None else _SHORT_TIME_LIMIT_SECONDS
-    with _as_a_step_runs(calls.values()):
+    with as_a_step_runs(calls.values()):
         for done, (key, call) in enumerate(calls.items(), 1):
             try:
                 trials[key] = start_trial(key, call, memory_limit_bytes=memory_limit_bytes)
             except Exception as error:
-                _log.warning(
-                    "costed by its bytes, with the workspace of the same op at other sizes, since the op "
-                    "cannot be run alone: %s: %s",
-                    key,
-                    in_one_line(error),
-                )
+                _log.warning(COSTED_BY_BYTES, key, in_one_line(error))
                 failed.append(key)
             if progress is not None:
                 progress(done, total)
         start = time.perf_counter()
         for number in range(1, ROUNDS + 1):
-            for done, trial in enumerate(trials.values(), 1):
+            for done, (key, trial) in enumerate(list(trials.items()), 1):
                 seconds = limit_seconds * (1 if trial.settled else _MORE_TIME)
-                if number == 1:
-                    trial.time(attempts=1)
-                elif trial.takes_part(number) and time.perf_counter() < start + seconds:
-                    trial.time(attempts=_ATTEMPTS)
+                try:
+                    if number == 1:
+                        trial.time(attempts=1)
+                    elif trial.takes_part(number) and time.perf_counter() < start + seconds:
+                        trial.time(attempts=_ATTEMPTS)
+                except torch.OutOfMemoryError as error:
+                    # it ran before: other programs may have taken memory since
+                    if not trial.timings:
+                        _log.warning(COSTED_BY_BYTES, key, in_one_line(error))
+                        failed.append(key)
+                        del trials[key]
                 if progress is not None:
                     progress(len(calls) * number + done, total)
     if progress is not None:
@@ -209,7 +240,7 @@ def _measure(
 
 
 @contextmanager
-def _as_a_step_runs(calls: Iterable[Call]) -> Iterator[None]:
+def as_a_step_runs(calls: Iterable[Call]) -> Iterator[None]:
     """Without gradients and autocast; restores the global random state, from which some ops draw."""
     with ExitStack() as guards:
         guards.enter_context(torch.no_grad())
@@ -226,14 +257,15 @@ def measure_workspaces(
 
     Each call has its expected workspace. Calls that cannot run are left out.
     """
-    return outside_profiler(partial(_measure_workspaces, calls, memory_limit_bytes=memory_limit_bytes))
+    limit_bytes = _within_free((call for call, _ in calls.values()), memory_limit_bytes)
+    return outside_profiler(partial(_measure_workspaces, calls, memory_limit_bytes=limit_bytes))
 
 
 def _measure_workspaces(
     calls: Mapping[str, tuple[Call, int]], *, memory_limit_bytes: int
 ) -> dict[str, OpMemory]:
     found: dict[str, OpMemory] = {}
-    with _as_a_step_runs(call for call, _ in calls.values()):
+    with as_a_step_runs(call for call, _ in calls.values()):
         for name, (call, expected_bytes) in calls.items():
             try:
                 work = work_of(call)
@@ -243,6 +275,7 @@ def _measure_workspaces(
                 else:
                     found[name] = start_trial(name, call, memory_limit_bytes=memory_limit_bytes).memory
             except Exception as error:
-                level = logging.DEBUG if isinstance(error, _REFUSALS) else logging.WARNING
+                refused = isinstance(error, _REFUSALS) and not isinstance(error, torch.OutOfMemoryError)
+                level = logging.DEBUG if refused else logging.WARNING
                 _log.log(level, "its workspace is not measured: %s: %s", name, in_one_line(error))
     return found

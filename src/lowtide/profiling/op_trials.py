@@ -17,6 +17,7 @@ from itertools import zip_longest
 import torch
 
 from lowtide.ops.calls import Call, OpCost
+from lowtide.ops.device_memory import CPU, devices_beside_cpu, with_index
 from lowtide.ops.schema import is_view
 from lowtide.profiling.devices import (
     SLOW_SECONDS,
@@ -122,10 +123,10 @@ def timed(call: Call, device: Device) -> OpTiming:
 
 
 def device_of(call: Call) -> Device:
+    """The accelerator that a call reads from or writes to, as far as its arguments say; else the CPU."""
     named = call.kwargs.get("device")
-    for tensor in call.tensors:
-        return device_for(tensor.device)
-    return device_for(torch.device(named) if named is not None else torch.device("cpu"))
+    found = devices_beside_cpu(call.tensors) or [CPU if named is None else with_index(torch.device(named))]
+    return device_for(found[0])
 
 
 def start_trial(key: str, call: Call, *, memory_limit_bytes: int) -> Trial:

@@ -41,6 +41,7 @@ _CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default"
 _SORTED_INDICES = "aten.embedding_dense_backward.default"
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm")
 _IN_CHUNKS = (*LOSS_GRADIENTS, log_probabilities)
+_A_GPU = torch.device("cuda")
 _TEMPORARY_INDICES = 4
 """Sorted indices, their old positions, and the copies of both in the sort."""
 
@@ -55,7 +56,8 @@ def estimated_costs(captured: Captured, gpu: Gpu) -> Step:
             known[name] = (_seconds(call, gpu), _workspace_bytes(call, gpu), True)
         costs[run] = known[name]
     multiplies = any(target_name(call.target).startswith(_PRODUCTS) for call in captured.calls.values())
-    return _as_on(gpu, _copying_in_eager(with_costs(captured.step, costs), captured), multiplies=multiplies)
+    step = _in_larger_chunks(with_costs(captured.step, costs), captured)
+    return _as_on(gpu, _copying_in_eager(step, captured), multiplies=multiplies)
 
 
 def _seconds(call: Call, gpu: Gpu) -> float:
@@ -91,12 +93,16 @@ def _workspace_bytes(call: Call, gpu: Gpu) -> int:
         return _copied_matrices_bytes(call)
     if call.target in _IN_CHUNKS:
         result = fake_result(call)
-        return int(rows_per_chunk(result, call.kwargs.get("chunk_bytes")) * result[0].nbytes)
+        return _chunk_bytes(result, call.kwargs.get("chunk_bytes"), device=_A_GPU)
     if name == _SORTED_INDICES:
         return _TEMPORARY_INDICES * call.tensors[1].nbytes
     if len(call.tensors) > 2 and call.tensors[1].dim() == 4:
         return backward_bytes(call.target, call.tensors[1], call.tensors[2])
     return 0
+
+
+def _chunk_bytes(value: torch.Tensor, most_bytes: int | None, *, device: torch.device | None = None) -> int:
+    return int(rows_per_chunk(value, most_bytes, device=device) * value[0].nbytes)
 
 
 def _copied_operands_bytes(call: Call, gpu: Gpu) -> int:
@@ -130,6 +136,19 @@ def _is_readable(matrix: torch.Tensor) -> bool:
         return True
     (rows, columns), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
     return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
+
+
+def _in_larger_chunks(step: Step, captured: Captured) -> Step:
+    """Chunks of a loss are larger on a GPU than on the CPU that the step was captured on; what eager has
+    beyond a chunk is less by that."""
+    nodes = list(step.nodes)
+    for run, call in captured.calls.items():
+        if run.is_first and call.target in _IN_CHUNKS:
+            value, most = fake_result(call), call.kwargs.get("chunk_bytes")
+            more = _chunk_bytes(value, most, device=_A_GPU) - _chunk_bytes(value, most)
+            node = nodes[run.rank]
+            nodes[run.rank] = replace(node, extra_eager_bytes=node.extra_eager_bytes - more)
+    return replace(step, nodes=tuple(nodes))
 
 
 def _copying_in_eager(step: Step, captured: Captured) -> Step:

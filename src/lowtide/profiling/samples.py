@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.calls import Call, span_elements
+from lowtide.ops.eager_batch_norm import with_real_reserve
 from lowtide.ops.recurrent import valid_batch_sizes, with_forward_results
+from lowtide.ops.recurrent_stack import with_recorded_graph
 from lowtide.ops.schema import bound_arguments, schema_name
 from lowtide.torch_compat.dispatch import storage_key
 
@@ -211,7 +213,8 @@ def make_sample(call: Call, *, fill: bool = True, seed: int = 0) -> tuple[tuple[
     maker = _Maker(_allocate(call.tensors), AllowedValues(0, min(2, smallest)), seed if fill else None)
     args = tuple(maker.make(arg, rule.get(name)) for name, arg in zip(names, call.args, strict=True))
     kwargs = {key: maker.make(arg, rule.get(key)) for key, arg in call.kwargs.items()}
-    return valid_batch_sizes(call, with_forward_results(call, args)), kwargs
+    args = with_real_reserve(call, with_forward_results(call, args))
+    return with_recorded_graph(call, valid_batch_sizes(call, args)), kwargs
 
 
 @dataclass

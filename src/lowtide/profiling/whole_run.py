@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from lowtide.analyze.captured_step import Captured
+from lowtide.errors import LowtideError
 from lowtide.facts import Run, Step
 from lowtide.planning.simulate import eager_runs, simulate_unchecked
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, KnownCosts, measure_costs
@@ -174,7 +175,14 @@ def run_costs(
         captured, memory_limit_bytes=memory_limit_bytes, use_cache=use_cache, progress=progress
     )
     by_identity = {id(tensor): tensor for tensor in tensors}
-    runs = [_run(segment, by_identity) for segment in captured.segments]
+    device = torch.device(captured.step.device)
+    try:
+        runs = [_run(segment, by_identity, device) for segment in captured.segments]
+    except torch.OutOfMemoryError as error:
+        raise LowtideError(
+            f"mode 'run' runs the whole step, and {captured.step.device} has too little memory free for it: "
+            "profile with mode 'ops', which runs one op at a time"
+        ) from error
     nodes = list(step.nodes)
     for rank, place in captured.graph_nodes.items():
         seen = runs[place.execution].get(place.node.name)
@@ -194,14 +202,14 @@ def run_costs(
     return replace(step, nodes=tuple(nodes)), known
 
 
-def _run(segment: Segment, tensors: Mapping[int, torch.Tensor]) -> dict[str, NodeRun]:
+def _run(segment: Segment, tensors: Mapping[int, torch.Tensor], device: torch.device) -> dict[str, NodeRun]:
     tangents = segment.tangents
     placeholders = segment.joint.graph.find_nodes(op="placeholder")
     primals = [node for node in placeholders if node not in tangents]
     identities = [origin.tensor for origin in segment.origins]
     given = dict(zip(primals, identities, strict=False))
     inputs = [_input(node, tensors.get(given.get(node, 0))) for node in placeholders]
-    profiler = GraphProfiler(segment.joint, device=inputs[0].device)
+    profiler = GraphProfiler(segment.joint, device=device)
     return outside_profiler(lambda: profiler.profile(*inputs, workspace=True))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.ops.calls import Call, signature, storages_bytes
+from lowtide.ops.recurrent_stack import bytes_behind
 from lowtide.ops.schema import may_have_flops
 from lowtide.profiling.samples import make_sample
 from lowtide.torch_compat.dispatch import (
@@ -149,9 +150,10 @@ def _faked() -> Iterator[None]:
 
 
 def fresh_storages(result: object, inputs: object) -> tuple[int, ...]:
-    """Bytes of each storage in `result` that is not among those of `inputs`, in order."""
+    """Bytes of each storage in `result` that is not among those of `inputs`, in order; with bytes that it
+    keeps live beside it."""
     old = {storage_key(tensor) for tensor in iter_tensors(inputs)}
-    new = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in iter_tensors(result)}
+    new = {storage_key(tensor): bytes_behind(tensor) for tensor in iter_tensors(result)}
     return tuple(nbytes for key, nbytes in new.items() if key not in old)
 
 

@@ -7,6 +7,7 @@
 - `collector`: the torch.compile backend that keeps the graphs and returns fake results
 - `uncaptured`: what uncaptured code makes and keeps live
 - `identity`: names and hashes of graphs, tensors, models and batches
+- `step_device`: the device of a step
 - `segments`: the graphs: `Segment`, `Execution`, `Trace`, and the slot for a plan, `GraphBinding`
 - `tangents`: which gradients reach a graph, and with which strides
 - `failures`: one-line errors for models that cannot be captured, with source line and next step

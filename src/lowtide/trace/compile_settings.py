@@ -43,6 +43,7 @@ def tracing() -> Iterator[None]:
         rarely_collected(),
         layers,
         dispatch.traced_by(recurrent.recurrent_rules()),
+        dispatch.traced_by(traced_ops.composite_rules(), keys=dispatch.COMPOSITE_KEYS),
         dispatch.traced_by(
             {**traced_ops.value_rules(), **traced_ops.number_rules()}, keys=dispatch.DIFFERENTIATED_KEYS
         ),

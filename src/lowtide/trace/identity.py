@@ -120,7 +120,8 @@ def structure(graph: fx.GraphModule) -> str:
 
 def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None, weights: Iterable[str]) -> str:
     """A short hash of a graph: ops, order, arguments, shapes, and names of the parameters and buffers that it
-    reads. The names tell equal blocks of one model apart.
+    reads. The names tell equal blocks of one model apart. Processes train one model on devices of one kind:
+    the index of a device is left out.
     """
     index = {node: position for position, node in enumerate(graph.graph.nodes)}
 
@@ -131,11 +132,13 @@ def fingerprint(graph: fx.GraphModule, num_forward_outputs: int | None, weights:
             return "[" + ",".join(plain(item) for item in value) + "]"
         if isinstance(value, dict):
             return "{" + ",".join(f"{key}:{plain(value[key])}" for key in sorted(value)) + "}"
+        if isinstance(value, torch.device):
+            return repr(torch.device(value.type))
         return target_name(value) if callable(value) else repr(value)
 
     def made(value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}{value.device}"
+            return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}{value.device.type}"
         if isinstance(value, (list, tuple)):
             return ",".join(made(item) for item in value)
         return ""

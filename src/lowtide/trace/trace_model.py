@@ -26,6 +26,7 @@ from lowtide.trace.collector import Collector
 from lowtide.trace.compile_settings import compiled
 from lowtide.trace.model_call import own_loss, sum_of_floats, tensors_in
 from lowtide.trace.segments import Execution, Trace, TracedModel
+from lowtide.trace.step_device import device_of
 from lowtide.trace.tangents import new_orders
 from lowtide.trace.uncaptured import UncapturedCode, UncapturedWatch, bytes_saved_by_autograd
 from lowtide.trace.user_state import user_state_restored
@@ -75,9 +76,13 @@ class _Call:
     simulated: SimulatedSharding | None
     gpu: Gpu | None
 
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.model, (self.args, self.kwargs))
+
     def collector(self, orders: Orders, *, real: bool) -> Collector:
         is_sharded = self.simulated is not None or bool(fsdp2.units_of(self.model))
-        watch = None if is_sharded or dispatch.active_modes() else UncapturedWatch()
+        watch = None if is_sharded or dispatch.active_modes() else UncapturedWatch(self.device)
         batch = self.args, self.kwargs
         gpu = None if real else self.gpu
         return Collector(self.model, batch, real=real, gpu=gpu, watch=watch, orders=orders)
@@ -172,6 +177,7 @@ def _trace(call: _Call, collector: Collector) -> Trace:
                 tensors_in((output, value)),
                 collector.known(model, (call.args, call.kwargs)),
                 num_graphs=sum(execution.segment.differentiable for execution in collector.executions),
+                device=call.device,
             )
         is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
         uncaptured, is_counted = _uncaptured_code(collector, [value] if is_scalar else [])

@@ -17,6 +17,7 @@ import torch
 
 from lowtide.facts import Region
 from lowtide.ops.calls import Call, signature
+from lowtide.ops.device_memory import CPU, is_on
 from lowtide.torch_compat import aot_autograd, autograd_engine, dispatch
 from lowtide.torch_compat.dispatch import iter_tensors, map_leaves, storage_key
 
@@ -74,10 +75,14 @@ class _Storage:
 
 
 class UncapturedWatch(dispatch.TorchDispatchMode):
-    """Sees every op that runs while it is on, except ops of graphs. Changes no result."""
+    """Sees every op that runs while it is on, except ops of graphs. Changes no result.
 
-    def __init__(self) -> None:
+    `device` is the step's: tensors elsewhere take no memory of it, and are not counted.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
         self.point = UncapturedPoint(Region.FORWARD, 0)
         self._is_inside = False
         self._storages: dict[int, _Storage] = {}
@@ -191,6 +196,8 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
         tensors = list(iter_tensors((args, kwargs)))
         if func.namespace != "aten" or func.is_view or not all(map(_has_bytes, tensors)):
             return  # an op of another library may do more than compute
+        if not any(is_on(self.device, tensor) for tensor in tensors):
+            return
         if sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
             return
         with self._fake:
@@ -211,7 +218,7 @@ class UncapturedWatch(dispatch.TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
-        if key not in self._storages and key not in self._outputs:
+        if key not in self._storages and key not in self._outputs and is_on(self.device, tensor):
             self._live[key] = _reference(tensor)
             self._storages[key] = _Storage(tensor.untyped_storage().nbytes(), self.point)
             self._events.append((self.point, key, True))
@@ -244,10 +251,10 @@ def unwatched() -> Iterator[None]:
 
 
 def bytes_saved_by_autograd(
-    results: Iterable[torch.Tensor], known: Container[int], *, num_graphs: int
+    results: Iterable[torch.Tensor], known: Container[int], *, num_graphs: int, device: torch.device = CPU
 ) -> dict[int, int]:
-    """Bytes that autograd's nodes behind `results` save, by how many of the `num_graphs` graphs with a
-    backward pass had run before; the storages `known` are left out.
+    """Bytes that autograd's nodes behind `results` save on the step's `device`, by how many of the
+    `num_graphs` graphs with a backward pass had run before; the storages `known` are left out.
 
     All bytes are under 0, as if live from the start, if `results` do not lead to all of these graphs.
     """
@@ -261,7 +268,7 @@ def bytes_saved_by_autograd(
         before = bisect(graphs, autograd_engine.creation_order(node)) if len(graphs) == num_graphs else 0
         for tensor in iter_tensors(list(autograd_engine.saved_values(node))):
             key = storage_key(tensor)
-            if key not in known and key not in seen:
+            if key not in known and key not in seen and is_on(device, tensor):
                 seen.add(key)
                 saved[before] = saved.get(before, 0) + tensor.untyped_storage().nbytes()
     return saved
