@@ -35,8 +35,9 @@ from lowtide.torch_compat import ddp
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.identity import user_tensors
 from lowtide.trace.model_call import Loop, Loss, Optimizers
+from lowtide.trace.step_device import device_of
 from lowtide.verification.comparison import planned
-from lowtide.verification.measure_step import Measured, autocast_here, device_of, measure_here
+from lowtide.verification.measure_step import Measured, autocast_here, measure_here
 from lowtide.verification.measure_step import measure_step as measure_target
 from lowtide.verification.verify_plan import Verification, measure_plan
 from lowtide.verification.verify_plan import verify as verify_target
@@ -78,7 +79,7 @@ class _Training:
     def offload_to(self) -> OffloadTarget | None:
         return parse_offload(self.offload) if self.offload else None
 
-    def check(self, model: nn.Module, ranks: Ranks | None) -> None:
+    def check(self, model: nn.Module, batch: Any, ranks: Ranks | None) -> None:
         if not isinstance(model, nn.Module):
             raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
         if runner_of(model) is not None:
@@ -98,7 +99,7 @@ class _Training:
         if self.offload_to is not None and units_of(model):
             raise LowtideError(SHARDED_OFFLOAD)
         if self.offload_to is not None:
-            open_store(self.offload_to, next((p.device.type for p in model.parameters()), "cpu"))
+            open_store(self.offload_to, str(device_of(model, batch)))
         ddp.check(model)
 
     def capture(
@@ -203,7 +204,7 @@ def profile(
         )
     limit_bytes = parse_size(memory_limit)
     group = ranks_of(model, process_group)
-    training.check(model, group)
+    training.check(model, batch, group)
     if mode == "run" and (ranks is not None or units_of(model)):
         raise LowtideError(
             "mode 'run' runs whole graphs in one process: profile a sharded model with mode 'ops'"
@@ -286,7 +287,7 @@ def checkpoint(
     ranks = ranks_of(model, process_group)
 
     def capture_step() -> Captured:
-        training.check(model, ranks)
+        training.check(model, batch, ranks)
         return training.capture(model, batch)
 
     with display.shown() as line:

@@ -66,3 +66,48 @@ def test_what_makes_no_sense_is_said(run_lowtide, target):
     assert code == Exit.USAGE and "choose one of a100-40g" in stderr
     code, _, stderr = run_lowtide("profile", target, "-b", "4", "--device", "a100-40g", "--mode", "run")
     assert code == Exit.USAGE and "not on the a100-40g" in stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("profile", "tiny-gpt2", "-b", "1"),
+        ("plan", "tiny-gpt2", "-b", "1", "--budget", "90%"),
+        ("run", "tiny-gpt2", "-b", "1", "--budget", "90%"),
+        ("verify", "plan.json"),
+        ("sweep", "tiny-gpt2", "-b", "1,2", "--budget", "90%"),
+        ("compare", "tiny-gpt2", "-b", "1"),
+        ("tradeoff", "tiny-gpt2", "-b", "1"),
+        ("fit", "tiny-gpt2", "--budget", "1GiB"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_device_that_is_not_here_is_refused_before_any_work(run_lowtide, arguments):
+    code, stdout, stderr = run_lowtide(*arguments, "--on", "xpu:7")
+    assert code == Exit.USAGE and not stdout and len(stderr.splitlines()) == 1
+    assert "no device 'xpu:7' here: this machine has cpu" in stderr
+
+
+def test_a_device_of_this_machine_is_not_one_that_is_not_here(run_lowtide, target):
+    arguments = ("plan", target, "-b", "4", "--budget", "90%", "--on", "cpu", "--device", "a100-40g")
+    code, _, stderr = run_lowtide(*arguments)
+    assert code == Exit.USAGE and "leave one of them out" in stderr
+    code, _, stderr = run_lowtide("plan", "profile.json", "--budget", "90%", "--on", "cpu")
+    assert code == Exit.USAGE and "--on is for a TARGET" in stderr
+
+
+def test_an_estimated_plan_is_verified_where_the_gpu_is(run_lowtide, target, tmp_path):
+    arguments = ("-b", "4", "--budget", "99%", "--device", "a100-40g", "-o", str(tmp_path), "-q")
+    assert run_lowtide("plan", target, *arguments)[0] == 0
+    code, _, stderr = run_lowtide("verify", str(tmp_path / "plan.json"))
+    assert code == Exit.USAGE and "estimated for a100-40g" in stderr and "lowtide plan" in stderr
+
+
+def test_on_the_cpu_by_name_is_the_same_step(run_lowtide, target, tmp_path):
+    for folder, on in (("default", ()), ("named", ("--on", "cpu"))):
+        assert run_lowtide("profile", target, "-b", "4", "-o", str(tmp_path / folder), "-q", *on)[0] == 0
+    default, named = (
+        json.loads((tmp_path / folder / "profile.json").read_text()) for folder in ("default", "named")
+    )
+    assert named["fingerprint"] == default["fingerprint"] and named["device"] == default["device"] == "cpu"
+    assert (default["target"]["device"], named["target"]["device"]) == (None, "cpu")

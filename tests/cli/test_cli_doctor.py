@@ -11,7 +11,7 @@ from lowtide.experiments.checkup import CaptureCheckup, OffloadCheckup, PlanChec
 from lowtide.experiments.machine import Note
 from lowtide.facts import TransferSpeed
 
-CAPTURED = CaptureCheckup(identity="a processor", num_ops=100, timing_noise=0.07, notes=())
+CAPTURED = CaptureCheckup(identity="a processor", num_ops=100, timing_noise=0.07, notes=(), free_bytes=None)
 PLANNED = PlanCheckup(
     budget_bytes=150,
     predicted_peak_bytes=(200, 150),
@@ -48,14 +48,15 @@ def finds(monkeypatch):
 
         return check
 
-    def let(*, capture=CAPTURED, plan=PLANNED, offload=OFFLOADED, **checks):
+    def let(*, kind="", capture=CAPTURED, plan=PLANNED, offload=OFFLOADED, **checks):
         captured = capture if isinstance(capture, Exception) else (capture, None, None)
         for name, found in (("check_capture", captured), ("check_plan", plan), ("check_offload", offload)):
             monkeypatch.setattr(checkup, name, answer(found))
         checks = {"torch": "2.13.0", **checks}
         monkeypatch.setattr(machine, "WITH_TORCH", {})
         monkeypatch.setattr(machine, "CHECKS", {name: answer(found) for name, found in checks.items()})
-        monkeypatch.setattr(machine, "why_no_cuda", lambda: "torch sees no CUDA device here")
+        monkeypatch.setattr(machine, "accelerator_kind", lambda: kind)
+        monkeypatch.setattr(machine, "why_no_accelerator", lambda: "torch sees no cuda device here")
 
     return let
 
@@ -94,9 +95,17 @@ def test_doctor(run_lowtide, finds, found, code, words):
     finds(**found)
     ended, stdout, _ = run_lowtide("doctor")
     assert ended == code and words in stdout and "torch: " in stdout
-    assert ("cuda: not run: torch sees no CUDA device here" in stdout) == ("torch" not in found)
+    assert ("accelerator: not run: torch sees no cuda device here" in stdout) == ("torch" not in found)
     ended, stdout, _ = run_lowtide("doctor", "--json")
     assert ended == code and "cpu" in json.loads(stdout)["devices"]
+
+
+def test_the_accelerator_that_torch_shows_is_checked_as_the_cpu_is(run_lowtide, finds):
+    finds(kind="xpu", capture=replace(CAPTURED, free_bytes=3 << 30))
+    ended, stdout, _ = run_lowtide("doctor")
+    assert ended == Exit.DONE and "cpu: a processor" in stdout and "xpu: a processor" in stdout
+    assert "  memory: 3.00 GiB free" in stdout
+    assert stdout.count("all is well") == 2 and "not run" not in stdout
 
 
 def test_lines_to_paste_are_not_broken(run_lowtide, finds, monkeypatch):

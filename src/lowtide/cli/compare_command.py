@@ -17,7 +17,7 @@ from lowtide.cli.options import (
     TimedRuns,
     command,
 )
-from lowtide.cli.sources import StepOptions, offers, profile_target, title_of
+from lowtide.cli.sources import StepOptions, offers, on_device, profile_target, title_of
 from lowtide.cli.terminal import Exit, Terminal, UsageError, table
 from lowtide.report.results import CompareRow, Results
 from lowtide.report.style import UNKNOWN, is_noisy, percent, size
@@ -68,8 +68,9 @@ def compare(
     shares = experiment.MEMORY_BUDGETS if memory_budgets is None else _shares(memory_budgets)
     out = output.claim(CSV, JSON, REPORT)
     spec = step.spec(target, batch_size)
-    name = title_of(spec)
     profile = profile_target(spec, terminal, step)
+    device = profile.step.device
+    name = on_device(title_of(spec), device)
     found: list[MethodResult] = []
     results = experiment.compare(
         spec,
@@ -83,11 +84,11 @@ def compare(
         found.append(result)
         terminal.note(f"{result.method}: {result.verdict_text}")
         if out is not None:
-            _write(out, found, finished=False, name=name, device=profile.step.device)
-    terminal.data(compare_data(found, finished=True, name=name))
+            _write(out, found, finished=False, name=name, device=device)
+    terminal.data(compare_data(found, finished=True, name=name, device=device))
     terminal.show(*compare_tables(found, name=name))
     if out is not None:
-        _write(out, found, finished=True, name=name, device=profile.step.device)
+        _write(out, found, finished=True, name=name, device=device)
         say_written(terminal, out, CSV, JSON)
     raise typer.Exit(compare_exit(found))
 
@@ -115,10 +116,13 @@ def compare_exit(found: "Sequence[MethodResult]") -> Exit:
     return Exit.DOES_NOT_FIT if above else Exit.DONE
 
 
-def compare_data(found: "Sequence[MethodResult]", *, finished: bool, name: str) -> dict[str, Any]:
+def compare_data(
+    found: "Sequence[MethodResult]", *, finished: bool, name: str, device: str
+) -> dict[str, Any]:
     from lowtide.experiments.compare_methods import result_to_dict
 
-    return {"target": name, "finished": finished, "methods": [result_to_dict(result) for result in found]}
+    methods = [result_to_dict(result) for result in found]
+    return {"target": name, "device": device, "finished": finished, "methods": methods}
 
 
 def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[RenderableType]:
@@ -154,10 +158,10 @@ def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: 
     from lowtide.report.exports import write_compare
 
     rows = list(found)
-    write_compare(out / CSV, rows if finished else [*rows, MORE])
+    write_compare(out / CSV, rows if finished else [*rows, MORE], device=device)
     write_experiment(
         out / JSON,
-        compare_data(found, finished=finished, name=name),
+        compare_data(found, finished=finished, name=name, device=device),
         plots={"compare": rows, "name": name} if finished else {},
         title=f"{name}: methods",
         environment=environment(device),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.experiments.checkup import CaptureCheckup, OffloadCheckup, PlanCheckup
 
 LIBRARIES = ("torch", "transformers", "numpy")
-SETTINGS = ("OMP_", "MKL_", "KMP_", "CUDA_", "PYTORCH_", "TORCH", "LOWTIDE_", "MALLOC_")
+SETTINGS = ("OMP_", "MKL_", "KMP_", "CUDA_", "HIP_", "PYTORCH_", "TORCH", "LOWTIDE_", "MALLOC_")
 """The prefixes of environment variables that torch and lowtide read."""
 
 NO_TORCH = "not run: torch does not work here"
@@ -36,9 +36,9 @@ class Failed(str):
 def doctor(terminal: Terminal) -> None:
     """Check capture, timing, peak, exactness and offload with a small model on this machine, in two minutes.
 
-    Prints a block to paste into an issue. Looks at what lowtide stands on first; then uses the CPU, and a
-    CUDA device where there is one. Exits with 4 when results differ, with 1 when a check fails, with 3 when a
-    peak is not as promised.
+    Prints a block to paste into an issue. Looks at what lowtide stands on first; then uses the CPU, and the
+    accelerator that torch shows, if any. Exits with 4 when results differ, with 1 when a check fails, with 3
+    when a peak is not as promised.
     """
     terminal.note("about two minutes; close what else keeps the machine busy")
     machine = _machine()
@@ -94,14 +94,11 @@ def _machine() -> dict[str, str]:
 
 def _devices(terminal: Terminal) -> dict[str, Any]:
     """The findings for each device, check by check; a text for a device that was not checked."""
-    from lowtide.experiments.checkup import DEVICES
-
-    found: dict[str, Any] = {}
-    for name in DEVICES:
-        why_not = machine_checks.why_no_cuda() if name == "cuda" else ""
-        found[name] = f"not run: {why_not}" if why_not else _device(terminal, name)
-        if why_not:
-            terminal.show_lines(f"{name}: {found[name]}")
+    found: dict[str, Any] = {"cpu": _device(terminal, "cpu")}
+    if kind := machine_checks.accelerator_kind():
+        return found | {kind: _device(terminal, kind)}
+    found["accelerator"] = f"not run: {machine_checks.why_no_accelerator()}"
+    terminal.show_lines(f"accelerator: {found['accelerator']}")
     return found
 
 
@@ -125,6 +122,7 @@ def _device(terminal: Terminal, name: str) -> dict[str, Any]:
 
 def _capture_lines(found: "CaptureCheckup") -> list[str]:
     return [
+        *([] if found.free_bytes is None else [f"  memory: {size(found.free_bytes)} free"]),
         f"  captured: {found.num_ops} nodes",
         f"  op times: change by {found.timing_noise:.0%} from one profile to the next",
         *(f"  note: {note}" for note in found.notes),

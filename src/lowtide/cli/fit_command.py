@@ -9,9 +9,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from lowtide.cli.options import OptionalBatchSize, TargetText, bytes_budgets, command
-from lowtide.cli.sources import StepOptions, offers, profile_target
+from lowtide.cli.sources import StepOptions, offers, on_device, profile_target
 from lowtide.cli.terminal import Exit, Terminal, UsageError, table
-from lowtide.facts.gpus import GPUS
 from lowtide.report.style import UNKNOWN, duration, percent, size
 from lowtide.zoo.targets import TargetSpec, check_target
 
@@ -85,10 +84,14 @@ def fit(
     with terminal.working("starting"):
         from lowtide.experiments.fit import find_fits
 
+    devices = ["cpu"]
+
     def profile(one: "Source") -> "Profile":
         assert isinstance(one, TargetSpec)
         terminal.note(f"looking at {_words(vary)} {getattr(one, vary.replace('-', '_'))}")
-        return profile_target(one, terminal, step)
+        found = profile_target(one, terminal, step)
+        devices.append(found.step.device)
+        return found
 
     def at(number: int) -> TargetSpec:
         changes: dict[str, Any] = {vary.replace("-", "_"): number}
@@ -101,11 +104,10 @@ def fit(
         check=not no_check and step.device is None,
         profile=profile,
     )
-    label = "" if step.device is None else GPUS[step.device].label
-    data = [{**fit_data(one, target=target), "device": label or "here"} for one in found]
+    data = [{**fit_data(one, target=target), "device": devices[-1]} for one in found]
     terminal.data(data[0] if len(data) == 1 else data)
     for one in found:
-        terminal.show(*fit_tables(one, name=target if not label else f"{target}, on {label}"))
+        terminal.show(*fit_tables(one, name=on_device(target, devices[-1])))
     raise typer.Exit(max(map(fit_exit, found)))
 
 

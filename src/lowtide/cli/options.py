@@ -29,7 +29,7 @@ from lowtide.cli.terminal import claim_folder, session
 from lowtide.errors import LowtideError
 from lowtide.facts.gpus import GPUS
 from lowtide.facts.plan import parse_offload
-from lowtide.facts.sizes import BadSize, parse_budget, parse_size
+from lowtide.facts.sizes import BadSize, check_budget, parse_size, split_reserved
 from lowtide.planning.registry import planner_names
 from lowtide.zoo.targets import CATALOG
 
@@ -78,7 +78,7 @@ def _files(incomplete: str, suffix: str, *, end: str = "", folders: bool = True)
 
 def _budget(text: str) -> str:
     """Refuse an invalid budget before any work; the peak is known only later."""
-    return _read(text, lambda: parse_budget(text, whole=1 << 60))
+    return _read(text, lambda: check_budget(text))
 
 
 def bytes_budget(text: str) -> str:
@@ -87,6 +87,13 @@ def bytes_budget(text: str) -> str:
         raise typer.BadParameter(
             f"'{text}' is a share of one size's own peak, and here sizes differ: write bytes, such as 8GiB"
         )
+    return _live_budget(text)
+
+
+def _live_budget(text: str) -> str:
+    """Refuse a budget of reserved bytes: sizes are compared by live bytes."""
+    if split_reserved(text)[1]:
+        raise typer.BadParameter(f"'{text}': sizes are compared by live bytes, so leave 'reserved' out")
     return _budget(text)
 
 
@@ -127,6 +134,18 @@ def _device(name: str | None) -> str | None:
     if name is not None and name.lower() not in GPUS:
         raise typer.BadParameter(f"no GPU called '{name}' is known here: choose one of {', '.join(GPUS)}")
     return None if name is None else name.lower()
+
+
+def _on(text: str | None) -> str | None:
+    """Refuse a device that is not here before any work."""
+    if text is None:
+        return None
+    from lowtide.zoo.placement import device_named
+
+    try:
+        return str(device_named(text))
+    except LowtideError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 class ProfileMode(StrEnum):
@@ -185,9 +204,19 @@ Budget = Annotated[
     str,
     typer.Option(
         metavar="SIZE",
-        help="Largest peak that the step may have: 8GiB, 500MB, a number, or 60% of the baseline's peak.",
+        help="Largest peak that the step may have: 8GiB, 500MB, a number, or 60% of the baseline's peak. "
+        "'20GiB reserved': of what an accelerator's allocator reserves.",
         show_default=False,
         callback=_budget,
+    ),
+]
+LiveBudget = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Largest peak that the step may have: 8GiB, 500MB, a number, or 60% of the baseline's peak.",
+        show_default=False,
+        callback=_live_budget,
     ),
 ]
 MemoryLimit = Annotated[
@@ -223,6 +252,17 @@ Device = Annotated[
         help=f"Estimate for a GPU that is not here: {', '.join(GPUS)}.",
         autocompletion=devices,
         callback=_device,
+        show_default=False,
+    ),
+]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="DEVICE",
+        help="Device of this machine: cpu, cuda, cuda:1. Without it: the CPU for a built-in target, the "
+        "factory's own choice otherwise.",
+        callback=_on,
         show_default=False,
     ),
 ]

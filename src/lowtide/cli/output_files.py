@@ -92,7 +92,7 @@ def plan_command(out: Path, *, budget: str, planner: str = "auto") -> str:
     """How to plan from the profile in `out`."""
     where, file = (shlex.quote(str(path)) for path in (out, out / PROFILE))
     other = "" if planner == "auto" else f" --planner {planner}"
-    return f"next: lowtide plan {file} --budget {budget}{other} -o {where}"
+    return f"next: lowtide plan {file} --budget {shlex.quote(budget)}{other} -o {where}"
 
 
 def after_run(
@@ -206,7 +206,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outco
     }
     return files + write_experiment(
         folder / VERIFICATION,
-        outcome_data(outcome, name=name),
+        outcome_data(outcome, name=name, device=step.device),
         plots={**shown, "budget_bytes": plan.budget_bytes, "name": name},
         title=name,
         environment=environment(step.device),

@@ -1,5 +1,6 @@
 """From the typed options to a profile: capture and measure a target, or read a file."""
 
+import gc
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from lowtide.cli.options import (
     NoCache,
     Offered,
     Offload,
+    On,
     Optimizer,
     ProfileMode,
     Ranks,
@@ -39,6 +41,7 @@ class StepOptions:
     sequence_length: SequenceLength = None
     optimizer: Optimizer = None
     seed: Seed = 0
+    on: On = None
     memory_limit: MemoryLimit = "1GiB"
     no_cache: NoCache = False
 
@@ -51,6 +54,11 @@ class StepOptions:
     mode: Mode = ProfileMode.OPS
 
     def spec(self, text: str, batch_size: int) -> TargetSpec:
+        if self.on is not None and self.device is not None:
+            raise UsageError(
+                f"--on {self.on} is a device of this machine, and --device {self.device} a GPU that is not "
+                "here: leave one of them out"
+            )
         return TargetSpec(
             text=text,
             batch_size=batch_size,
@@ -58,6 +66,7 @@ class StepOptions:
             sequence_length=self.sequence_length,
             optimizer=self.optimizer,
             seed=self.seed,
+            device=self.on,
         )
 
     @property
@@ -79,12 +88,25 @@ class StepOptions:
 
 def offers(*names: str) -> Offered:
     """Options of the first block, and `names` of the second."""
-    always = ("image_size", "sequence_length", "optimizer", "seed", "memory_limit", "no_cache")
+    always = ("image_size", "sequence_length", "optimizer", "seed", "on", "memory_limit", "no_cache")
     return Offered((*always, *names, *(("swap",) if "offload" in names else ())))
 
 
 def profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> "Profile":
-    """Load the target and profile one step of it; in mode `run` by running it, if it fits."""
+    """Load the target and profile one step of it; in mode `run` by running it, if it fits.
+
+    Afterwards this process has nothing of it on an accelerator: fresh processes need that memory.
+    """
+    found = _profile_target(spec, terminal, step)
+    if found.step.device != "cpu" and gpu_behind(found.step.device) is None:
+        import torch
+
+        gc.collect()
+        torch.accelerator.empty_cache()
+    return found
+
+
+def _profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> "Profile":
     offload = step.store
     with terminal.working(f"loading {spec.text}"):
         from lowtide import api
@@ -143,13 +165,13 @@ def open_source(
     title = title_of(spec) if spec else source
     if step.ranks is not None:
         title += f", one of {step.ranks} processes ({step.shard})"
-    return profile, spec, on_device(title, profile)
+    return profile, spec, on_device(title, profile.step.device)
 
 
 def title_of(spec: TargetSpec) -> str:
     return f"{spec.text}, batch {spec.batch_size}"
 
 
-def on_device(title: str, profile: "Profile") -> str:
-    """The title of a step, with the GPU that it was estimated for."""
-    return title if gpu_behind(profile.step.device) is None else f"{title}, on {profile.step.device}"
+def on_device(title: str, device: str) -> str:
+    """The title of a step, with its device unless that is the CPU."""
+    return title if device == "cpu" else f"{title}, on {device}"

@@ -7,7 +7,7 @@
 """
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,7 @@ from lowtide.cli.options import (
     Budget,
     Executor,
     ExecutorName,
+    On,
     OptionalBatchSize,
     OutputOptions,
     Planner,
@@ -28,9 +29,11 @@ from lowtide.cli.options import (
     command,
 )
 from lowtide.cli.sources import StepOptions, offers, on_device, open_source, profile_target, title_of
-from lowtide.cli.terminal import Terminal
+from lowtide.cli.terminal import Terminal, UsageError
 from lowtide.errors import BudgetTooSmall, TargetError
+from lowtide.facts.gpus import gpu_behind
 from lowtide.units import round_up_size
+from lowtide.zoo.targets import TargetSpec
 
 
 @command
@@ -53,7 +56,7 @@ def profile(
     out = output.claim(files.PROFILE, files.NODES, files.ACTIVATIONS)
     spec = step.spec(target, batch_size)
     measured = profile_target(spec, terminal, step)
-    summary = profile_summary(measured, name=on_device(title_of(spec), measured))
+    summary = profile_summary(measured, name=on_device(title_of(spec), measured.step.device))
     written = [] if out is None else files.write_profile(out, spec=spec, profile=measured)
     terminal.data(summary)
     terminal.show(*profile_tables(summary))
@@ -109,12 +112,14 @@ def verify(
     ],
     *,
     timed_runs: TimedRuns = 5,
+    on: On = None,
     output: OutputOptions,
 ) -> None:
     """Train without and with a plan in fresh processes: compare to the last bit, measure peaks and times.
 
-    The target is the one that the plan was made for. A step that only the plan makes small enough for
-    this machine runs with the plan alone, and is not compared. With -o writes verification.json.
+    The target is the one that the plan was made for, on its device or another of the same kind (--on). A
+    step that only the plan makes small enough for this machine runs with the plan alone, and is not compared.
+    With -o writes verification.json.
     Exits with 4 when results differ, with 3 when the peak is above the budget or the machine too small.
     """
     from lowtide.cli.output_files import VERIFICATION, load_plan
@@ -125,12 +130,13 @@ def verify(
     made, spec = load_plan(plan)
     if spec is None:
         raise TargetError(f"'{plan}' does not say what it was made for: make it with `lowtide plan`")
+    spec = _on_its_kind(spec, made.solution.device, on=on)
     with terminal.working(f"verifying {spec.text}"):
         from lowtide.experiments.measured import run_plan
 
         outcome = run_plan(spec, made, timed_runs=timed_runs)
-    name = title_of(spec)
-    data = outcome_data(outcome, name=name)
+    name = on_device(title_of(spec), spec.device or made.solution.device)
+    data = outcome_data(outcome, name=name, device=spec.device or made.solution.device)
     if out is not None:
         save_json(out / VERIFICATION, data)
     terminal.data(data)
@@ -138,6 +144,20 @@ def verify(
     if out is not None:
         terminal.note(f"wrote {out / VERIFICATION}")
     raise typer.Exit(outcome_exit(outcome, budget_bytes=made.budget_bytes))
+
+
+def _on_its_kind(spec: TargetSpec, planned: str, *, on: str | None) -> TargetSpec:
+    """The target on the device to verify it on, which must be of the kind that it was `planned` for."""
+    from lowtide.zoo.placement import device_named
+
+    where = on or spec.device or "cpu"
+    again = f"lowtide plan {shlex.quote(spec.text)} -b {spec.batch_size} --budget SIZE --on {where}"
+    if gpu_behind(planned) is not None:
+        raise UsageError(f"this plan is estimated for {planned}: plan where the GPU is, as in {again}")
+    if on is not None and device_named(on).type != planned.partition(":")[0]:
+        raise UsageError(f"this plan is for a step on {planned}, not on {on}: plan there, as in {again}")
+    device_named(on or planned)
+    return spec if on is None else replace(spec, device=on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +194,8 @@ def run(
     out = output.claim(*files.FILES)
     assert out is not None
     spec = step.spec(target, batch_size)
-    name = title_of(spec)
     profile = profile_target(spec, terminal, step)
+    name = on_device(title_of(spec), profile.step.device)
     summary = tables.profile_summary(profile, name=name)
     terminal.show(*tables.profile_tables(summary))
     written = files.write_profile(out, spec=spec, profile=profile)
@@ -184,11 +204,11 @@ def run(
             plan = profile.plan(budget, planner=planner, executor=executor)
     except BudgetTooSmall as error:
         terminal.note(f"wrote {', '.join(map(str, written))}; there is no plan")
-        lowest = round_up_size(error.floor_bytes)
+        lowest = round_up_size(error.floor_bytes) + (f" {error.of}" if error.of else "")
         if executor is ExecutorName.EAGER:
             terminal.note(files.plan_command(out, budget=lowest, planner=planner))
         else:
-            terminal.note(f"next: the same command with --budget {lowest} --force")
+            terminal.note(f"next: the same command with --budget {shlex.quote(lowest)} --force")
         raise
     written += files.write_plan(out, spec=spec, plan=plan)
     terminal.show(*tables.plan_tables(plan.solution, name=name))
@@ -203,7 +223,7 @@ def run(
         {
             "profile": summary,
             "plan": tables.plan_summary(plan.solution, name=name),
-            "verification": tables.outcome_data(outcome, name=name),
+            "verification": tables.outcome_data(outcome, name=name, device=profile.step.device),
             "files": [str(path) for path in written],
         }
     )

@@ -10,8 +10,8 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.cli.options import Budget, OutputOptions, Planner, TargetText, TimedRuns, command
-from lowtide.cli.sources import StepOptions, offers, profile_target
+from lowtide.cli.options import LiveBudget, OutputOptions, Planner, TargetText, TimedRuns, command
+from lowtide.cli.sources import StepOptions, offers, on_device, profile_target
 from lowtide.cli.terminal import Exit, Terminal, table
 from lowtide.errors import LowtideError
 from lowtide.report.results import Results, StepMeasurement, SweepRow, SweepStatus
@@ -56,7 +56,7 @@ def sweep(
             callback=_readable,
         ),
     ],
-    budget: Budget,
+    budget: LiveBudget,
     planner: Planner = "auto",
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep what an earlier sweep into the same folder measured.")
@@ -85,7 +85,7 @@ def sweep(
     done = earlier_rows(output.folder / JSON, settings) if resume and output.folder is not None else []
     out = output.claim(*(() if resume else (CSV, JSON, REPORT, PLOTS)))
     rows: list[SweepRow] = []
-    devices = ["cpu"]
+    devices = [step.on or "cpu"]
 
     def profile(one: TargetSpec) -> "Profile":
         found = profile_target(one, terminal, step)
@@ -111,9 +111,10 @@ def sweep(
             # with rows of an earlier sweep that this one has not reached, or that were not asked for
             known = [*rows, *waiting.values()]
             pending = [n for n in sizes[len(rows) :] if n not in waiting]
-            _write(out, known, settings, pending=pending, name=target, device=devices[-1])
-    terminal.data(_data(rows, settings, finished=True))
-    terminal.show(*sweep_tables(rows, name=target))
+            name = on_device(target, devices[-1])
+            _write(out, known, settings, pending=pending, name=name, device=devices[-1])
+    terminal.data(_data(rows, settings, finished=True, device=devices[-1]))
+    terminal.show(*sweep_tables(rows, name=on_device(target, devices[-1])))
     say_written(terminal, out, CSV, JSON)
     raise typer.Exit(sweep_exit(rows))
 
@@ -214,10 +215,13 @@ def sweep_exit(rows: Sequence[SweepRow]) -> Exit:
     return Exit.DONE if fits else Exit.DOES_NOT_FIT
 
 
-def _data(rows: Sequence[SweepRow], settings: dict[str, Any], *, finished: bool) -> dict[str, Any]:
+def _data(
+    rows: Sequence[SweepRow], settings: dict[str, Any], *, finished: bool, device: str
+) -> dict[str, Any]:
     from lowtide.experiments.sweep_rows import row_to_dict
 
-    return {"settings": settings, "finished": finished, "rows": [row_to_dict(row) for row in rows]}
+    found = [row_to_dict(row) for row in rows]
+    return {"settings": settings, "device": device, "finished": finished, "rows": found}
 
 
 def _write(
@@ -233,10 +237,10 @@ def _write(
     from lowtide.cli.output_files import environment, write_experiment
     from lowtide.report.exports import write_sweep
 
-    write_sweep(out / CSV, [*rows, *(_pending(batch_size) for batch_size in pending)])
+    write_sweep(out / CSV, [*rows, *(_pending(batch_size) for batch_size in pending)], device=device)
     write_experiment(
         out / JSON,
-        _data(rows, settings, finished=not pending),
+        _data(rows, settings, finished=not pending, device=device),
         plots={"sweep": rows, "name": name},
         title=f"{name}: batch sizes",
         environment=environment(device),

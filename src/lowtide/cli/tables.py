@@ -22,6 +22,7 @@ from lowtide.report.style import (
     duration,
     how_good,
     percent,
+    reserved_text,
     short_source,
     size,
 )
@@ -113,6 +114,7 @@ def plan_summary(solution: Solution, *, name: str) -> dict[str, Any]:
         "decisions": [asdict(decision) for decision in solution.decisions],
         "notes": list(solution.notes),
         **_offload_summary(solution),
+        **({} if solution.reserved is None else {"reserved": to_dict(solution.reserved)}),
     }
 
 
@@ -120,8 +122,9 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
     recomputed, offloaded = (_largest(solution, action) for action in (Action.RECOMPUTE, Action.OFFLOAD))
     saved = solution.peak_bytes / solution.baseline_peak_bytes - 1 if solution.baseline_peak_bytes else None
     figures = [
-        ("budget", size(solution.budget_bytes), ""),
+        ("budget", size(solution.budget_bytes), _reserved_budget(solution)),
         ("predicted peak", size(solution.peak_bytes), f"{percent(saved)}, at '{solution.peak_node}'"),
+        *_reserved(solution),
         ("baseline peak", size(solution.baseline_peak_bytes), ""),
         *_floor(solution),
         (
@@ -144,6 +147,18 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
             title = f"Largest activations that are {action} ({min(NUM_LARGEST, len(found))} of {len(found)})"
             tables.append(table(title, columns, [_decision(d) for d in found[:NUM_LARGEST]]))
     return [*tables, *(Text(f"note: {note}") for note in solution.notes)]
+
+
+def _reserved_budget(solution: Solution) -> str:
+    found = solution.reserved
+    if found is None or found.budget_bytes is None:
+        return ""
+    return f"so that at most {size(found.budget_bytes)} are reserved"
+
+
+def _reserved(solution: Solution) -> list[tuple[str, str, str]]:
+    found = solution.reserved
+    return [] if found is None else [("predicted reserved", size(found.most_bytes), reserved_text(found))]
 
 
 def _largest(solution: Solution, action: Action) -> list[Decision]:
@@ -247,12 +262,23 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "–"
 
 
-def outcome_data(outcome: "Outcome", *, name: str) -> dict[str, Any]:
+def outcome_data(outcome: "Outcome", *, name: str, device: str) -> dict[str, Any]:
     result = outcome.verification
     if result is None:
-        return {"target": name, "not_compared": outcome.reason, **asdict(outcome.measurement)}
+        return {
+            "target": name,
+            "device": device,
+            "not_compared": outcome.reason,
+            **asdict(outcome.measurement),
+        }
     figures = {"fits": result.fits, "overhead": result.overhead, "noise": result.noise}
-    return {"target": name, **figures, **asdict(replace(result, plan=None)), "notes": list(result.notes)}
+    return {
+        "target": name,
+        "device": device,
+        **figures,
+        **asdict(replace(result, plan=None)),
+        "notes": list(result.notes),
+    }
 
 
 def outcome_tables(outcome: "Outcome", *, budget_bytes: int, name: str) -> list[RenderableType]:
@@ -275,6 +301,8 @@ def outcome_exit(outcome: "Outcome", *, budget_bytes: int) -> Exit:
     peak_bytes = outcome.measurement.planned.measured_peak_bytes
     if outcome.measurement.exact is False:
         return Exit.RESULTS_DIFFER
+    if outcome.verification is not None:
+        return Exit.DONE if outcome.verification.fits else Exit.DOES_NOT_FIT
     return Exit.DONE if peak_bytes is not None and peak_bytes <= budget_bytes else Exit.DOES_NOT_FIT
 
 
@@ -302,10 +330,32 @@ def verification_tables(result: "Verification", *, name: str) -> list[Renderable
     ]
     columns = ("step", "predicted peak>", "measured peak>", "resident peak>", "memory>")
     tables: list[RenderableType] = [table(f"{name}, peak memory", columns, peaks)]
+    if result.measured_reserved_bytes is not None:
+        tables.append(table(f"{name}, reserved by the allocator", RESERVED, _reserved_rows(result)))
     if result.step_timing is not None:
         tables.append(table(f"{name}, step time", ("step", "time>", "time added>"), times))
         tables.append(Text(HOW_TIMED))
     return [*tables, *(Text(line) for line in verdict(result))]
+
+
+RESERVED = ("step", "predicted at most>", "measured>", "budget>")
+
+
+def _reserved_rows(result: "Verification") -> list[tuple[str, str, str, str]]:
+    return [
+        (
+            "baseline",
+            size(result.baseline_predicted_reserved_bytes),
+            size(result.baseline_measured_reserved_bytes),
+            "",
+        ),
+        (
+            "planned",
+            size(result.predicted_reserved_bytes),
+            size(result.measured_reserved_bytes),
+            size(result.reserved_budget_bytes),
+        ),
+    ]
 
 
 def _timing(timing: Any) -> str:

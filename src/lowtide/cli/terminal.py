@@ -50,6 +50,8 @@ def exit_code(error: BaseException) -> Exit:
             return Exit.INTERRUPTED
         case BudgetTooSmall() | NotEnoughMemory():
             return Exit.DOES_NOT_FIT
+        case _ if _is_out_of_memory(error):
+            return Exit.DOES_NOT_FIT
         case BadSize() | UsageError():
             return Exit.USAGE
         case _:
@@ -63,7 +65,15 @@ def one_line(error: BaseException) -> str:
         return text
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if _is_out_of_memory(error):
+        return f"{'. '.join(text.split('. ')[:3])}: try a smaller batch, or end what else is on the device"
     return f"{type(error).__name__}: {text} (this should not happen; -v shows where)"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether an accelerator's allocator had no memory left; a command without torch never asks torch."""
+    kind = error.kind if isinstance(error, FreshProcessError) else type(error).__name__
+    return kind == "OutOfMemoryError"
 
 
 class Dotted:

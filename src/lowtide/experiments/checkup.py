@@ -18,7 +18,6 @@ from lowtide.zoo.build import Built, build
 
 MODEL, BATCH_SIZE = "tiny-transformer", 8
 """Dropout, attention and layer norm; needs no library but torch."""
-DEVICES = ("cpu", "cuda")
 FREE = 1e15
 """Bytes per second of a store that costs nothing."""
 
@@ -28,9 +27,11 @@ class CaptureCheckup:
     """A model on one device, captured and timed.
 
     `timing_noise`: the median change of an op's time from one profile to the next, all ops weighted equally.
+    `free_bytes`: memory of an accelerator; None for the CPU.
     """
 
     identity: str
+    free_bytes: int | None
     num_ops: int
     timing_noise: float
     notes: tuple[str, ...]
@@ -85,6 +86,7 @@ def check_capture(name: str) -> tuple[CaptureCheckup, Built, Profile]:
     )
     found = CaptureCheckup(
         identity=device_for(device(name)).identity,
+        free_bytes=device_for(device(name)).free_bytes(),
         num_ops=len(second.nodes),
         timing_noise=_noise(first.step, second.step),
         notes=second.step.notes,

@@ -14,7 +14,7 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.facts.plan import offload_text, parse_offload
-from lowtide.facts.sizes import parse_budget
+from lowtide.facts.sizes import check_budget
 from lowtide.plans import Plan
 from lowtide.runtime.executor import executor_named
 from lowtide.runtime.runner import remove
@@ -59,7 +59,7 @@ def no_longer_await(module: nn.Module) -> None:
 
 def checked_budget(budget: str | int) -> str | int:
     """A budget that can be read; BadSize at once where it cannot, not when the first batch comes."""
-    parse_budget(budget, whole=sys.maxsize)
+    check_budget(budget)
     return budget
 
 

@@ -35,10 +35,9 @@ def unfinished_verdict(missing: str) -> Verdict:
 
 
 def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict:
-    measured = measurement.planned.measured_peak_bytes if measurement else None
-    peak = solution.peak_bytes if measured is None else measured
+    peak, measured, budget_bytes = _against_budget(solution, measurement)
     basis = "simulated" if measured is None else "measured"
-    budget = size(solution.budget_bytes)
+    budget = size(budget_bytes)
     if measurement and measurement.exact is False:
         return Verdict(
             tone="bad",
@@ -46,14 +45,13 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
             why=f"{len(measurement.differences)} differences: {_blame(measurement)}. "
             f"Peak {size(peak)} ({basis}) for a budget of {budget}.",
         )
-    if peak > solution.budget_bytes:
+    if peak > budget_bytes:
         return Verdict(
             tone="bad",
             headline=f"Does not fit: {size(peak)} for a budget of {budget}",
-            why=f"The {basis} peak is {size(peak - solution.budget_bytes)} over the budget."
-            + _lowest(solution),
+            why=f"The {basis} peak is {size(peak - budget_bytes)} over the budget." + _lowest(solution),
         )
-    spare = size(solution.budget_bytes - peak)
+    spare = size(budget_bytes - peak)
     if measured is None:
         return Verdict(
             tone="warn",
@@ -65,6 +63,16 @@ def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict
         headline=f"Fits: {size(peak)} of a {budget} budget",
         why=f"Measured over a whole step, {spare} to spare.",
     )
+
+
+def _against_budget(solution: Solution, measurement: Measurement | None) -> tuple[int, int | None, int]:
+    """The bytes to compare with the budget, whether they are measured, and the budget: live or reserved."""
+    planned, reserved = measurement.planned if measurement else None, solution.reserved
+    if reserved is not None and reserved.budget_bytes is not None:
+        measured = planned.reserved_peak_bytes if planned else None
+        return (reserved.most_bytes if measured is None else measured), measured, reserved.budget_bytes
+    measured = planned.measured_peak_bytes if planned else None
+    return (solution.peak_bytes if measured is None else measured), measured, solution.budget_bytes
 
 
 def _lowest(solution: Solution) -> str:
@@ -146,6 +154,9 @@ def _time_added(solution: Solution, measurement: Measurement | None) -> Tile:
 def _exactness(measurement: Measurement | None) -> Tile:
     if measurement is None or measurement.exact is None:
         return Tile(label="Results", value="not compared", note="lowtide verify compares", tone="warn")
+    if measurement.exact and measurement.eager_differences:
+        note = "as far as eager equals itself; the notes name the ops"
+        return Tile(label="Results", value="exact", note=note, tone="warn")
     if measurement.exact:
         return Tile(label="Results", value="exact", note="equal to eager to the last bit", tone="good")
     if measurement.recompute_exact:

@@ -1,8 +1,8 @@
 """Files for other programs: CSV tables, and a Chrome trace for Perfetto (https://ui.perfetto.dev).
 
 CSV: fixed columns first, further ones after them. Unknown values are empty cells. Columns never move or
-vanish, so scripts may rely on their order. Bytes and seconds are plain numbers. Estimates for an absent GPU
-have a last column `device` with its name.
+vanish, so scripts may rely on their order. Bytes and seconds are plain numbers. Figures for
+another device than the CPU have a last column `device` with its name.
 
 Trace: every timeline is a process. Ops are trace events, in one thread per region and one for recompute. Live
 bytes are counters, one per kind and one for the total. Where values are offloaded, each direction of transfer
@@ -18,7 +18,6 @@ from typing import Any
 
 from lowtide.facts import Action, Activation, Decision, Node, Step
 from lowtide.facts.files import write_atomic
-from lowtide.facts.gpus import gpu_behind
 from lowtide.planning.simulate import Timeline
 from lowtide.report import times
 from lowtide.report.results import CompareRow, SweepRow, TradeoffPoint
@@ -129,7 +128,7 @@ def write_transfers(path: Path, use: StoreUse, *, device: str = "cpu") -> Path:
     return _write(path, TRANSFER_COLUMNS, rows, device=device)
 
 
-def write_sweep(path: Path, rows: Sequence[SweepRow]) -> Path:
+def write_sweep(path: Path, rows: Sequence[SweepRow], *, device: str = "cpu") -> Path:
     """`sweep.csv`: one row per batch size; reduction, overhead and noise are fractions."""
     cells = (
         (
@@ -142,13 +141,13 @@ def write_sweep(path: Path, rows: Sequence[SweepRow]) -> Path:
         )
         for row in rows
     )  # fmt: skip
-    return _write(path, SWEEP_COLUMNS, cells)
+    return _write(path, SWEEP_COLUMNS, cells, device=device)
 
 
-def write_compare(path: Path, rows: Sequence[CompareRow]) -> Path:
+def write_compare(path: Path, rows: Sequence[CompareRow], *, device: str = "cpu") -> Path:
     """`compare.csv`: one row per method."""
     cells = ((row.method, row.peak_bytes, row.time_ratio, row.verdict_text, row.noise) for row in rows)
-    return _write(path, COMPARE_COLUMNS, cells)
+    return _write(path, COMPARE_COLUMNS, cells, device=device)
 
 
 def write_tradeoff(
@@ -174,12 +173,12 @@ def write_tradeoff(
 def _write(
     path: Path, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, device: str = "cpu"
 ) -> Path:
-    estimated = gpu_behind(device) is not None
+    named = device != "cpu"
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*columns, *(["device"] if estimated else [])])
+    writer.writerow([*columns, *(["device"] if named else [])])
     for row in rows:
-        writer.writerow([*map(_cell, row), *([device] if estimated else [])])
+        writer.writerow([*map(_cell, row), *([device] if named else [])])
     return write_atomic(path, text.getvalue())
 
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from lowtide.facts import Action, Kind, Solution, Step
 from lowtide.planning.simulate import Bytes, Timeline
 from lowtide.report import style
-from lowtide.report.style import LABELS, STACK, duration, how_good, percent, size
+from lowtide.report.style import LABELS, STACK, duration, how_good, percent, reserved_text, size
 
 Rows = list[tuple[str, str]]
 
@@ -33,7 +33,7 @@ def plan_rows(solution: Solution) -> Rows:
     counts = ", ".join(f"{fates.count(action)} {action.lower()}" for action in Action if action in fates)
     saved = solution.peak_bytes / solution.baseline_peak_bytes - 1 if solution.baseline_peak_bytes else None
     return [
-        ("budget", size(solution.budget_bytes)),
+        *_budget(solution),
         ("peak", f"{size(solution.peak_bytes)}, predicted, at '{solution.peak_node}'"),
         ("baseline", f"{size(solution.baseline_peak_bytes)} ({percent(saved)})"),
         (
@@ -44,6 +44,14 @@ def plan_rows(solution: Solution) -> Rows:
         ("activations", counts or "none"),
         *(("note", note) for note in solution.notes),
     ]
+
+
+def _budget(solution: Solution) -> Rows:
+    found = solution.reserved
+    if found is None:
+        return [("budget", size(solution.budget_bytes))]
+    wanted = f"{size(found.budget_bytes)} reserved, " if found.budget_bytes is not None else ""
+    return [("budget", f"{wanted}{size(solution.budget_bytes)}"), ("reserved", reserved_text(found))]
 
 
 def as_text(title: str, rows: Rows) -> str:

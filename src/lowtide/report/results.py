@@ -44,13 +44,15 @@ def with_why(status: str, why: str) -> str:
 class StepMeasurement:
     """One way to run the step: its predicted (simulated) and its measured figures.
 
-    `resident_peak_bytes` is the kernel's figure beside torch's own count. `seconds_spread` is the
+    `resident_peak_bytes` is the kernel's figure beside torch's own count, `reserved_peak_bytes` what the
+    allocator of an accelerator reserved. `seconds_spread` is the
     distance between the first and the third quartile of the step's time.
     """
 
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     resident_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
     seconds_median: float | None = None
     seconds_spread: float | None = None
 
@@ -70,8 +72,8 @@ class Measurement:
 
     `noise` is the uncertainty of `overhead`, None for a single run. `exact` is None where results were not
     compared. `differences` name the tensors that differ. `recompute_exact`: results equal those of the
-    captured graph without recompute, so the plan does not cause the differences. `notes` say where peaks
-    disagree, and why.
+    captured graph without recompute, so the plan does not cause the differences. `eager_differences`: where
+    eager differs from itself, which is not the plan's. `notes` say where peaks disagree, and why.
     """
 
     baseline: StepMeasurement
@@ -80,6 +82,7 @@ class Measurement:
     exact: bool | None = None
     recompute_exact: bool | None = None
     differences: tuple[str, ...] = ()
+    eager_differences: tuple[str, ...] = ()
     method: str = ""
     notes: tuple[str, ...] = ()
 

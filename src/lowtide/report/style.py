@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from lowtide.errors import LowtideError
-from lowtide.facts import Kind, Region
+from lowtide.facts import Kind, Region, ReservedBytes
 from lowtide.facts.files import write_atomic
 
 if TYPE_CHECKING:
@@ -92,6 +92,14 @@ def breakable(name: str) -> Markup:
 def short_source(source: str) -> str:
     """A source line without the folder of an installed package."""
     return re.sub(r"^.*/(?:site|dist)-packages/", "", source)
+
+
+def reserved_text(found: ReservedBytes) -> str:
+    """What an allocator is predicted to reserve, in words."""
+    low, high = size(found.least_bytes), size(found.most_bytes)
+    words = high if low == high else f"{low} to {high}"
+    how = "with expandable segments, " if found.expandable_segments else ""
+    return f"{words} by the allocator, {how}predicted; baseline {size(found.baseline_bytes)}"
 
 
 def percent(share: float | None) -> str:

@@ -2,6 +2,7 @@
 
 - `targets`: the built-in targets; from a TARGET, as typed, to a model, its batch, its optimizer and its loss
 - `build`: make a built-in target, with an optimizer by name; `from_transformers`: models of that library
+- `placement`: the devices of this machine, and a target moved to one of them
 """
 
 from lowtide.zoo.targets import CATALOG, Entry, find_entry

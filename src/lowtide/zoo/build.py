@@ -148,8 +148,8 @@ def build(
     entry = find_entry(name).with_size(image_size=image_size, sequence_length=sequence_length)
     if batch_size < 1:
         raise TargetError(f"the batch size must be at least 1, not {batch_size}")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # all is drawn on the CPU: no accelerator has to start
         model, batch = _FAMILIES[entry.family](entry, batch_size)
     model = model.train().to(device)
     batch = {key: value.to(device) for key, value in batch.items()}

@@ -146,7 +146,8 @@ class TargetSpec:
     """How to load a target: enough to make the same one again in another process.
 
     `optimizer` is a name that `lowtide.zoo.build.make_optimizer` reads. None means `adam` for a
-    built-in target, and for a factory whatever it returns.
+    built-in target, and for a factory whatever it returns. `device` is one of this machine, as torch names
+    it; None means the CPU for a built-in target, and for a factory wherever it puts its model.
     """
 
     text: str
@@ -155,9 +156,13 @@ class TargetSpec:
     sequence_length: int | None = None
     optimizer: str | None = None
     seed: int = 0
+    device: str | None = None
 
     def load(self) -> Target:
         """The same fields give the same weights and batch in any process."""
+        from lowtide.zoo.placement import device_named
+
+        device = None if self.device is None else device_named(self.device)
         where, colon, factory_name = _parts(self.text)
         if colon:
             if self.image_size is not None or self.sequence_length is not None:
@@ -167,12 +172,14 @@ class TargetSpec:
                 )
             with _importable(where):
                 factory = _find_factory(where, factory_name)
-                target = call_factory(factory, self.text, batch_size=self.batch_size, seed=self.seed)
-            return _with_optimizer(target, self.optimizer)
+                target = call_factory(
+                    factory, self.text, batch_size=self.batch_size, seed=self.seed, device=device
+                )
+            return _with_optimizer(_on(target, device), self.optimizer)
         check_target(self.text)
         from lowtide.zoo.build import build
 
-        options = asdict(self) | {"optimizer": self.optimizer or "adam"}
+        options = asdict(self) | {"optimizer": self.optimizer or "adam", "device": device or "cpu"}
         built = build(options.pop("text"), **options)
         return Target(self.text, built.model, built.batch, built.optimizer)
 
@@ -257,19 +264,29 @@ def _import_module(name: str) -> ModuleType:
         raise TargetError(f"cannot import {name}: {_one_line(error)}") from error
 
 
-def call_factory(factory: Callable[[int], Any], text: str, *, batch_size: int, seed: int) -> Target:
-    import torch
+def call_factory(
+    factory: Callable[..., Any],
+    text: str,
+    *,
+    batch_size: int,
+    seed: int,
+    device: "torch.device | None" = None,
+) -> Target:
+    """What the factory makes. It is told of a `device` that was asked for if it has a parameter `device`."""
+    from lowtide.zoo.placement import seeded
 
+    given: dict[str, Any] = {}
     try:
         inspect.signature(factory).bind(batch_size)
+        if device is not None and "device" in inspect.signature(factory).parameters:
+            given["device"] = device
     except TypeError:
         raise TargetError(f"the factory {text} must take one argument, the batch size") from None
     except ValueError:
         pass  # a callable without a signature: only a call can tell
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         try:
-            returned = factory(batch_size)
+            returned = factory(batch_size, **given)
         except (Exception, SystemExit) as error:
             raise TargetError(f"the factory {text} raised {_one_line(error)}") from error
     wrong = _what_is_wrong(returned)
@@ -299,6 +316,16 @@ def _what_is_wrong(returned: Any) -> str:
     if loss is not None and not callable(loss):
         return f"the loss is of type {_type_name(loss)}, which is not callable"
     return ""
+
+
+def _on(target: Target, device: "torch.device | None") -> Target:
+    """The target on another device, with the state of its optimizer; None leaves it where it is."""
+    if device is None:
+        return target
+    from lowtide.zoo.placement import move_model, moved
+
+    model = move_model(target.model, target.optimizer, device)
+    return replace(target, model=model, batch=moved(target.batch, device), loss=moved(target.loss, device))
 
 
 def _with_optimizer(target: Target, optimizer: str | None) -> Target:
