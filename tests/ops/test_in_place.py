@@ -1,11 +1,13 @@
 """Results written over what an op reads have the bits that they have in memory of their own."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from lowtide.ops import loss_chunks
-from lowtide.ops.in_place import WITH_OUT, overwriting
+from lowtide.ops.in_place import WITH_OUT, keeps_bits, overwriting
 from lowtide.ops.loss_chunks import (
     LOSS_GRADIENTS,
     log_probabilities,
@@ -74,6 +76,40 @@ def test_every_op_gives_the_same_bits_over_an_argument_that_lies_in_another_orde
         expected = target(*turned)
         call = overwriting(target, place, tuple(turned), {})
         assert torch.equal(call.target(*call.args, **call.kwargs), expected)
+
+
+ORDERS = (None, (0, 1), (1, 2), (0, 2))
+"""Dimensions that are exchanged in memory."""
+
+
+def in_order(value: torch.Tensor, order: tuple[int, int] | None) -> torch.Tensor:
+    return value.clone() if order is None else value.transpose(*order).contiguous().transpose(*order)
+
+
+@pytest.mark.parametrize("dtype", (*TYPES, torch.complex64, torch.complex128), ids=str)
+def test_every_dtype_gives_the_same_bits_whatever_the_order_of_each_argument_in_memory(dtype) -> None:
+    """An op that traces allow: one that keeps bits, over arguments whose strides need not agree."""
+    tried = 0
+    for target in set(WITH_OUT) - set(LOSS_GRADIENTS):
+        if not keeps_bits(target, dtype, {}):
+            continue
+        real = torch.float32 if dtype.is_complex else dtype
+        args = list(arguments(target, (9, 8, 5), real))
+        if dtype.is_complex:
+            args = [
+                torch.complex(a, a.flip(0)) if torch.is_tensor(a) and a.dtype == real else a for a in args
+            ]
+        tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        for orders in itertools.product(ORDERS, repeat=len(tensors)):
+            for i, order in zip(tensors, orders, strict=True):
+                args[i] = in_order(args[i], order)
+            expected = target(*args)
+            for place in WITH_OUT[target][1]:
+                copies = tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args)
+                call = overwriting(target, place, copies, {})
+                assert torch.equal(call.target(*call.args, **call.kwargs), expected), (target, orders, place)
+                tried += 1
+    assert tried > 100
 
 
 def test_a_value_that_does_not_lie_densely_is_left_alone() -> None:

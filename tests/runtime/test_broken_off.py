@@ -190,7 +190,7 @@ def test_steps_in_backward_say_how_far_they_got(caplog: pytest.LogCaptureFixture
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = lowtide.profile(model, batch(), loss=loss_of, optimizer=optimizer, step_in_backward=True)
     executor = Interrupted()
-    apply_plan(found.plan(found.peak_bytes), model, executor=executor, optimizer=optimizer)
+    apply_plan(found.plan(found.floor_bytes), model, executor=executor, optimizer=optimizer)
     executor.stop = 30
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
         loss_of(model(batch())).backward()

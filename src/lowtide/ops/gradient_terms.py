@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.torch_compat.aot_autograd import OWN_SUM
+
 aten = torch.ops.aten
 
 CAST_BY_USER = {"to", "bfloat16", "half", "type", "type_as", "to_copy"}
@@ -85,7 +87,8 @@ def return_terms(module: fx.GraphModule, places: Collection[int]) -> None:
         with graph.inserting_after(last_input if grad.op == "placeholder" else grad):
             node = graph.call_function(terms, tuple(parts))
         node.meta = {**grad.meta, "val": [part.meta["val"] for part in parts]}
-        node.meta.pop("is_gradient_acc", None)
+        for mark in ("is_gradient_acc", OWN_SUM):
+            node.meta.pop(mark, None)
         returned[place] = node
     output.args = (returned,)
     for node in reversed(list(graph.nodes)):
@@ -99,6 +102,11 @@ def adds_gradients(node: fx.Node) -> bool:
     return bool(node.meta.get("is_gradient_acc"))
 
 
+def is_own_sum(node: fx.Node) -> bool:
+    """Whether a node is autograd's sum of two gradients of an input of the graph."""
+    return bool(node.meta.get(OWN_SUM))
+
+
 def terms_of(grad: fx.Node) -> list[fx.Node]:
     """The gradients that autograd adds up to `grad`, in its order; `grad` alone if it is no sum."""
     return _sum_of(grad)[1]
@@ -109,7 +117,7 @@ def _sum_of(grad: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     sums: list[fx.Node] = []
     found: list[fx.Node] = []
     node = grad
-    while adds_gradients(node) and (node is grad or len(node.users) == 1):
+    while is_own_sum(node):
         earlier, last = node.args[-2:]  # `write_over` has further arguments before these
         assert isinstance(earlier, fx.Node) and isinstance(last, fx.Node)
         sums.append(node)

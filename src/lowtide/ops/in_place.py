@@ -1,6 +1,6 @@
 """Ops that can write their result over one of the values that they read, with the same bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,17 @@ ROUND_ONCE = (
     aten.masked_fill.Scalar,
     aten.where.self,
 )
-"""Ops that round each element at most once: their order in memory does not matter."""
+"""Ops that round each real element at most once: their order in memory does not matter."""
+
+BY_COMPONENT = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.masked_fill.Scalar, aten.where.self)
+"""Ops on complex numbers that round each component at most once. A product rounds several times, otherwise in
+vectors than one by one, and the strides of a kernel's result decide which of the two it takes."""
+
+
+def keeps_bits(target: Any, dtype: torch.dtype, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op of `WITH_OUT` has the same bits where it writes over a value of this dtype."""
+    return not dtype.is_complex or (target in BY_COMPONENT and not kwargs)
+
 
 IN_ROWS = (aten._softmax_backward_data.out, aten._log_softmax_backward_data.out)
 """Variants that write row after row, whatever the strides of their `out`."""

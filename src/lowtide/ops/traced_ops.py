@@ -6,6 +6,8 @@
   value that fills a mask is the sum of the gradients under the mask. On fake tensors torch cannot read
   values, and takes formulas that round differently. Here the backward op recomputes eager's own op under
   autograd.
+- by value, whole: the gradient of a cumulative product, and the mean of a smoothed cross entropy by the
+  weights of all targets that are not ignored (`composite_rules`)
 - norms under autocast, whose fake statistics have the wrong dtype (`use_real_dtypes`)
 
 Shortcoming: there is no rule by value for `masked_fill_`, which works in place.
@@ -168,6 +170,70 @@ def _traced_by_value(name: str) -> Callable[..., Any]:
 def value_rules() -> dict[dispatch.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """For each of eager's ops: a function from torch's tracing rule to ours."""
     return {op: _traced_by_value(name) for name, op in OPS.items()}
+
+
+@torch.library.custom_op("lowtide::cumprod_gradient", mutates_args=())
+def cumprod_gradient(grad: Tensor, value: Tensor, dim: int, result: Tensor) -> Tensor:
+    """The gradient of a cumulative product; eager divides by the factors where none is zero."""
+    found: Tensor = aten.cumprod_backward(grad, value, dim, result)
+    return found.clone() if storage_key(found) == storage_key(grad) else found
+
+
+@cumprod_gradient.register_fake
+def _fake_cumprod_gradient(grad: Tensor, value: Tensor, dim: int, result: Tensor) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("lowtide::weight_of_targets", mutates_args=())
+def weight_of_targets(weight: Tensor, target: Tensor, ignored: Tensor) -> Tensor:
+    """The sum of the class weights of all targets that are not ignored, in eager's order."""
+    return weight.gather(0, target.masked_select(~ignored).flatten()).sum()
+
+
+@weight_of_targets.register_fake
+def _fake_weight_of_targets(weight: Tensor, target: Tensor, ignored: Tensor) -> Tensor:
+    return weight.new_empty(())
+
+
+MEAN = 1
+"""torch's number of the reduction."""
+
+
+def _traced_cross_entropy(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """Eager's cross entropy op by op, where torch's would sum the weights otherwise on fake tensors: with
+    class weights, smoothed labels, and a mean."""
+
+    def trace(  # noqa: PLR0917 - an op has no keywords
+        value: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        reduction: int = MEAN,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        by_index = target.shape != value.shape and not target.is_floating_point()
+        if weight is None or reduction != MEAN or not (by_index and label_smoothing):
+            return torchs(value, target, weight, reduction, ignore_index, label_smoothing)
+        dim = 0 if value.dim() == 1 else 1
+        logs = aten.log_softmax.int(value, dim, value.dtype)
+        loss = aten.nll_loss_nd(logs, target, weight, reduction, ignore_index)
+        by_class = weight.view([-1 if each == dim else 1 for each in range(value.dim())])
+        ignored = target == ignore_index
+        smooth = (-(logs * by_class).sum(dim)).masked_fill(ignored, 0.0).sum()
+        mean = smooth / weight_of_targets(weight, target, ignored)
+        return loss * (1 - label_smoothing) + mean * (label_smoothing / logs.shape[dim])
+
+    return trace
+
+
+def composite_rules() -> dict[
+    dispatch.OpOverload[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]
+]:
+    """For ops that ATen itself writes with other ops: a function from torch's tracing rule to ours."""
+    return {
+        aten.cumprod_backward.default: lambda _torchs: cumprod_gradient,
+        aten.cross_entropy_loss.default: _traced_cross_entropy,
+    }
 
 
 WEIGHTS = {

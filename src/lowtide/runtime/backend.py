@@ -1,6 +1,6 @@
 """A torch.compile backend that rewrites every captured graph by its plan and hands it to an executor."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -8,12 +8,13 @@ from typing import Any, Self
 
 from torch import fx
 
-from lowtide.analyze.gradient_sums import casts_of, specialised, sums_in_casts, sums_inside, sums_of
+from lowtide.analyze.gradient_sums import casts_of, specialised, sums_in_casts, sums_of
 from lowtide.facts import Graph, GraphRun, Kind
 from lowtide.offload.offload_store import OffloadStore, store_number
 from lowtide.ops.gradient_terms import with_gradient_terms
 from lowtide.optim.step_in_backward import StepInBackward, taking_updates
 from lowtide.runtime.backward import Backward, FirstCalls
+from lowtide.runtime.continued_sums import ScheduledSums, sums_inside, with_receivers
 from lowtide.runtime.executor import EAGER_OPS, Executor, ExecutorInParts, Function, RecentlyUsed
 from lowtide.runtime.graph_call import (
     AutocastCache,
@@ -22,7 +23,7 @@ from lowtide.runtime.graph_call import (
     with_autocast_cache,
     with_handover,
 )
-from lowtide.runtime.observer import WEIGHTS_CHANGED, LoopObserver
+from lowtide.runtime.observer import CAST_OUTSIDE, VIEW_USED, WEIGHTS_CHANGED, LoopObserver
 from lowtide.runtime.rewrite import Rewritten, forward_only, rewrite
 from lowtide.torch_compat import aot_autograd, ddp, dynamo
 from lowtide.trace.identity import Origin, key_of
@@ -200,14 +201,15 @@ class _ScheduledGraph:
         )
         sums = sums_of(segment)
         self.num_terms = {place: sums.get(place, 1) for place in sorted(schedule.apart)}
-        # sums leave whole, unless the model is called again before the backward pass
-        self.sums = (
-            () if updates is not None or not executor.in_place else sums_inside(segment, schedule.apart)
+        self.sums = tuple(
+            place for place in sums_inside(segment, schedule.apart) if wanted.gradients[place] is not None
         )
-        self.num_terms |= {place: sums[place] for place in self.sums}
+        self.continues_sums = bool(self.sums) and updates is None and executor.in_place
+        self.wanted = wanted
         self.casts = casts_of(segment)
-        for place in sums_inside(segment, schedule.apart):
-            observer.summed_weight = observer.summed_weight or segment.origins[place].name
+        if not self.continues_sums:
+            for place in self.sums:
+                observer.summed_weight = observer.summed_weight or segment.origins[place].name
         observer.summed_in_cast = observer.summed_in_cast or sums_in_casts(segment)
         self.gradients = tuple(grad is not None for grad in results_of(self.rewritten.backward))
         self.gates: GradientGates | None = None
@@ -224,7 +226,16 @@ class _ScheduledGraph:
             compiled = _handover_in_ddp(compiled, self.gates)
         if self.num_terms:
             compiled = with_gradient_terms(compiled, self.num_terms)
-        return with_autocast_cache(compiled, self.casts, self.autocast_cache) if self.casts else compiled
+        if self.continues_sums:
+            compiled = with_receivers(compiled, self._sayings(VIEW_USED, self.sums))
+        if self.casts:
+            told = self._sayings(CAST_OUTSIDE, self.casts)
+            compiled = with_autocast_cache(compiled, self.casts, self.autocast_cache, told)
+        return compiled
+
+    def _sayings(self, text: str, places: Iterable[int]) -> dict[int, Callable[[], None]]:
+        """Warnings about inputs of the graph, by place."""
+        return {place: partial(self.observer.say, text, self.segment.origins[place].name) for place in places}
 
     def forward(self, inputs: Sequence[Any]) -> Function:
         run = self.executor(self.rewritten.forward, inputs, is_backward=False)
@@ -244,7 +255,9 @@ class _ScheduledGraph:
             first_calls=self.first_calls,
             used=partial(observer.output_used, self.segment.fingerprint),
             gates=self.gates,
-            sums=self.sums,
+            sums=ScheduledSums(self.wanted, self.schedule.schedule, self.rewritten, self.executor.in_place)
+            if self.continues_sums
+            else None,
             skips_parameters=any(
                 origin.kind is Kind.PARAMETER and not has_gradient
                 for origin, has_gradient in zip(self.segment.origins, self.gradients, strict=False)
@@ -254,7 +267,7 @@ class _ScheduledGraph:
         def call(values: list[Any]) -> Any:
             observer.backward_begins(lambda: values[num_saved:])
             with taking_updates(updates_number) if updates_number else nullcontext():
-                result = run(values, is_called_again=observer.is_called_again)
+                result = run(values)
             observer.backward_ends()
             return result
 

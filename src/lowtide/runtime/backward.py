@@ -1,6 +1,7 @@
 """A graph's backward pass, by the outputs that got a gradient."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -8,13 +9,14 @@ from torch import fx
 
 from lowtide.analyze.gradient_sums import specialised
 from lowtide.errors import Unsupported
-from lowtide.ops.gradient_terms import return_terms
 from lowtide.ops.random_ops import drawing_from, random_state
-from lowtide.runtime.executor import Executor, ExecutorInParts, Parts
+from lowtide.runtime.continued_sums import Continued, ScheduledSums, received
+from lowtide.runtime.executor import Executor, ExecutorInParts, Function, Parts
 from lowtide.runtime.graph_call import GradientGates, waiting_chain, with_handovers
 from lowtide.runtime.rewrite import Rewritten, baseline_schedule, rewrite
 from lowtide.torch_compat import aot_autograd
-from lowtide.torch_compat.autograd_engine import silence_hooks
+from lowtide.torch_compat.autograd_engine import nodes_after_this, silence_hooks
+from lowtide.torch_compat.gradient_edges import inside_planned_graph
 from lowtide.trace.segments import Segment
 from lowtide.trace.tangents import drop_zeros
 
@@ -46,8 +48,14 @@ class FirstCalls:
         return (
             None
             if self.segment is None
-            else _Start(list(inputs), {device: random_state(device) for device in self._devices})
+            else _Start(self._copied(inputs), {device: random_state(device) for device in self._devices})
         )
+
+    def _copied(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, with copies of those that the graph changes."""
+        assert self.segment is not None
+        changed = set(self.segment.mutated_inputs.values())
+        return [value.clone() if place in changed else value for place, value in enumerate(inputs)]
 
     def note(self, start: _Start | None) -> None:
         """Record a forward pass that has ended."""
@@ -70,11 +78,15 @@ class FirstCalls:
         return segment, start
 
 
+_Kind = tuple[frozenset[int], Continued]
+"""Outputs without a gradient, and inputs whose sums continue."""
+
+
 class Backward:
     """Runs a graph's backward pass. `used` gets the outputs with an unexpected gradient.
 
     Where the inputs have `gates`, the graph returns the first gradients, and the gates run the rest. Where
-    the model was called again before, the gradients of the inputs `sums` leave as terms.
+    later uses of inputs gave their gradients, the graph continues the sums (`sums`).
     `skips_parameters`: some parameters get no gradient under any loss.
     """
 
@@ -89,7 +101,7 @@ class Backward:
         first_calls: FirstCalls,
         used: Callable[[frozenset[int]], None],
         gates: GradientGates | None = None,
-        sums: Sequence[int] = (),
+        sums: ScheduledSums | None = None,
         skips_parameters: bool = False,
     ) -> None:
         self.rewritten = rewritten
@@ -102,10 +114,12 @@ class Backward:
         self.gates = gates
         self.sums = sums
         self.skips_parameters = skips_parameters
-        self._functions = {(planned_missing, False): executor(rewritten.backward, inputs, is_backward=True)}
-        self._parts: dict[frozenset[int], Parts] = {}
+        self._functions: dict[_Kind, Function] = {
+            (planned_missing, ()): executor(rewritten.backward, inputs, is_backward=True)
+        }
+        self._parts: dict[_Kind, Parts] = {}
 
-    def __call__(self, args: list[Any], *, is_called_again: bool = False) -> Any:
+    def __call__(self, args: list[Any]) -> Any:
         tangents = self.rewritten.tangents
         given = args[self.rewritten.num_saved :]
         missing = frozenset(output for output, value in zip(tangents, given, strict=True) if value is None)
@@ -116,34 +130,42 @@ class Backward:
             self.first_calls.are_as_planned()
         if missing or self.skips_parameters:
             silence_hooks()
+        kind = missing, self._receive(args)
         chain = None if self.gates is None else waiting_chain(self.gates)
         if chain is not None:
-            return chain.begin(self._in_parts(missing), args)
-        kind = missing, is_called_again and bool(self.sums)
+            return chain.begin(self._in_parts(kind), args)
         if kind not in self._functions:
-            module = self._without(missing)
-            if kind[1]:
-                return_terms(module, self.sums)
-            self._functions[kind] = self.executor(module, self.inputs, is_backward=True)
-        return self._functions[kind](args)
+            self._functions[kind] = self.executor(self._backward(kind), self.inputs, is_backward=True)
+        with inside_planned_graph():
+            return self._functions[kind](args)
 
-    def _in_parts(self, missing: frozenset[int]) -> Parts:
-        if missing not in self._parts:
+    def _receive(self, args: list[Any]) -> Continued:
+        """Append the gradients that later uses of the graph's inputs have given."""
+        if self.sums is None:
+            return ()
+        continued, gradients = received(nodes_after_this())
+        args += gradients
+        return continued
+
+    def _in_parts(self, kind: _Kind) -> Parts:
+        if kind not in self._parts:
             assert self.gates is not None and isinstance(self.executor, ExecutorInParts)
-            planned = missing == self.planned_missing
-            module = self.rewritten.backward if planned else self._without(missing)
-            self._parts[missing] = self.executor.in_parts(
-                with_handovers(module, self.gates.groups), self.inputs
-            )
-        return self._parts[missing]
+            planned = kind == (self.planned_missing, ())
+            module = self.rewritten.backward if planned else self._backward(kind)
+            self._parts[kind] = self.executor.in_parts(with_handovers(module, self.gates.groups), self.inputs)
+        return self._parts[kind]
 
-    def _without(self, missing: frozenset[int]) -> fx.GraphModule:
+    def _backward(self, kind: _Kind) -> fx.GraphModule:
+        missing, continued = kind
         source = self.rewritten.backward
+        if continued:
+            assert self.sums is not None
+            source = self.sums.backward(continued)
         graph = fx.Graph()
         graph.output(graph.graph_copy(source.graph, {}))
         module = aot_autograd.graph_module(source, graph)
         inputs = module.graph.find_nodes(op="placeholder")[self.rewritten.num_saved :]
-        by_output = dict(zip(self.rewritten.tangents, inputs, strict=True))
+        by_output = dict(zip(self.rewritten.tangents, inputs, strict=False))
         drop_zeros(module, tangents=set(inputs), missing={by_output[output] for output in missing})
         return module
 
@@ -153,7 +175,11 @@ class Backward:
         segment, start = self.first_calls.take(min(surprising))
         self.used(surprising)
         baseline = specialised(segment, missing=missing, apart=self.apart)
-        rewritten = rewrite(baseline, baseline_schedule(baseline), in_place=self.executor.in_place)
+        schedule, in_place = baseline_schedule(baseline), self.executor.in_place
+        rewritten = rewrite(baseline, schedule, in_place=in_place)
+        if continued := self._receive(args):
+            sums = ScheduledSums(baseline, schedule, rewritten, in_place)
+            rewritten = replace(rewritten, backward=sums.backward(continued))
         forward = self.executor(rewritten.forward, _fake_inputs(rewritten.forward), is_backward=False)
         backward = self.executor(rewritten.backward, _fake_inputs(rewritten.backward), is_backward=True)
         given = args[self.rewritten.num_saved :]

@@ -17,7 +17,7 @@ from torch import fx, nn
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind, Reserve
 from lowtide.facts.plan import EXECUTORS
-from lowtide.facts.sizes import parse_budget, parse_size
+from lowtide.facts.sizes import parse_budget, parse_size, split_reserved
 from lowtide.planning.registry import planner_names
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime.backend import Backend, GraphSchedule
@@ -57,6 +57,11 @@ def lowtide(
         raise LowtideError(
             "the lowtide backend needs a budget: set LOWTIDE_BUDGET=8GiB in the environment, or say "
             'torch.compile(..., backend="lowtide", options={"budget": "8GiB"})'
+        )
+    if split_reserved(wanted)[1]:
+        raise LowtideError(
+            f"the budget {wanted!r} is of reserved bytes, which depend on the whole training step, and a "
+            "backend sees one graph: leave 'reserved' out, or use lowtide.checkpoint(model, batch, ...)"
         )
     reserve = parse_size(chosen["reserve"]) if "reserve" in chosen else 0
     planner = str(chosen.get("planner", "auto"))

@@ -25,6 +25,7 @@ from torch import fx
 
 from lowtide.ops.direct import hand_over
 from lowtide.torch_compat import aot_autograd, autograd_engine
+from lowtide.torch_compat.gradient_edges import has_run, will_cast
 from lowtide.trace.segments import Segment, results_of
 
 Groups = tuple[tuple[int, ...], ...]
@@ -206,16 +207,24 @@ class _AutocastNode(torch.autograd.Function):
     """Passes a weight on; rounds its gradient to `dtype` where that is the sum of several calls."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, cast: _CachedCast, dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        cast: _CachedCast,
+        dtype: torch.dtype,
+        cast_is_shared: Callable[[], None],
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.cast, ctx.dtype = cast, dtype
+        will_cast(ctx, cast_is_shared)
         return weight
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        has_run(ctx)
         if gradient is not None and ctx.cast.is_followed:
             gradient = gradient.to(ctx.dtype).to(gradient.dtype)
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 class AutocastCache:
@@ -236,8 +245,11 @@ class AutocastCache:
             self._casts.clear()
         self._block = block
 
-    def passed(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`weight` behind a node, for a graph that casts it to `dtype`."""
+    def passed(
+        self, weight: torch.Tensor, dtype: torch.dtype, cast_is_shared: Callable[[], None]
+    ) -> torch.Tensor:
+        """`weight` behind a node, for a graph that casts it to `dtype`. `cast_is_shared` is called where the
+        loop casts it as well."""
         cast, source = _CachedCast(autograd_engine.version_of(weight)), weight
         if id(weight) in self._casts:
             before, read_before = self._casts[id(weight)]
@@ -245,17 +257,20 @@ class AutocastCache:
                 before.is_followed, source = True, read_before
             else:
                 self._weight_changed()
-        passed: torch.Tensor = _AutocastNode.apply(source, cast, dtype)  # type: ignore[no-untyped-call]
+        passed: torch.Tensor = _AutocastNode.apply(source, cast, dtype, cast_is_shared)  # type: ignore[no-untyped-call]
         if self._block is not None:
             self._casts[id(weight)] = cast, passed
         return passed
 
 
 def with_autocast_cache(
-    function: Callable[..., Any], casts: Mapping[int, torch.dtype], cache: AutocastCache
+    function: Callable[..., Any],
+    casts: Mapping[int, torch.dtype],
+    cache: AutocastCache,
+    are_shared: Mapping[int, Callable[[], None]],
 ) -> Callable[..., Any]:
     """Call `function`, a compiled graph, with the weights that it `casts` (to which dtype, by place) passed
-    through nodes of the cache."""
+    through nodes of the cache. Functions of `are_shared` are called where the loop casts a weight as well."""
 
     def call(*args: Any) -> Any:
         values = list(args)
@@ -263,7 +278,7 @@ def with_autocast_cache(
         if torch.is_grad_enabled():
             cache.begin(values[next(iter(casts))].device)
             for place, dtype in casts.items():
-                values[place] = cache.passed(values[place], dtype)
+                values[place] = cache.passed(values[place], dtype, are_shared[place])
         return function(*values)
 
     return call

@@ -27,6 +27,7 @@ from lowtide.profiling.costing import KnownCosts, estimate_costs, measure_costs
 from lowtide.torch_compat import dispatch
 from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.trace.compile_settings import one_at_a_time
+from lowtide.trace.identity import user_tensors
 from lowtide.trace.model_call import Loop
 from lowtide.trace.segments import Execution, Segment, Trace
 from lowtide.trace.trace_model import trace
@@ -36,8 +37,7 @@ from lowtide.trace.trace_model import trace
 class StepContext:
     """The known facts of a model's steps besides their graphs.
 
-    `update_bytes`: the bytes that each parameter's update in the backward pass allocates. `several_calls`:
-    several calls come before a backward pass.
+    `update_bytes`: the bytes that each parameter's update in the backward pass allocates.
     """
 
     model: nn.Module
@@ -47,13 +47,18 @@ class StepContext:
     update_bytes: Mapping[int, int] | None = None
     transfer_speed: TransferSpeed | None = None
     orders: Orders | None = None
-    several_calls: bool = False
 
     def captured(self, traced: Trace, **options: Any) -> Captured:
         """A traced step with its facts; `options` are those of `captured_step`."""
         offload = self.transfer_speed is not None
         accumulate = bool(self.reserve.earlier_gradient_bytes)
-        facts = analyze_graphs(traced, accumulate=accumulate, updates=self.update_bytes, offload=offload)
+        facts = analyze_graphs(
+            traced,
+            accumulate=accumulate,
+            updates=self.update_bytes,
+            offload=offload,
+            tensors=user_tensors(self.model, options.get("batch", ())),
+        )
         return captured_step(facts, traced, self.model, offload=offload, **options)
 
     def costed(self, captured: Captured) -> Step:
@@ -85,7 +90,7 @@ def step_of(
     returned = like.returned if like is not None else tuple(range(segment.num_forward_outputs))
     missing = frozenset(like.missing) if like is not None else frozenset()
     # without a like, a later graph may use any of the same weights
-    is_unknown = context.several_calls or (like is None and not is_whole)
+    is_unknown = like is None and not is_whole
     apart = sums_of(segment) if is_unknown else () if is_whole or like is None else like.apart
     traced = Trace(
         executions=[Execution(segment, apart=frozenset(apart))],
@@ -111,9 +116,6 @@ def step_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], context: StepCon
     traced = trace(context.model, args, kwargs, loss=loop.loss, any_loss=True, orders=context.orders)
     if not loop.holds_outputs:
         traced = only_loss_live(traced)
-    if context.several_calls:
-        for execution in traced.executions[: traced.num_in_model]:
-            execution.apart = frozenset(sums_of(execution.segment))
     optimizer = optimizer_of(context.model, loop)
     step = context.costed(context.captured(traced, batch=(args, kwargs), optimizer=optimizer))
     besides = _besides(context.reserve, growth(step, like=None, reserve=context.reserve), optimizer)
@@ -234,11 +236,11 @@ class LossReserve:
 
 
 def loss_reserve_for(plan: Plan) -> LossReserve | None:
-    """None where the plan leaves these bytes free or cannot free them, where the first step is not watched,
-    or where the user chose the schedules."""
+    """None where the plan leaves these bytes free or cannot free them, where it offloads values, or where the
+    user chose the schedules."""
     step, solution = plan.step, plan.solution
     is_free = solution.planner == "auto" and not solution.eager and not solution.step_in_backward
-    if step is None or step.device != "cpu" or step.transfer_speed is not None or not is_free:
+    if step is None or step.transfer_speed is not None or not is_free:
         return None
     own = _own_graphs(plan)
     loss_bytes = TIMES_OUTPUTS * own[-1].tangent_bytes

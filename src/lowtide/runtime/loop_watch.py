@@ -9,11 +9,12 @@ or raises, when the output dies, or when a planned model is called again, whiche
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.ops.device_memory import CPU, block_bytes
 from lowtide.torch_compat import autograd_engine, dispatch
 from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 from lowtide.trace.model_call import tensors_in
@@ -29,15 +30,17 @@ class LiveLoss(NamedTuple):
 
 
 class LoopWatch(dispatch.TorchDispatchMode):
-    """Counts the bytes that ops make while it is on. Changes no result; never on beside another mode.
+    """Counts the bytes that ops make on `device` while it is on. Changes no result; never on beside another
+    mode.
 
     autograd, inference mode and others restore the stack of modes that they found. So a watch leaves the
     stack only where torch dispatches as at its beginning. Elsewhere it stays on the stack and counts nothing.
     """
 
-    def __init__(self, batch_bytes: int = 0) -> None:
+    def __init__(self, batch_bytes: int = 0, device: torch.device = CPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.batch_bytes = batch_bytes
+        self.device = device
         self.is_counting = False
         self.surroundings = ""
         self._live: dict[int, tuple[int, dispatch.StorageWeakRef]] = {}
@@ -62,10 +65,11 @@ class LoopWatch(dispatch.TorchDispatchMode):
         self.release = _AFTER_BACKWARD.hold(self)
         return True
 
-    def end(self, *, arrived_bytes: int) -> LiveLoss:
+    def end(self, arrived: Sequence[torch.Tensor]) -> LiveLoss:
         """Stop counting; the live bytes since `begin`, without the gradients that arrived: these are the
         graph's."""
         self.is_counting = False
+        arrived_bytes = sum(block_bytes(self.device, tensor, tensor.nbytes) for tensor in arrived)
         return LiveLoss(self._peak_bytes, max(0, self._live_bytes() - arrived_bytes), self.batch_bytes)
 
     def _break_off(self) -> None:
@@ -85,7 +89,7 @@ class LoopWatch(dispatch.TorchDispatchMode):
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         reference = dispatch.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._live[storage_key(tensor)] = (storage.nbytes(), reference)
+        self._live[storage_key(tensor)] = (block_bytes(self.device, tensor), reference)
         self._peak_bytes = max(self._peak_bytes, self._live_bytes())
 
     def _live_bytes(self) -> int:

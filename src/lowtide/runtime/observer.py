@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import Unsupported
-from lowtide.optim.step_in_backward import gradient_bytes
+from lowtide.optim.updated_parameter import gradient_bytes
 from lowtide.runtime.loop_watch import LiveLoss, LoopWatch, node_behind, weakly
 from lowtide.torch_compat import autograd_engine
 from lowtide.torch_compat.aot_autograd import in_another_order, order_of
@@ -66,6 +66,11 @@ EARLIER_GRADIENTS = (
     "by that much. Set gradients to None first (zero_grad), or, to accumulate gradients, plan with "
     "accumulate=True"
 )
+GRADIENTS_STAY = (
+    "backward() in eval mode leaves %s of gradients, which the step in backward would use in training mode, "
+    "and the plan does not count them: the peak is higher by up to that much. Call model.train() before "
+    "backward(), use torch.autograd.grad for the gradient of an input, or leave step_in_backward out"
+)
 MANY_GRAPHS_PLANNED = (
     "%d graphs were planned so far, which took %.0f%% of the time since the plan was applied: every new "
     "shape, and every new value of a Python number that the forward reads, is a graph of its own. Pad "
@@ -74,6 +79,16 @@ MANY_GRAPHS_PLANNED = (
 WEIGHTS_CHANGED = (
     "weights have changed since this block of autocast began: eager PyTorch would go on with its casts of "
     "the old weights, a plan casts the new ones. Begin a new block in each step"
+)
+VIEW_USED = (
+    "the loss uses a view of '%s' that the model returns, and the model itself uses that tensor several "
+    "times: the last bits of its gradient can differ from eager's. Return a copy of the view (`.clone()`), "
+    "or make the view outside of the model"
+)
+CAST_OUTSIDE = (
+    "the loss uses '%s' outside of the model, too, cast to another dtype: in one block of autocast, eager "
+    "casts it once and adds up all its gradients in that dtype, so that the last bits can differ. Compute "
+    "this part of the loss in the model's forward, or in another block of autocast"
 )
 BYPASSED = (
     "the model got gradients, but %s, so that the budget is not kept: call model(...) itself, not "
@@ -101,13 +116,11 @@ class LoopNews:
 
     `loss`: the bytes between forward and backward pass. `used`: outputs with an unexpected gradient, by the
     fingerprint of their graph. `has_new_strides`: gradients had other strides than their outputs.
-    `has_more_calls`: several calls came before a backward pass.
     """
 
     loss: LiveLoss | None
     used: dict[str, set[int]]
     has_new_strides: bool
-    has_more_calls: bool
 
 
 class LoopObserver:
@@ -132,8 +145,6 @@ class LoopObserver:
         self.graphs_in_call = 0
         self.saved_bytes = 0
         """of this call's graphs, for the backward pass"""
-        self.is_called_again = False
-        """several calls come before a backward pass, and the graphs are not planned for that"""
         self.summed_weight = ""
         """a weight whose gradient is a sum inside a graph"""
         self.summed_in_cast = ""
@@ -162,17 +173,15 @@ class LoopObserver:
 
     # events, in the order of a step
 
-    def call_begins(self, parameters: Sequence[nn.Parameter], *, adds_terms: bool) -> None:
-        """`adds_terms`: gradients of several calls are added up term by term, as eager does."""
+    def call_begins(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.spare_bytes is not None and EARLIER_GRADIENTS not in self._said:
             nbytes = sum(map(gradient_bytes, parameters))
             if self._exceeds(nbytes):
                 self.say(EARLIER_GRADIENTS, format_size(nbytes))
         if self.has_pending_call:
-            self.is_called_again = True
             if self._exceeds(self.saved_bytes):
                 self.say(TWO_CALLS_LIVE, format_size(self.saved_bytes), self.saved_bytes)
-            weight = self.summed_in_cast or ("" if adds_terms else self.summed_weight)
+            weight = self.summed_in_cast or self.summed_weight
             if weight:
                 self.say(TWO_CALLS_SUMMED, weight)
         self.graphs_in_call = self.saved_bytes = 0
@@ -194,13 +203,14 @@ class LoopObserver:
         if number >= MANY_GRAPHS and time_share > LARGE_SHARE:
             self.say(MANY_GRAPHS_PLANNED, number, time_share * 100)
 
-    def watch_loss(self, output: Any, *, batch_bytes: int) -> None:
-        """Watch the bytes that the loop makes of a call's output, and the strides of the gradients."""
+    def watch_loss(self, output: Any, *, batch_bytes: int, device: torch.device) -> None:
+        """Watch the bytes that the loop makes of a call's output on `device`, and the strides of the
+        gradients."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and tensor.dim() > 1:
                 self._watch_strides(tensor)
-        watch = LoopWatch(batch_bytes)
-        if all(tensor.device.type == "cpu" for tensor in tensors_in(output)) and watch.begin(output):
+        watch = LoopWatch(batch_bytes, device)
+        if watch.begin(output):
             self._watch = watch
 
     def backward_begins(self, gradients: Callable[[], Sequence[Any]]) -> None:
@@ -209,12 +219,17 @@ class LoopObserver:
         if self._exceeds(self.saved_bytes) and autograd_engine.graph_is_kept():
             self.say(GRAPH_KEPT, format_size(self.saved_bytes), self.saved_bytes)
         if self._watch is not None:
-            arrived_bytes = sum(value.nbytes for value in gradients() if value is not None)
-            self._loss, self._watch = self._watch.end(arrived_bytes=arrived_bytes), None
+            arrived = [value for value in gradients() if value is not None]
+            self._loss, self._watch = self._watch.end(arrived), None
 
     def output_used(self, fingerprint: str, outputs: frozenset[int]) -> None:
         """Outputs of a graph got unexpected gradients."""
         self._used.setdefault(fingerprint, set()).update(outputs)
+
+    def gradients_stay(self, nbytes: int) -> None:
+        """A backward pass leaves gradients where the plan counts on their use."""
+        if self._exceeds(nbytes):
+            self.say(GRADIENTS_STAY, format_size(nbytes))
 
     def backward_ends(self) -> None:
         nbytes = 0 if self.may_keep_outputs else self._live_output_bytes()
@@ -232,12 +247,9 @@ class LoopObserver:
     def news(self) -> LoopNews | None:
         """The unexpected events since the last call of this method; None where there were none."""
         self._watch = None  # where no backward pass came
-        has_more_calls = self.is_called_again and not self.has_pending_call
-        if has_more_calls:
-            self.is_called_again = False
-        found = LoopNews(self._loss, self._used, self._has_new_strides, has_more_calls)
+        found = LoopNews(self._loss, self._used, self._has_new_strides)
         self._loss, self._has_new_strides = None, False
-        return found if found != LoopNews(None, {}, False, False) else None
+        return found if found != LoopNews(None, {}, False) else None
 
     def plans_dropped(self) -> None:
         """Graphs are planned again."""

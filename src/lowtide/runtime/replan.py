@@ -172,11 +172,6 @@ class Replanner(Schedules):
         self._drop(cause)
         return True
 
-    def expect_calls(self) -> None:
-        """Expect several calls before a backward pass: their gradients are added up one by one."""
-        self._context = replace(self._context, several_calls=True)
-        self._drop("several calls come before a backward pass")
-
     def _reserve(self, **amounts: Any) -> None:
         """Count other bytes besides the graphs from now on."""
         self._context = replace(self._context, reserve=replace(self._context.reserve, **amounts))

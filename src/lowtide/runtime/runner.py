@@ -34,6 +34,7 @@ from lowtide.trace import failures
 from lowtide.trace.identity import Origin, describe_inputs, layouts, name_tensors
 from lowtide.trace.model_call import entrance, tensors_in
 from lowtide.trace.segments import Segment, TracedModel
+from lowtide.trace.step_device import device_of
 
 PLANNED_KINDS = 1024
 """Kinds of calls that are known to be planned; an older kind is checked again."""
@@ -98,9 +99,6 @@ class Schedules:
         unexpected gradient, by graph."""
         return False
 
-    def expect_calls(self) -> None:
-        """Drop schedules: several calls come before a backward pass, and the plan expects one."""
-
     def count_buckets(self, buckets: ddp.Buckets) -> bool:
         """Whether schedules were dropped, because the plan does not count the buckets of gradients."""
         return False
@@ -137,6 +135,9 @@ class Runner:
         self.observer = LoopObserver(
             spare_bytes=spare_bytes, may_keep_outputs=holds_outputs, orders=schedules.orders
         )
+        if updates is not None:
+            updates.spare_bytes = max(0, spare_bytes or 0)
+            updates.gradients_stay = self.observer.gradients_stay
         self.backend = Backend(
             self._schedule_of,
             origins=self._origins,
@@ -149,7 +150,6 @@ class Runner:
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
-        self._has_terms = updates is None and executor.in_place
         self.wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
         self._start = time.perf_counter()
         self._entrance = entrance(model)
@@ -164,7 +164,8 @@ class Runner:
             traced.compiled.compile_by(self.backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.guard is None else self.guard.watching("forward"):
+        calling = nullcontext() if self.updates is None else self.updates.calling_model()
+        with calling, nullcontext() if self.guard is None else self.guard.watching("forward"):
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,7 +177,7 @@ class Runner:
             return call_model(self.model, args, kwargs)
         self._learn()
         self._plan_ahead(args, kwargs)
-        self.observer.call_begins(self._parameters, adds_terms=self._adds_terms())
+        self.observer.call_begins(self._parameters)
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
         try:
             output = self._call_planned(args, kwargs)
@@ -194,7 +195,8 @@ class Runner:
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before = self.backend.num_graphs
             if self.schedules.loss_is_unknown:
-                self.observer.watch_loss(output, batch_bytes=_nbytes((args, kwargs)))
+                device = device_of(self.model, (args, kwargs))
+                self.observer.watch_loss(output, batch_bytes=_nbytes((args, kwargs)), device=device)
             seconds = time.perf_counter() - self._start
             self.observer.graphs_planned(self.backend.num_graphs, self.compiled.seconds / seconds)
         return output
@@ -204,9 +206,8 @@ class Runner:
         news = self.observer.news()
         if news is None:
             return
-        has_more_calls = news.has_more_calls and self._expect_calls()
         is_learned = (news.loss is not None or bool(news.used)) and self.schedules.learn(news.loss, news.used)
-        if is_learned or news.has_new_strides or has_more_calls:
+        if is_learned or news.has_new_strides:
             self._forget()
 
     def _forget(self) -> None:
@@ -214,19 +215,6 @@ class Runner:
         self.compiled.forget()
         self.backend.forget()
         self.observer.plans_dropped()
-
-    def _adds_terms(self) -> bool:
-        """Whether gradients of several calls are added up term by term; with DDP, each call's gradient is
-        whole."""
-        return self._has_terms and ddp.active() is None
-
-    def _expect_calls(self) -> bool:
-        """Let the gradients of weights with several uses leave each call as terms."""
-        if not self.observer.summed_weight or not self._adds_terms():
-            return False
-        self.observer.summed_weight = ""
-        self.schedules.expect_calls()
-        return True
 
     def _meet_wrapper(self) -> None:
         """Plan again where a DistributedDataParallel around the model has buckets that were not counted."""

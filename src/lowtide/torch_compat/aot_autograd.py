@@ -4,6 +4,7 @@
 
 - `_SavedState`: a missing gradient stays undefined
 - `gradients_in`: backward passes are traced for gradients with their real strides
+- `_marking_sums`: sums of an input's gradient are told from sums that only pass to it
 - `traced_without_tokens`: checks of linear algebra are ops of the graph like others
 - `unprinted`: no graph is written out as text
 """
@@ -23,6 +24,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import collect_metadata_analysis, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
     TangentAOTInput,
@@ -34,6 +36,7 @@ from torch.fx.graph_module import _forward_from_src
 from torch.fx.node import has_side_effect
 
 from lowtide.torch_compat.dispatch import FakeTensorMode, whole_ops
+from lowtide.torch_compat.gradient_edges import numbers_of_terms
 
 __all__ = [
     "InputMutationAOTOutput",
@@ -48,7 +51,11 @@ __all__ = [
 Orders = Mapping[str, str]
 """From the memory order of an output's dimensions, outermost first, to that of its gradient: "0231" to "0123"
 for an image in channels last whose gradient is contiguous."""
+INPUTS_ARGUMENT = 2
+"""The place of the inputs among the engine's arguments, after the roots and their gradients."""
 LINALG_CHECK = "aten::_linalg_check_errors"
+OWN_SUM = "lowtide_own_sum"
+"""In the metadata of an op that adds two gradients of one input of a graph."""
 TEXT_IS_ASKED_FOR = "TORCH_TRACE"
 """The environment variable that asks torch for the text of all graphs."""
 
@@ -84,8 +91,14 @@ def compile_graph(
     reader stays, since it advances the generator (`fallback_random`).
     """
     FakeTensorMode.cache_clear()
+    numbers: list[int] = []
+
+    def partition_marked(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        _mark_sums(joint.graph, numbers)
+        return partition(joint, *args, **kwargs)
+
     compiler = aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition_marked
     )
     with (
         unittest.mock.patch.object(runtime_wrappers, "_AutogradSavedState", _SavedState),
@@ -100,9 +113,45 @@ def compile_graph(
         unprinted(),
         traced_without_tokens(),
         gradients_in(orders),
+        _counting_terms(numbers),
     ):
         compiled: Callable[..., Any] = compiler(graph, inputs)
     return compiled
+
+
+@contextlib.contextmanager
+def _counting_terms(numbers: list[int]) -> Iterator[None]:
+    """While this thread traces a backward pass: the number of gradients that autograd adds up for each input
+    that needs one."""
+    thread, torchs = threading.get_ident(), torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run(roots: Sequence[Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and len(args) > INPUTS_ARGUMENT:
+            numbers[:] = numbers_of_terms(roots, args[INPUTS_ARGUMENT])
+        return torchs(roots, gradients, *args, **kwargs)
+
+    with unittest.mock.patch.object(torch.autograd, "_engine_run_backward", run):
+        yield
+
+
+def _mark_sums(graph: fx.Graph, numbers: Sequence[int]) -> None:
+    """Mark the ops that add up the gradients of an input with `OWN_SUM`.
+
+    A gradient that passes through a sum unchanged may be a sum itself: with `h = x + weight`, the gradients
+    of the uses of `h` are added up before they are one term of the weight's gradient.
+    """
+    results, output = graph.output_node().args[0], graph.output_node()
+    assert isinstance(results, (list, tuple))
+    described = zip(results, output.meta.get("desc") or (), strict=False)
+    grads = [result for result, description in described if isinstance(description, GradAOTOutput)]
+    assert len(grads) == len(numbers), "torch traced another backward pass than that of the graph"
+    for grad, number in zip(grads, numbers, strict=True):
+        node = grad
+        for _ in range(number - 1):
+            if not isinstance(node, fx.Node) or not node.meta.get("is_gradient_acc"):
+                break  # a use without a gradient
+            node.meta[OWN_SUM] = True
+            node = node.args[0]
 
 
 def backward_stub(root: nn.Module, gradients: Sequence[bool]) -> fx.GraphModule:

@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,22 @@ def in_backward() -> bool:
 def graph_is_kept() -> bool:
     """Whether the running backward pass keeps its saved values for another one (`retain_graph`)."""
     return in_backward() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+class GradientUse(Enum):
+    """What a backward pass does with the gradient of a leaf."""
+
+    ADDED = "added to .grad"
+    RETURNED = "returned by torch.autograd.grad"
+    NONE = "none"
+
+
+def use_of_gradient(leaf: Any) -> GradientUse:
+    """Inside of a backward pass: what it does with the gradient that arrives at the node `leaf`."""
+    try:
+        return GradientUse.ADDED if torch._C._will_engine_execute_node(leaf) else GradientUse.NONE
+    except RuntimeError:  # torch does not answer for a leaf whose gradient torch.autograd.grad returns
+        return GradientUse.RETURNED
 
 
 def creation_order(node: Any) -> int:
@@ -165,6 +182,72 @@ def after_backward(call: Callable[[], None]) -> ProcessPatch:
         return run
 
     return ProcessPatch(torch.autograd, "_engine_run_backward", wrap)
+
+
+class BackwardCall(NamedTuple):
+    """A call of `backward()`, which `adds` to `.grad`, or of `torch.autograd.grad`.
+
+    `leaves`: the identities of the only leaves that get a gradient; empty for all leaves. `keeps_graph`:
+    saved values stay for another pass.
+    """
+
+    roots: tuple[Any, ...]
+    adds: bool
+    leaves: frozenset[int]
+    keeps_graph: bool
+
+    @classmethod
+    def of(cls, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> "BackwardCall":
+        """From the arguments of torch's engine."""
+        _gradients, keeps_graph, _creates_graph, inputs, *others = args
+        return cls(
+            roots=tuple(_node_of(output) for output in outputs),
+            adds=bool(kwargs.get("accumulate_grad", others[1] if len(others) > 1 else True)),
+            leaves=frozenset(id(getattr(_node_of(leaf), "variable", None)) for leaf in inputs),
+            keeps_graph=bool(keeps_graph),
+        )
+
+
+def nodes_before_leaves(roots: Iterable[Any]) -> dict[int, list[Any]]:
+    """By identity of each leaf that the nodes `roots` reach, the nodes with an edge to the leaf."""
+    found: dict[int, list[Any]] = {}
+    stack = [node for node in roots if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        for after in dict.fromkeys(after for after, _ in node.next_functions if after is not None):
+            if is_leaf_node(after):
+                found.setdefault(id(after.variable), []).append(node)
+            elif after not in seen:
+                seen.add(after)
+                stack.append(after)
+    return found
+
+
+def _node_of(value: Any) -> Any:
+    """The node of a tensor, or of an edge of autograd's graph; None for a constant."""
+    if not isinstance(value, Tensor):
+        return value.node
+    return torch.autograd.graph.get_gradient_edge(value).node if value.requires_grad else None
+
+
+def around_engine(context: Callable[[BackwardCall], AbstractContextManager[None]]) -> ProcessPatch:
+    """Run every backward pass and `torch.autograd.grad` of this process inside of a `context(call)`, as long
+    as an object holds the patch."""
+
+    def wrap(original: Callable[..., Any]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with context(BackwardCall.of(*args, **kwargs)):
+                return original(*args, **kwargs)
+
+        return run
+
+    return ProcessPatch(torch.autograd, "_engine_run_backward", wrap)
+
+
+def is_compiled_graph(node: Any) -> bool:
+    """Whether a node of autograd is the backward pass of a graph that torch compiled."""
+    return type(node).__name__ == "CompiledFunctionBackward"
 
 
 Hook = Callable[[Any], Any]

@@ -51,6 +51,8 @@ more memory: a bilinear upsampling becomes some fifty ops."""
 TRACED_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 DIFFERENTIATED_KEYS = TRACED_KEYS[:1]
 """For ops with our own tracing rule only for the derivative."""
+COMPOSITE_KEYS = TRACED_KEYS[1:]
+"""For ops that ATen writes with other ops."""
 
 Kernel = Callable[..., Any]
 
@@ -181,6 +183,21 @@ def onednn_is_enabled() -> bool:
     return bool(torch._C._get_mkldnn_enabled())
 
 
+def batch_norm_library(*tensors: Tensor | None, training: bool, eps: float) -> int:
+    """The library by which eager runs a batch norm: 0 for torch's own kernel, 1 for cuDNN, 2 for MIOpen.
+
+    `tensors` are input, weight, bias, running mean and running variance. They may be fake. torch's own
+    function takes no None: no library runs without weight or bias, and statistics that are missing make no
+    difference in training mode.
+    """
+    value, weight, bias, *statistics = tensors
+    if weight is None or bias is None:
+        return 0
+    known = [weight if each is None else each for each in statistics]
+    chosen: Any = torch._C._select_batch_norm_backend(value, weight, bias, *known, training, eps)
+    return int(chosen)
+
+
 @functools.cache
 def _whole_ops() -> tuple[OpOverload[..., Any], ...]:
     packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if WHOLE_OPS.fullmatch(name)]
@@ -204,11 +221,12 @@ def _kernels_replaced(
     rules: Mapping[OpOverload[..., Any], Callable[[Kernel], Kernel] | None], keys: Sequence[Any]
 ) -> Iterator[None]:
     """Replace torch's Python kernels of ops by the kernels that `rules` make, or remove them."""
-    torchs = {op: {key: op.py_kernels.pop(key, None) for key in keys} for op in rules}
+    torchs = {op: {key: op.py_kernels.pop(key, None) for key in _own_keys(op, keys)} for op in rules}
     for op, kernels in torchs.items():
         rule = rules[op]
         if rule is not None:
-            op.py_kernels.update({key: rule(kernel or op.decompose) for key, kernel in kernels.items()})
+            in_c = functools.partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+            op.py_kernels.update({key: rule(kernel or in_c) for key, kernel in kernels.items()})
         op._dispatch_cache.clear()
     try:
         yield
@@ -219,6 +237,14 @@ def _kernels_replaced(
                 if kernel is not None:
                     op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+def _own_keys(op: OpOverload[..., Any], keys: Sequence[Any]) -> list[Any]:
+    """The keys, and that of devices which torch does not know, if such a device has its own kernel of an op
+    for autograd: this kernel would run in place of ours."""
+    other = torch._C.DispatchKey.AutogradPrivateUse1
+    has_own = torch._C._dispatch_has_kernel_for_dispatch_key(op._name, other)
+    return [*keys, *([other] if has_own or other in op.py_kernels else [])]
 
 
 @contextlib.contextmanager
