@@ -15,7 +15,7 @@ from unittest import mock
 import lowtide
 from lowtide.facts.serial import solution_to_dict
 from lowtide.offload import disk_store
-from lowtide.verification.comparison import Start, differences, planned, record
+from lowtide.verification.comparison import planned
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.verification.measure_step import (
     device_of,
@@ -24,6 +24,7 @@ from lowtide.verification.measure_step import (
     time_steps,
     train_step,
 )
+from lowtide.verification.trained_steps import Start, differences, record
 from lowtide.zoo.targets import Target, TargetSpec
 
 STEPS = 2
