@@ -1,6 +1,7 @@
 """Loops that do more than the plan counts on: seen at the first step, told once, and planned for."""
 
 import copy
+import gc
 import io
 import logging
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import lowtide
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime import incomplete_steps
 from lowtide.runtime.runner import runner_of
-from lowtide.torch_compat import dispatch
+from lowtide.torch_compat import autograd_engine, dispatch
 from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 from lowtide.zoo.targets import Target
 
@@ -156,23 +157,131 @@ def test_a_gradient_for_an_output_that_the_plan_leaves_out(
     assert measured_peak(Target("planned", planned, batch, None, loss)) <= budget
 
 
-def test_a_watch_leaves_other_modes_alone(batch: dict[str, torch.Tensor]) -> None:
-    class Counting(dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
+SMOOTH = torch.randint(0, CLASSES, (BATCH,), generator=torch.Generator().manual_seed(3))
+SMOOTH[::3] = -100
+WEIGHT = torch.rand(CLASSES, generator=torch.Generator().manual_seed(4))
 
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output: (1 + 0.01 * output).view(-1, 50).prod(1).mean(),
+        lambda output: F.cross_entropy(output, SMOOTH, weight=WEIGHT, label_smoothing=0.1),
+        lambda output: (1 + 0.01 * output).cumprod(1).mean(),
+        lambda output: output.norm(dim=1).sum() + torch.linalg.vector_norm(output, 3),
+        lambda output: F.binary_cross_entropy_with_logits(output, output.detach().sigmoid()),
+    ],
+)
+def test_watching_changes_no_bit(loss: Callable[[Any], torch.Tensor], batch: dict[str, torch.Tensor]) -> None:
+    """Ops of ATen that take another branch under a dispatch mode."""
+    batch.pop("targets")
+    model = Classifier()
+    planned = copy.deepcopy(model)
+    lowtide.checkpoint(planned, batch, budget="1GB")
+    train_both(model, planned, batch, loss)
+
+
+def test_a_watch_is_no_mode(batch: dict[str, torch.Tensor]) -> None:
     batch.pop("targets")
     planned = lowtide.checkpoint(Classifier(), batch, budget="1GB")
     output = planned(**batch)
-    with Counting():
-        assert len(dispatch.active_modes()) == 2
+    assert is_watched()
+    assert not dispatch.active_modes() and not torch.autograd.profiler._is_profiler_enabled
     with torch.inference_mode():
         planned(**batch)
-    assert len(dispatch.active_modes()) == 1, "torch would put its key back, without the mode behind it"
-    with torch.no_grad():
-        planned(**batch)
-    assert dispatch.active_modes() == []
+    assert not is_watched(), "another call of the model"
     output.sum().backward()
+
+
+def test_a_profiler_may_begin_at_any_time(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    batch.pop("targets")
+    planned = lowtide.checkpoint(Classifier(), batch, budget="1GB")
+    other = lowtide.checkpoint(Classifier(), batch, budget="1GB")
+    caplog.clear()
+    loss = planned(**batch).log_softmax(1).sum()
+    assert is_watched()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        loss.backward()
+    assert any("CompiledFunctionBackward" in event.name for event in found.events())
+    assert not is_watched() and told(caplog) == []
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            other(**batch).log_softmax(1).sum().backward()
+    (words,) = told(caplog)
+    assert "a profiler is on" in words
+    output = other(**batch)
+    assert is_watched(), "the first step without a profiler"
+    del output
+    assert "Memory block of unknown size" not in capfd.readouterr().err
+
+
+def test_more_than_the_given_loss_is_told_and_planned_for(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    targets = batch.pop("targets")
+
+    def given(output: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, targets)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        logs = output.log_softmax(-1)
+        return given(output) + 0.01 * (logs.exp() * logs).sum(-1).mean()
+
+    model = Classifier()
+    planned = copy.deepcopy(model)
+    whole = lowtide.profile(planned, batch, loss=loss)
+    budget = (whole.floor_bytes + whole.peak_bytes) // 2
+    lowtide.checkpoint(planned, batch, budget=budget, loss=given)
+    caplog.clear()
+    train_both(model, planned, batch, loss)
+    (words,) = told(caplog)
+    assert "more than the plan counts by the given `loss=`" in words
+    assert measured_peak(Target("planned", planned, batch, None, loss)) <= budget
+
+
+@pytest.mark.parametrize("keep", [torch.Tensor.detach, lambda logits: logits[:, :2], lambda logits: logits])
+def test_a_view_keeps_an_output(
+    keep: Callable[[torch.Tensor], torch.Tensor],
+    batch: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    planned = Classifier()
+    found = lowtide.profile(planned, batch, holds_outputs=False)
+    found.plan((found.floor_bytes + found.peak_bytes) // 2).apply(planned)
+    caplog.clear()
+    planned(**batch)["loss"].backward()
+    planned.zero_grad()
+    output = planned(**batch)
+    loss, logits = output["loss"], keep(output["logits"])
+    del output
+    assert told(caplog) == []
+    loss.backward()
+    del logits
+    (words,) = told(caplog)
+    assert "keeps 300.0 KiB (307200 bytes) of the model's outputs" in words
+
+
+def test_an_input_or_weight_that_is_an_output_is_not_kept_by_the_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            loss = self.inner(x).tanh().square().mean()
+            return {"loss": loss, "x": x, "rows": x[2:], "weight": self.inner.weight.T}
+
+    x = torch.randn(BATCH, WIDTH)
+    planned = lowtide.checkpoint(Tied(), x, budget="100%", holds_outputs=False)
+    caplog.clear()
+    for _ in range(2):
+        planned(x)["loss"].backward()
+        planned.zero_grad()
+    assert told(caplog) == []
 
 
 def test_a_call_before_the_last_one_was_differentiated_is_told_once(
@@ -276,38 +385,46 @@ def test_a_copy_to_evaluate_is_no_news(caplog: pytest.LogCaptureFixture) -> None
     assert told(caplog) == []
 
 
+def is_watched() -> bool:
+    """Whether the bytes of this thread are recorded."""
+    return autograd_engine.profiler_is_active()
+
+
 def fails(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
     output = model(**batch)
-    assert len(dispatch.active_modes()) == 1, "the loss is watched"
+    assert is_watched()
     raise ValueError(output.shape)
 
 
 def test_no_watch_stays_behind(batch: dict[str, torch.Tensor]) -> None:
-    """Neither a loop that raises, nor one that breaks off, nor a backward pass leaves a mode behind."""
+    """Neither a loop that raises, nor one that breaks off, nor a backward pass leaves a watch behind."""
     batch.pop("targets")
 
     def new() -> nn.Module:
         return lowtide.checkpoint(Classifier(), batch, budget="1GB")
 
-    plain = torch.autograd._engine_run_backward
+    plain = torch.autograd._engine_run_backward, torch.autograd.profiler._run_on_profiler_start
     with pytest.raises(ValueError, match=r"torch\.Size"):
         fails(new(), batch)
-    assert dispatch.active_modes() == []
+    assert not is_watched()
+    model = new()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        new()(**batch)
-    assert dispatch.active_modes() == [], "the output was dropped"
+        model(**batch)
+    assert not is_watched(), "the output was dropped"
+    lowtide.remove(model)
     output = new()(**batch)
     with pytest.raises(RuntimeError, match="scalar"):
         output.backward()
-    assert len(dispatch.active_modes()) == 1, "no backward pass came"
+    assert is_watched(), "no backward pass came"
     torch.ones(1, requires_grad=True).sum().backward()
-    assert len(dispatch.active_modes()) == 1, "that of another model came"
+    assert is_watched(), "that of another model came"
     output.sum().backward()
-    assert dispatch.active_modes() == []
+    assert not is_watched()
     loss = new()(**batch).sum()
     loss.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
-    del loss
-    assert dispatch.active_modes() == []
-    assert torch.autograd._engine_run_backward is plain
+    del loss, output
+    assert not is_watched()
+    gc.collect()
+    assert plain == (torch.autograd._engine_run_backward, torch.autograd.profiler._run_on_profiler_start)

@@ -32,7 +32,8 @@ import torch
 
 from lowtide.errors import LowtideError
 from lowtide.profiling.device_clock import SCRATCH_BYTES, DeviceClock
-from lowtide.torch_compat.autograd_engine import profiler_events, profiler_is_active
+from lowtide.torch_compat.allocation_record import profiler_events
+from lowtide.torch_compat.autograd_engine import profiler_is_active
 from lowtide.units import format_size
 
 R = TypeVar("R")

@@ -80,7 +80,7 @@ class Backend:
         self.graphs: list[tuple[Segment, GraphSchedule, Rewritten]] = []
         self.num_graphs = 0
         # no reference to `self`: torch and a profile keep graphs and their casts longer than the model
-        self._casts = AutocastCache(partial(self.observer.say, WEIGHTS_CHANGED))
+        self.autocast_cache = AutocastCache(partial(self.observer.say, WEIGHTS_CHANGED))
         self._compiled: RecentlyUsed[Hashable, Callable[..., Any]] = RecentlyUsed(REMEMBERED_GRAPHS)
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -159,7 +159,7 @@ class Backend:
             self.schedule_graph(segment, is_whole),
             self.executor,
             self.observer,
-            casts=self._casts,
+            casts=self.autocast_cache,
             updates=self.updates,
             store=0 if self.store is None else store_number(self.store),
         )

@@ -242,8 +242,13 @@ class AutocastCache:
         """Forget the weights of a block that has ended."""
         block = autograd_engine.autocast_block(device)
         if block is None or block is not self._block:
-            self._casts.clear()
+            self.forget()
         self._block = block
+
+    def forget(self) -> None:
+        """Refer to no weights of earlier calls."""
+        self._casts.clear()
+        self._block = None
 
     def passed(
         self, weight: torch.Tensor, dtype: torch.dtype, cast_is_shared: Callable[[], None]

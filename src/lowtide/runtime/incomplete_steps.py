@@ -225,6 +225,8 @@ def _with_reserve(step: Step, reserve: Reserve) -> Step:
 TIMES_OUTPUTS = 3
 """A cross-entropy of all that the model returns has the logarithms of the probabilities, their gradient, and
 the gradient of the outputs live at once. Other common losses need less."""
+SMALL_SHARE = 50
+"""Targets, weights and losses of single rows take at most such a part of the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,7 @@ def loss_reserve_for(plan: Plan) -> LossReserve | None:
     if step is None or step.transfer_speed is not None or not is_free:
         return None
     own = _own_graphs(plan)
-    loss_bytes = TIMES_OUTPUTS * own[-1].tangent_bytes
+    loss_bytes = TIMES_OUTPUTS * own[-1].tangent_bytes + own[-1].tangent_bytes // SMALL_SHARE
     if leaves_for_loss(plan, loss_bytes):
         return None
     planner = planner_for(_with_loss(step, loss_bytes))

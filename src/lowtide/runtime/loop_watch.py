@@ -1,22 +1,28 @@
-"""Count the bytes that the user's loop makes between a forward and a backward pass: the loss, most of all.
+"""Measure the bytes that the user's loop makes between a forward and a backward pass: the loss, most of all.
 
     output = model(batch)        the watch begins
-    loss = loss_fn(output)       the ops of the loss are counted
-    loss.backward()              the ops of its backward pass are counted; the watch ends at the planned graph
+    loss = loss_fn(output)       the loss is measured
+    loss.backward()              its backward pass is measured; the watch ends at the planned graph
 
-The watch is a dispatch mode on the stack of the user's thread. It leaves that stack when `backward()` returns
-or raises, when the output dies, or when a planned model is called again, whichever comes first.
+The allocator tells: on the CPU through a record of its blocks, on an accelerator by its counters of live
+bytes and of their peak, which the watch resets. The loop's ops run as without the watch. A watch is over when
+`backward()` returns or raises, when the output dies, when a planned model is called again, or when a profiler
+begins, whichever comes first.
 """
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from lowtide.ops.device_memory import CPU, block_bytes
-from lowtide.torch_compat import autograd_engine, dispatch
-from lowtide.torch_compat.dispatch import iter_tensors, storage_key
+from lowtide.torch_compat import autograd_engine
+from lowtide.torch_compat.allocation_record import AllocationRecord
+from lowtide.torch_compat.dispatch import WeakStorages
 from lowtide.trace.model_call import tensors_in
 
 
@@ -29,91 +35,176 @@ class LiveLoss(NamedTuple):
     batch_bytes: int = 0
 
 
-class LoopWatch(dispatch.TorchDispatchMode):
-    """Counts the bytes that ops make on `device` while it is on. Changes no result; never on beside another
-    mode.
-
-    autograd, inference mode and others restore the stack of modes that they found. So a watch leaves the
-    stack only where torch dispatches as at its beginning. Elsewhere it stays on the stack and counts nothing.
-    """
+class LoopWatch:
+    """Measures one step of a loop on `device`. `loss` is set when the watch is over, where it saw a planned
+    backward pass begin."""
 
     def __init__(self, batch_bytes: int = 0, device: torch.device = CPU) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.batch_bytes = batch_bytes
         self.device = device
-        self.is_counting = False
-        self.surroundings = ""
-        self._live: dict[int, tuple[int, dispatch.StorageWeakRef]] = {}
-        self._peak_bytes = 0
+        self.loss: LiveLoss | None = None
+        self._meter: _Meter = _Blocks(self) if device == CPU else _Counters(device)
+        self._arrived_bytes: int | None = None
         self._output: Any = None
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Do not change functions that the user compiles."""
-        return True
+        self._release: Callable[[], object] = lambda: None
 
     def begin(self, output: Any) -> bool:
-        """Watch the ops on `output`; False where another mode is on, or no backward pass can come."""
+        """Watch what is made of `output`; False where no backward pass can come, or nothing can be measured:
+        inside of a backward pass, and on the CPU under a profiler."""
         leave()
         node = node_behind(output)
-        if node is None or dispatch.active_modes():
+        if node is None or not self._meter.begin(output):
             return False
         self._output = weakref.ref(node, lambda _: self._break_off())
-        self.surroundings = dispatch.dispatch_state()
-        self.__enter__()  # type: ignore[no-untyped-call]
-        self.is_counting = True
-        self.release = _AFTER_BACKWARD.hold(self)
+        _THREAD.watch = self
+        self._release = _AFTER_BACKWARD.hold(self)
         return True
 
-    def end(self, arrived: Sequence[torch.Tensor]) -> LiveLoss:
-        """Stop counting; the live bytes since `begin`, without the gradients that arrived: these are the
-        graph's."""
-        self.is_counting = False
-        arrived_bytes = sum(block_bytes(self.device, tensor, tensor.nbytes) for tensor in arrived)
-        return LiveLoss(self._peak_bytes, max(0, self._live_bytes() - arrived_bytes), self.batch_bytes)
+    def end(self, arrived: Sequence[torch.Tensor]) -> None:
+        """The planned backward pass begins, with gradients that are the graph's from now on."""
+        if self._arrived_bytes is None:
+            self._arrived_bytes = sum(block_bytes(self.device, tensor, tensor.nbytes) for tensor in arrived)
+            self._meter.mark()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._arrived_bytes is not None
+
+    def leave(self) -> None:
+        """Read what was measured, and measure no more. Not inside of a backward pass."""
+        if not self._meter.can_read:
+            return
+        peak_bytes, live_bytes = self._meter.read()
+        if self._arrived_bytes is not None:
+            kept_bytes = max(0, live_bytes - self._arrived_bytes)
+            self.loss = LiveLoss(max(0, peak_bytes), kept_bytes, self.batch_bytes)
+        self._release()
+        if _THREAD.watch is self:
+            _THREAD.watch = None
 
     def _break_off(self) -> None:
         """The output died without a backward pass."""
-        self.is_counting = False
-        leave()
+        if not self.has_ended:
+            self.leave()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.is_counting:
-            read = {storage_key(tensor) for tensor in iter_tensors((args, kwargs))}
-            for tensor in iter_tensors(result):
-                if _has_bytes(tensor) and storage_key(tensor) not in read:
-                    self._note(tensor)
-        return result
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        reference = dispatch.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._live[storage_key(tensor)] = (block_bytes(self.device, tensor), reference)
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
+class _Meter(ABC):
+    """Measures the bytes that are made from `begin` to `mark`."""
 
-    def _live_bytes(self) -> int:
-        self._live = {key: (n, ref) for key, (n, ref) in self._live.items() if not ref.expired()}  # type: ignore[no-untyped-call]
-        return sum(nbytes for nbytes, _ in self._live.values())
+    @abstractmethod
+    def begin(self, output: Any) -> bool:
+        """False where nothing can be measured."""
+
+    @abstractmethod
+    def mark(self) -> None:
+        """The measured time ends."""
+
+    @property
+    @abstractmethod
+    def can_read(self) -> bool:
+        """Whether `read` can be called here and now."""
+
+    @abstractmethod
+    def read(self) -> tuple[int, int]:
+        """The peak of the bytes made, and how many of them are live at the mark."""
+
+
+class _Blocks(_Meter):
+    """The blocks of the CPU's allocator in one thread."""
+
+    def __init__(self, watch: LoopWatch) -> None:
+        watched = weakref.ref(watch)
+        self._record = AllocationRecord(on_interruption=lambda: _leave(watched()))
+
+    def begin(self, output: Any) -> bool:
+        return self._record.start()
+
+    def mark(self) -> None:
+        self._record.mark()
+
+    @property
+    def can_read(self) -> bool:
+        return self._record.can_stop
+
+    def read(self) -> tuple[int, int]:
+        return live_blocks(self._record.stop())
+
+
+def live_blocks(sizes: Iterable[int | None]) -> tuple[int, int]:
+    """The peak of the blocks that are allocated before the mark, and the bytes that are live there.
+
+        [100, 40, -40, -7, None, -100]      peak 140, live at the mark 100
+
+    A freed block is known by its size alone. A size that no live block has is that of a block from an earlier
+    record, and does not count.
+    """
+    live = Counter[int]()
+    live_bytes = peak_bytes = 0
+    for nbytes in sizes:
+        if nbytes is None:
+            break
+        if nbytes > 0 or live[-nbytes] > 0:
+            live[abs(nbytes)] += 1 if nbytes > 0 else -1
+            live_bytes += nbytes
+            peak_bytes = max(peak_bytes, live_bytes)
+    return peak_bytes, live_bytes
+
+
+class _Counters(_Meter):
+    """The counters of an accelerator's allocator, for all threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before_bytes = 0
+        self._found: tuple[int, int] | None = None
+
+    def begin(self, output: Any) -> bool:
+        if autograd_engine.in_backward():
+            return False
+        self._before_bytes = torch.accelerator.memory_allocated(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._outputs = WeakStorages(tensors_in(output))
+        return True
+
+    def mark(self) -> None:
+        # outputs that the loop has dropped would hide as many bytes of the loss
+        before_bytes = self._before_bytes - self._outputs.freed_bytes()
+        live_bytes = torch.accelerator.memory_allocated(self._device)
+        peak_bytes = torch.accelerator.max_memory_allocated(self._device)
+        self._found = (peak_bytes - before_bytes, live_bytes - before_bytes)
+
+    @property
+    def can_read(self) -> bool:
+        return True
+
+    def read(self) -> tuple[int, int]:
+        return self._found or (0, 0)
+
+
+class _OfThread(threading.local):
+    """The watch of a thread that is on."""
+
+    watch: LoopWatch | None = None
+
+
+_THREAD = _OfThread()
 
 
 def leave() -> None:
-    """Take the watch of an earlier step from the stack of this thread."""
-    modes = dispatch.active_modes()
-    if not modes or not isinstance(modes[-1], LoopWatch) or autograd_engine.in_backward():
-        return
-    watch = modes[-1]
-    if watch.surroundings == dispatch.dispatch_state():
-        watch.is_counting = False
-        watch.release()
-        watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    """End the watch of an earlier step of this thread."""
+    _leave(_THREAD.watch)
+
+
+def _leave(watch: LoopWatch | None) -> None:
+    if watch is not None:
+        watch.leave()
 
 
 def _leave_after_backward() -> None:
-    """Leave after the watched backward pass; after any other, the watch counts on."""
-    modes = dispatch.active_modes()
-    if modes and isinstance(modes[-1], LoopWatch) and not modes[-1].is_counting:
-        leave()
+    """Leave after the watched backward pass; after any other, the watch goes on."""
+    watch = _THREAD.watch
+    if watch is not None and watch.has_ended:
+        watch.leave()
 
 
 _AFTER_BACKWARD = autograd_engine.after_backward(_leave_after_backward)
@@ -136,7 +227,3 @@ def node_behind(output: Any) -> Any:
 def weakly(value: Any) -> Callable[[], Any]:
     """A weak reference; to nothing where `value` is None."""
     return (lambda: None) if value is None else weakref.ref(value)
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not isinstance(tensor, dispatch.FakeTensor)

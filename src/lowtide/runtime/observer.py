@@ -11,7 +11,7 @@ keeps the functions of graphs, which refer to the observer, longer than the mode
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from lowtide.optim.updated_parameter import gradient_bytes
 from lowtide.runtime.loop_watch import LiveLoss, LoopWatch, node_behind, weakly
 from lowtide.torch_compat import autograd_engine
 from lowtide.torch_compat.aot_autograd import in_another_order, order_of
-from lowtide.torch_compat.dispatch import storage_key
+from lowtide.torch_compat.dispatch import WeakStorages
 from lowtide.torch_compat.modules import route_of
 from lowtide.trace.model_call import tensors_in
 from lowtide.trace.tangents import GRADIENT_HAS_OTHER_STRIDES
@@ -90,6 +90,11 @@ CAST_OUTSIDE = (
     "casts it once and adds up all its gradients in that dtype, so that the last bits can differ. Compute "
     "this part of the loss in the model's forward, or in another block of autocast"
 )
+PROFILER_IS_ON = (
+    "a profiler is on, so that the bytes that the loop makes between the forward and the backward pass "
+    "cannot be measured: they are counted from the first step on that runs without it. Pass `loss=` the "
+    "function that your loop uses, to have it counted now"
+)
 BYPASSED = (
     "the model got gradients, but %s, so that the budget is not kept: call model(...) itself, not "
     "model.forward(...), and not from inside of torch.compile"
@@ -103,7 +108,8 @@ SAVED = (
 
 @dataclass(frozen=True, slots=True)
 class LoopView:
-    """The public state of an observer: how often graphs ran, and the live bytes of the last output."""
+    """The public state of an observer: how often graphs ran, and the bytes of the last output's tensors that
+    live."""
 
     num_forwards: int
     num_backwards: int
@@ -127,8 +133,8 @@ class LoopObserver:
     """The state of one planned model's loop.
 
     `spare_bytes`: the free bytes of the budget; None where no budget was given. `may_keep_outputs`: the plan
-    counts the model's outputs as live through the backward pass. `orders` gets
-    the strides of gradients that differ from their outputs'.
+    counts the model's outputs as live through the backward pass. `orders` gets the strides of gradients that
+    differ from their outputs'. `own_tensors`: the model's, which may be among its outputs.
     """
 
     def __init__(
@@ -137,7 +143,9 @@ class LoopObserver:
         spare_bytes: int | None = None,
         may_keep_outputs: bool = True,
         orders: dict[str, str] | None = None,
+        own_tensors: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
+        self._own_tensors = own_tensors
         self.spare_bytes = spare_bytes
         self.may_keep_outputs = may_keep_outputs
         self.orders = {} if orders is None else orders
@@ -152,15 +160,17 @@ class LoopObserver:
         self._num_forwards = 0
         self._said: set[str] = set()
         self._outputs: list[weakref.ref[Tensor]] = []
+        self._storages = WeakStorages(())
+        self._batch: list[weakref.ref[Tensor]] = []
         self._backwards_at_call = -1
         self._pending_node: Callable[[], Any] = weakly(None)
         self._watch: LoopWatch | None = None
-        self._loss: LiveLoss | None = None
         self._used: dict[str, set[int]] = {}
         self._has_new_strides = False
 
     def view(self) -> LoopView:
-        return LoopView(self._num_forwards, self.num_backwards, self._live_output_bytes())
+        nbytes = WeakStorages(_alive(self._outputs)).live_bytes()
+        return LoopView(self._num_forwards, self.num_backwards, nbytes)
 
     def say(self, text: str, *values: Any) -> None:
         """Warn, once for each text."""
@@ -192,26 +202,29 @@ class LoopObserver:
         self.graphs_in_call += 1
         self.saved_bytes += saved_bytes
 
-    def call_ends(self, output: Any) -> None:
+    def call_ends(self, output: Any, batch: Any) -> None:
         self._backwards_at_call = self.num_backwards
         self._pending_node = weakly(node_behind(output))
         if OUTPUTS_LIVE not in self._said:
-            self._outputs = [weakref.ref(tensor) for tensor in tensors_in(output) if tensor.dim()]
+            outputs = [tensor for tensor in tensors_in(output) if tensor.dim()]
+            self._outputs = [weakref.ref(tensor) for tensor in outputs]
+            self._storages = WeakStorages(outputs)
+            self._batch = [weakref.ref(tensor) for tensor in tensors_in(batch)]
 
     def graphs_planned(self, number: int, time_share: float) -> None:
         """`time_share` of the time since the plan was applied went into planning `number` graphs."""
         if number >= MANY_GRAPHS and time_share > LARGE_SHARE:
             self.say(MANY_GRAPHS_PLANNED, number, time_share * 100)
 
-    def watch_loss(self, output: Any, *, batch_bytes: int, device: torch.device) -> None:
+    def watch_loss(self, output: Any, *, batch_bytes: int, device: torch.device) -> bool:
         """Watch the bytes that the loop makes of a call's output on `device`, and the strides of the
-        gradients."""
+        gradients. False where the bytes cannot be measured now."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and tensor.dim() > 1:
                 self._watch_strides(tensor)
         watch = LoopWatch(batch_bytes, device)
-        if watch.begin(output):
-            self._watch = watch
+        self._watch = watch if watch.begin(output) else None
+        return self._watch is not None
 
     def backward_begins(self, gradients: Callable[[], Sequence[Any]]) -> None:
         """A graph's backward pass begins, with the gradients of its outputs."""
@@ -219,8 +232,7 @@ class LoopObserver:
         if self._exceeds(self.saved_bytes) and autograd_engine.graph_is_kept():
             self.say(GRAPH_KEPT, format_size(self.saved_bytes), self.saved_bytes)
         if self._watch is not None:
-            arrived = [value for value in gradients() if value is not None]
-            self._loss, self._watch = self._watch.end(arrived), None
+            self._watch.end([value for value in gradients() if value is not None])
 
     def output_used(self, fingerprint: str, outputs: frozenset[int]) -> None:
         """Outputs of a graph got unexpected gradients."""
@@ -232,10 +244,13 @@ class LoopObserver:
             self.say(GRADIENTS_STAY, format_size(nbytes))
 
     def backward_ends(self) -> None:
-        nbytes = 0 if self.may_keep_outputs else self._live_output_bytes()
-        self._outputs = []
-        if nbytes > SMALL_BYTES:
-            self.say(OUTPUTS_LIVE, format_size(nbytes), nbytes)
+        # storages, since a view or `output.detach()` keeps an output as well
+        if not self.may_keep_outputs and self._storages.live_bytes() > SMALL_BYTES:
+            besides = (*self._own_tensors(), *_alive(self._batch))
+            nbytes = self._storages.live_bytes(besides=besides)
+            if nbytes > SMALL_BYTES:
+                self.say(OUTPUTS_LIVE, format_size(nbytes), nbytes)
+        self._outputs, self._batch, self._storages = [], [], WeakStorages(())
 
     # what the runner asks
 
@@ -246,9 +261,9 @@ class LoopObserver:
 
     def news(self) -> LoopNews | None:
         """The unexpected events since the last call of this method; None where there were none."""
-        self._watch = None  # where no backward pass came
-        found = LoopNews(self._loss, self._used, self._has_new_strides)
-        self._loss, self._has_new_strides = None, False
+        loss = None if self._watch is None else self._watch.loss
+        found = LoopNews(loss, self._used, self._has_new_strides)
+        self._watch, self._has_new_strides = None, False
         return found if found != LoopNews(None, {}, False) else None
 
     def plans_dropped(self) -> None:
@@ -258,10 +273,6 @@ class LoopObserver:
     def _exceeds(self, nbytes: int) -> bool:
         """Whether uncounted bytes exceed the free bytes of the budget."""
         return self.spare_bytes is not None and nbytes > max(0, self.spare_bytes)
-
-    def _live_output_bytes(self) -> int:
-        alive = [tensor for reference in self._outputs if (tensor := reference()) is not None]
-        return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in alive}.values())
 
     def _watch_strides(self, output: torch.Tensor) -> None:
         shape, strides, order = output.shape, output.stride(), order_of(output)
@@ -274,6 +285,10 @@ class LoopObserver:
                 self.say(OTHER_STRIDES)
 
         output.register_hook(look)  # type: ignore[no-untyped-call]
+
+
+def _alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    return [tensor for reference in references if (tensor := reference()) is not None]
 
 
 def ran_without_plan(why: str) -> Unsupported:

@@ -132,6 +132,10 @@ class Replanner(Schedules):
         self.later[fingerprint] = graph
 
     @property
+    def counts_loop(self) -> bool:
+        return True
+
+    @property
     def loss_is_unknown(self) -> bool:
         outside = any(graph.tangent_bytes > SCALAR_BYTES for graph in self.first[-1:])
         return (self._context.loop.loss is None and outside) or bool(self._dropped)
@@ -153,6 +157,7 @@ class Replanner(Schedules):
                 causes.append(
                     f"the loop made {size_and_bytes(loss.peak_bytes)} between the forward and the backward "
                     f"pass, {size_and_bytes(more_bytes)} more than the plan counts"
+                    + ("" if self._context.loop.loss is None else " by the given `loss=`")
                 )
             self._reserve(loss_bytes=loss.peak_bytes, loss_kept_bytes=loss.kept_bytes)
         for fingerprint, outputs in used.items():

@@ -4,6 +4,7 @@ The model stays the same object of the same class. Its call is routed through to
 backend that rewrites every captured graph by its plan. Without gradients, the model's own code runs.
 """
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,9 +25,17 @@ from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
 from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
 from lowtide.runtime.loop_watch import LiveLoss, leave
-from lowtide.runtime.observer import EARLIER_GRADIENTS, LoopObserver, mark, ran_without_plan, unmark
+from lowtide.runtime.observer import (
+    EARLIER_GRADIENTS,
+    PROFILER_IS_ON,
+    LoopObserver,
+    mark,
+    ran_without_plan,
+    unmark,
+)
 from lowtide.runtime.rewrite import baseline_schedule
 from lowtide.torch_compat import autograd_engine, ddp, dynamo
+from lowtide.torch_compat.allocation_record import users_profiler_is_active
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.torch_compat.modules import call_model, route_of, set_route
@@ -90,6 +99,11 @@ class Schedules:
         """Plan the step that this call of the model begins, without running it."""
 
     @property
+    def counts_loop(self) -> bool:
+        """Whether the bytes that the loop makes between forward and backward pass can change schedules."""
+        return False
+
+    @property
     def loss_is_unknown(self) -> bool:
         """Whether the bytes of the loop's loss are unknown."""
         return False
@@ -133,7 +147,10 @@ class Runner:
         self.schedules = schedules
         self.eager_batch = eager_batch
         self.observer = LoopObserver(
-            spare_bytes=spare_bytes, may_keep_outputs=holds_outputs, orders=schedules.orders
+            spare_bytes=spare_bytes,
+            may_keep_outputs=holds_outputs,
+            orders=schedules.orders,
+            own_tensors=_tensors_of(weakref.ref(model)),
         )
         if updates is not None:
             updates.spare_bytes = max(0, spare_bytes or 0)
@@ -148,6 +165,7 @@ class Runner:
         )
         self.guard: Guard | None = None
         self._graphs_before = 0
+        self._is_to_be_watched = False
         self._batch: Any = ()
         self._may_start_over = True
         self.wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
@@ -191,15 +209,24 @@ class Runner:
             raise
         finally:
             self._batch, self._may_start_over = (), True
-        self.observer.call_ends(output)
+        self.observer.call_ends(output, (args, kwargs))
         if self.backend.num_graphs > self._graphs_before:
-            self._graphs_before = self.backend.num_graphs
-            if self.schedules.loss_is_unknown:
-                device = device_of(self.model, (args, kwargs))
-                self.observer.watch_loss(output, batch_bytes=_nbytes((args, kwargs)), device=device)
+            self._graphs_before, self._is_to_be_watched = self.backend.num_graphs, True
             seconds = time.perf_counter() - self._start
             self.observer.graphs_planned(self.backend.num_graphs, self.compiled.seconds / seconds)
+        if self._is_to_be_watched:
+            self._watch(output, (args, kwargs))
         return output
+
+    def _watch(self, output: Any, batch: Any) -> None:
+        """Watch what the loop makes of an output, once for new graphs."""
+        if self.schedules.counts_loop:
+            device = device_of(self.model, batch)
+            if not self.observer.watch_loss(output, batch_bytes=_nbytes(batch), device=device):
+                if self.schedules.loss_is_unknown and users_profiler_is_active():
+                    self.observer.say(PROFILER_IS_ON)
+                return
+        self._is_to_be_watched = False
 
     def _learn(self) -> None:
         """Plan again where the last step departed from the plan."""
@@ -320,6 +347,14 @@ class _Guarded:
             return call_model(self.wrapper, args, kwargs)
 
 
+def _tensors_of(model: Callable[[], nn.Module | None]) -> Callable[[], Iterable[torch.Tensor]]:
+    def tensors() -> Iterable[torch.Tensor]:
+        found = model()
+        return () if found is None else itertools.chain(found.parameters(), found.buffers())
+
+    return tensors
+
+
 def _nothing() -> None:
     return None
 
@@ -362,6 +397,7 @@ def remove(model: nn.Module) -> nn.Module:
             if part is not None:
                 part.close()
         autograd_engine.unsilence_hooks(inner.parameters())
+        runner.backend.autocast_cache.forget()
         leave()
     unmark(inner)
     return model

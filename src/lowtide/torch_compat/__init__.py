@@ -10,6 +10,7 @@ In the order in which a model passes them:
 - `dispatch`: tensors, fake tensors and storages; modes, kernels and schemas of ops
 - `inductor`: graphs that Inductor compiles, and calls in them that it does not compile
 - `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters
+- `allocation_record`: the blocks that the CPU's allocator hands out, by torch's older profiler
 - `gradient_edges`: the uses of a tensor in autograd's graph, and gradients handed to planned graphs
 - `ddp`, `fsdp2`: models on several processes
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 
 def nodes_after_this() -> list[Any]:
@@ -314,18 +313,3 @@ def _parameters(nodes: list[Any], seen: set[Any]) -> Iterator[Any]:
 def profiler_is_active() -> bool:
     """Whether this thread is inside a block of torch.profiler."""
     return bool(torch._C._autograd._profiler_enabled())
-
-
-def profiler_events(run: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
-    """The result of `run`, and its ops (`push`, `pop`) and CPU allocations (`memory_alloc`) by thread.
-
-    torch's older profiler records the same bytes as torch.profiler, and touches nothing outside of this
-    thread: Kineto, below torch.profiler, writes two lines to stderr for each session and ends any other one.
-    """
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    torch._C._autograd._enable_profiler_legacy(config)
-    try:
-        result = run()
-    finally:
-        events = torch._C._autograd._disable_profiler_legacy()
-    return result, events

@@ -1,6 +1,6 @@
 """Tensors and ops below autograd: storages, fake tensors, dispatch modes, kernels in Python, schemas.
 
-- tensors: `storage_key`, `iter_tensors`, `map_leaves`; `FakeTensor` and its mode
+- tensors: `storage_key`, `WeakStorages`, `iter_tensors`, `map_leaves`; `FakeTensor` and its mode
 - modes, which see every op of a thread: `active_modes`, `without_modes`, `real_tensors`, `LiveBytes`
 - the dispatcher: `dispatch_state`; `recording` and `below_autograd` switch autograd inside of an op
 - tracing: `traced_by` and `whole_ops` say by which ops an op is traced
@@ -129,6 +129,25 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor is of a class that wraps other tensors and that torch.compile can take apart."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+class WeakStorages:
+    """The storages of some tensors; refers to them weakly."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        plain = [tensor for tensor in tensors if tensor.layout is torch.strided and not is_wrapper(tensor)]
+        found = {storage_key(tensor): tensor.untyped_storage() for tensor in plain}
+        self._sizes = {key: (StorageWeakRef(one), one.nbytes()) for key, one in found.items()}  # type: ignore[no-untyped-call]
+
+    def live_bytes(self, *, besides: Iterable[Tensor] = ()) -> int:
+        """The bytes of those that live, without the storages of the tensors `besides`."""
+        live = {key: n for key, (reference, n) in self._sizes.items() if not reference.expired()}  # type: ignore[no-untyped-call]
+        for tensor in besides if live else ():
+            live.pop(storage_key(tensor), None)
+        return sum(live.values())
+
+    def freed_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._sizes.values()) - self.live_bytes()
 
 
 def active_modes() -> list[Any]:
