@@ -18,6 +18,7 @@ from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime import incomplete_steps
 from lowtide.runtime.runner import runner_of
 from lowtide.torch_compat import autograd_engine, dispatch
+from lowtide.units import format_size
 from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 from lowtide.zoo.targets import Target
 
@@ -315,6 +316,49 @@ def test_a_graph_that_is_kept_is_told_once(
         loss.backward()
     (words,) = told(caplog)
     assert "backward(retain_graph=True) keeps" in words and "smaller by" in words
+
+
+class TwoPaths(nn.Module):
+    """Trains one of two halves in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.first, self.second = nn.Sequential(*layers[:4]), nn.Sequential(*layers[4:])
+        self.is_first = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) if self.is_first else self.second(x)
+
+
+def test_state_of_parameters_that_other_steps_train_is_counted(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    x = batch["x"]
+    models = [TwoPaths(), TwoPaths()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    found = lowtide.profile(models[1], x, optimizer=optimizers[1], loss=mean_square)
+    state_bytes = 2 * sum(p.nbytes for p in models[1].first.parameters())
+    budget = found.floor_bytes + state_bytes + (1 << 10)
+    assert budget < found.peak_bytes, "the plan saves something"
+    found.plan(budget).apply(models[1])
+    caplog.clear()
+    for which in (False, True, False, True, False):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.is_first = which
+            mean_square(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    (words,) = told(caplog)
+    assert f"the optimizer's state takes {format_size(state_bytes + 16)}" in words
+    target = Target("planned", models[1], x, optimizers[1], mean_square)
+    assert measured_peak(target) <= budget
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
 
 
 # without the plan

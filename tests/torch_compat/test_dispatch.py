@@ -3,7 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.runtime.runner import Runner, Schedules, install
+from lowtide.runtime.call_schedules import Schedules
+from lowtide.runtime.runner import Runner, install
 from lowtide.torch_compat.dispatch import FUNCTIONS, make_first_calls
 from lowtide.verification.fresh_process import run_fresh
 

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.ops.device_memory import common_device
+from lowtide.ops.device_memory import block_bytes, common_device
 from lowtide.torch_compat.dispatch import (
     FakeTensor,
     FakeTensorMode,
     LiveBytes,
     TorchDispatchMode,
     iter_tensors,
+    storage_key,
 )
 from lowtide.torch_compat.fsdp2 import local
 from lowtide.torch_compat.modules import forget_step_hooks
@@ -104,6 +105,18 @@ def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors in the state of an optimizer, and of inner optimizers."""
     return [tensor for state in _states(optimizer) for tensor in _tensors(state, seen=set())]
+
+
+def num_states(optimizer: Optimizer) -> int:
+    """For how many parameters an optimizer, with its inner optimizers, has state."""
+    return sum(map(len, _states(optimizer)))
+
+
+def state_bytes(optimizer: Optimizer, device: torch.device) -> int:
+    """The bytes that an optimizer's state takes on a step's device."""
+    states = [value for state in _states(optimizer) for value in state.values()]
+    found = {storage_key(tensor): tensor for tensor in map(local, _tensors(states, seen=set()))}
+    return sum(block_bytes(device, tensor) for tensor in found.values())
 
 
 def set_step_count(optimizer: Optimizer, number: int) -> None:

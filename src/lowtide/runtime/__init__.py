@@ -2,6 +2,7 @@
 
 - `apply`: route a model's calls through its plan, in place; the plan of a model
 - `runner`: what a planned model calls instead of its own code
+- `call_schedules`: what a runner asks for the schedules of its graphs
 - `replan`: schedules for later graphs: other batch shapes, other settings
 - `incomplete_steps`: the facts of steps around such graphs, and bytes reserved for an unknown loss
 - `backend`: the torch.compile backend that rewrites every graph by its schedule
@@ -11,6 +12,6 @@
 - `continued_sums`: sums of gradients that begin with those of later uses of an input
 - `backward`: backward passes, by the outputs that got a gradient
 - `observer`: events of the user's loop, and warnings where the loop departs from the plan
-- `loop_watch`: the bytes of a loss that was not given
+- `loop_watch`: the bytes that the loop makes between forward and backward pass
 - `compile_backend`: `torch.compile(backend="lowtide")`
 """

@@ -19,8 +19,9 @@ from lowtide.analyze.gradient_sums import sums_of
 from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Graph, GraphRun, Kind, Node, Region, Reserve, Step, Storage, TransferSpeed
+from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.repeated_graphs import planner_for
-from lowtide.planning.schedules import batch_bytes, runs_of_schedules, with_buckets
+from lowtide.planning.schedules import batch_bytes, graph_schedules, reserve, runs_of_schedules, with_buckets
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
 from lowtide.profiling.costing import KnownCosts, estimate_costs, measure_costs
@@ -120,8 +121,24 @@ def step_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], context: StepCon
     step = context.costed(context.captured(traced, batch=(args, kwargs), optimizer=optimizer))
     besides = _besides(context.reserve, growth(step, like=None, reserve=context.reserve), optimizer)
     if any(not graph.in_model for graph in step.graphs):
-        besides = replace(besides, loss_bytes=0, loss_kept_bytes=0, loss_input_bytes=loop.reserve_bytes)
+        given = reserve(step)
+        kept_bytes = max(0, besides.loss_kept_bytes - given.loss_kept_bytes)
+        step = _with_larger_loss(step, max(0, besides.loss_bytes - given.loss_bytes))
+        besides = replace(
+            besides, loss_bytes=0, loss_kept_bytes=kept_bytes, loss_input_bytes=loop.reserve_bytes
+        )
     return _with_reserve(step, besides)
+
+
+def _with_larger_loss(step: Step, more_bytes: int) -> Step:
+    """A step with a loss of its own, around which the loop makes `more_bytes`."""
+    nodes = tuple(
+        replace(node, workspace_bytes=node.workspace_bytes + more_bytes)
+        if node.segment >= 0 and not step.graphs[node.segment].in_model
+        else node
+        for node in step.nodes
+    )
+    return replace(step, nodes=nodes)
 
 
 def as_in(like: Graph, segment: Segment) -> Graph | None:
@@ -249,7 +266,7 @@ def loss_reserve_for(plan: Plan) -> LossReserve | None:
     if leaves_for_loss(plan, loss_bytes):
         return None
     planner = planner_for(_with_loss(step, loss_bytes))
-    found = planner.adapt(_schedules(step, own), budget_bytes=plan.budget_bytes)
+    found = planner.adapt(schedules_of(step, own), budget_bytes=plan.budget_bytes)
     if found is not None and found.peak_bytes <= plan.budget_bytes:
         return LossReserve(loss_bytes, found.graphs[: len(own)])
     try:
@@ -263,7 +280,7 @@ def leaves_for_loss(plan: Plan, loss_bytes: int) -> bool:
     """Whether the plan fits with a loss of `loss_bytes`."""
     assert plan.step is not None
     step, own = _with_loss(plan.step, loss_bytes), _own_graphs(plan)
-    runs = runs_of_schedules(step, _schedules(step, own), [graph.releases for graph in own])
+    runs = runs_of_schedules(step, schedules_of(step, own), [graph.releases for graph in own])
     return simulate(step, runs).peak_bytes <= plan.budget_bytes
 
 
@@ -271,8 +288,8 @@ def _own_graphs(plan: Plan) -> tuple[Graph, ...]:
     return tuple(graph for graph in plan.solution.graphs if graph.in_model)
 
 
-def _schedules(step: Step, own: Sequence[Graph]) -> list[tuple[GraphRun, ...]]:
-    """The schedules of the graphs; the graphs of the loss have empty ones."""
+def schedules_of(step: Step, own: Sequence[Graph]) -> list[tuple[GraphRun, ...]]:
+    """The schedules of the graphs `own` for a step; the graphs of the loss have empty ones."""
     return [graph.schedule for graph in own] + [()] * (len(step.graphs) - len(own))
 
 
@@ -281,3 +298,21 @@ def _with_loss(step: Step, loss_bytes: int) -> Step:
     nodes = list(step.nodes)
     nodes[end.rank] = replace(end, workspace_bytes=max(end.workspace_bytes, loss_bytes))
     return replace(step, nodes=tuple(nodes))
+
+
+def lowest_schedules(planner: Planner, like: Sequence[Graph]) -> StepSchedules:
+    """The lowest peak known for a step, and its schedules: found by a search, or those of the graphs `like`.
+
+    The search for a smaller batch can miss a schedule that it found for the planned batch.
+    """
+    step, lowest = planner.step, planner.solve(budget_bytes=planner.floor().floor_bytes)
+    if like:
+        try:
+            runs = runs_of_schedules(step, schedules_of(step, like), [graph.releases for graph in like])
+            peak_bytes = simulate(step, runs).peak_bytes
+        except ValueError:  # this shape has other ops
+            pass
+        else:
+            if peak_bytes < lowest.peak_bytes:
+                return StepSchedules(peak_bytes, graph_schedules(step, runs))
+    return StepSchedules(lowest.peak_bytes, lowest.graphs)

@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 
 from lowtide.errors import BudgetTooSmall
-from lowtide.facts import Graph, GraphRun, Step
+from lowtide.facts import Graph, Step
+from lowtide.optim.shadow_optimizer import num_states, state_bytes
 from lowtide.optim.split_check import update_bytes_of
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.repeated_graphs import planner_for
-from lowtide.planning.schedules import graph_schedules, runs_of_schedules
-from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
 from lowtide.runtime.backend import GraphSchedule
+from lowtide.runtime.call_schedules import CallSoFar, Schedules
 from lowtide.runtime.executor import (
     EAGER_OPS,
     Executor,
@@ -32,18 +32,20 @@ from lowtide.runtime.incomplete_steps import (
     as_in,
     growth,
     leaves_for_loss,
+    lowest_schedules,
     optimizer_of,
+    schedules_of,
     step_of,
     step_of_call,
 )
 from lowtide.runtime.loop_watch import LiveLoss
-from lowtide.runtime.runner import CallSoFar, Schedules
 from lowtide.torch_compat.ddp import Buckets
 from lowtide.torch_compat.dynamo import StartOver
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.identity import identify_model, why_unknown
 from lowtide.trace.model_call import Loop
 from lowtide.trace.segments import Segment
+from lowtide.trace.step_device import device_of
 from lowtide.units import format_size, size_and_bytes
 
 logger = logging.getLogger("lowtide")
@@ -97,6 +99,7 @@ class Replanner(Schedules):
         self._dropped: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
         self._peak_bytes = plan.peak_bytes
         self._told_of_executor = False
+        self._num_states = 0
         is_compiled = isinstance(executor, InductorOps)
         has_reserve = self.loss_is_unknown and not is_compiled and not units_of(model)
         self._loss_reserve = plan.loss_reserve if has_reserve else None
@@ -138,7 +141,7 @@ class Replanner(Schedules):
     @property
     def loss_is_unknown(self) -> bool:
         outside = any(graph.tangent_bytes > SCALAR_BYTES for graph in self.first[-1:])
-        return (self._context.loop.loss is None and outside) or bool(self._dropped)
+        return self._context.loop.loss is None and outside
 
     def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
         reserved, self._loss_reserve = self._loss_reserve, None
@@ -189,6 +192,35 @@ class Replanner(Schedules):
         self.later.clear()
         self._alike.clear()
 
+    def count_state(self) -> bool:
+        alive = [each for reference in self._context.loop.references if (each := reference()) is not None]
+        number = sum(map(num_states, alive))
+        if number == self._num_states:
+            return False
+        self._num_states = number
+        device = device_of(self._context.model, ())
+        nbytes = sum(state_bytes(optimizer, device) for optimizer in alive)
+        more_bytes = nbytes - self._context.reserve.optimizer_state_bytes
+        if more_bytes <= UNCOUNTED_BYTES:
+            return False
+        self._reserve(optimizer_state_bytes=nbytes)
+        return self._outgrown(
+            more_bytes,
+            f"the optimizer's state takes {size_and_bytes(more_bytes)} more than the plan counts",
+            "Not every step trains all parameters of the model: plan for a budget that is smaller by "
+            f"{more_bytes} bytes to have all of the state counted from the start",
+        )
+
+    def _outgrown(self, more_bytes: int, cause: str, advice: str) -> bool:
+        """Whether schedules are dropped, since `more_bytes` that stay live all along exceed the budget."""
+        self._peak_bytes += more_bytes
+        if self._peak_bytes <= self.budget_bytes:
+            return False
+        logger.warning("%s: graphs are planned again. %s", cause, advice)
+        self._peak_bytes = 0
+        self._drop(cause)
+        return True
+
     def count_buckets(self, buckets: Buckets) -> bool:
         counted = self._context.reserve
         more_bytes = buckets.nbytes - counted.bucket_bytes
@@ -197,20 +229,12 @@ class Replanner(Schedules):
         if more_bytes <= 0:
             return False
         self._reserve(bucket_bytes=buckets.nbytes, gradients_in_buckets=buckets.hold_gradients)
-        self._peak_bytes += more_bytes
-        if self._peak_bytes <= self.budget_bytes:
-            return False
-        cause = (
+        return self._outgrown(
+            more_bytes,
             f"DistributedDataParallel's buckets of gradients take {size_and_bytes(more_bytes)} more than the "
-            "plan counts"
+            "plan counts",
+            "Plan the wrapped model to count buckets from the start",
         )
-        logger.warning(
-            "%s: graphs are planned again. Plan the wrapped model to count buckets from the start",
-            cause,
-        )
-        self._peak_bytes = 0
-        self._drop(cause)
-        return True
 
     def _not_counted(self, loss: LiveLoss) -> int:
         """The bytes of the loop's loss beyond the reserve of the plan."""
@@ -289,7 +313,7 @@ class Replanner(Schedules):
         )
         if beside is None and not so_far.is_whole:
             # the following graphs are unknown: leave as many bytes free as possible
-            found = _lowest(planner_for(step), ())
+            found = lowest_schedules(planner_for(step), ())
         else:
             found = self._plan(step, () if like is None else (like,), larger=False)
         self._log(found.peak_bytes, cause, compiled=False)
@@ -317,7 +341,9 @@ class Replanner(Schedules):
         step_planner = planner_for(step)
         if segment is not None and isinstance(self._executor, InductorOps):
             return self._compiled_plan(step_planner, segment, self._executor, larger=larger)
-        adapted = step_planner.adapt(_schedules(like, step), budget_bytes=self.budget_bytes) if like else None
+        adapted = (
+            step_planner.adapt(schedules_of(step, like), budget_bytes=self.budget_bytes) if like else None
+        )
         if adapted is not None and adapted.peak_bytes <= self.budget_bytes:
             return adapted
         try:
@@ -326,7 +352,7 @@ class Replanner(Schedules):
         except BudgetTooSmall:
             if larger:
                 raise
-        return _lowest(step_planner, like)
+        return lowest_schedules(step_planner, like)
 
     def _compiled_plan(
         self, step_planner: Planner, segment: Segment, executor: InductorOps, *, larger: bool
@@ -371,27 +397,3 @@ def _by_fingerprint(graphs: Sequence[Graph]) -> dict[str, Graph]:
 
 def _structures(graphs: Sequence[Graph]) -> tuple[str, ...]:
     return tuple(graph.structure for graph in graphs)
-
-
-def _schedules(like: Sequence[Graph], step: Step) -> list[tuple[GraphRun, ...]]:
-    """The schedules of the graphs `like` for a step; the graphs of a loss have empty ones."""
-    return [graph.schedule for graph in like] + [()] * (len(step.graphs) - len(like))
-
-
-def _lowest(step_planner: Planner, like: Sequence[Graph]) -> StepSchedules:
-    """The lowest peak known for a step, and its schedules: found by a search, or those of the graphs `like`.
-
-    The search for a smaller batch can miss a schedule that it found for the planned batch.
-    """
-    lowest = step_planner.solve(budget_bytes=step_planner.floor().floor_bytes)
-    if like:
-        try:
-            releases = [graph.releases for graph in like]
-            runs = runs_of_schedules(step_planner.step, _schedules(like, step_planner.step), releases)
-            peak_bytes = simulate(step_planner.step, runs).peak_bytes
-        except ValueError:  # this shape has other ops
-            pass
-        else:
-            if peak_bytes < lowest.peak_bytes:
-                return StepSchedules(peak_bytes, graph_schedules(step_planner.step, runs))
-    return StepSchedules(lowest.peak_bytes, lowest.graphs)

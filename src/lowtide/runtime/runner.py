@@ -7,24 +7,24 @@ backend that rewrites every captured graph by its plan. Without gradients, the m
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import fx, nn
 
-from lowtide.analyze.gradient_sums import specialised
 from lowtide.errors import CaptureError, LowtideError
-from lowtide.facts import Graph, Kind
+from lowtide.facts import Kind
 from lowtide.offload.offload_store import OffloadStore
 from lowtide.optim.split_step import SplitStep
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
 from lowtide.runtime.backend import Backend, GraphSchedule
+from lowtide.runtime.call_schedules import CallSoFar, Schedules
 from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
-from lowtide.runtime.loop_watch import LiveLoss, leave
+from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.observer import (
     EARLIER_GRADIENTS,
     PROFILER_IS_ON,
@@ -33,7 +33,6 @@ from lowtide.runtime.observer import (
     ran_without_plan,
     unmark,
 )
-from lowtide.runtime.rewrite import baseline_schedule
 from lowtide.torch_compat import autograd_engine, ddp, dynamo
 from lowtide.torch_compat.allocation_record import users_profiler_is_active
 from lowtide.torch_compat.dispatch import make_first_calls
@@ -59,63 +58,6 @@ class Guard(Protocol):
     def watching(self, when: str) -> AbstractContextManager[None]:
         """The context of a `forward` or `backward` pass."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSoFar:
-    """The state of a call when one of its graphs is compiled.
-
-    `nothing_ran`: the call can start over. `is_whole`: the graph reaches to the end of the traced function.
-    `saved_bytes` are live for the backward pass; `batch_bytes` are the bytes of the call's arguments.
-    """
-
-    nothing_ran: bool
-    is_whole: bool
-    num_graphs: int
-    saved_bytes: int
-    batch_bytes: int
-
-
-class Schedules:
-    """The schedules of a runner's graphs; in this class: graphs run as captured, without recompute.
-
-    `graphs` say which gradients to expect. `orders`: the strides of gradients that differ from their
-    outputs'.
-    """
-
-    def __init__(self, graphs: Sequence[Graph] = (), orders: Iterable[tuple[str, str]] = ()) -> None:
-        self.graphs = {graph.fingerprint: graph for graph in graphs}
-        self.orders = dict(orders)
-
-    def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
-        """The schedule of `segment`. StartOver where the whole call must be planned and no op has run yet."""
-        graph = self.graphs.get(segment.fingerprint)
-        missing = frozenset(graph.missing if graph is not None else ())
-        apart = frozenset(graph.apart if graph is not None else ())
-        wanted = specialised(segment, missing=missing, apart=apart)
-        return GraphSchedule(baseline_schedule(wanted), missing, apart)
-
-    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
-        """Plan the step that this call of the model begins, without running it."""
-
-    @property
-    def counts_loop(self) -> bool:
-        """Whether the bytes that the loop makes between forward and backward pass can change schedules."""
-        return False
-
-    @property
-    def loss_is_unknown(self) -> bool:
-        """Whether the bytes of the loop's loss are unknown."""
-        return False
-
-    def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
-        """Whether schedules were dropped, because of the bytes of the loss, or because of outputs with an
-        unexpected gradient, by graph."""
-        return False
-
-    def count_buckets(self, buckets: ddp.Buckets) -> bool:
-        """Whether schedules were dropped, because the plan does not count the buckets of gradients."""
-        return False
 
 
 class Runner:
@@ -230,6 +172,8 @@ class Runner:
 
     def _learn(self) -> None:
         """Plan again where the last step departed from the plan."""
+        if self.schedules.count_state():
+            self._forget()
         news = self.observer.news()
         if news is None:
             return

@@ -20,8 +20,9 @@ from lowtide.errors import PlanMismatch
 from lowtide.facts.serial import solution_from_dict
 from lowtide.plans import Plan, check_identity
 from lowtide.runtime.apply import apply_plan
+from lowtide.runtime.call_schedules import Schedules
 from lowtide.runtime.executor import EAGER_OPS, Executor, executor_named
-from lowtide.runtime.runner import Runner, Schedules, attach, install, remove, runner_of
+from lowtide.runtime.runner import Runner, attach, install, remove, runner_of
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.trace.identity import identify
 from lowtide.trace.model_call import split_batch

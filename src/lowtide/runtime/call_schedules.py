@@ -1,0 +1,74 @@
+"""What a runner asks for the schedules of its graphs, and the answers without a plan."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.analyze.gradient_sums import specialised
+from lowtide.facts import Graph
+from lowtide.runtime.backend import GraphSchedule
+from lowtide.runtime.loop_watch import LiveLoss
+from lowtide.runtime.rewrite import baseline_schedule
+from lowtide.torch_compat import ddp
+from lowtide.trace.segments import Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSoFar:
+    """The state of a call when one of its graphs is compiled.
+
+    `nothing_ran`: the call can start over. `is_whole`: the graph reaches to the end of the traced function.
+    `saved_bytes` are live for the backward pass; `batch_bytes` are the bytes of the call's arguments.
+    """
+
+    nothing_ran: bool
+    is_whole: bool
+    num_graphs: int
+    saved_bytes: int
+    batch_bytes: int
+
+
+class Schedules:
+    """The schedules of a runner's graphs; in this class: graphs run as captured, without recompute.
+
+    `graphs` say which gradients to expect. `orders`: the strides of gradients that differ from their
+    outputs'.
+    """
+
+    def __init__(self, graphs: Sequence[Graph] = (), orders: Iterable[tuple[str, str]] = ()) -> None:
+        self.graphs = {graph.fingerprint: graph for graph in graphs}
+        self.orders = dict(orders)
+
+    def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
+        """The schedule of `segment`. StartOver where the whole call must be planned and no op has run yet."""
+        graph = self.graphs.get(segment.fingerprint)
+        missing = frozenset(graph.missing if graph is not None else ())
+        apart = frozenset(graph.apart if graph is not None else ())
+        wanted = specialised(segment, missing=missing, apart=apart)
+        return GraphSchedule(baseline_schedule(wanted), missing, apart)
+
+    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
+        """Plan the step that this call of the model begins, without running it."""
+
+    @property
+    def counts_loop(self) -> bool:
+        """Whether the bytes that the loop makes between forward and backward pass can change schedules."""
+        return False
+
+    @property
+    def loss_is_unknown(self) -> bool:
+        """Whether the bytes of the loop's loss are unknown."""
+        return False
+
+    def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
+        """Whether schedules were dropped, because of the bytes of the loss, or because of outputs with an
+        unexpected gradient, by graph."""
+        return False
+
+    def count_state(self) -> bool:
+        """Whether schedules were dropped, because the optimizer has more state than the plan counts."""
+        return False
+
+    def count_buckets(self, buckets: ddp.Buckets) -> bool:
+        """Whether schedules were dropped, because the plan does not count the buckets of gradients."""
+        return False
