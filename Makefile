@@ -19,7 +19,7 @@ KERNELS ?= ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_I
 EXACT := tests/end_to_end tests/runtime tests/remat tests/verification/test_verify_plan.py \
 	$(addprefix tests/profiling/,test_op_costs.py test_work.py test_real_strides.py test_whole_run.py)
 
-SOAK := $(addprefix tests/end_to_end/,test_fuzz.py test_soak.py test_random_models.py) tests/cli/test_trust.py
+SOAK := $(addprefix tests/end_to_end/,test_fuzz.py test_soak.py test_random_models.py test_loop_grammar.py) tests/cli/test_trust.py
 
 # What `make test-torch` runs, with which torch, and where: all that can differ from one torch to the next.
 VERSION ?= 2.15.0
@@ -61,7 +61,8 @@ test: install
 quick: install
 	$(PYTEST) -m "not long and not slow"
 
-# Every night: fuzzed inputs, long runs, many shapes and plans, 300 random (model, budget) pairs. Half an hour.
+# Every night: fuzzed inputs, long runs, many shapes and plans, 300 random (model, budget) pairs, 300 loops of a
+# grammar (LOWTIDE_SEED=300 draws others). Half an hour.
 soak: install
 	$(PYTEST) -m long -rP --show-capture=stdout $(SOAK)
 
