@@ -74,8 +74,9 @@ class LoopWatch:
         """Read what was measured, and measure no more. Not inside of a backward pass."""
         if not self._meter.can_read:
             return
-        peak_bytes, live_bytes = self._meter.read()
-        if self._arrived_bytes is not None:
+        found = self._meter.read()
+        if found is not None and self._arrived_bytes is not None:
+            peak_bytes, live_bytes = found
             kept_bytes = max(0, live_bytes - self._arrived_bytes)
             self.loss = LiveLoss(max(0, peak_bytes), kept_bytes, self.batch_bytes)
         self._release()
@@ -105,8 +106,9 @@ class _Meter(ABC):
         """Whether `read` can be called here and now."""
 
     @abstractmethod
-    def read(self) -> tuple[int, int]:
-        """The peak of the bytes made, and how many of them are live at the mark."""
+    def read(self) -> tuple[int, int] | None:
+        """The peak of the bytes made, and how many of them are live at the mark; None where the mark was not
+        seen, as in a backward pass of another thread."""
 
 
 class _Blocks(_Meter):
@@ -126,12 +128,13 @@ class _Blocks(_Meter):
     def can_read(self) -> bool:
         return self._record.can_stop
 
-    def read(self) -> tuple[int, int]:
+    def read(self) -> tuple[int, int] | None:
         return live_blocks(self._record.stop())
 
 
-def live_blocks(sizes: Iterable[int | None]) -> tuple[int, int]:
-    """The peak of the blocks that are allocated before the mark, and the bytes that are live there.
+def live_blocks(sizes: Iterable[int | None]) -> tuple[int, int] | None:
+    """The peak of the blocks that are allocated before the mark, and the bytes that are live there; None
+    without a mark.
 
         [100, 40, -40, -7, None, -100]      peak 140, live at the mark 100
 
@@ -142,12 +145,12 @@ def live_blocks(sizes: Iterable[int | None]) -> tuple[int, int]:
     live_bytes = peak_bytes = 0
     for nbytes in sizes:
         if nbytes is None:
-            break
+            return peak_bytes, live_bytes
         if nbytes > 0 or live[-nbytes] > 0:
             live[abs(nbytes)] += 1 if nbytes > 0 else -1
             live_bytes += nbytes
             peak_bytes = max(peak_bytes, live_bytes)
-    return peak_bytes, live_bytes
+    return None
 
 
 class _Counters(_Meter):
@@ -177,8 +180,8 @@ class _Counters(_Meter):
     def can_read(self) -> bool:
         return True
 
-    def read(self) -> tuple[int, int]:
-        return self._found or (0, 0)
+    def read(self) -> tuple[int, int] | None:
+        return self._found
 
 
 class _OfThread(threading.local):

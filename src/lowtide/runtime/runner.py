@@ -48,6 +48,10 @@ PLANNED_KINDS = 1024
 """Kinds of calls that are known to be planned; an older kind is checked again."""
 
 
+MOST_WATCHES = 8
+"""Calls that are watched for what the loop makes of new graphs' outputs, where no backward pass follows."""
+
+
 class Guard(Protocol):
     """Names the failed process, where several train one model, from `open` to `close`."""
 
@@ -107,7 +111,7 @@ class Runner:
         )
         self.guard: Guard | None = None
         self._graphs_before = 0
-        self._is_to_be_watched = False
+        self._watches_left = 0
         self._batch: Any = ()
         self._may_start_over = True
         self.wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
@@ -153,22 +157,20 @@ class Runner:
             self._batch, self._may_start_over = (), True
         self.observer.call_ends(output, (args, kwargs))
         if self.backend.num_graphs > self._graphs_before:
-            self._graphs_before, self._is_to_be_watched = self.backend.num_graphs, True
+            self._graphs_before, self._watches_left = self.backend.num_graphs, MOST_WATCHES
             seconds = time.perf_counter() - self._start
             self.observer.graphs_planned(self.backend.num_graphs, self.compiled.seconds / seconds)
-        if self._is_to_be_watched:
+        if self._watches_left and self.schedules.counts_loop:
             self._watch(output, (args, kwargs))
         return output
 
     def _watch(self, output: Any, batch: Any) -> None:
-        """Watch what the loop makes of an output, once for new graphs."""
-        if self.schedules.counts_loop:
-            device = device_of(self.model, batch)
-            if not self.observer.watch_loss(output, batch_bytes=_nbytes(batch), device=device):
-                if self.schedules.loss_is_unknown and users_profiler_is_active():
-                    self.observer.say(PROFILER_IS_ON)
-                return
-        self._is_to_be_watched = False
+        """Watch what the loop makes of an output of new graphs, until a watch has seen its backward pass."""
+        device = device_of(self.model, batch)
+        if self.observer.watch_loss(output, batch_bytes=_nbytes(batch), device=device):
+            self._watches_left -= 1
+        elif self.schedules.loss_is_unknown and users_profiler_is_active():
+            self.observer.say(PROFILER_IS_ON)
 
     def _learn(self) -> None:
         """Plan again where the last step departed from the plan."""
@@ -177,6 +179,8 @@ class Runner:
         news = self.observer.news()
         if news is None:
             return
+        if news.loss is not None:
+            self._watches_left = 0
         is_learned = (news.loss is not None or bool(news.used)) and self.schedules.learn(news.loss, news.used)
         if is_learned or news.has_new_strides:
             self._forget()
