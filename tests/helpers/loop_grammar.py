@@ -165,9 +165,6 @@ def drawn(seed: int) -> LoopCase:
     for name, share in (("also", 0.6), ("lever", 0.6), ("dtype", 0.7), ("planned", 0.8), ("optimizer", 0.4)):
         if chooser.random() < share:
             case = replace(case, **{name: getattr(plain, name)})
-    # a checkpoint ends its recompute in the middle of the model: how often a hook inside is called is chance
-    if {case.around, case.also} == {"the user's checkpoint", "a forward hook"}:
-        case = replace(case, also=plain.also)
     return case
 
 
@@ -221,7 +218,7 @@ class Model(nn.Module):
         return {"F.cross_entropy(self.logits(x), y)" if inside else "self.logits(x)"}
 
 def register(model, seen):
-    {lines("hooks") or "pass"}
+{textwrap.indent(lines("hooks") or "pass", "    ")}
 
 def step(model, optimizer, x, y, ignored, number, seen):
     model.flag = number % 2 == 1

@@ -39,13 +39,11 @@ def apply_plan(
         else:
             chunk_bytes = plan.solution.optimizer_chunk_bytes
             split_step = SplitStep(every, within_parameters=within, chunk_bytes=chunk_bytes)
-    spare_bytes = plan.budget_bytes - plan.peak_bytes + plan.solution.reserve.earlier_gradient_bytes
     batch = dict(plan.solution.identity).get("batch")
     runs_by = executor or plan.executor or executor_named(plan.solution.executor)
     runner = Runner(
         model,
         Replanner(plan, model, updates=updates, executor=runs_by),
-        spare_bytes=spare_bytes,
         executor=runs_by,
         eager_batch=batch if plan.solution.eager else None,
         planned_batch=batch,

@@ -32,8 +32,13 @@ class Schedules:
     """The schedules of a runner's graphs; in this class: graphs run as captured, without recompute.
 
     `graphs` say which gradients to expect. `orders`: the strides of gradients that differ from their
-    outputs'.
+    outputs'. `spare_bytes`: the bytes of the budget that all planned graphs leave free; None without a
+    budget.
     """
+
+    spare_bytes: int | None = None
+    earlier_gradient_bytes = 0
+    """of earlier passes, which the plan counts"""
 
     def __init__(self, graphs: Sequence[Graph] = (), orders: Iterable[tuple[str, str]] = ()) -> None:
         self.graphs = {graph.fingerprint: graph for graph in graphs}

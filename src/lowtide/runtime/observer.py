@@ -43,9 +43,9 @@ OUTPUTS_LIVE = (
     "in loss = model(...).loss, or plan with holds_outputs=True"
 )
 GRAPH_KEPT = (
-    "backward(retain_graph=True) keeps %s of saved activations live to its end, and the plan counts on "
-    "freeing them during backward: the peak is higher by up to that much. Add up the losses and call "
-    "backward() once, or plan for a budget that is smaller by %d bytes"
+    "backward(retain_graph=True) keeps saved activations live to its end, and another pass adds to the "
+    "gradients of this one: %s that the plan does not count, and the peak is higher by about that much. Add "
+    "up the losses and call backward() once, or plan for a budget that is smaller by %d bytes"
 )
 OTHER_STRIDES = (
     f"{GRADIENT_HAS_OTHER_STRIDES}: the last bits of this step can differ, since torch copies the gradient "
@@ -132,7 +132,8 @@ class LoopNews:
 class LoopObserver:
     """The state of one planned model's loop.
 
-    `spare_bytes`: the free bytes of the budget; None where no budget was given. `may_keep_outputs`: the plan
+    `spare_bytes`: the free bytes of the budget; None where no budget was given. `earlier_gradient_bytes`: of
+    earlier passes, which the plan counts. `may_keep_outputs`: the plan
     counts the model's outputs as live through the backward pass. `orders` gets the strides of gradients that
     differ from their outputs'. `own_tensors`: the model's, which may be among its outputs.
     """
@@ -141,6 +142,7 @@ class LoopObserver:
         self,
         *,
         spare_bytes: int | None = None,
+        earlier_gradient_bytes: int = 0,
         may_keep_outputs: bool = True,
         orders: dict[str, str] | None = None,
         own_tensors: Callable[[], Iterable[Tensor]] = tuple,
@@ -149,6 +151,7 @@ class LoopObserver:
         self.spare_bytes = spare_bytes
         self.may_keep_outputs = may_keep_outputs
         self.orders = {} if orders is None else orders
+        self.earlier_gradient_bytes = earlier_gradient_bytes
         self.num_backwards = 0
         self.graphs_in_call = 0
         self.saved_bytes = 0
@@ -158,6 +161,7 @@ class LoopObserver:
         self.summed_in_cast = ""
         """a weight whose terms cannot leave the graph"""
         self._num_forwards = 0
+        self._trained_bytes = 0
         self._said: set[str] = set()
         self._outputs: list[weakref.ref[Tensor]] = []
         self._storages = WeakStorages(())
@@ -186,8 +190,9 @@ class LoopObserver:
     def call_begins(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.spare_bytes is not None and EARLIER_GRADIENTS not in self._said:
             nbytes = sum(map(gradient_bytes, parameters))
-            if self._exceeds(nbytes):
+            if nbytes and self._exceeds(nbytes - self.earlier_gradient_bytes):
                 self.say(EARLIER_GRADIENTS, format_size(nbytes))
+        self._trained_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
         if self.has_pending_call:
             if self._exceeds(self.saved_bytes):
                 self.say(TWO_CALLS_LIVE, format_size(self.saved_bytes), self.saved_bytes)
@@ -229,8 +234,10 @@ class LoopObserver:
     def backward_begins(self, gradients: Callable[[], Sequence[Any]]) -> None:
         """A graph's backward pass begins, with the gradients of its outputs."""
         self.num_backwards += 1
-        if self._exceeds(self.saved_bytes) and autograd_engine.graph_is_kept():
-            self.say(GRAPH_KEPT, format_size(self.saved_bytes), self.saved_bytes)
+        if GRAPH_KEPT not in self._said and autograd_engine.graph_is_kept():
+            nbytes = self.saved_bytes + max(0, self._trained_bytes - self.earlier_gradient_bytes)
+            if self._exceeds(nbytes):
+                self.say(GRAPH_KEPT, format_size(nbytes), nbytes)
         if self._watch is not None:
             self._watch.end([value for value in gradients() if value is not None])
 

@@ -100,8 +100,11 @@ class Replanner(Schedules):
         self._peak_bytes = plan.peak_bytes
         self._told_of_executor = False
         self._num_states = 0
+        self.spare_bytes: int = plan.budget_bytes - plan.peak_bytes
+        self.earlier_gradient_bytes = plan.solution.reserve.earlier_gradient_bytes
         is_compiled = isinstance(executor, InductorOps)
-        has_reserve = self.loss_is_unknown and not is_compiled and not units_of(model)
+        self._is_sharded = bool(units_of(model))
+        has_reserve = self.loss_is_unknown and not is_compiled and not self._is_sharded
         self._loss_reserve = plan.loss_reserve if has_reserve else None
         if self._loss_reserve is not None:
             self.graphs = _by_fingerprint(self._loss_reserve.graphs)
@@ -136,7 +139,8 @@ class Replanner(Schedules):
 
     @property
     def counts_loop(self) -> bool:
-        return True
+        # FSDP2 gathers parameters before the first graph's backward pass: bytes that look like the loop's own
+        return self._context.loop.loss is None or not self._is_sharded
 
     @property
     def loss_is_unknown(self) -> bool:
@@ -156,6 +160,7 @@ class Replanner(Schedules):
         causes = []
         more_bytes = self._not_counted(loss) if loss is not None else 0
         if loss is not None and more_bytes:
+            self.spare_bytes -= more_bytes
             if self._peak_bytes + more_bytes > self.budget_bytes:
                 causes.append(
                     f"the loop made {size_and_bytes(loss.peak_bytes)} between the forward and the backward "
@@ -214,6 +219,7 @@ class Replanner(Schedules):
     def _outgrown(self, more_bytes: int, cause: str, advice: str) -> bool:
         """Whether schedules are dropped, since `more_bytes` that stay live all along exceed the budget."""
         self._peak_bytes += more_bytes
+        self.spare_bytes -= more_bytes
         if self._peak_bytes <= self.budget_bytes:
             return False
         logger.warning("%s: graphs are planned again. %s", cause, advice)
@@ -367,6 +373,7 @@ class Replanner(Schedules):
     def _log(self, peak_bytes: int, cause: str, *, compiled: bool = True) -> None:
         """`compiled`: where a compiler runs the graph, the peak is that of its code."""
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        self.spare_bytes = min(self.spare_bytes, self.budget_bytes - peak_bytes)
         if peak_bytes > self.budget_bytes:
             logger.warning(
                 "a new graph (%s) runs with the lowest peak found, at most %s: that it stays within the "

@@ -67,9 +67,8 @@ class Guard(Protocol):
 class Runner:
     """A planned model calls its runner instead of its own forward.
 
-    Eager PyTorch runs a batch of the layout `eager_batch`. `spare_bytes`: the free bytes of the budget; None
-    where no budget was given. `planned_batch`: the layout of the planned batch. `traced`: the model as traced
-    for the plan. `store`: the store of offloaded values.
+    Eager PyTorch runs a batch of the layout `eager_batch`. `planned_batch`: the layout of the planned batch.
+    `traced`: the model as traced for the plan. `store`: the store of offloaded values.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Runner:
         model: nn.Module,
         schedules: Schedules,
         *,
-        spare_bytes: int | None = None,
         executor: Executor = EAGER_OPS,
         eager_batch: str | None = None,
         planned_batch: str | None = None,
@@ -93,13 +91,14 @@ class Runner:
         self.schedules = schedules
         self.eager_batch = eager_batch
         self.observer = LoopObserver(
-            spare_bytes=spare_bytes,
+            spare_bytes=schedules.spare_bytes,
+            earlier_gradient_bytes=schedules.earlier_gradient_bytes,
             may_keep_outputs=holds_outputs,
             orders=schedules.orders,
             own_tensors=_tensors_of(weakref.ref(model)),
         )
         if updates is not None:
-            updates.spare_bytes = max(0, spare_bytes or 0)
+            updates.spare_bytes = max(0, schedules.spare_bytes or 0)
             updates.gradients_stay = self.observer.gradients_stay
         self.backend = Backend(
             self._schedule_of,
@@ -139,8 +138,12 @@ class Runner:
         self._meet_wrapper()
         if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
             return call_model(self.model, args, kwargs)
-        self._learn()
+        # a call inside of a backward pass is the recompute of the user's own checkpoint
+        is_repeated = autograd_engine.in_backward()
+        if not is_repeated:
+            self._learn()
         self._plan_ahead(args, kwargs)
+        autograd_engine.finish_recomputation()
         self.observer.call_begins(self._parameters)
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
         try:
@@ -156,11 +159,12 @@ class Runner:
         finally:
             self._batch, self._may_start_over = (), True
         self.observer.call_ends(output, (args, kwargs))
+        self.observer.spare_bytes = self.schedules.spare_bytes
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before, self._watches_left = self.backend.num_graphs, MOST_WATCHES
             seconds = time.perf_counter() - self._start
             self.observer.graphs_planned(self.backend.num_graphs, self.compiled.seconds / seconds)
-        if self._watches_left and self.schedules.counts_loop:
+        if self._watches_left and self.schedules.counts_loop and not is_repeated:
             self._watch(output, (args, kwargs))
         return output
 

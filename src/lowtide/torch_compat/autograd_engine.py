@@ -27,6 +27,18 @@ def graph_is_kept() -> bool:
     return in_backward() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def finish_recomputation() -> None:
+    """Inside of the user's `torch.utils.checkpoint`: let its recompute run to the end of the function.
+
+    The recompute of a checkpoint stops behind the last value that it saves. A graph saves its values before
+    it changes buffers and before hooks of the model run, an eager model while it does.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    for cell in getattr(hooks[0], "__closure__", None) or () if hooks else ():
+        if hasattr(cell.cell_contents, "early_stop"):
+            cell.cell_contents.early_stop = False
+
+
 class GradientUse(Enum):
     """What a backward pass does with the gradient of a leaf."""
 
