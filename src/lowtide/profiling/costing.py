@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from lowtide.analyze.captured_step import Captured, with_costs, with_values
+from lowtide.analyze.formulas import with_formula_bytes
 from lowtide.facts import Run, Step
 from lowtide.ops.calls import Call, OpCost, signature
 from lowtide.ops.recurrent import real_result_bytes, untracked_bytes
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.devices import Device, device_for
+from lowtide.profiling.formula_costs import measure_formulas
 from lowtide.profiling.library_workspaces import with_library_workspaces
 from lowtide.profiling.op_costs import cost_by_bytes, measure_calls, measure_workspaces, short_limit_now
 from lowtide.profiling.op_trials import device_of
@@ -189,6 +191,11 @@ def measure_costs(
         made = ((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
         known = KnownCosts(made, runs=calls)
         step = _filled(captured, calls, costs)
+        sizes = {each.signature: step.bytes_of(each.results) for each in captured.formulas}
+        formulas = measure_formulas(
+            captured.formulas, sizes, memory_limit_bytes=memory_limit_bytes, cache=cache
+        )
+        step = with_formula_bytes(step, captured.formulas, formulas)
         speed = device.copy_bytes_per_second()
         if device.caches_blocks:
             torch.accelerator.empty_cache()  # a step must not find its memory cut for these ops
