@@ -16,6 +16,7 @@ Shortcoming: a formula whose op cannot run on random values keeps the bytes of i
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,10 +27,14 @@ from torch import Tensor, fx
 from lowtide.analyze.analysis import Analysis
 from lowtide.facts import Step
 from lowtide.ops.calls import Call, call_of, signature
-from lowtide.torch_compat.dispatch import OpOverload, iter_tensors
+from lowtide.torch_compat.dispatch import OpOverload, iter_tensors, packet_name
 from lowtide.trace.segments import Segment
 
 aten = torch.ops.aten
+
+NO_OP = -1
+_NOT_TRAINED = re.compile(r"new_.*|.*_like|detach|sign|floor|ceil|round|trunc")
+"""Ops whose results do not depend on their inputs, or have no gradient that does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +43,15 @@ class Formula:
 
     `call` is the forward op. Its tensors that are `wanted` get a gradient, and its results get `incoming`
     gradients, with None for a result that gets none; both in the order of tensors in arguments and results.
-    `results` are the storages that outlive the formula, `temporaries` all others that it makes.
+    `results` are the storages that outlive the formula, `temporaries` all others that it makes. `inputs` are
+    the ranks behind the tensors of the call, `NO_OP` for an input of the graph.
     """
 
     call: Call
     wanted: tuple[bool, ...]
     incoming: tuple[Tensor | None, ...]
     ranks: tuple[int, ...]
+    inputs: tuple[int, ...]
     results: tuple[int, ...]
     temporaries: tuple[int, ...]
     in_model: bool
@@ -54,6 +61,15 @@ class Formula:
         """Text that is equal for two formulas exactly when they need the same bytes."""
         given = signature(Call(aten.alias.default, self.incoming))
         return f"gradients of {signature(self.call)} by {self.wanted}, {given}"
+
+
+@dataclass(frozen=True, slots=True)
+class FormulaBytes:
+    """Measured: the most bytes that a formula makes at once, its results included, and the positions of the
+    tensors of its op that autograd saves for it. The formula of `gather` saves a tensor for its shape."""
+
+    peak_bytes: int
+    saved: tuple[int, ...] = ()
 
 
 def find_formulas(analysis: Analysis, *, num_in_model: int) -> tuple[Formula, ...]:
@@ -114,6 +130,7 @@ def _of_graph(
                 wanted=tuple(read in trained for read in _tensor_arguments(sources[0])),
                 incoming=incoming,
                 ranks=tuple(mine),
+                inputs=tuple(rank.get(read, NO_OP) for read in _tensor_arguments(sources[0])),
                 results=tuple(results),
                 temporaries=tuple(storage for storage in made if storage not in results),
                 in_model=in_model,
@@ -132,7 +149,8 @@ def _trained(segment: Segment) -> set[fx.Node]:
     for node in segment.forward_ops:
         values = list(iter_tensors(node.meta.get("val")))
         is_real = any(value.is_floating_point() or value.is_complex() for value in values)
-        if is_real and found.intersection(node.all_input_nodes):
+        ends = _NOT_TRAINED.fullmatch(packet_name(node.target))
+        if is_real and not ends and found.intersection(node.all_input_nodes):
             found.add(node)
     return found
 
@@ -155,14 +173,21 @@ def _matched(source: fx.Node, gradients: Sequence[fx.Node]) -> tuple[Tensor | No
     return None if waiting or not any(value is not None for value in found) else tuple(found)
 
 
-def with_formula_bytes(step: Step, formulas: Sequence[Formula], measured: Mapping[str, int]) -> Step:
+def with_formula_bytes(
+    step: Step, formulas: Sequence[Formula], measured: Mapping[str, FormulaBytes]
+) -> Step:
     """The step where formulas take as many bytes as eager's own, by their signatures in `measured`."""
     nodes, storages = list(step.nodes), list(step.storages)
     for formula in formulas:
-        peak_bytes = measured.get(formula.signature)
-        if peak_bytes is None:
+        found = measured.get(formula.signature)
+        if found is None:
             continue
-        inside_bytes = max(0, peak_bytes - sum(storages[result].nbytes for result in formula.results))
+        inside_bytes = max(0, found.peak_bytes - sum(storages[made].nbytes for made in formula.results))
+        last = nodes[formula.ranks[-1]]
+        saved = [formula.inputs[place] for place in found.saved if formula.inputs[place] != NO_OP]
+        reads = "eager_reads" if formula.in_model else "reads"
+        live = tuple(dict.fromkeys((*getattr(last, reads), *saved)))
+        nodes[last.rank] = replace(last, **{reads: live})
         for rank in formula.ranks:
             wanted = inside_bytes if rank == formula.ranks[-1] else 0
             if formula.in_model:

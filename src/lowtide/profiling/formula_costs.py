@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.analyze.formulas import Formula
+from lowtide.analyze.formulas import Formula, FormulaBytes
 from lowtide.ops.calls import Call, OpCost, storages_bytes
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.devices import outside_profiler
@@ -16,7 +16,7 @@ from lowtide.profiling.op_costs import as_a_step_runs
 from lowtide.profiling.op_trials import device_of, in_one_line
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.work import fresh_storages, shrink, work_of
-from lowtide.torch_compat.dispatch import iter_tensors, map_leaves
+from lowtide.torch_compat.dispatch import iter_tensors, map_leaves, storage_key
 
 _log = logging.getLogger(__name__)
 
@@ -30,13 +30,13 @@ def measure_formulas(
     *,
     memory_limit_bytes: int,
     cache: CostCache | None,
-) -> dict[str, int]:
-    """The most bytes that each formula makes at once, its results included, by the formula's signature.
+) -> dict[str, FormulaBytes]:
+    """The bytes of formulas, by the formula's signature.
 
     `result_bytes` are those of its results alone, as captured. A formula that does not run on random values,
     or whose results have other bytes, is left out: its captured ops tell how much it needs.
     """
-    found: dict[str, int] = {}
+    found: dict[str, FormulaBytes] = {}
     missing: dict[str, Formula] = {}
     for formula in formulas:
         name = formula.signature
@@ -44,29 +44,29 @@ def measure_formulas(
         if known is None:
             missing[name] = formula
         elif known.workspace_bytes:
-            found[name] = known.workspace_bytes
+            found[name] = FormulaBytes(known.workspace_bytes, known.hidden_bytes)
     if not missing:
         return found
     limit_bytes = min(device_of(each.call).within_free(memory_limit_bytes) for each in missing.values())
     with as_a_step_runs(formula.call for formula in missing.values()):
         for name, formula in missing.items():
-            run = partial(_peak_bytes, formula, result_bytes[name], limit_bytes=limit_bytes)
+            run = partial(_measured, formula, result_bytes[name], limit_bytes=limit_bytes)
             try:
-                peak_bytes = outside_profiler(run)
+                measured = outside_profiler(run)
             except Exception as error:
                 _log.debug("the ops of a formula tell its bytes: %s: %s", name, in_one_line(error))
-                peak_bytes = 0
-            if peak_bytes:
-                found[name] = peak_bytes
-            if cache is not None:
-                cost = OpCost(0.0, peak_bytes, estimated=False)
+                measured = FormulaBytes(0)
+            if measured.peak_bytes:
+                found[name] = measured
+            if cache is not None:  # a file of costs of ops: the saved tensors are in the place of results
+                cost = OpCost(0.0, measured.peak_bytes, estimated=False, hidden_bytes=measured.saved)
                 cache.put(name, cost, memory_limit_bytes=memory_limit_bytes)
     if cache is not None:
         cache.save()
     return found
 
 
-def _peak_bytes(formula: Formula, result_bytes: int, *, limit_bytes: int) -> int:
+def _measured(formula: Formula, result_bytes: int, *, limit_bytes: int) -> FormulaBytes:
     """The bytes of a formula, scaled from a smaller one where it is too large; ValueError where it makes
     other results than the captured ops."""
     call, share = formula.call, 1.0
@@ -76,15 +76,21 @@ def _peak_bytes(formula: Formula, result_bytes: int, *, limit_bytes: int) -> int
         if part is None:
             raise ValueError("no size of its op can be reduced")
         call, share = part.call, work.nbytes / part.work.nbytes
-    peak_bytes, fresh_bytes = _run(call, formula)
+    found, fresh_bytes = _run(call, formula)
     if abs(fresh_bytes * share - result_bytes) > 0.01 * result_bytes:
         raise ValueError(f"results of {fresh_bytes * share:.0f} bytes, and {result_bytes} as captured")
-    return round(peak_bytes * share)
+    return FormulaBytes(round(found.peak_bytes * share), found.saved)
 
 
-def _run(call: Call, formula: Formula) -> tuple[int, int]:
-    """The bytes that a formula makes at its peak, and those of its results."""
+def _run(call: Call, formula: Formula) -> tuple[FormulaBytes, int]:
+    """The bytes of a formula, and those of its results."""
     wanted = iter(formula.wanted)
+    saved: set[int] = set()
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.add(storage_key(tensor))
+        return tensor
+
     leaves: list[Tensor] = []
 
     def leaf(value: Any) -> Any:
@@ -94,9 +100,11 @@ def _run(call: Call, formula: Formula) -> tuple[int, int]:
             return leaves[-1].view_as(leaves[-1])
         return value
 
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         args, kwargs = map_leaves(leaf, make_sample(call))
         results = list(iter_tensors(call.target(*args, **kwargs)))
+    keys = [storage_key(tensor) for tensor in iter_tensors((args, kwargs))]
+    places = tuple(place for place, key in enumerate(keys) if key in saved)
     pairs = [
         (result, _gradient(result, like))
         for result, like in zip(results, formula.incoming, strict=True)
@@ -109,7 +117,7 @@ def _run(call: Call, formula: Formula) -> tuple[int, int]:
         partial(torch.autograd.grad, outputs, leaves, gradients, retain_graph=True, allow_unused=True)
     )
     made = [gradient for gradient in found if gradient is not None]
-    return peak_bytes, sum(fresh_storages(made, gradients))
+    return FormulaBytes(peak_bytes, places), sum(fresh_storages(made, gradients))
 
 
 def _gradient(result: Tensor, like: Tensor) -> Tensor:
