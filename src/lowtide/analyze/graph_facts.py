@@ -72,6 +72,7 @@ def analyze_graphs(
     analysis = Analysis(
         device=device_of_trace(trace, tensors),
         missing=missing,
+        has_stand_in_loss=trace.has_stand_in_loss,
         apart=[execution.apart or frozenset() for execution in executions],
         segments=[execution.segment for execution in executions],
     )

@@ -89,10 +89,28 @@ def own_loss(output: Any) -> torch.Tensor | None:
     return candidate if isinstance(candidate, torch.Tensor) else None
 
 
+class _Sum(torch.autograd.Function):
+    """A sum whose gradient is in memory, as that of nearly every loss is; autograd's own is one number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(value)
+        return value.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (value,) = ctx.saved_tensors
+        return torch.ones_like(value).mul_(grad)
+
+
 def sum_of_floats(output: Any) -> torch.Tensor:
-    """The loss of a model without one: the sum of its floating outputs."""
+    """The loss of a model without one: the sum of its floating outputs.
+
+    The facts of a step know that its gradients are in memory, which a traced sum does not show.
+    """
     leaves = pytree.tree_leaves(output)
-    sums = [leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    add_up = torch.sum if torch.compiler.is_compiling() else _Sum.apply
+    sums = [add_up(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     if not sums:
         raise CaptureError("the model returns no floating tensor: pass `loss=` a function of its output")
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
