@@ -50,6 +50,7 @@ WITH_OUT: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
     aten.index_add.default: (aten.index_add_.default, (0,)),
     aten.index_put.default: (aten.index_put_.default, (0,)),
     aten.index_fill.int_Scalar: (aten.index_fill_.int_Scalar, (0,)),
+    aten.index_fill.int_Tensor: (aten.index_fill_.int_Tensor, (0,)),
     aten.masked_scatter.default: (aten.masked_scatter_.default, (0,)),
     apply_mask: (apply_mask, (0,)),
     loss_gradient: (loss_gradient, (1,)),
@@ -64,6 +65,7 @@ BY_INDEX = (
     aten.index_add.default,
     aten.index_put.default,
     aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
     aten.masked_scatter.default,
 )
 """Ops that copy their first argument and write into the copy, in the order of an index or a mask. Eager's
