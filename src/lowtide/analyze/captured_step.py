@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 
 from lowtide.analyze.analysis import Analysis, GraphNode
-from lowtide.analyze.gradient_sums import shares_gradients, summed_inside_op
 from lowtide.analyze.formulas import Formula, find_formulas
+from lowtide.analyze.gradient_sums import shares_gradients, summed_inside_op
 from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.analyze.optimizer_facts import add_optimizer, chunks_of_step
 from lowtide.errors import CaptureError

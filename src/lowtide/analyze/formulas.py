@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from lowtide.analyze.analysis import Analysis
 from lowtide.facts import Step
 from lowtide.ops.calls import Call, call_of, signature
-from lowtide.torch_compat.dispatch import OpOverload, iter_tensors, packet_name
+from lowtide.torch_compat.dispatch import OpOverload, iter_tensors, map_leaves, packet_name
 from lowtide.trace.segments import Segment
 
 aten = torch.ops.aten
@@ -62,6 +62,18 @@ class Formula:
         given = signature(Call(aten.alias.default, self.incoming))
         return f"gradients of {signature(self.call)} by {self.wanted}, {given}"
 
+    @property
+    def makes(self) -> tuple[int, ...]:
+        """The storages that the captured ops make."""
+        return (*self.results, *self.temporaries)
+
+    @property
+    def kind(self) -> str:
+        """Text that is equal for formulas that make bytes in proportion: the same op at other sizes."""
+        options = map_leaves(_without_sizes, (self.call.args, self.call.kwargs))
+        expanded = [like is not None and 0 in like.stride() for like in self.incoming]
+        return f"{self.call.target} {options} {self.wanted} {expanded}"
+
 
 @dataclass(frozen=True, slots=True)
 class FormulaBytes:
@@ -70,6 +82,30 @@ class FormulaBytes:
 
     peak_bytes: int
     saved: tuple[int, ...] = ()
+
+
+Shares = Mapping[str, tuple[float, tuple[int, ...]]]
+"""By the kind of a formula: its peak as a share of the bytes that its captured ops make; what is saved."""
+
+
+def shares_of(step: Step, formulas: Sequence[Formula], measured: Mapping[str, FormulaBytes]) -> Shares:
+    """What is known about formulas at other sizes. `step` has the bytes of the captured ops."""
+    known: dict[str, tuple[float, tuple[int, ...]]] = {}
+    for formula in formulas:
+        found, made = measured.get(formula.signature), step.bytes_of(formula.makes)
+        if found is not None and made:
+            known[formula.kind] = (found.peak_bytes / made, found.saved)
+    return known
+
+
+def by_shares(step: Step, formulas: Sequence[Formula], known: Shares) -> dict[str, FormulaBytes]:
+    """The bytes of formulas, in proportion to those of the same formulas at other sizes."""
+    return {
+        formula.signature: FormulaBytes(round(known[formula.kind][0] * step.bytes_of(formula.makes)), saved)
+        for formula in formulas
+        if formula.kind in known
+        for saved in [known[formula.kind][1]]
+    }
 
 
 def find_formulas(analysis: Analysis, *, num_in_model: int) -> tuple[Formula, ...]:
@@ -173,9 +209,13 @@ def _matched(source: fx.Node, gradients: Sequence[fx.Node]) -> tuple[Tensor | No
     return None if waiting or not any(value is not None for value in found) else tuple(found)
 
 
-def with_formula_bytes(
-    step: Step, formulas: Sequence[Formula], measured: Mapping[str, FormulaBytes]
-) -> Step:
+def _without_sizes(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype
+    return None if type(leaf) is int else leaf
+
+
+def with_formula_bytes(step: Step, formulas: Sequence[Formula], measured: Mapping[str, FormulaBytes]) -> Step:
     """The step where formulas take as many bytes as eager's own, by their signatures in `measured`."""
     nodes, storages = list(step.nodes), list(step.storages)
     for formula in formulas:
@@ -185,9 +225,10 @@ def with_formula_bytes(
         inside_bytes = max(0, found.peak_bytes - sum(storages[made].nbytes for made in formula.results))
         last = nodes[formula.ranks[-1]]
         saved = [formula.inputs[place] for place in found.saved if formula.inputs[place] != NO_OP]
-        reads = "eager_reads" if formula.in_model else "reads"
-        live = tuple(dict.fromkeys((*getattr(last, reads), *saved)))
-        nodes[last.rank] = replace(last, **{reads: live})
+        if formula.in_model:
+            nodes[last.rank] = replace(last, eager_reads=tuple(dict.fromkeys((*last.eager_reads, *saved))))
+        else:
+            nodes[last.rank] = replace(last, reads=tuple(dict.fromkeys((*last.reads, *saved))))
         for rank in formula.ranks:
             wanted = inside_bytes if rank == formula.ranks[-1] else 0
             if formula.in_model:

@@ -46,8 +46,8 @@ def add_tangent(
             nbytes=nbytes,
             kind=Kind.OTHER,
             name=state.name(node),
-            # a compiled graph copies its tangents to be contiguous; eager reads them with any strides, and the
-            # user's loss gives another gradient than the sum that stands in for it
+            # a compiled graph copies its tangents to be contiguous; eager reads them with any strides, but
+            # the user's loss gives another gradient than the sum that stands in for it
             extra_eager_bytes=-nbytes if _copies(analysis, givers) else 0,
             # `loss.backward()` keeps its first gradient live
             pinned=not givers and value.numel() == 1,

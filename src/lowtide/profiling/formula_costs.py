@@ -122,7 +122,8 @@ def _run(call: Call, formula: Formula) -> tuple[FormulaBytes, int]:
 
 def _gradient(result: Tensor, like: Tensor) -> Tensor:
     """A gradient of a result, whose dimensions lie in memory as those of `like` do."""
-    sizes = [1 if step == 0 else size for size, step in zip(result.shape, like.stride(), strict=True)]
-    order = sorted(range(result.dim()), key=lambda dim: (-like.stride(dim), dim))
+    strides = like.stride()
+    sizes = [1 if step == 0 else size for size, step in zip(result.shape, strides, strict=True)]
+    order = sorted(range(result.dim()), key=lambda dim: (-strides[dim], dim))
     dense = torch.ones([sizes[dim] for dim in order], dtype=result.dtype, device=result.device)
     return dense.permute([order.index(dim) for dim in range(result.dim())]).expand(result.shape)

@@ -103,13 +103,13 @@ class _Sum(torch.autograd.Function):
         return torch.ones_like(value).mul_(grad)
 
 
-def sum_of_floats(output: Any) -> torch.Tensor:
-    """The loss of a model without one: the sum of its floating outputs.
+def sum_of_floats(output: Any, *, add_up: Callable[[Any], Any] = torch.sum) -> torch.Tensor:
+    """The loss of a model without one, as it is traced: the sum of its floating outputs.
 
-    The facts of a step know that its gradients are in memory, which a traced sum does not show.
+    Where such a step runs, the gradients of this loss are in memory (`loss_of`), and the facts of a step
+    count them so: the user's own loss gives gradients in memory.
     """
     leaves = pytree.tree_leaves(output)
-    add_up = torch.sum if torch.compiler.is_compiling() else _Sum.apply
     sums = [add_up(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     if not sums:
         raise CaptureError("the model returns no floating tensor: pass `loss=` a function of its output")
@@ -121,7 +121,7 @@ def loss_of(output: Any, loss: Loss | None = None) -> torch.Tensor:
     if loss is not None:
         return loss(output)
     own = own_loss(output)
-    return own if own is not None else sum_of_floats(output)
+    return own if own is not None else sum_of_floats(output, add_up=_Sum.apply)
 
 
 def entrance(model: nn.Module) -> list[Callable[..., Any]]:
