@@ -222,7 +222,11 @@ def with_formula_bytes(step: Step, formulas: Sequence[Formula], measured: Mappin
         found = measured.get(formula.signature)
         if found is None:
             continue
-        inside_bytes = max(0, found.peak_bytes - sum(storages[made].nbytes for made in formula.results))
+        results = [storages[made] for made in formula.results]
+        result_bytes = sum(
+            each.nbytes + (each.extra_eager_bytes if formula.in_model else 0) for each in results
+        )
+        inside_bytes = max(0, found.peak_bytes - result_bytes)
         last = nodes[formula.ranks[-1]]
         saved = [formula.inputs[place] for place in found.saved if formula.inputs[place] != NO_OP]
         if formula.in_model:
