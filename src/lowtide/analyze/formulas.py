@@ -1,7 +1,7 @@
 """Eager's formulas of gradients as one: which ops of a graph stand for one, and the bytes that eager needs.
 
 A formula of autograd is a function in C++. On fake tensors it often takes another path than on real ones:
-where ATen asks whether a tensor is of a subclass (`docs/formulas.md` lists all these places), a fake tensor
+where ATen asks whether a tensor is of a subclass (`docs/formulas.md` lists ops), a fake tensor
 is one, and the formula makes a new tensor where it would write over an old one:
 
     captured   sigmoid -> sub -> mul -> div       four results, and each is live to the end of the formula
