@@ -70,13 +70,15 @@ class Profile:
 
     @property
     def floor_bytes(self) -> int:
-        """The lowest peak that a plan reaches."""
-        return self._planner.floor().floor_bytes
+        """The lowest peak that a plan reaches, never above the baseline's: a plan may be eager itself."""
+        lowest = self._planner.floor().floor_bytes
+        return min(lowest, self.peak_bytes) if self.step.graphs else lowest
 
     @property
     def floor_bound_bytes(self) -> int | None:
         """No plan has a lower peak; None where that is unknown."""
-        return self._planner.floor_bound()
+        bound = self._planner.floor_bound()
+        return None if bound is None or bound > self.floor_bytes else bound
 
     @property
     def bounds(self) -> Bounds:

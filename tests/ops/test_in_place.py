@@ -25,6 +25,7 @@ SHAPES = [(3,), (1021,), (37, 129), (7, 100, 130)]
 def arguments(target: object, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[object, ...]:
     grad, value = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     mask = torch.rand(shape) < 0.5
+    places, rows = torch.randint(shape[0], shape), torch.randint(shape[0], shape[:1])
     special: dict[object, tuple[object, ...]] = {
         aten.neg.default: (grad,),
         aten.mul.Scalar: (grad, 0.044715),
@@ -39,6 +40,14 @@ def arguments(target: object, shape: tuple[int, ...], dtype: torch.dtype) -> tup
         aten.elu_backward.default: (grad, 1.0, 1.0, 1.0, False, value),
         aten._softmax_backward_data.default: (grad, value.softmax(-1), len(shape) - 1, dtype),
         aten._log_softmax_backward_data.default: (grad, value.log_softmax(0), 0, dtype),
+        aten.scatter.src: (grad, 0, places, value),
+        aten.scatter.value: (grad, 0, places, 0.3),
+        aten.scatter_add.default: (grad, 0, places, value),
+        aten.index_add.default: (grad, 0, rows, value),
+        aten.index_put.default: (grad, [rows], value, True),
+        aten.index_fill.int_Scalar: (grad, 0, rows, 0.3),
+        aten.index_fill.int_Tensor: (grad, 0, rows, torch.tensor(0.3, dtype=dtype)),
+        aten.masked_scatter.default: (grad, mask, value),
         apply_mask: (grad, mask, 0.3),
     }
     return special.get(target, (grad, value))
@@ -97,9 +106,10 @@ def test_every_dtype_gives_the_same_bits_whatever_the_order_of_each_argument_in_
         args = list(arguments(target, (9, 8, 5), real))
         if dtype.is_complex:
             args = [
-                torch.complex(a, a.flip(0)) if torch.is_tensor(a) and a.dtype == real else a for a in args
+                torch.complex(a, a.flip(0) if a.dim() else a) if torch.is_tensor(a) and a.dtype == real else a
+                for a in args
             ]
-        tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.dim() == 3]
         for orders in itertools.product(ORDERS, repeat=len(tensors)):
             for i, order in zip(tensors, orders, strict=True):
                 args[i] = in_order(args[i], order)

@@ -193,10 +193,13 @@ def test_a_plan_for_all_of_eagers_peak_may_be_eager_itself(caplog: pytest.LogCap
     torch.manual_seed(0)
     model, batch = nn.Embedding(1000, 16), torch.randint(0, 1000, (4,))
     plain = copy.deepcopy(model)
-    found = lowtide.profile(model, batch)
-    assert found.peak_bytes < found.floor_bytes
+    found = lowtide.profile(model, batch, loss=lambda output: output.sum())
+    assert found.peak_bytes == found.floor_bytes < Planner(found.step).floor_bytes
     with pytest.raises(lowtide.BudgetTooSmall):
         Planner(found.step).solve(budget_bytes=found.peak_bytes)
+    with pytest.raises(lowtide.BudgetTooSmall) as error:
+        found.plan(found.floor_bytes - 1)
+    assert error.value.floor_bytes == found.floor_bytes
     plan = found.plan("100%")
     assert plan.solution.eager and plan.peak_bytes <= plan.budget_bytes
     plan.apply(model)

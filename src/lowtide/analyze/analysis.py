@@ -38,6 +38,7 @@ class Analysis:
     leaves the graph as terms. `uncaptured_calls` has the ops of uncaptured code by the rank of the code's
     node, each with the bytes that stay live when the op ends. `ends` has the last rank of each pass of a
     graph, and `earlier` is the rank of the gradients of earlier micro-batches. `device` is the step's.
+    `has_stand_in_loss`: see `Trace`.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Analysis:
     uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
     ends: dict[tuple[Region, int], int] = field(default_factory=dict)
     earlier: int | None = None
+    has_stand_in_loss: bool = False
     device: torch.device = CPU
 
     def add_storage_of(self, tensor: Tensor, *, nbytes: int | None = None, **fields: Any) -> int:

@@ -106,6 +106,13 @@ def overwrites(
     return BackwardOrder(segment, backward).overwrites(calls) if segment.differentiable else {}
 
 
+def sums_in_place(segment: Segment) -> set[fx.Node]:
+    """The sums of gradients in which eager's autograd adds to the first gradient that nothing else reads."""
+    order = BackwardOrder(segment, segment.backward_ops)
+    sums = [node for node in order.ops if node.meta.get("is_gradient_acc")]
+    return {node for node in sums if order.overwriting_call(node) is not None}
+
+
 class BackwardOrder:
     """The backward ops of a graph in one order: the nodes that refer to each storage, and its last read."""
 

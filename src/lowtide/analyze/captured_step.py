@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from lowtide.analyze.analysis import Analysis, GraphNode
+from lowtide.analyze.formulas import Formula, find_formulas
 from lowtide.analyze.gradient_sums import shares_gradients, summed_inside_op
 from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.analyze.optimizer_facts import add_optimizer, chunks_of_step
@@ -67,6 +68,7 @@ class Captured:
     segments: list[Segment]
     traced: TracedModel | None = None
     uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
+    formulas: tuple[Formula, ...] = ()
 
 
 @one_at_a_time
@@ -230,6 +232,7 @@ def captured_step(
         segments=analysis.segments,
         traced=traced.traced,
         uncaptured_calls=analysis.uncaptured_calls,
+        formulas=find_formulas(analysis, num_in_model=traced.num_in_model),
     )
 
 

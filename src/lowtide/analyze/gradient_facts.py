@@ -46,8 +46,9 @@ def add_tangent(
             nbytes=nbytes,
             kind=Kind.OTHER,
             name=state.name(node),
-            # a compiled graph copies its tangents to be contiguous; eager reads them with any strides
-            extra_eager_bytes=-nbytes if len(givers) == 1 and not _is_apart(givers[0][1]) else 0,
+            # a compiled graph copies its tangents to be contiguous; eager reads them with any strides, but
+            # the user's loss gives another gradient than the sum that stands in for it
+            extra_eager_bytes=-nbytes if _copies(analysis, givers) else 0,
             # `loss.backward()` keeps its first gradient live
             pinned=not givers and value.numel() == 1,
         )
@@ -65,6 +66,13 @@ def add_tangent(
         makes=makes,
         fixed="an input of the step",
     )
+
+
+def _copies(analysis: Analysis, givers: list[tuple[GraphAnalysis, fx.Node]]) -> bool:
+    """Whether a graph copies the gradient that it gets, where eager does not."""
+    if len(givers) != 1 or _is_apart(givers[0][1]):
+        return False
+    return givers[0][0].in_model or not analysis.has_stand_in_loss
 
 
 def _is_as(grad: Any, value: Tensor) -> bool:

@@ -14,7 +14,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lowtide.analyze.analysis import Analysis, GraphAnalysis, GraphNode, module_path, source_line
-from lowtide.analyze.backward_facts import BackwardOrder, add_chunked_remats, backward_order
+from lowtide.analyze.backward_facts import (
+    BackwardOrder,
+    add_chunked_remats,
+    backward_order,
+    sums_in_place,
+)
 from lowtide.analyze.gradient_facts import (
     add_earlier_gradients,
     add_gradients,
@@ -67,6 +72,7 @@ def analyze_graphs(
     analysis = Analysis(
         device=device_of_trace(trace, tensors),
         missing=missing,
+        has_stand_in_loss=trace.has_stand_in_loss,
         apart=[execution.apart or frozenset() for execution in executions],
         segments=[execution.segment for execution in executions],
     )
@@ -154,12 +160,15 @@ def _backward(
     eager_place = {node: 1 + i for i, node in enumerate(captured)} if ops != captured else {}
     order = BackwardOrder(state.segment, ops)
     written_over = order.overwrites() if state.in_model else {}
+    eager_sums = sums_in_place(state.segment)
     grads = updatable_inputs(state.segment, updates)
     places = update_places(state.segment, [(node, node.all_input_nodes) for node in ops], grads)
     for place, node in enumerate(ops):
         _add_op(analysis, state, node, Region.BACKWARD, eager_place=eager_place.get(node, 0))
         if node in written_over:
-            _write_over(analysis, state.rank[node], written_over[node])
+            _write_over(analysis, state.rank[node], written_over[node], in_eager=node in eager_sums)
+        elif node in eager_sums and not state.in_model:
+            _write_over(analysis, state.rank[node], None, in_eager=True)
         for index in places.get(place, ()):
             add_update(analysis, state, index=index, grad=grads[index], inside_bytes=updates)
     if state.in_model:
@@ -270,13 +279,13 @@ def _add_op(
     analysis.graph_nodes[rank] = GraphNode(state.index, node)
 
 
-def _write_over(analysis: Analysis, rank: int, call: Call) -> None:
-    """Let the op's result take the storage of the input that it writes over; eager keeps both live."""
+def _write_over(analysis: Analysis, rank: int, call: Call | None, *, in_eager: bool) -> None:
+    """Let the op's result take the storage of the input that it writes over; eager keeps both live, unless
+    it writes over the input as well."""
     node = analysis.nodes[rank]
     saved_bytes = sum(analysis.storages[made].nbytes for made in node.makes)
-    analysis.nodes[rank] = replace(
-        node, workspace_bytes=-saved_bytes, extra_eager_bytes=node.extra_eager_bytes + saved_bytes
-    )
+    extra_bytes = node.extra_eager_bytes + (0 if in_eager else saved_bytes)
+    analysis.nodes[rank] = replace(node, workspace_bytes=-saved_bytes, extra_eager_bytes=extra_bytes)
     analysis.graph_nodes[rank] = replace(analysis.graph_nodes[rank], call=call)
 
 

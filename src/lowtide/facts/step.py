@@ -3,6 +3,7 @@
 Bytes belong to storages. A view, a `getitem` or a `detach` makes no storage; it extends a live range.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -242,6 +243,10 @@ class Step:
     def static_bytes(self) -> int:
         """Bytes that are live from the start of the step to its end."""
         return sum(storage.nbytes for storage in self.storages if storage.static)
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """The bytes of some storages."""
+        return sum(self.storages[storage].nbytes for storage in storages)
 
     @property
     def first_backward_rank(self) -> int:

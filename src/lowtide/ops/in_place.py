@@ -44,13 +44,35 @@ WITH_OUT: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
     aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, (0,)),
     aten._softmax_backward_data.default: (aten._softmax_backward_data.out, (0,)),
     aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, (0,)),
+    aten.scatter.src: (aten.scatter_.src, (0,)),
+    aten.scatter.value: (aten.scatter_.value, (0,)),
+    aten.scatter_add.default: (aten.scatter_add_.default, (0,)),
+    aten.index_add.default: (aten.index_add_.default, (0,)),
+    aten.index_put.default: (aten.index_put_.default, (0,)),
+    aten.index_fill.int_Scalar: (aten.index_fill_.int_Scalar, (0,)),
+    aten.index_fill.int_Tensor: (aten.index_fill_.int_Tensor, (0,)),
+    aten.masked_scatter.default: (aten.masked_scatter_.default, (0,)),
     apply_mask: (apply_mask, (0,)),
     loss_gradient: (loss_gradient, (1,)),
     soft_loss_gradient: (soft_loss_gradient, (2,)),
 }
 """By op: its variant that writes over an argument, and the positions that this argument may have."""
 
+BY_INDEX = (
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_add.default,
+    aten.index_add.default,
+    aten.index_put.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.masked_scatter.default,
+)
+"""Ops that copy their first argument and write into the copy, in the order of an index or a mask. Eager's
+formulas write into the argument itself, which is filled with zeros."""
+
 ROUND_ONCE = (
+    *BY_INDEX,
     aten.add.Tensor,
     aten.sub.Tensor,
     aten.mul.Tensor,
@@ -58,9 +80,17 @@ ROUND_ONCE = (
     aten.masked_fill.Scalar,
     aten.where.self,
 )
-"""Ops that round each real element at most once: their order in memory does not matter."""
+"""Ops that round each real element at most once, or in the order of an index: their order in memory does not
+matter."""
 
-BY_COMPONENT = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.masked_fill.Scalar, aten.where.self)
+BY_COMPONENT = (
+    *BY_INDEX,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.neg.default,
+    aten.masked_fill.Scalar,
+    aten.where.self,
+)
 """Ops on complex numbers that round each component at most once. A product rounds several times, otherwise in
 vectors than one by one, and the strides of a kernel's result decide which of the two it takes."""
 

@@ -9,12 +9,14 @@ same bits as all rows at once, without a whole tensor of the logits' size betwee
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from lowtide.ops import chunk_sizes
+from lowtide.ops.live_ranges import storages_of
 from lowtide.ops.schema import is_backward, is_view_op
 from lowtide.torch_compat.autograd_engine import graph_is_kept
 from lowtide.torch_compat.dispatch import FakeTensor, iter_tensors
@@ -255,11 +257,32 @@ def log_probabilities(product: Any, arguments: list[Any], shape: list[int]) -> T
 
 
 def extra_loss_bytes(node: fx.Node) -> int:
-    """Bytes that eager keeps live, beyond one chunk, between the ops that a chunked op replaces."""
+    """Bytes that eager keeps live, beyond one chunk, between the ops that a chunked op replaces; negative
+    where eager keeps less than a chunk."""
     if node.target not in (*LOSS_GRADIENTS, log_probabilities):
         return 0
     value = node.meta["val"]
-    return int(value.nbytes - rows_per_chunk(value) * value[0].nbytes)
+    # eager frees such a factor before it makes the result
+    frees = node.target is soft_loss_gradient and any(map(partial(_is_freed_by, node), _factors(node)))
+    return int((0 if frees else value.nbytes) - rows_per_chunk(value) * value[0].nbytes)
+
+
+def _factors(node: fx.Node) -> list[fx.Node]:
+    """What a `soft_loss_gradient` multiplies."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(node.args[:2], found.append)
+    return found
+
+
+def _is_freed_by(node: fx.Node, read: fx.Node) -> bool:
+    """Whether a node is the last to read a value as large as its own, which an op of the graph made."""
+    (key, nbytes), *others = storages_of(read).items()
+    if others or nbytes < node.meta["val"].nbytes:
+        return False
+    places = {each: place for place, each in enumerate(node.graph.nodes)}
+    same = [each for each in node.graph.nodes if key in storages_of(each)]
+    readers = {user for each in same for user in each.users}
+    return all(each.op == "call_function" for each in same) and max(readers, key=places.__getitem__) is node
 
 
 def use_logits_in_place(graph: fx.Graph) -> None:

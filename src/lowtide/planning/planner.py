@@ -153,16 +153,27 @@ class Planner:
         if timeline.peak_bytes > budget_bytes:
             if may_be_eager and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
                 plain = self._solution(planner, self.baseline, budget_bytes)
-                return replace(plain, peak_bytes=self.eager_peak_bytes, eager=True, lower_bound_seconds=0.0)
-            raise self._too_small(planner, budget_bytes, timeline)
+                return replace(
+                    plain,
+                    peak_bytes=self.eager_peak_bytes,
+                    eager=True,
+                    lower_bound_seconds=0.0,
+                    floor_bytes=plain.floor_bytes and self.eager_peak_bytes,
+                    floor_bound_bytes=None,
+                )
+            raise self._too_small(planner, budget_bytes, timeline, may_be_eager=may_be_eager)
         return self._solution(planner, timeline, budget_bytes)
 
     def planned(self, planner: str, budget_bytes: int) -> Timeline:
         """The answer of a planner, simulated; above the budget where the planner finds nothing within."""
         return call_planner(planner, self.problem, budget_bytes)
 
-    def _too_small(self, planner: str, budget_bytes: int, reached: Timeline) -> BudgetTooSmall:
+    def _too_small(
+        self, planner: str, budget_bytes: int, reached: Timeline, *, may_be_eager: bool
+    ) -> BudgetTooSmall:
         lowest = self.floor()
+        if may_be_eager:
+            lowest = replace(lowest, floor_bytes=min(lowest.floor_bytes, self.eager_peak_bytes))
         if planner == "auto":
             return BudgetTooSmall(
                 budget_bytes=budget_bytes, floor_bytes=lowest.floor_bytes, node=lowest.node, hint=lowest.hint

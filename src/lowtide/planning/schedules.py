@@ -31,7 +31,8 @@ def as_eager(step: Step) -> Step:
     nodes = tuple(
         replace(
             node,
-            workspace_bytes=max(0, node.workspace_bytes + node.extra_eager_bytes),
+            # negative where eager writes over an input as well
+            workspace_bytes=max(min(0, node.workspace_bytes), node.workspace_bytes + node.extra_eager_bytes),
             reads=tuple(dict.fromkeys((*node.reads, *node.eager_reads))),
         )
         if node.extra_eager_bytes or node.eager_reads

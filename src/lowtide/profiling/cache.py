@@ -17,7 +17,7 @@ from lowtide.profiling.devices import Device
 
 _log = logging.getLogger(__name__)
 
-_METHOD = 7
+_METHOD = 8
 """Raised when the measurement changes, so that old files are not read."""
 
 _TABLES = """

@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from math import log
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.analyze.captured_step import Captured, with_costs, with_values
+from lowtide.analyze.formulas import Shares, by_shares, shares_of, with_formula_bytes
 from lowtide.facts import Run, Step
 from lowtide.ops.calls import Call, OpCost, signature
 from lowtide.ops.recurrent import real_result_bytes, untracked_bytes
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.devices import Device, device_for
+from lowtide.profiling.formula_costs import measure_formulas
 from lowtide.profiling.library_workspaces import with_library_workspaces
 from lowtide.profiling.op_costs import cost_by_bytes, measure_calls, measure_workspaces, short_limit_now
 from lowtide.profiling.op_trials import device_of
@@ -45,8 +48,11 @@ Shapes = tuple[tuple[int, ...], ...]
 class KnownCosts:
     """Costs of measured calls, and from them costs of other calls of the same ops.
 
-    `runs`: the call of every run of the step that the costs were measured for.
+    `runs`: the call of every run of the step that the costs were measured for. `formulas`: what is known
+    about eager's formulas of gradients.
     """
+
+    formulas: Shares = MappingProxyType({})
 
     def __init__(
         self, measured: Iterable[tuple[Call, OpCost, Made]], *, runs: Mapping[Run, Call] | None = None
@@ -189,6 +195,12 @@ def measure_costs(
         made = ((call, costs[run], _made(captured.step, run)) for run, call in calls.items())
         known = KnownCosts(made, runs=calls)
         step = _filled(captured, calls, costs)
+        sizes = {each.signature: step.bytes_of(each.results) for each in captured.formulas}
+        formulas = measure_formulas(
+            captured.formulas, sizes, memory_limit_bytes=memory_limit_bytes, cache=cache
+        )
+        known.formulas = shares_of(step, captured.formulas, formulas)
+        step = with_formula_bytes(step, captured.formulas, formulas)
         speed = device.copy_bytes_per_second()
         if device.caches_blocks:
             torch.accelerator.empty_cache()  # a step must not find its memory cut for these ops
@@ -214,7 +226,8 @@ def estimate_costs(captured: Captured, known: KnownCosts) -> Step:
     An op is measured only if it was never measured with tensors of these types.
     """
     captured = _with_library_workspaces(captured, _device_of(captured))
-    return _filled(captured, captured.calls, _scaled_costs(captured, captured.calls, known))
+    step = _filled(captured, captured.calls, _scaled_costs(captured, captured.calls, known))
+    return with_formula_bytes(step, captured.formulas, by_shares(step, captured.formulas, known.formulas))
 
 
 @one_at_a_time

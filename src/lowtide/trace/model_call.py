@@ -89,10 +89,28 @@ def own_loss(output: Any) -> torch.Tensor | None:
     return candidate if isinstance(candidate, torch.Tensor) else None
 
 
-def sum_of_floats(output: Any) -> torch.Tensor:
-    """The loss of a model without one: the sum of its floating outputs."""
+class _Sum(torch.autograd.Function):
+    """A sum whose gradient is in memory, as that of nearly every loss is; autograd's own is one number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(value)
+        return value.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (value,) = ctx.saved_tensors
+        return torch.ones_like(value).mul_(grad)
+
+
+def sum_of_floats(output: Any, *, add_up: Callable[[Any], Any] = torch.sum) -> torch.Tensor:
+    """The loss of a model without one, as it is traced: the sum of its floating outputs.
+
+    Where such a step runs, the gradients of this loss are in memory (`loss_of`), and the facts of a step
+    count them so: the user's own loss gives gradients in memory.
+    """
     leaves = pytree.tree_leaves(output)
-    sums = [leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    sums = [add_up(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     if not sums:
         raise CaptureError("the model returns no floating tensor: pass `loss=` a function of its output")
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
@@ -103,7 +121,7 @@ def loss_of(output: Any, loss: Loss | None = None) -> torch.Tensor:
     if loss is not None:
         return loss(output)
     own = own_loss(output)
-    return own if own is not None else sum_of_floats(output)
+    return own if own is not None else sum_of_floats(output, add_up=_Sum.apply)
 
 
 def entrance(model: nn.Module) -> list[Callable[..., Any]]:

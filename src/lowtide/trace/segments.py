@@ -150,7 +150,8 @@ class Trace:
     with a backward pass that had run before. `traced` is the compiled model, where it can run by a plan.
     `sharding` says how parameters are sharded over processes, `passages` when they were gathered. `orders`
     are the memory orders of gradients whose strides differ from their output's. `real_forward`: the capture
-    ran the forward pass on real values.
+    ran the forward pass on real values. `has_stand_in_loss`: the loss is not the user's, but the sum of the
+    model's outputs.
     """
 
     executions: list[Execution]
@@ -158,6 +159,7 @@ class Trace:
     given: frozenset[tuple[int, int]]
     num_in_model: int
     real_forward: bool = False
+    has_stand_in_loss: bool = False
     loss_is_uncaptured: bool = False
     uncaptured_bytes: dict[int, int] = field(default_factory=dict)
     uncaptured: UncapturedCode | None = None

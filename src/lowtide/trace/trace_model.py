@@ -171,6 +171,7 @@ def _trace(call: _Call, collector: Collector) -> Trace:
         elif value is None:
             with failures.explained("the loss"), _values_if_needed(collector):
                 value = _compiled(call.loss or sum_of_floats, collector)(output)
+                found = replace(found, has_stand_in_loss=call.loss is None)
         saved: dict[int, int] = {}
         if collector.uncaptured is None:
             saved = bytes_saved_by_autograd(
