@@ -3,6 +3,7 @@
 In the order in which a model passes them:
 
 - `modules`: what a call of a module runs, and hooks around modules and optimizers
+- `user_hooks`: the user's hooks of modules and tensors, and stand-ins for those of a backward pass
 - `dynamo`: Dynamo, which traces Python code: compiled functions, settings, errors, log lines
 - `dynamo_paths`: model code takes the path of eager under Dynamo, with few graph breaks
 - `dynamo_values`: Python values that decide a graph: read from the batch, or changing from call to call

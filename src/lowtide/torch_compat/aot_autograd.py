@@ -126,9 +126,8 @@ def _counting_terms(numbers: list[list[int]]) -> Iterator[None]:
     """While this thread traces: for each backward pass, the number of gradients that autograd adds up for
     each input of the pass.
 
-    The code of the model may differentiate by itself before the backward pass of the graph (`torch.func.grad`),
-    or inside of it (the branches of `torch.cond`, a reentrant checkpoint). Passes inside of another are left
-    out.
+    The model may differentiate by itself before the backward pass of the graph (`torch.func.grad`), or inside
+    of it (the branches of `torch.cond`, a reentrant checkpoint). Passes inside of another are left out.
     """
     thread, torchs = threading.get_ident(), torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 

@@ -271,7 +271,7 @@ def silence_hooks() -> None:
     after accumulation is still called where the parameter has a gradient of an earlier pass.
     """
     for parameter in _parameters(nodes_after_this(), set()):
-        of_gradient, after_gradient = _hooks(parameter)
+        of_gradient, after_gradient = hook_tables(parameter)
         _silence(of_gradient, has_gradient=lambda gradient: gradient is not None)
         _silence(after_gradient, has_gradient=lambda parameter: parameter.grad is not None)
 
@@ -284,18 +284,18 @@ def _silence(hooks: MutableMapping[int, Hook], *, has_gradient: Callable[[Any], 
 
 def gradient_hooks(parameter: Tensor) -> list[Hook]:
     """All hooks that wait for a parameter's gradient."""
-    return [hook for hooks in _hooks(parameter) for hook in hooks.values()]
+    return [hook for hooks in hook_tables(parameter) for hook in hooks.values()]
 
 
-def _hooks(parameter: Tensor) -> tuple[MutableMapping[int, Hook], MutableMapping[int, Hook]]:
+def hook_tables(tensor: Tensor) -> tuple[MutableMapping[int, Hook], MutableMapping[int, Hook]]:
     """Hooks of the gradient, and hooks after it was added."""
-    return parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return tensor._backward_hooks or {}, getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
 
 
 def unsilence_hooks(parameters: Iterable[Tensor]) -> None:
     """Restore the parameters' own hooks."""
     for parameter in parameters:
-        for hooks in _hooks(parameter):
+        for hooks in hook_tables(parameter):
             hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Silent)})
 
 

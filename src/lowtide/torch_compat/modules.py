@@ -29,11 +29,6 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks that a module calls before and after its forward."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
 def has_hooks_before_forward(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks)
 

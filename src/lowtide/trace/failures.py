@@ -118,6 +118,11 @@ def refuse_what_cannot_be_traced(model: nn.Module, batch: Any) -> None:
             f"'{lazy}' of a lazy module has no shape yet: call the model once, on a batch and under "
             "torch.no_grad(), then make the optimizer and plan"
         )
+    scripted = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
+    name = next(scripted, None)
+    if name is not None:
+        where = f"the part '{name}' of the model" if name else "the model"
+        raise CaptureError(f"{where} is TorchScript, which computes by itself. {SCRIPT_HINT}")
     for tensor in tensors_in(batch):
         if isinstance(tensor, ORDINARY) and type(tensor) not in ORDINARY and not dispatch.is_wrapper(tensor):
             raise CaptureError(
