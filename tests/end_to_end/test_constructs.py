@@ -111,7 +111,10 @@ class Experts(nn.Module):
 
 def _checkpointed_sequence(*, reentrant: bool) -> nn.Module:
     layers = nn.Sequential(*(Two(lambda s, x: s.last(s.first(x).tanh())) for _ in range(4)))
-    return Two(lambda s, x: checkpoint_sequential(s.middle, 2, s.first(x), use_reentrant=reentrant), layers)
+    return Two(
+        lambda s, x: checkpoint_sequential(s.middle, 2, s.first(x), use_reentrant=reentrant).mean(),
+        middle=layers,
+    )
 
 
 def _no_grad_block(self: Two, x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
 from lowtide.runtime.loop_watch import LiveLoss, leave
 from lowtide.runtime.observer import EARLIER_GRADIENTS, LoopObserver, mark, ran_without_plan, unmark
 from lowtide.runtime.rewrite import baseline_schedule
-from lowtide.torch_compat import autograd_engine, ddp, dynamo
+from lowtide.torch_compat import autograd_engine, ddp, double_backward, dynamo
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.torch_compat.modules import call_model, route_of, set_route
@@ -147,6 +147,7 @@ class Runner:
             observer=self.observer,
         )
         self.guard: Guard | None = None
+        self.release = double_backward.refused.hold(self)
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
@@ -358,6 +359,7 @@ def remove(model: nn.Module) -> nn.Module:
             if isinstance(wrapper, nn.Module) and isinstance(route_of(wrapper), _Guarded):
                 set_route(wrapper, None)
         set_route(inner, None)
+        runner.release()
         for part in (runner.updates, runner.split_step, runner.guard):
             if part is not None:
                 part.close()

@@ -12,6 +12,7 @@ In the order in which a model passes them:
 - `inductor`: graphs that Inductor compiles, and calls in them that it does not compile
 - `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters
 - `gradient_edges`: the uses of a tensor in autograd's graph, and gradients handed to planned graphs
+- `double_backward`: gradients of a planned graph's gradients, which are refused
 - `ddp`, `fsdp2`: models on several processes
 
 Importing anything here asks `check_version`. Where the checked versions differ, a comment names the version.

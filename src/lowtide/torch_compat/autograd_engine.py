@@ -188,23 +188,25 @@ class BackwardCall(NamedTuple):
     """A call of `backward()`, which `adds` to `.grad`, or of `torch.autograd.grad`.
 
     `leaves`: the identities of the only leaves that get a gradient; empty for all leaves. `keeps_graph`:
-    saved values stay for another pass.
+    saved values stay for another pass. `creates_graph`: the gradients can be differentiated.
     """
 
     roots: tuple[Any, ...]
     adds: bool
     leaves: frozenset[int]
     keeps_graph: bool
+    creates_graph: bool
 
     @classmethod
     def of(cls, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> "BackwardCall":
         """From the arguments of torch's engine."""
-        _gradients, keeps_graph, _creates_graph, inputs, *others = args
+        _gradients, keeps_graph, creates_graph, inputs, *others = args
         return cls(
             roots=tuple(_node_of(output) for output in outputs),
             adds=bool(kwargs.get("accumulate_grad", others[1] if len(others) > 1 else True)),
             leaves=frozenset(id(getattr(_node_of(leaf), "variable", None)) for leaf in inputs),
             keeps_graph=bool(keeps_graph),
+            creates_graph=bool(creates_graph),
         )
 
 

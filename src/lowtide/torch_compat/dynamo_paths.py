@@ -31,12 +31,13 @@ from torch._dynamo.exc import Unsupported, raise_observed_exception, unimplement
 from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX, ContinueExecutionCache
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.iter import DictViewIterator
-from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.lists import ListIteratorVariable, TupleVariable
 from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -152,6 +153,7 @@ EAGERLY = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 """Without graphs, and so all functions that it calls."""
 
 _torchs_answer = InstructionTranslatorBase.maybe_has_backedge
+_torchs_changed = SideEffects._get_modified_vars
 _torchs_rest = ContinueExecutionCache.lookup
 _broken_in_loop: "weakref.WeakSet[types.CodeType]" = weakref.WeakSet()
 """Code with a loop that breaks at `SHAPE_OF_DATA`."""
@@ -166,6 +168,7 @@ def resumed_loops() -> Iterator[None]:
     with (
         unittest.mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _gives_up_in_loop),
         unittest.mock.patch.object(ContinueExecutionCache, "lookup", _rest_of),
+        unittest.mock.patch.object(SideEffects, "_get_modified_vars", _iterators_last),
         unittest.mock.patch.object(DictViewIterator, "reconstruct", _reconstruct),
         unittest.mock.patch.object(OutputGraph, "resolve_source_value", _resolve, create=True),
     ):
@@ -189,6 +192,12 @@ def _gives_up_in_loop(translator: InstructionTranslatorBase) -> bool:
             raise error
         _broken_in_loop.add(translator.f_code)
     return False
+
+
+def _iterators_last(effects: SideEffects) -> list[VariableTracker]:
+    """The objects that a graph's code changes, iterators after all others: the code finds a list that a hook
+    of the next module appends to by that module, as the next item of the iterator over modules."""
+    return sorted(_torchs_changed(effects), key=lambda variable: isinstance(variable, ListIteratorVariable))
 
 
 def _rest_of(code: types.CodeType, *key: Any) -> types.CodeType:
