@@ -13,7 +13,7 @@ from lowtide.facts import Graph, GraphRun, Kind
 from lowtide.offload.offload_store import OffloadStore, store_number
 from lowtide.ops.gradient_terms import with_gradient_terms
 from lowtide.optim.step_in_backward import StepInBackward, taking_updates
-from lowtide.runtime.backward import Backward, FirstCalls
+from lowtide.runtime.backward import Backward, FirstCalls, refuse_transforms
 from lowtide.runtime.continued_sums import ScheduledSums, sums_inside, with_receivers
 from lowtide.runtime.executor import EAGER_OPS, Executor, ExecutorInParts, Function, RecentlyUsed
 from lowtide.runtime.graph_call import (
@@ -265,6 +265,7 @@ class _ScheduledGraph:
         )
 
         def call(values: list[Any]) -> Any:
+            refuse_transforms(values[num_saved:])
             observer.backward_begins(lambda: values[num_saved:])
             with taking_updates(updates_number) if updates_number else nullcontext():
                 result = run(values)

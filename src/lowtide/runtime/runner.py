@@ -22,11 +22,12 @@ from lowtide.optim.split_step import SplitStep
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
 from lowtide.runtime.backend import Backend, GraphSchedule
+from lowtide.runtime.backward import refuse_transforms
 from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
 from lowtide.runtime.loop_watch import LiveLoss, leave
 from lowtide.runtime.observer import EARLIER_GRADIENTS, LoopObserver, mark, ran_without_plan, unmark
 from lowtide.runtime.rewrite import baseline_schedule
-from lowtide.torch_compat import autograd_engine, ddp, double_backward, dynamo
+from lowtide.torch_compat import autograd_engine, ddp, dynamo
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.torch_compat.modules import call_model, route_of, set_route
@@ -147,7 +148,7 @@ class Runner:
             observer=self.observer,
         )
         self.guard: Guard | None = None
-        self.release = double_backward.refused.hold(self)
+        self.release = autograd_engine.double_backward_refused.hold(self)
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
@@ -164,6 +165,7 @@ class Runner:
             self.compiled = traced.compiled
             traced.compiled.compile_by(self.backend)
 
+    @dynamo.apart  # a user's torch.compile around the model would compile this code
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calling = nullcontext() if self.updates is None else self.updates.calling_model()
         with calling, nullcontext() if self.guard is None else self.guard.watching("forward"):
@@ -171,8 +173,9 @@ class Runner:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leave()
-        if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
+        if not torch.is_grad_enabled() or not self._is_trained(args, kwargs) or torch.compiler.is_exporting():
             return call_model(self.model, args, kwargs)
+        refuse_transforms()
         self._meet_wrapper()
         if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
             return call_model(self.model, args, kwargs)
@@ -264,8 +267,8 @@ class Runner:
     def _schedule_of(self, segment: Segment, is_whole: bool) -> GraphSchedule:
         if not isinstance(self.compiled, CompiledUnits) and units_of(self.model):
             raise LowtideError(
-                "fully_shard was called on this model after its plan was applied: lowtide.remove(model), and "
-                "plan the sharded model"
+                "fully_shard was called on this model after its plan was applied: shard first, then plan "
+                "(lowtide.remove(model), and lowtide.checkpoint the sharded model)"
             )
         so_far = CallSoFar(
             nothing_ran=self._may_start_over and self.compiled.is_tracing(*self._entrance),

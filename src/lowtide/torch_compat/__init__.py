@@ -2,17 +2,15 @@
 
 In the order in which a model passes them:
 
-- `modules`: what a call of a module runs, and hooks around modules and optimizers
-- `user_hooks`: the user's hooks of modules and tensors, and stand-ins for those of a backward pass
+- `modules`: what a call of a module runs, hooks around modules and optimizers, stand-ins for hooks
 - `dynamo`: Dynamo, which traces Python code: compiled functions, settings, errors, log lines
 - `dynamo_paths`: model code takes the path of eager under Dynamo, with few graph breaks
 - `dynamo_values`: Python values that decide a graph: read from the batch, or changing from call to call
 - `aot_autograd`: AOTAutograd, which makes a joint graph of forward and backward; graphs as functions
 - `dispatch`: tensors, fake tensors and storages; modes, kernels and schemas of ops
 - `inductor`: graphs that Inductor compiles, and calls in them that it does not compile
-- `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters
+- `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters; no second derivatives
 - `gradient_edges`: the uses of a tensor in autograd's graph, and gradients handed to planned graphs
-- `double_backward`: gradients of a planned graph's gradients, which are refused
 - `ddp`, `fsdp2`: models on several processes
 
 Importing anything here asks `check_version`. Where the checked versions differ, a comment names the version.

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+from lowtide.errors import Unsupported
+
 
 def nodes_after_this() -> list[Any]:
     """Inside of a backward pass: the nodes that get the gradients of the running node."""
@@ -245,6 +247,46 @@ def around_engine(context: Callable[[BackwardCall], AbstractContextManager[None]
         return run
 
     return ProcessPatch(torch.autograd, "_engine_run_backward", wrap)
+
+
+SECOND = "CompiledFunctionBackwardBackward"
+"""The class of autograd's node that would differentiate the backward pass of a compiled graph."""
+
+
+class _Seen:
+    """Whether any backward pass of the process could be differentiated; others need no look."""
+
+    created_graph = False
+
+
+def _differentiated_once(call: BackwardCall) -> AbstractContextManager[None]:
+    if _Seen.created_graph and _has_second(call.roots):
+        raise Unsupported(
+            "this backward pass differentiates a gradient of the planned model (create_graph=True: gradient "
+            "penalty, MAML, second derivatives), and a plan has one backward pass: lowtide.remove(model), or "
+            "plan only the part of the model that is differentiated once"
+        )
+    _Seen.created_graph = _Seen.created_graph or call.creates_graph
+    return contextlib.nullcontext()
+
+
+def _has_second(roots: Iterable[Any]) -> bool:
+    stack = [node for node in roots if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == SECOND:
+            return True
+        following = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= following
+        stack += following
+    return False
+
+
+double_backward_refused = around_engine(_differentiated_once)
+"""Held by what runs a planned model. `torch.autograd.grad(out, x, create_graph=True)` runs through a planned
+graph as any other backward pass, but its result cannot be differentiated in turn. torch finds that out in the
+middle of the second backward pass, when some parameters have gradients; this looks before the pass begins."""
 
 
 def is_compiled_graph(node: Any) -> bool:

@@ -313,6 +313,12 @@ def _one_line(reason: str) -> str:
     return f"{first}: {named[1]}" if named else first
 
 
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which a user's torch.compile around it leaves alone; it may run graphs of its own."""
+    wrapped: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return wrapped
+
+
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of `function` with its own code object, so that Dynamo compiles it separately."""
     assert isinstance(function, types.FunctionType)

@@ -21,7 +21,7 @@ from lowtide.parallel.fsdp_units import compiled_model
 from lowtide.parallel.simulated_sharding import SimulatedSharding
 from lowtide.torch_compat import dispatch, dynamo, fsdp2
 from lowtide.torch_compat.aot_autograd import Orders
-from lowtide.torch_compat.user_hooks import backward_hooks_replaced
+from lowtide.torch_compat.modules import backward_hooks_replaced
 from lowtide.trace import failures
 from lowtide.trace.collector import Collector
 from lowtide.trace.compile_settings import compiled

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import nn
 
-from lowtide.torch_compat.user_hooks import forward_hooks
+from lowtide.torch_compat.modules import forward_hooks
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
