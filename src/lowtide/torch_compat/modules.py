@@ -1,4 +1,4 @@
-"""Private attributes of modules and optimizers: what a call of a module runs, hooks around both, and stand-ins
+"""What is private in modules and optimizers: what a call of a module runs, hooks around both, and stand-ins
 for the hooks of a backward pass."""
 
 import contextlib
@@ -102,6 +102,11 @@ def _backward_tables(model: nn.Module) -> list[Table]:
     for module in model.modules():
         tables += [module._backward_pre_hooks, module._backward_hooks]
     return tables
+
+
+def has_backward_hooks(model: nn.Module) -> bool:
+    """Whether a hook waits for the gradients of the modules of `model`."""
+    return any(_backward_tables(model))
 
 
 @contextlib.contextmanager
