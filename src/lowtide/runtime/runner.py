@@ -148,7 +148,6 @@ class Runner:
             observer=self.observer,
         )
         self.guard: Guard | None = None
-        self.release = autograd_engine.double_backward_refused.hold(self)
         self._graphs_before = 0
         self._batch: Any = ()
         self._may_start_over = True
@@ -362,7 +361,6 @@ def remove(model: nn.Module) -> nn.Module:
             if isinstance(wrapper, nn.Module) and isinstance(route_of(wrapper), _Guarded):
                 set_route(wrapper, None)
         set_route(inner, None)
-        runner.release()
         for part in (runner.updates, runner.split_step, runner.guard):
             if part is not None:
                 part.close()

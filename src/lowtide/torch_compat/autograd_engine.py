@@ -190,25 +190,23 @@ class BackwardCall(NamedTuple):
     """A call of `backward()`, which `adds` to `.grad`, or of `torch.autograd.grad`.
 
     `leaves`: the identities of the only leaves that get a gradient; empty for all leaves. `keeps_graph`:
-    saved values stay for another pass. `creates_graph`: the gradients can be differentiated.
+    saved values stay for another pass.
     """
 
     roots: tuple[Any, ...]
     adds: bool
     leaves: frozenset[int]
     keeps_graph: bool
-    creates_graph: bool
 
     @classmethod
     def of(cls, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> "BackwardCall":
         """From the arguments of torch's engine."""
-        _gradients, keeps_graph, creates_graph, inputs, *others = args
+        _gradients, keeps_graph, _creates_graph, inputs, *others = args
         return cls(
             roots=tuple(_node_of(output) for output in outputs),
             adds=bool(kwargs.get("accumulate_grad", others[1] if len(others) > 1 else True)),
             leaves=frozenset(id(getattr(_node_of(leaf), "variable", None)) for leaf in inputs),
             keeps_graph=bool(keeps_graph),
-            creates_graph=bool(creates_graph),
         )
 
 
@@ -253,21 +251,17 @@ SECOND = "CompiledFunctionBackwardBackward"
 """The class of autograd's node that would differentiate the backward pass of a compiled graph."""
 
 
-class _Seen:
-    """Whether any backward pass of the process could be differentiated; others need no look."""
+def _differentiated_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if _has_second(root.grad_fn if isinstance(root, Tensor) else root.node for root in roots):
+            raise Unsupported(
+                "this backward pass differentiates a gradient of the planned model (create_graph=True: "
+                "gradient penalty, MAML, second derivatives), and a plan has one backward pass: "
+                "lowtide.remove(model), or plan only the part of the model that is differentiated once"
+            )
+        return original(roots, *args, **kwargs)
 
-    created_graph = False
-
-
-def _differentiated_once(call: BackwardCall) -> AbstractContextManager[None]:
-    if _Seen.created_graph and _has_second(call.roots):
-        raise Unsupported(
-            "this backward pass differentiates a gradient of the planned model (create_graph=True: gradient "
-            "penalty, MAML, second derivatives), and a plan has one backward pass: lowtide.remove(model), or "
-            "plan only the part of the model that is differentiated once"
-        )
-    _Seen.created_graph = _Seen.created_graph or call.creates_graph
-    return contextlib.nullcontext()
+    return run
 
 
 def _has_second(roots: Iterable[Any]) -> bool:
@@ -283,10 +277,18 @@ def _has_second(roots: Iterable[Any]) -> bool:
     return False
 
 
-double_backward_refused = around_engine(_differentiated_once)
-"""Held by what runs a planned model. `torch.autograd.grad(out, x, create_graph=True)` runs through a planned
-graph as any other backward pass, but its result cannot be differentiated in turn. torch finds that out in the
-middle of the second backward pass, when some parameters have gradients; this looks before the pass begins."""
+_ONCE = ProcessPatch(torch.autograd, "_engine_run_backward", _differentiated_once)
+
+
+def refuse_double_backward() -> None:
+    """Inside of a planned graph's backward pass: let no later pass differentiate this one.
+
+    `torch.autograd.grad(out, x, create_graph=True)` runs through a planned graph as any other backward pass.
+    torch finds out that its result cannot be differentiated in the middle of the second pass, when some
+    parameters have gradients. So every pass is looked at before it begins, as long as this node lives.
+    """
+    if graph_is_kept():
+        _ONCE.hold(torch._C._current_autograd_node())
 
 
 def is_compiled_graph(node: Any) -> bool:

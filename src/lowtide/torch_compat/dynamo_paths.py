@@ -121,7 +121,7 @@ def torchs_own_code() -> Iterator[None]:
     """Let graphs begin in torch's own modules: an nn.Sequential whose third module cannot be traced has a
     graph before the module, and one after it. torch would run the whole nn.Sequential without graphs."""
     # where a module's hooks cannot be traced, its call runs eagerly, and its forward in graphs
-    files = [file for file in _MODULES.glob("*.py") if file.stem not in ("__init__", "module")]
+    files = [file for file in _MODULES.glob("*.py") if file.stem not in ("__init__", "module", "rnn")]
     with (
         _added(trace_rules.get_mod_inlinelist(), TRACED_TOO),
         _added(trace_rules.get_legacy_mod_inlinelist(), files),

@@ -312,9 +312,7 @@ class Collector:
     def _is_as_made(self, place: tuple[int, int], value: torch.Tensor) -> bool:
         """Whether a value that requires a gradient is still the output that a graph made. Uncaptured code may
         have written into the output since (`index_add_`)."""
-        execution, output = place
-        is_differentiable = output in self.executions[execution].segment.tangents.values()
-        return is_differentiable and version_of(value) == self._versions.get(storage_key(value), 0)
+        return self._passes_on(place) and version_of(value) == self._versions.get(storage_key(value), 0)
 
     def note_passage(self, unit: int, begins: bool, tensors: Any) -> None:
         """Record that a unit of the model begins or ends its forward."""
