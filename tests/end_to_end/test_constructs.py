@@ -10,7 +10,7 @@ from budgets import between
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from training import differences, measured_peak, train
 from two_layers import ROWS, WIDTH, Two, quantized, rows
 
@@ -88,6 +88,33 @@ def _checkpointed(self: Two, x: torch.Tensor, *, reentrant: bool) -> torch.Tenso
     hidden = self.first(x)
     hidden = checkpoint(lambda h: F.dropout(self.last(h.tanh()), 0.3), hidden, use_reentrant=reentrant)
     return self.last(hidden).square().mean()
+
+
+class Experts(nn.Module):
+    """The loop over experts as it is written by hand: each gets the rows that the router picks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router, self.last = (nn.Linear(WIDTH, n) for n in (WIDTH, 4, WIDTH))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        mask = F.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        total = torch.zeros_like(x)
+        for number in range(len(self.experts)):
+            place, top = torch.where(mask[number])
+            total.index_add_(0, top, self.experts[number](x[top]) * weights[top, place, None])
+        return self.last(total.tanh()).square().mean()
+
+
+def _checkpointed_sequence(*, reentrant: bool) -> nn.Module:
+    layers = nn.Sequential(*(Two(lambda s, x: s.last(s.first(x).tanh())) for _ in range(4)))
+    return Two(
+        lambda s, x: checkpoint_sequential(s.middle, 2, s.first(x), use_reentrant=reentrant).mean(),
+        middle=layers,
+    )
 
 
 def _no_grad_block(self: Two, x: torch.Tensor) -> torch.Tensor:
@@ -244,6 +271,9 @@ EXACT: dict[str, Case] = {
     ),
     "checkpoint": (lambda: Two(lambda s, x: _checkpointed(s, x, reentrant=False)), rows, None),
     "reentrant checkpoint": (lambda: Two(lambda s, x: _checkpointed(s, x, reentrant=True)), rows, None),
+    "checkpointed sequence": (lambda: _checkpointed_sequence(reentrant=False), rows, None),
+    "reentrant checkpointed sequence": (lambda: _checkpointed_sequence(reentrant=True), rows, None),
+    "experts by hand": (Experts, rows, None),
     "transposed batch": (Two, lambda: torch.randn(WIDTH, ROWS).T, None),
     "expanded batch": (Two, lambda: torch.randn(1, WIDTH).expand(ROWS, WIDTH), None),
     "float64": (lambda: Two().double(), lambda: rows().double(), None),

@@ -31,12 +31,6 @@ def _penalty(self: Two, x: torch.Tensor) -> torch.Tensor:
     return value + torch.autograd.grad(value, x, create_graph=True)[0].square().sum()
 
 
-def _hooked_sequence() -> nn.Module:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    model[0].register_full_backward_hook(lambda *_: None)
-    return model
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "lazy": (
         lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh()),
@@ -47,11 +41,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "kind of tensor": (Two, lambda: rows().as_subclass(Kind), r"the batch has a Kind.*as_subclass"),
     "branches": (lambda: Two(_branches), rows, r"'cond' has graphs of its own inside.*torch.where"),
     "gradient penalty": (lambda: Two(_penalty), rows, "differentiates inside of its own forward"),
-    "backward hook in a sequence": (
-        _hooked_sequence,
-        rows,
-        r"backward hooks: remove the hook.*register_hook",
-    ),
     "scripted": (
         lambda: nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)),
         rows,

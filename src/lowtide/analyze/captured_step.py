@@ -33,7 +33,7 @@ from lowtide.remat import Kept, rule_named, rules_for
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.dispatch import is_number, map_leaves, storage_key
 from lowtide.torch_compat.fsdp2 import local
-from lowtide.torch_compat.modules import stepping_as_real
+from lowtide.torch_compat.modules import has_backward_hooks, stepping_as_real
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.failures import refuse_several_graphs, refuse_what_cannot_be_traced
 from lowtide.trace.identity import identify, identify_inputs, name_tensors, user_tensors
@@ -130,8 +130,14 @@ def capture(
         captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
         if gpu is not None:
             captured = replace(captured, traced=None)  # the compiled model calls kernels that a CPU lacks
+    if has_backward_hooks(model):
+        logger.warning(HOOKS)
+        captured = replace(captured, step=replace(captured.step, notes=(*captured.step.notes, HOOKS)))
     _warn(captured.step, traced)
     return captured
+
+
+HOOKS = "backward hooks of modules do not run while a step is planned: what they keep live is not counted"
 
 
 def _warn(step: Step, traced: Trace) -> None:

@@ -13,7 +13,7 @@ from lowtide.facts import Graph, GraphRun, Kind
 from lowtide.offload.offload_store import OffloadStore, store_number
 from lowtide.ops.gradient_terms import with_gradient_terms
 from lowtide.optim.step_in_backward import StepInBackward, taking_updates
-from lowtide.runtime.backward import Backward, FirstCalls
+from lowtide.runtime.backward import Backward, FirstCalls, refuse_transforms
 from lowtide.runtime.continued_sums import ScheduledSums, sums_inside, with_receivers
 from lowtide.runtime.executor import EAGER_OPS, Executor, ExecutorInParts, Function, RecentlyUsed
 from lowtide.runtime.graph_call import (
@@ -26,6 +26,7 @@ from lowtide.runtime.graph_call import (
 from lowtide.runtime.observer import CAST_OUTSIDE, VIEW_USED, WEIGHTS_CHANGED, LoopObserver
 from lowtide.runtime.rewrite import Rewritten, forward_only, rewrite
 from lowtide.torch_compat import aot_autograd, ddp, dynamo
+from lowtide.torch_compat.autograd_engine import refuse_double_backward
 from lowtide.trace.identity import Origin, key_of
 from lowtide.trace.segments import GraphFunctions, Segment, TracedGraph, new_segment, results_of
 
@@ -265,6 +266,8 @@ class _ScheduledGraph:
         )
 
         def call(values: list[Any]) -> Any:
+            refuse_transforms(values[num_saved:])
+            refuse_double_backward()
             observer.backward_begins(lambda: values[num_saved:])
             with taking_updates(updates_number) if updates_number else nullcontext():
                 result = run(values)

@@ -16,9 +16,21 @@ from lowtide.runtime.graph_call import GradientGates, waiting_chain, with_handov
 from lowtide.runtime.rewrite import Rewritten, baseline_schedule, rewrite
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.autograd_engine import nodes_after_this, silence_hooks
+from lowtide.torch_compat.dispatch import in_transform
 from lowtide.torch_compat.gradient_edges import inside_planned_graph
 from lowtide.trace.segments import Segment
 from lowtide.trace.tangents import drop_zeros
+
+
+def refuse_transforms(gradients: Sequence[Any] = ()) -> None:
+    """Raise `Unsupported` where a planned graph, or its backward pass with `gradients`, would run inside of a
+    transform."""
+    if in_transform(gradients):
+        raise Unsupported(
+            "the planned model is called or differentiated inside of a transform (vmap, grad or jvp of "
+            "torch.func, forward-mode gradients, a vectorized jacobian), and a plan is for a call and its "
+            "backward(): lowtide.remove(model), or transform a copy of the model without a plan"
+        )
 
 
 class _Start(NamedTuple):

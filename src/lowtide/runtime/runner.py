@@ -22,6 +22,7 @@ from lowtide.optim.split_step import SplitStep
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.parallel.fsdp_units import CompiledUnits, compiled_model
 from lowtide.runtime.backend import Backend, GraphSchedule
+from lowtide.runtime.backward import refuse_transforms
 from lowtide.runtime.call_schedules import CallSoFar, Schedules
 from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
 from lowtide.runtime.loop_watch import leave
@@ -126,6 +127,7 @@ class Runner:
             self.compiled = traced.compiled
             traced.compiled.compile_by(self.backend)
 
+    @dynamo.apart  # a user's torch.compile around the model would compile this code
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calling = nullcontext() if self.updates is None else self.updates.calling_model()
         with calling, nullcontext() if self.guard is None else self.guard.watching("forward"):
@@ -133,8 +135,9 @@ class Runner:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leave()
-        if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
+        if not torch.is_grad_enabled() or not self._is_trained(args, kwargs) or torch.compiler.is_exporting():
             return call_model(self.model, args, kwargs)
+        refuse_transforms()
         self._meet_wrapper()
         if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
             return call_model(self.model, args, kwargs)
@@ -242,8 +245,8 @@ class Runner:
     def _schedule_of(self, segment: Segment, is_whole: bool) -> GraphSchedule:
         if not isinstance(self.compiled, CompiledUnits) and units_of(self.model):
             raise LowtideError(
-                "fully_shard was called on this model after its plan was applied: lowtide.remove(model), and "
-                "plan the sharded model"
+                "fully_shard was called on this model after its plan was applied: shard first, then plan "
+                "(lowtide.remove(model), and lowtide.checkpoint the sharded model)"
             )
         so_far = CallSoFar(
             nothing_ran=self._may_start_over and self.compiled.is_tracing(*self._entrance),

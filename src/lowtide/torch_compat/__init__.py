@@ -2,14 +2,14 @@
 
 In the order in which a model passes them:
 
-- `modules`: what a call of a module runs, and hooks around modules and optimizers
+- `modules`: what a call of a module runs, hooks around modules and optimizers, stand-ins for hooks
 - `dynamo`: Dynamo, which traces Python code: compiled functions, settings, errors, log lines
 - `dynamo_paths`: model code takes the path of eager under Dynamo, with few graph breaks
 - `dynamo_values`: Python values that decide a graph: read from the batch, or changing from call to call
 - `aot_autograd`: AOTAutograd, which makes a joint graph of forward and backward; graphs as functions
 - `dispatch`: tensors, fake tensors and storages; modes, kernels and schemas of ops
 - `inductor`: graphs that Inductor compiles, and calls in them that it does not compile
-- `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters
+- `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters; no second derivatives
 - `allocation_record`: the blocks that the CPU's allocator hands out, by torch's older profiler
 - `gradient_edges`: the uses of a tensor in autograd's graph, and gradients handed to planned graphs
 - `ddp`, `fsdp2`: models on several processes

@@ -11,6 +11,7 @@
 
 import contextlib
 import importlib
+import itertools
 import os
 import threading
 import unittest.mock
@@ -35,6 +36,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _forward_from_src
 from torch.fx.node import has_side_effect
 
+from lowtide.torch_compat.autograd_engine import in_backward
 from lowtide.torch_compat.dispatch import FakeTensorMode, whole_ops
 from lowtide.torch_compat.gradient_edges import numbers_of_terms
 
@@ -91,7 +93,7 @@ def compile_graph(
     reader stays, since it advances the generator (`fallback_random`).
     """
     FakeTensorMode.cache_clear()
-    numbers: list[int] = []
+    numbers: list[list[int]] = []
 
     def partition_marked(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         _mark_sums(joint.graph, numbers)
@@ -120,36 +122,45 @@ def compile_graph(
 
 
 @contextlib.contextmanager
-def _counting_terms(numbers: list[int]) -> Iterator[None]:
-    """While this thread traces a backward pass: the number of gradients that autograd adds up for each input
-    that needs one."""
+def _counting_terms(numbers: list[list[int]]) -> Iterator[None]:
+    """While this thread traces: for each backward pass, the number of gradients that autograd adds up for
+    each input of the pass.
+
+    The model may differentiate by itself before the backward pass of the graph (`torch.func.grad`), or inside
+    of it (the branches of `torch.cond`, a reentrant checkpoint). Passes inside of another are left out.
+    """
     thread, torchs = threading.get_ident(), torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(roots: Sequence[Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and len(args) > INPUTS_ARGUMENT:
-            numbers[:] = numbers_of_terms(roots, args[INPUTS_ARGUMENT])
+        is_own = threading.get_ident() == thread and len(args) > INPUTS_ARGUMENT
+        if is_own and not in_backward():
+            numbers.append(numbers_of_terms(roots, args[INPUTS_ARGUMENT]))
         return torchs(roots, gradients, *args, **kwargs)
 
     with unittest.mock.patch.object(torch.autograd, "_engine_run_backward", run):
         yield
 
 
-def _mark_sums(graph: fx.Graph, numbers: Sequence[int]) -> None:
-    """Mark the ops that add up the gradients of an input with `OWN_SUM`.
+def _mark_sums(graph: fx.Graph, numbers: Sequence[Sequence[int]]) -> None:
+    """Mark the ops that add up the gradients of an input with `OWN_SUM`. `numbers` of terms are those of the
+    backward passes that torch traced; the last one for as many inputs is the graph's.
 
     A gradient that passes through a sum unchanged may be a sum itself: with `h = x + weight`, the gradients
-    of the uses of `h` are added up before they are one term of the weight's gradient.
+    of the uses of `h` are added up before they are one term of the weight's gradient. Where no backward pass
+    is the graph's, all sums that nothing else reads count as the input's.
     """
     results, output = graph.output_node().args[0], graph.output_node()
     assert isinstance(results, (list, tuple))
     described = zip(results, output.meta.get("desc") or (), strict=False)
     grads = [result for result, description in described if isinstance(description, GradAOTOutput)]
-    assert len(grads) == len(numbers), "torch traced another backward pass than that of the graph"
-    for grad, number in zip(grads, numbers, strict=True):
+    known = next((found for found in reversed(numbers) if len(found) == len(grads)), None)
+    for place, grad in enumerate(grads):
         node = grad
-        for _ in range(number - 1):
+        for _ in range(known[place] - 1) if known is not None else itertools.count():
             if not isinstance(node, fx.Node) or not node.meta.get("is_gradient_acc"):
                 break  # a use without a gradient
+            if known is None and node is not grad and len(node.users) > 1:
+                break
             node.meta[OWN_SUM] = True
             node = node.args[0]
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.errors import Unsupported
+
 
 def nodes_after_this() -> list[Any]:
     """Inside of a backward pass: the nodes that get the gradients of the running node."""
@@ -256,6 +258,50 @@ def around_engine(context: Callable[[BackwardCall], AbstractContextManager[None]
     return ProcessPatch(torch.autograd, "_engine_run_backward", wrap)
 
 
+SECOND = "CompiledFunctionBackwardBackward"
+"""The class of autograd's node that would differentiate the backward pass of a compiled graph."""
+
+
+def _differentiated_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if _has_second(root.grad_fn if isinstance(root, Tensor) else root.node for root in roots):
+            raise Unsupported(
+                "this backward pass differentiates a gradient of the planned model (create_graph=True: "
+                "gradient penalty, MAML, second derivatives), and a plan has one backward pass: "
+                "lowtide.remove(model), or plan only the part of the model that is differentiated once"
+            )
+        return original(roots, *args, **kwargs)
+
+    return run
+
+
+def _has_second(roots: Iterable[Any]) -> bool:
+    stack = [node for node in roots if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == SECOND:
+            return True
+        following = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= following
+        stack += following
+    return False
+
+
+_ONCE = ProcessPatch(torch.autograd, "_engine_run_backward", _differentiated_once)
+
+
+def refuse_double_backward() -> None:
+    """Inside of a planned graph's backward pass: let no later pass differentiate this one.
+
+    `torch.autograd.grad(out, x, create_graph=True)` runs through a planned graph as any other backward pass.
+    torch finds out that its result cannot be differentiated in the middle of the second pass, when some
+    parameters have gradients. So every pass is looked at before it begins, as long as this node lives.
+    """
+    if graph_is_kept():
+        _ONCE.hold(torch._C._current_autograd_node())
+
+
 def is_compiled_graph(node: Any) -> bool:
     """Whether a node of autograd is the backward pass of a graph that torch compiled."""
     return type(node).__name__ == "CompiledFunctionBackward"
@@ -282,7 +328,7 @@ def silence_hooks() -> None:
     after accumulation is still called where the parameter has a gradient of an earlier pass.
     """
     for parameter in _parameters(nodes_after_this(), set()):
-        of_gradient, after_gradient = _hooks(parameter)
+        of_gradient, after_gradient = hook_tables(parameter)
         _silence(of_gradient, has_gradient=lambda gradient: gradient is not None)
         _silence(after_gradient, has_gradient=lambda parameter: parameter.grad is not None)
 
@@ -295,18 +341,18 @@ def _silence(hooks: MutableMapping[int, Hook], *, has_gradient: Callable[[Any], 
 
 def gradient_hooks(parameter: Tensor) -> list[Hook]:
     """All hooks that wait for a parameter's gradient."""
-    return [hook for hooks in _hooks(parameter) for hook in hooks.values()]
+    return [hook for hooks in hook_tables(parameter) for hook in hooks.values()]
 
 
-def _hooks(parameter: Tensor) -> tuple[MutableMapping[int, Hook], MutableMapping[int, Hook]]:
+def hook_tables(tensor: Tensor) -> tuple[MutableMapping[int, Hook], MutableMapping[int, Hook]]:
     """Hooks of the gradient, and hooks after it was added."""
-    return parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return tensor._backward_hooks or {}, getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
 
 
 def unsilence_hooks(parameters: Iterable[Tensor]) -> None:
     """Restore the parameters' own hooks."""
     for parameter in parameters:
-        for hooks in _hooks(parameter):
+        for hooks in hook_tables(parameter):
             hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Silent)})
 
 

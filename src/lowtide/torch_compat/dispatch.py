@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -367,3 +368,13 @@ def make_first_calls() -> None:
         one_value = torch.full((1,), 0.5, dtype=dtype)
         for name in FUNCTIONS:
             getattr(torch, name)(one_value)
+
+
+def in_transform(tensors: Iterable[Any] = ()) -> bool:
+    """Whether this code runs inside of a transform of torch.func (vmap, grad, jvp) or of forward-mode
+    differentiation, or on `tensors` of torch's older vmap, which vectorizes jacobians."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or any(torch._C._functorch.is_legacy_batchedtensor(tensor) for tensor in iter_tensors(list(tensors)))
+    )

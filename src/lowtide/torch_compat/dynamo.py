@@ -19,7 +19,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -33,16 +32,18 @@ from torch._C._dynamo.eval_frame import (
     reset_code,
     set_code_exec_strategy,
 )
-from torch._dynamo import convert_frame, trace_rules, utils
+from torch._dynamo import convert_frame, utils
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
 
 from lowtide.errors import LowtideError
+from lowtide.torch_compat import dynamo_paths
 from lowtide.torch_compat.dynamo_values import compiled_with_numbers
 
 __all__ = ["BackendCompilerFailed", "InternalTorchDynamoError", "TorchDynamoException", "compile_lock"]
@@ -56,26 +57,11 @@ STRUCTURED_TRACE = "torch.__trace"
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 """The function that a Dynamo graph calls where a block of autocast begins."""
 
-TRACED_TOO = ("ao/quantization",)
-"""Folders of torch that Dynamo skips, though it can trace them: fake quantizers and their observers."""
-
-
-@contextlib.contextmanager
-def _looking_into(folders: Sequence[str]) -> Iterator[None]:
-    allowed = trace_rules.get_mod_inlinelist()
-    added = {str(Path(torch.__file__).parent / folder) for folder in folders} - allowed
-    allowed.update(added)
-    try:
-        yield
-    finally:
-        allowed.difference_update(added)
-
 
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
     """Dynamo's settings while lowtide traces a model; restores the user's settings afterwards."""
     with (
-        _looking_into(TRACED_TOO),
         torch._dynamo.config.patch(
             allow_rnn=True,
             # past its limits torch would silently run eager instead
@@ -224,6 +210,8 @@ def _within(
         # torch keeps every backend that it saw: this one refers to its owner weakly
         compiled = owner()
         assert compiled is not None
+        if dynamo_paths.is_shared(attempts[-1]) and utils.count_calls(graph.graph) == 0:
+            return graph.forward  # returns its inputs
         backend = compiled.backend
         return compiled_with_numbers(
             graph,
@@ -239,11 +227,16 @@ def _within(
     assert callable(trace_frame)
 
     def trace_within(frame: Any, *rest: Any, **options: Any) -> Any:
+        if dynamo_paths.runs_eagerly(frame.f_code):
+            return ConvertFrameReturn(frame_exec_strategy=dynamo_paths.EAGERLY)
         attempts.append(frame.f_code)
         _drop_oldest_graph(frame.f_code)
         start = time.perf_counter()
         try:
-            with tracing():
+            with (
+                tracing(),
+                torch._dynamo.config.patch(allow_empty_graphs=dynamo_paths.is_shared(frame.f_code)),
+            ):
                 return trace_frame(frame, *rest, **options)
         finally:
             compiled = owner()
@@ -318,6 +311,12 @@ def _one_line(reason: str) -> str:
     first = reason.splitlines()[0].rstrip(".")
     named = re.search(r"the function `([^`]+)`", reason)
     return f"{first}: {named[1]}" if named else first
+
+
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which a user's torch.compile around it leaves alone; it may run graphs of its own."""
+    wrapped: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return wrapped
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:

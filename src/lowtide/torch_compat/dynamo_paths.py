@@ -2,8 +2,10 @@
 
 - `eager_answers`: code that asks whether it is being compiled gets eager's answer. Libraries choose other ops
   under torch.compile, which round differently.
+- `torchs_own_code`: graphs may begin in torch's own modules, and checkpoint_sequential is traced.
 - `resumed_loops`: a graph may end inside of a loop over modules, and the next graph continues the loop.
-  Dynamo would run the whole function without graphs.
+  Dynamo would run the whole function without graphs. From a loop over parts of a size that depends on data
+  (experts, each with the rows that a router picks) the rest of the function runs eagerly.
 - `masked_writes_between_graphs`: a graph ends before `x[mask] = value` where the value is trained. The
   gradient of the value has as many rows as the mask picks. torch would fail only in the backward pass of the
   whole graph, and then again in every function that calls this one.
@@ -12,8 +14,10 @@
 
 import contextlib
 import sys
+import types
 import unittest.mock
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -26,12 +30,14 @@ from torch._dynamo.bytecode_transformation import create_build_tuple, create_cal
 from torch._dynamo.exc import Unsupported, raise_observed_exception, unimplemented
 from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX, ContinueExecutionCache
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.iter import DictViewIterator
-from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.lists import ListIteratorVariable, TupleVariable
 from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -48,7 +54,6 @@ COMPILING = (
 HINTS = (torch._dynamo.mark_static_address,)
 """Functions by which libraries give torch hints for a later compilation; torch refuses to trace them."""
 CAPTURING = (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing)
-TORCH = str(Path(torch.__file__).parent)
 ASKERS = 3
 """How many frames, from the one that asks torch outwards, may belong to the asking object."""
 
@@ -72,7 +77,7 @@ def eager_answers() -> Iterator[None]:
 
 def _not_compiling(torchs: Handler) -> Handler:
     def answer(asked: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if tx.f_code.co_filename.startswith(TORCH) or _has_context_variable(tx):
+        if tx.f_code.co_filename.startswith(str(_TORCH)) or _has_context_variable(tx):
             return torchs(asked, tx, *args, **kwargs)
         return VariableTracker.build(tx, False)
 
@@ -104,10 +109,56 @@ def _asked_now(asked: Any, tx: Any) -> Any:
     return VariableTracker.build(tx, answer)
 
 
+_TORCH = Path(torch.__file__).parent
+_MODULES = _TORCH / "nn" / "modules"
+"""The folder of torch's own modules."""
+TRACED_TOO = (_TORCH / "ao" / "quantization", _TORCH / "utils" / "checkpoint.py")
+"""Code of torch that Dynamo skips, though it can trace it: fake quantizers, and checkpoint_sequential."""
+
+
+@contextlib.contextmanager
+def torchs_own_code() -> Iterator[None]:
+    """Let graphs begin in torch's own modules: an nn.Sequential whose third module cannot be traced has a
+    graph before the module, and one after it. torch would run the whole nn.Sequential without graphs."""
+    # where a module's hooks cannot be traced, its call runs eagerly, and its forward in graphs
+    files = [file for file in _MODULES.glob("*.py") if file.stem not in ("__init__", "module", "rnn")]
+    with (
+        _added(trace_rules.get_mod_inlinelist(), TRACED_TOO),
+        _added(trace_rules.get_legacy_mod_inlinelist(), files),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _added(allowed: set[str], paths: Iterable[Path]) -> Iterator[None]:
+    added = {str(path) for path in paths} - allowed
+    allowed.update(added)
+    try:
+        yield
+    finally:
+        allowed.difference_update(added)
+
+
+def is_shared(code: types.CodeType) -> bool:
+    """Whether one code object runs with and without ops: the rest of a loop, after each graph break in it, or
+    the code of torch's own modules. torch would trace the code no more after a run without ops, which the
+    last run of a loop often is."""
+    return code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX) or Path(code.co_filename).parent == _MODULES
+
+
 SHAPE_OF_DATA = "Dynamic shape operator"
 """torch's name for the cause of a graph break."""
 
+EAGERLY = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+"""Without graphs, and so all functions that it calls."""
+
 _torchs_answer = InstructionTranslatorBase.maybe_has_backedge
+_torchs_changed = SideEffects._get_modified_vars
+_torchs_rest = ContinueExecutionCache.lookup
+_broken_in_loop: "weakref.WeakSet[types.CodeType]" = weakref.WeakSet()
+"""Code with a loop that breaks at `SHAPE_OF_DATA`."""
+_rests: "weakref.WeakSet[types.CodeType]" = weakref.WeakSet()
+"""The rest of such code, from the loop on."""
 
 
 @contextlib.contextmanager
@@ -116,6 +167,8 @@ def resumed_loops() -> Iterator[None]:
     values or items of a dict."""
     with (
         unittest.mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _gives_up_in_loop),
+        unittest.mock.patch.object(ContinueExecutionCache, "lookup", _rest_of),
+        unittest.mock.patch.object(SideEffects, "_get_modified_vars", _iterators_last),
         unittest.mock.patch.object(DictViewIterator, "reconstruct", _reconstruct),
         unittest.mock.patch.object(OutputGraph, "resolve_source_value", _resolve, create=True),
     ):
@@ -133,10 +186,31 @@ def _gives_up_in_loop(translator: InstructionTranslatorBase) -> bool:
         and translator.parent is None
         and _torchs_answer(translator)
     ):
-        error.skip_frame = True
-        error.frame_exec_strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        raise error
+        if translator.output.count_calls() == 0:
+            error.skip_frame = True
+            error.frame_exec_strategy = EAGERLY
+            raise error
+        _broken_in_loop.add(translator.f_code)
     return False
+
+
+def _iterators_last(effects: SideEffects) -> list[VariableTracker]:
+    """The objects that a graph's code changes, iterators after all others: the code finds a list that a hook
+    of the next module appends to by that module, as the next item of the iterator over modules."""
+    return sorted(_torchs_changed(effects), key=lambda variable: isinstance(variable, ListIteratorVariable))
+
+
+def _rest_of(code: types.CodeType, *key: Any) -> types.CodeType:
+    """The code that runs after a graph break in `code`."""
+    rest: types.CodeType = _torchs_rest(code, *key)
+    if code in _broken_in_loop:
+        _rests.add(rest)
+    return rest
+
+
+def runs_eagerly(code: types.CodeType) -> bool:
+    """Whether `code` is the rest of a function from a loop over parts of a size that depends on data."""
+    return code in _rests
 
 
 def _resolve(output: Any, source: Any) -> Any:

@@ -23,6 +23,7 @@ from lowtide.ops.live_ranges import live_bytes
 from lowtide.ops.random_ops import draw_high
 from lowtide.torch_compat import aot_autograd, dispatch, dynamo
 from lowtide.torch_compat.aot_autograd import Orders
+from lowtide.torch_compat.autograd_engine import version_of
 from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 from lowtide.trace.identity import (
     Origin,
@@ -82,6 +83,8 @@ class Collector:
         self.traced: TracedGraph | None = None
         """the last graph with a backward pass, if it reaches the end of the traced function"""
         self._made: dict[int, tuple[int, int]] = {}
+        self._versions: dict[int, int] = {}
+        """how often each of these storages had been changed when its graph ended"""
         self._alive: list[Any] = []
         self._mode: dispatch.FakeTensorMode | None = None
         self._bindings: list[GraphBinding] = []
@@ -175,7 +178,7 @@ class Collector:
                 if isinstance(arg, torch.Tensor) and origin.kind is Kind.OTHER
             }
             from_uncaptured = any(
-                arg.requires_grad and (index not in links or not self._passes_on(links[index]))
+                arg.requires_grad and (index not in links or not self._is_as_made(links[index], arg))
                 for index, arg in strangers.items()
             )
             if self.uncaptured is not None:  # inputs of a graph are counted with the graph
@@ -194,6 +197,7 @@ class Collector:
             }
             for index, result in made.items():
                 self._made.setdefault(storage_key(result), (number, index))
+                self._versions.setdefault(storage_key(result), version_of(result))
             self._keep(results)
             if self.uncaptured is not None:
                 self.uncaptured.graph_ran(number, made)
@@ -304,6 +308,11 @@ class Collector:
         """Whether a gradient reaches the graph that made a value. None reaches a graph inside of the forward
         of a `torch.autograd.Function`, whose own backward is uncaptured."""
         return self.executions[place[0]].segment.differentiable
+
+    def _is_as_made(self, place: tuple[int, int], value: torch.Tensor) -> bool:
+        """Whether a value that requires a gradient is still the output that a graph made. Uncaptured code may
+        have written into the output since (`index_add_`)."""
+        return self._passes_on(place) and version_of(value) == self._versions.get(storage_key(value), 0)
 
     def note_passage(self, unit: int, begins: bool, tensors: Any) -> None:
         """Record that a unit of the model begins or ends its forward."""

@@ -53,6 +53,7 @@ def tracing() -> Iterator[None]:
         dynamo_values.batch_values(),
         dynamo_values.changing_numbers(),
         dynamo_paths.log_lines_after_graphs(),
+        dynamo_paths.torchs_own_code(),
         dynamo_paths.resumed_loops(),
         dynamo_paths.masked_writes_between_graphs(),
     ):

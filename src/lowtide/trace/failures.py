@@ -25,10 +25,6 @@ LOOP_HINT = (
 )
 SCRIPT_HINT = "Use the module that was scripted or traced: what TorchScript runs cannot be planned"
 HINTS = {
-    "Module-level backwards hooks": (
-        "In a loop or nn.Sequential it cannot break the graph at a module with backward hooks: remove the "
-        "hook, or register one on the tensor in forward (`x.register_hook`)"
-    ),
     "retain_grad": "Use `x.register_hook` to look at the gradient of a value inside of the model",
     "torch.jit": SCRIPT_HINT,
     "_CachedForward": SCRIPT_HINT,
@@ -118,6 +114,10 @@ def refuse_what_cannot_be_traced(model: nn.Module, batch: Any) -> None:
             f"'{lazy}' of a lazy module has no shape yet: call the model once, on a batch and under "
             "torch.no_grad(), then make the optimizer and plan"
         )
+    scripted = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
+    name = next(scripted, None)
+    if name is not None:
+        raise CaptureError(f"the module '{name}' of the model is TorchScript. {SCRIPT_HINT}")
     for tensor in tensors_in(batch):
         if isinstance(tensor, ORDINARY) and type(tensor) not in ORDINARY and not dispatch.is_wrapper(tensor):
             raise CaptureError(

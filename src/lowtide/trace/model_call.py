@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import CaptureError
 from lowtide.optim.joined_optimizers import join_optimizers
-from lowtide.torch_compat.modules import forward_hooks, has_hooks_before_forward
+from lowtide.torch_compat.modules import has_hooks_before_forward
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -130,11 +130,6 @@ def entrance(model: nn.Module) -> list[Callable[..., Any]]:
     shared = any(type(module).forward is forward for module in model.modules() if module is not model)
     hooked = has_hooks_before_forward(model) or "forward" in vars(model)
     return [] if shared or hooked else [forward]
-
-
-def hooks_of(model: nn.Module) -> list[Any]:
-    """The hooks that modules call before and after their forward."""
-    return [hook for module in model.modules() for hook in forward_hooks(module)]
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -21,6 +21,7 @@ from lowtide.parallel.fsdp_units import compiled_model
 from lowtide.parallel.simulated_sharding import SimulatedSharding
 from lowtide.torch_compat import dispatch, dynamo, fsdp2
 from lowtide.torch_compat.aot_autograd import Orders
+from lowtide.torch_compat.modules import backward_hooks_replaced
 from lowtide.trace import failures
 from lowtide.trace.collector import Collector
 from lowtide.trace.compile_settings import compiled
@@ -28,7 +29,7 @@ from lowtide.trace.model_call import own_loss, sum_of_floats, tensors_in
 from lowtide.trace.segments import Execution, Trace, TracedModel
 from lowtide.trace.step_device import device_of
 from lowtide.trace.tangents import new_orders
-from lowtide.trace.uncaptured import UncapturedCode, UncapturedWatch, bytes_saved_by_autograd
+from lowtide.trace.uncaptured import UncapturedCode, UncapturedWatch, bytes_saved_by_autograd, hook_stand_in
 from lowtide.trace.user_state import user_state_restored
 from lowtide.units import format_size
 
@@ -120,9 +121,10 @@ def _trace_for(call: _Call, orders: Orders) -> Trace:
 
 
 def _trace(call: _Call, collector: Collector) -> Trace:
-    model, simulated = call.model, call.simulated
+    model, simulated, batch = call.model, call.simulated, (call.args, call.kwargs)
     with (
         user_state_restored(model),
+        backward_hooks_replaced(model, (*model.parameters(), *tensors_in(batch)), hook_stand_in),
         fsdp2.called_once(model, alone=not collector.real),
         dynamo.quiet(),
         dynamo.forgotten() as kept,

@@ -1,6 +1,7 @@
 """Restore the user's model, objects and random states after a capture."""
 
 import copy
+import functools
 import inspect
 import itertools
 import operator
@@ -8,14 +9,14 @@ import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from lowtide.trace.model_call import hooks_of
+from lowtide.torch_compat.modules import forward_hooks
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
@@ -34,8 +35,12 @@ def user_state_restored(model: nn.Module) -> Iterator[None]:
     own = [vars(module) for module in model.modules()]
     containers = _containers(own, seen=seen)
     containers += _containers((vars(v) for at in own for v in at.values() if _is_plain(v)), seen=seen)
-    # a hook may append to a user's list
-    containers += _containers((value for hook in hooks_of(model) for value in _named_by(hook)), seen=seen)
+    # a hook may append to a user's list, or count in an attribute or a variable
+    hooks = forward_hooks(model)
+    named = [value for hook in hooks for value in _named_by(hook)]
+    named += [vars(value) for value in named if _is_plain(value)]
+    containers += _containers(named, seen=seen)
+    variables = [variable for hook in hooks for variable in _variables_of(hook)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     generators = [(each, each.get_state()) for each in _generators(containers)]
     try:
@@ -51,6 +56,8 @@ def user_state_restored(model: nn.Module) -> Iterator[None]:
             generator.set_state(state)
         for container, before in containers:
             _refill(container, before)
+        for variable in variables:
+            variable.restore()
         with torch.no_grad():
             for buffer, contents in buffers:
                 if not torch.equal(buffer, contents):
@@ -76,15 +83,66 @@ def _containers(values: Iterable[Any], *, seen: set[int]) -> list[tuple[Containe
     return found
 
 
-def _named_by(function: Any) -> list[Any]:
-    """The values outside of a function that its code reads."""
-    if not isinstance(function, FunctionType):
-        return []
-    try:
-        around = inspect.getclosurevars(function)
-    except ValueError:  # a variable that has no value yet
-        return []
-    return [*around.nonlocals.values(), *(v for v in around.globals.values() if type(v) in CONTAINERS)]
+def _functions_of(hook: Any) -> list[FunctionType]:
+    """The functions that a call of `hook` begins with: its own, of a method, a partial, or an object."""
+    if isinstance(hook, functools.partial):
+        return _functions_of(hook.func)
+    if isinstance(hook, MethodType):
+        return _functions_of(hook.__func__)
+    if isinstance(hook, FunctionType):
+        return [hook]
+    call = inspect.getattr_static(type(hook), "__call__", None)
+    return [call] if isinstance(call, FunctionType) else []
+
+
+def _named_by(hook: Any) -> list[Any]:
+    """The values that the code of a hook reads: its object, and values outside of its function."""
+    found: list[Any] = [hook]
+    if isinstance(hook, functools.partial):
+        found += [*hook.args, *hook.keywords.values(), *_named_by(hook.func)]
+    elif isinstance(hook, MethodType):
+        found.append(hook.__self__)
+    for function in _functions_of(hook):
+        found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        try:
+            around = inspect.getclosurevars(function)
+        except ValueError:  # a variable that has no value yet
+            continue
+        found += around.nonlocals.values()
+        found += (value for value in around.globals.values() if type(value) in CONTAINERS)
+    return found
+
+
+class _Cell:
+    """A variable of an outer function, which an inner one may set (`nonlocal`)."""
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell, self.value = cell, cell.cell_contents
+
+    def restore(self) -> None:
+        if self.cell.cell_contents is not self.value:
+            self.cell.cell_contents = self.value
+
+
+class _Global:
+    """A variable of a module, which a function may set (`global`)."""
+
+    def __init__(self, names: dict[str, Any], name: str) -> None:
+        self.names, self.name, self.value = names, name, names[name]
+
+    def restore(self) -> None:
+        if self.names.get(self.name) is not self.value:
+            self.names[self.name] = self.value
+
+
+def _variables_of(hook: Any) -> list[_Cell | _Global]:
+    """The variables outside of a hook's functions that their code may set."""
+    found: list[_Cell | _Global] = []
+    for function in _functions_of(hook):
+        found += [_Cell(cell) for cell in function.__closure__ or () if cell != CellType()]
+        names = [name for name in function.__code__.co_names if name in function.__globals__]
+        found += [_Global(function.__globals__, name) for name in names]
+    return found
 
 
 def _generators(containers: list[tuple[Container, Container]]) -> list[torch.Generator]:
