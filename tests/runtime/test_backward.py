@@ -20,7 +20,7 @@ def test_every_device_of_a_graph_has_its_state_kept(monkeypatch: pytest.MonkeyPa
     graph = fx.Graph()
     graph.placeholder("x").meta["val"] = torch.empty(1, device="meta")
     graph.output([])
-    calls = backward.FirstCalls(SimpleNamespace(joint=SimpleNamespace(graph=graph)))
+    calls = backward.FirstCalls(SimpleNamespace(joint=SimpleNamespace(graph=graph), mutated_inputs={}))
     start = calls.start_of([])
     generators["cpu"], generators["meta"] = torch.tensor([3]), torch.tensor([4])
     with random_ops.drawing_from(start.random_states):

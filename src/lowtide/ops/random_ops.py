@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.types import Number
 
+from lowtide.generators import random_state, set_random_state
 from lowtide.ops.calls import Call
 from lowtide.ops.chunk_sizes import chunk_bytes
 from lowtide.ops.schema import bound_arguments
@@ -199,21 +200,6 @@ def device_name(node: fx.Node) -> str:
     value = node.meta["val"]
     tensor = value[0] if isinstance(value, (list, tuple)) else value
     return str(tensor.device)
-
-
-def random_state(device: str) -> torch.Tensor:
-    """The state of a device's default generator."""
-    if device == "cpu":
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def set_random_state(state: torch.Tensor, device: str) -> None:
-    if device == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def _trace_for(call: _Call, orders: Orders) -> Trace:
 def _trace(call: _Call, collector: Collector) -> Trace:
     model, simulated = call.model, call.simulated
     with (
-        user_state_restored(model),
+        user_state_restored(model, (call.args, call.kwargs)),
         fsdp2.called_once(model, alone=not collector.real),
         dynamo.quiet(),
         dynamo.forgotten() as kept,

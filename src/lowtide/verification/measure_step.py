@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.generators import generators_kept
 from lowtide.ops.device_memory import block_bytes, common_device
 from lowtide.profiling.devices import device_for, page_fault_seconds, page_faults
 from lowtide.torch_compat.fsdp2 import local
 from lowtide.trace.model_call import Loss, call, loss_of, tensors_in
-from lowtide.trace.step_device import device_of
+from lowtide.trace.step_device import device_of, devices_of
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.zoo.targets import Target, TargetSpec
 
@@ -225,7 +226,7 @@ def measure_here(
     """
     model, batch, optimizer = copy.deepcopy((target.model, target.batch, target.optimizer))
     copied = replace(target, model=model, batch=batch, optimizer=optimizer if with_optimizer else None)
-    with torch.random.fork_rng():
+    with generators_kept(devices_of(target.model, target.batch)):
         return _measure(prepare(copied) if prepare is not None else copied, resident=False)
 
 
