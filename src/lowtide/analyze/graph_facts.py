@@ -21,6 +21,7 @@ from lowtide.analyze.gradient_facts import (
     add_tangent,
     add_up_gradients,
     add_update,
+    keep_live_in_calls,
     keep_live_in_formulas,
     pin_returned,
 )
@@ -80,6 +81,7 @@ def analyze_graphs(
     for state, execution in zip(states, executions, strict=True):
         fixed = repeated.get(execution.segment.fingerprint, "")
         _forward(analysis, state, execution, states, fixed=fixed, offload=offload)
+        keep_live_in_calls(analysis, state, only_eager=state.in_model)
     for state in reversed(states):
         _backward(analysis, state, executions, states, updates=updates or {})
         keep_live_in_formulas(analysis, state, only_eager=state.in_model)
