@@ -22,8 +22,13 @@ MASK_CHUNK = 1 << 17
 """Elements per chunk of `apply_mask` on the CPU."""
 
 
+COMPOSED = ("cpu", "mps")
+"""Kinds of devices on which eager composes dropout of other ops. On all others torch has one kernel, which is
+the op that is traced (`is_fused_kernel_acceptable` in ATen/native/Dropout.cpp)."""
+
+
 def eager_dropout(value: torch.Tensor, probability: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(result, mask) of a dropout, bit for bit as eager PyTorch computes it on CPU.
+    """(result, mask) of a dropout, bit for bit as eager PyTorch composes it.
 
     Capture records `aten.native_dropout`, which rounds its scale differently: for one in seven probabilities
     its results differ from eager's in the last bit.
@@ -106,7 +111,7 @@ def dropout_output(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def use_eager_dropout(graph: fx.Graph) -> None:
-    """A pass: give dropouts on CPU eager's rounding, forward and backward. Preserves all else.
+    """A pass: give dropouts that eager composes its rounding, forward and backward. Preserves all else.
 
         native_dropout ──┬─ result                   eager_dropout ──┬─ mask
                          └─ mask             ==>                     └─ result
@@ -115,7 +120,7 @@ def use_eager_dropout(graph: fx.Graph) -> None:
     The mask comes before the result, so that a remat rule can recompute the result from the mask.
     """
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
-        if node.args[2] is not False and node.meta["val"][0].device.type == "cpu":
+        if node.args[2] is not False and node.meta["val"][0].device.type in COMPOSED:
             node.target = eager_dropout
             node.args = (*node.args[:2], True)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):

@@ -164,7 +164,7 @@ some more in the second."""
 class Measured:
     """Peaks count all bytes that torch has live: `static_bytes` (parameters, buffers, batch, optimizer
     state) plus the bytes that the step adds. `resident_peak_bytes` is None where it cannot be measured:
-    on a GPU, outside Linux, or not in a fresh process. `timing` is None when no runs were asked for.
+    on an accelerator, outside Linux, or not in a fresh process. `timing` is None when no runs were asked for.
     `peak_op` ran at the peak, by torch's own name; empty where that is unknown. `reserved_peak_bytes` is the
     most that the allocator of an accelerator reserved in the fresh process, from its start; None on a CPU.
     """
@@ -297,7 +297,7 @@ def peak_above_start(step: Callable[[], object], *, device: torch.device = CPU) 
     """Peak bytes that torch has live on `device` during `step()`, above those live before it.
 
     On the CPU, torch's profiler counts. It does not see that an earlier block is freed: the peak of a step
-    that frees such blocks is too high. On CUDA, the allocator counts.
+    that frees such blocks is too high. On an accelerator, the allocator counts.
     """
     gc.collect()
     return device_for(device).measured(step)[1]
