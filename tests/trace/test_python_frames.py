@@ -56,4 +56,4 @@ def test_a_plan_counts_what_frames_keep_live(inside: bool) -> None:
     prepare = partial(planned, solution=solution_to_dict(plan.solution))
     measured = measure_here(target, prepare=prepare)
     assert measured.peak_bytes <= plan.peak_bytes
-    assert 0 <= profile.peak_bytes - measure_here(target).peak_bytes <= 8192
+    assert 0 <= profile.peak_bytes - measure_here(target).peak_bytes <= 16384

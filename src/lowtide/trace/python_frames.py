@@ -10,7 +10,6 @@ keeps its `r` and `v` live until the last one returns. Eager has one frame, and 
 """
 
 import inspect
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -31,7 +30,7 @@ def outputs_in_frames(made: Mapping[int, tuple[int, int]]) -> frozenset[tuple[in
     The frames of lowtide and of torch's machinery do not count: these drop what they pass on.
     """
     found: set[tuple[int, int]] = set()
-    frame: FrameType | None = sys._getframe(1) if made else None
+    frame: FrameType | None = inspect.currentframe() if made else None
     while frame is not None and frame.f_code.co_filename != OUTERMOST:
         if _is_of_model(frame.f_code.co_filename):
             found |= {made[key] for key in _storages_in(frame) if key in made}
