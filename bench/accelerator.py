@@ -55,12 +55,9 @@ def peaks(name: str, device: torch.device, budget: str) -> list[str]:
     spec = spec_of(name, device)
     target = spec.load()
     profile = _profile(target)
-    shown = budget
-    try:
-        plan = profile.plan(budget)
-    except BudgetTooSmall as error:
-        plan = profile.plan(round_up_size(error.floor_bytes))
-        shown = f"{plan.budget_bytes / profile.peak_bytes:.0%}"
+    plan = lowest_plan(profile, budget)
+    share = plan.budget_bytes / profile.peak_bytes
+    shown = budget if plan.budget_bytes == parse_budget(budget, whole=profile.peak_bytes) else f"{share:.0%}"
     del target
     gc.collect()
     torch.accelerator.empty_cache()
@@ -78,6 +75,14 @@ def peaks(name: str, device: torch.device, budget: str) -> list[str]:
         _mib(getattr(found, "measured_reserved_bytes", None)),
         ("exact" if found.exact else f"{len(found.differences)} differ") + over,
     ]
+
+
+def lowest_plan(profile: lowtide.Profile, budget: str | int) -> lowtide.Plan:
+    """For the budget, or for the lowest peak above it that a plan reaches, in blocks of the allocator."""
+    try:
+        return profile.plan(budget)
+    except BudgetTooSmall as error:
+        return lowest_plan(profile, round_up_size(error.floor_bytes))
 
 
 def transfers(name: str, device: torch.device, budget: str) -> list[str]:

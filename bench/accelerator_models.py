@@ -152,15 +152,15 @@ def autoencoder(batch_size: int) -> Made:
 
 
 MODELS = {
-    "resnet": 32,
+    "resnet": 16,
     "unet": 8,
     "autoencoder": 32,
-    "vit": 32,
+    "vit": 16,
     "encoder": 16,
-    "bert_in_bfloat16": 32,
+    "bert_in_bfloat16": 16,
     "gpt2": 16,
     "llama": 16,
     "experts": 16,
-    "lstm": 64,
+    "lstm": 32,
 }
 """The batch size of each factory."""

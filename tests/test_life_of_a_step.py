@@ -10,8 +10,8 @@ from life_of_a_step import BEGIN, END, PAGE, section, stays
 
 pytestmark = pytest.mark.slow
 
-MOST_FILES = 118
-MOST_ENTRIES = 51
+MOST_FILES = 123
+MOST_ENTRIES = 52
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from torch import distributed
 
 pytestmark = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
 
-KINDS = ["ddp", "fsdp2"]
+KINDS = ["ddp", "fsdp2", "fsdp2_with_residuals_outside"]
 
 
 @pytest.fixture(scope="module")

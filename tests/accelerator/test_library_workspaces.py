@@ -91,6 +91,7 @@ def test_workspaces_that_were_freed_are_measured_anew(
     assert [kept_bytes(first), kept_bytes(second)] == [2 * WORKSPACE_BYTES, WORKSPACE_BYTES]
 
 
+@pytest.mark.long
 def test_verify_shows_them(workspaces: Callable[[], int], device: torch.device) -> None:
     target = replace(on(CASES["mlp"](), device), within=keeping_workspaces)
     found = verify(target, planned(target), timed_runs=0, resident=False)

@@ -74,6 +74,7 @@ def test_a_budget_of_reserved_bytes_that_no_plan_keeps(device: torch.device) -> 
     found.plan(f"{error.value.floor_bytes} reserved")
 
 
+@pytest.mark.long
 def test_both_are_verified(device: torch.device) -> None:
     target = on(CASES["mlp"](), device)
     plan = _profile(target).plan("80% reserved")

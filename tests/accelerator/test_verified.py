@@ -9,6 +9,7 @@ from accelerator_cases import CASES, on
 from torch import nn
 
 import lowtide
+from lowtide.generators import random_state
 from lowtide.verification import fresh_process
 from lowtide.verification.parked_tensors import parked
 from lowtide.zoo.targets import Target
@@ -86,10 +87,12 @@ def test_the_device_is_free_while_a_plan_is_verified(
 
     monkeypatch.setattr(fresh_process, "_wait", wait)
     state = {name: value.cpu() for name, value in target.model.state_dict().items()}
+    drawn = [random_state("cpu"), random_state(str(device))]
     result = lowtide.verify(
         target.model, target.batch, plan, optimizer=target.optimizer, loss=target.loss, timed_runs=0
     )
     assert result.exact and result.fits and result.fresh_process
     assert len(live) == 3 and max(live) <= 4096
+    assert all(map(torch.equal, drawn, [random_state("cpu"), random_state(str(device))]))
     assert isinstance(target.model, nn.Module)
     assert all(torch.equal(value.cpu(), state[name]) for name, value in target.model.state_dict().items())

@@ -38,14 +38,22 @@ class Residual(nn.Module):
         return value + self.drop(functional.gelu(self.linear(self.norm(value))))
 
 
+class Branch(Residual):
+    """Without the residual, which the model adds outside of the unit."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.drop(functional.gelu(self.linear(self.norm(value))))
+
+
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: type[nn.Module] = Residual) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Residual() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.adds = block is Branch
 
     def forward(self, value: Tensor) -> Tensor:
         for block in self.blocks:
-            value = block(value)
+            value = value + block(value) if self.adds else block(value)
         return value.square().mean()
 
 
@@ -66,6 +74,10 @@ def fsdp2(rank: int, folder: str) -> Compared:
     return _compared(rank, _sharded, _planned)
 
 
+def fsdp2_with_residuals_outside(rank: int, folder: str) -> Compared:
+    return _compared(rank, _sharded, _planned, block=Branch)
+
+
 def _planned(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer) -> lowtide.Plan:
     return lowtide.profile(model, batch, optimizer=optimizer).plan("70%")
 
@@ -77,7 +89,10 @@ def _sharded(model: nn.Module) -> nn.Module:
 
 
 def _compared(
-    rank: int, wrap: Callable[[nn.Module], nn.Module], plan_of: Callable[..., lowtide.Plan]
+    rank: int,
+    wrap: Callable[[nn.Module], nn.Module],
+    plan_of: Callable[..., lowtide.Plan],
+    block: type[nn.Module] = Residual,
 ) -> Compared:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
@@ -85,10 +100,10 @@ def _compared(
     device = torch.device(accelerator.type, rank)
     torch.manual_seed(rank)
     batch = torch.randn(ROWS, WIDTH, device=device)
-    expected = _trained(*_built(wrap, device), batch)
+    expected = _trained(*_built(wrap, device, block), batch)
     gc.collect()
     strangers = torch.accelerator.memory_allocated(device) - batch.nbytes
-    model, optimizer = _built(wrap, device)
+    model, optimizer = _built(wrap, device, block)
     plan = plan_of(model, batch, optimizer)
     plan.apply(model)
     gc.collect()
@@ -105,10 +120,10 @@ def _compared(
 
 
 def _built(
-    wrap: Callable[[nn.Module], nn.Module], device: torch.device
+    wrap: Callable[[nn.Module], nn.Module], device: torch.device, block: type[nn.Module]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = wrap(Stack().to(device))
+    model = wrap(Stack(block).to(device))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 

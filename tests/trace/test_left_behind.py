@@ -1,6 +1,5 @@
 """Capturing leaves nothing behind: not in the model, not in torch's settings, not in memory."""
 
-import contextlib
 import gc
 import logging
 import random
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
+from lowtide import generators
 from lowtide.analyze.captured_step import capture
 from lowtide.errors import CaptureError
 from lowtide.trace import trace_model as segments
@@ -161,19 +161,15 @@ def test_a_planned_model_goes_with_its_owner() -> None:
 
 
 def test_generators_of_every_accelerator_are_given_back(monkeypatch):
-    forked = []
-
-    @contextlib.contextmanager
-    def fork_rng(devices, device_type=None):
-        forked.append((device_type, list(devices)))
-        yield
+    states = {"cpu": 1, "cuda:0": 2, "xpu:1": 3, "xpu:2": 4}
 
     class OnAccelerators(nn.Linear):
         def parameters(self, recurse=True):
             devices = ("cpu", "xpu:1", "cuda:0", "xpu:1")
             return iter([types.SimpleNamespace(device=torch.device(device)) for device in devices])
 
-    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    monkeypatch.setattr(generators, "random_state", states.__getitem__)
+    monkeypatch.setattr(generators, "set_random_state", lambda state, device: states.update({device: state}))
     with user_state_restored(OnAccelerators(2, 2)):
-        pass
-    assert forked == [(None, []), ("cuda", [torch.device("cuda:0")]), ("xpu", [torch.device("xpu:1")])]
+        states.update(dict.fromkeys(states, 0))
+    assert states == {"cpu": 1, "cuda:0": 2, "xpu:1": 3, "xpu:2": 0}, "no other device is started"

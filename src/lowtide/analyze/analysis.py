@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.facts import Kind, Node, Region, Storage
+from lowtide.facts import FRAMES, Kind, Node, Region, Storage
 from lowtide.ops.calls import Call
 from lowtide.ops.device_memory import CPU, is_on
 from lowtide.remat import Kept, RematRule
@@ -84,7 +84,7 @@ class Analysis:
             return tuple(rank[old] for old in ranks)
 
         for place, node in enumerate(self.nodes):
-            if node.segment != NO_GRAPH:
+            if node.segment != NO_GRAPH or node.op == FRAMES:  # others are new, and have their ranks
                 remats = tuple(replace(remat, reads=new(remat.reads)) for remat in node.remats)
                 eager = new(node.eager_reads)
                 self.nodes[place] = replace(

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from lowtide.analyze.analysis import Analysis, GraphAnalysis
 from lowtide.facts import UPDATE, Kind, Region
+from lowtide.ops.gradient_terms import is_cast
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Execution, Trace
 from lowtide.trace.tangents import stands_for
@@ -197,6 +198,35 @@ def keep_live_in_formulas(analysis: Analysis, state: GraphAnalysis, *, only_eage
         else:
             reads = tuple(dict.fromkeys((*last.reads, *live)))
             analysis.nodes[last.rank] = replace(last, reads=reads)
+
+
+def keep_live_in_calls(analysis: Analysis, state: GraphAnalysis, *, only_eager: bool) -> None:
+    """Keep the arguments of a call of torch, and autocast's casts of them, live to the call's last op: in the
+    loss always, in the model's own graphs where they run without a plan (`only_eager`).
+
+        kl_div(x, y) under autocast:   cast(x)   cast(y)   xlogy   mul   sub
+                                       x, y, cast(x), cast(y) live -------->
+    """
+    for call, group in itertools.groupby(state.segment.forward_ops, key=_call_of):
+        ops = list(group)
+        if len(ops) < 2 or call is None:
+            continue
+        reads = {node: analysis.nodes[state.rank[node]].reads for node in ops}
+        own = {state.rank[node] for node in ops}
+        given = [rank for node in ops for rank in reads[node] if rank not in own]
+        casts = [state.rank[node] for node in ops if is_cast(node) and own.isdisjoint(reads[node])]
+        last = analysis.nodes[state.rank[ops[-1]]]
+        live = tuple(rank for rank in dict.fromkeys((*given, *casts)) if rank not in (*last.reads, last.rank))
+        if only_eager:
+            analysis.nodes[last.rank] = replace(last, eager_reads=(*last.eager_reads, *live))
+        else:
+            analysis.nodes[last.rank] = replace(last, reads=(*last.reads, *live))
+
+
+def _call_of(node: fx.Node) -> str | None:
+    """The call of torch in the user's code that an op is a part of; None where that is unknown."""
+    stack: list[tuple[str, Any]] = node.meta.get("source_fn_stack") or []
+    return stack[-1][0] if stack else None
 
 
 def pin_returned(analysis: Analysis, states: list[GraphAnalysis], trace: Trace) -> None:

@@ -26,12 +26,13 @@ from lowtide.analyze.gradient_facts import (
     add_tangent,
     add_up_gradients,
     add_update,
+    keep_live_in_calls,
     keep_live_in_formulas,
     pin_returned,
 )
 from lowtide.analyze.gradient_sums import with_terms_apart
 from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
-from lowtide.analyze.uncaptured_facts import add_uncaptured_bytes, add_uncaptured_code
+from lowtide.analyze.uncaptured_facts import add_frames, add_uncaptured_bytes, add_uncaptured_code
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Kind, Region, Remat
 from lowtide.ops.calls import Call, target_name
@@ -86,6 +87,9 @@ def analyze_graphs(
     for state, execution in zip(states, executions, strict=True):
         fixed = repeated.get(execution.segment.fingerprint, "")
         _forward(analysis, state, execution, states, fixed=fixed, offload=offload)
+        keep_live_in_calls(analysis, state, only_eager=state.in_model)
+        if state.in_model:
+            add_frames(analysis, state, execution, states)
     for state in reversed(states):
         _backward(analysis, state, executions, states, updates=updates or {})
         keep_live_in_formulas(analysis, state, only_eager=state.in_model)

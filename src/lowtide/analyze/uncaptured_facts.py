@@ -4,8 +4,8 @@ as the watch saw."""
 from dataclasses import replace
 
 from lowtide.analyze.analysis import NO_GRAPH, Analysis, GraphAnalysis
-from lowtide.facts import Kind, Region
-from lowtide.trace.segments import Trace
+from lowtide.facts import FRAMES, Kind, Region
+from lowtide.trace.segments import Execution, Trace
 from lowtide.trace.uncaptured import UncapturedCode, UncapturedPoint
 
 NAME = "held by code outside of the graphs"
@@ -25,6 +25,31 @@ def add_uncaptured_bytes(analysis: Analysis, states: list[GraphAnalysis], trace:
         output, tangent = analysis.nodes[end], analysis.nodes[max(arrived)]
         analysis.nodes[end] = replace(output, makes=(*output.makes, made), holds=(*output.holds, made))
         analysis.nodes[tangent.rank] = replace(tangent, reads=(*tangent.reads, end))
+
+
+def add_frames(
+    analysis: Analysis, state: GraphAnalysis, execution: Execution, states: list[GraphAnalysis]
+) -> None:
+    """Keep outputs of earlier graphs live to the end of a graph, as the frames of Python around it do.
+
+    At a graph break, torch.compile calls the rest of a function as a function of its own. The frames before
+    the break stay until the whole function returns, with the values that they passed on. Eager has one frame.
+    """
+    outputs = [states[index].outputs[output] for index, output in sorted(execution.in_frames)]
+    reads = [
+        states[index].rank[node]
+        for (index, _), node in zip(sorted(execution.in_frames), outputs, strict=True)
+        if node is not None
+    ]
+    if reads:
+        analysis.add_node(
+            name=f"frames_{state.index}",
+            op=FRAMES,
+            region=Region.FORWARD,
+            segment=NO_GRAPH,
+            reads=tuple(dict.fromkeys(reads)),
+            fixed="runs outside of the graphs",
+        )
 
 
 def add_uncaptured_code(analysis: Analysis, states: list[GraphAnalysis], code: UncapturedCode) -> None:

@@ -12,6 +12,7 @@
 
 from lowtide.facts.plan import Decision, Offload, Reserve, ReservedBytes, Schedule, Solution
 from lowtide.facts.step import (
+    FRAMES,
     UPDATE,
     Action,
     Activation,
@@ -28,6 +29,7 @@ from lowtide.facts.step import (
 )
 
 __all__ = [
+    "FRAMES",
     "UPDATE",
     "Action",
     "Activation",

@@ -11,6 +11,9 @@ from typing import NamedTuple
 UPDATE = "update"
 """The op of a node that is the optimizer's step for one parameter, inside the backward pass."""
 
+FRAMES = "frames"
+"""The op of a node that stands for frames of Python, which keep its reads live; eager has no such frames."""
+
 
 class Region(StrEnum):
     FORWARD = "forward"

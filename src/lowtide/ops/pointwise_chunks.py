@@ -223,6 +223,7 @@ def is_pointwise(
 
 
 def _is_contiguous(value: Any, shape: Any) -> bool:
+    """On the CPU alone: the places where chunks may end are those of its vectors and threads."""
     if is_number(value):
         return True
     if not isinstance(value, Tensor) or value.device.type != "cpu" or value.is_complex():

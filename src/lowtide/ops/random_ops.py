@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.types import Number
 
+from lowtide.generators import random_state, set_random_state
 from lowtide.ops.calls import Call
 from lowtide.ops.chunk_sizes import chunk_bytes
 from lowtide.ops.schema import bound_arguments
@@ -21,8 +22,13 @@ MASK_CHUNK = 1 << 17
 """Elements per chunk of `apply_mask` on the CPU."""
 
 
+COMPOSED = ("cpu", "mps")
+"""Kinds of devices on which eager composes dropout of other ops. On all others torch has one kernel, which is
+the op that is traced (`is_fused_kernel_acceptable` in ATen/native/Dropout.cpp)."""
+
+
 def eager_dropout(value: torch.Tensor, probability: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(result, mask) of a dropout, bit for bit as eager PyTorch computes it on CPU.
+    """(result, mask) of a dropout, bit for bit as eager PyTorch composes it.
 
     Capture records `aten.native_dropout`, which rounds its scale differently: for one in seven probabilities
     its results differ from eager's in the last bit.
@@ -105,7 +111,7 @@ def dropout_output(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def use_eager_dropout(graph: fx.Graph) -> None:
-    """A pass: give dropouts on CPU eager's rounding, forward and backward. Preserves all else.
+    """A pass: give dropouts that eager composes its rounding, forward and backward. Preserves all else.
 
         native_dropout ──┬─ result                   eager_dropout ──┬─ mask
                          └─ mask             ==>                     └─ result
@@ -114,7 +120,7 @@ def use_eager_dropout(graph: fx.Graph) -> None:
     The mask comes before the result, so that a remat rule can recompute the result from the mask.
     """
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
-        if node.args[2] is not False and node.meta["val"][0].device.type == "cpu":
+        if node.args[2] is not False and node.meta["val"][0].device.type in COMPOSED:
             node.target = eager_dropout
             node.args = (*node.args[:2], True)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
@@ -199,21 +205,6 @@ def device_name(node: fx.Node) -> str:
     value = node.meta["val"]
     tensor = value[0] if isinstance(value, (list, tuple)) else value
     return str(tensor.device)
-
-
-def random_state(device: str) -> torch.Tensor:
-    """The state of a device's default generator."""
-    if device == "cpu":
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def set_random_state(state: torch.Tensor, device: str) -> None:
-    if device == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager

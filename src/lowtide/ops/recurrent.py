@@ -305,7 +305,7 @@ def _stack(
 
 
 def _autocast(kind: str = "cpu") -> torch.dtype | None:
-    """Autocast's dtype on devices of a kind, None where it is off."""
+    """Autocast's dtype on devices of a kind, None where it is off; single cells run on the CPU alone."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 

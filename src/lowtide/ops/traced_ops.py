@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.ops.random_ops import dropout_by_number, dropout_by_number_backward
+from lowtide.ops.random_ops import COMPOSED, dropout_by_number, dropout_by_number_backward
 from lowtide.torch_compat import dispatch
 from lowtide.torch_compat.dispatch import is_number, storage_key
 
@@ -89,11 +89,12 @@ def number_rules() -> dict[dispatch.OpOverload[..., Any], Callable[[Callable[...
 
 @contextlib.contextmanager
 def dropouts_by_number() -> Iterator[None]:
-    """Trace dropouts on CPU whose probability is an input of the graph, in place of torch's dropout in C."""
+    """Trace dropouts that eager composes and whose probability is an input of the graph, in place of torch's
+    dropout in C. Elsewhere a probability is a constant of its graph: each value has a graph of its own."""
     plain = torch.dropout
 
     def dropout(value: Tensor, probability: Any, train: bool) -> Tensor:
-        if is_number(probability) and train and value.device.type == "cpu" and probability != 0:
+        if is_number(probability) and train and value.device.type in COMPOSED and probability != 0:
             return _Dropout.apply(value, probability)  # type: ignore[no-untyped-call, no-any-return]
         return plain(value, probability, train)
 
@@ -246,8 +247,8 @@ first argument at these positions that is not None: the weight, the running mean
 
 
 def use_real_dtypes(graph: fx.Graph) -> None:
-    """A pass: give the mean and inverse deviation of norms the weight's dtype, as kernels do. Fake tensors
-    have the input's dtype. Preserves all ops."""
+    """A pass: give the mean and inverse deviation of norms the weight's dtype, as the CPU's kernels do.
+    Fake tensors have the input's dtype there, and are right on other devices. Preserves all ops."""
     for target, places in WEIGHTS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             given = [node.args[place] for place in places]

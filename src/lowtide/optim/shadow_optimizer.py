@@ -10,13 +10,14 @@ Shortcoming: an estimate is exact only for bytes that grow with the parameters; 
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.generators import generators_kept
 from lowtide.ops.device_memory import block_bytes, common_device
 from lowtide.torch_compat.dispatch import (
     FakeTensor,
@@ -243,10 +244,7 @@ def seeded(optimizer: Optimizer) -> Iterator[None]:
     `torch.manual_seed` would seed the generators of all accelerators, and change the user's dropout there.
     """
     devices = {real_device(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        for device in devices - {torch.device("cpu")}:
-            stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+    with generators_kept(devices):
         torch.default_generator.manual_seed(0)
         yield
 

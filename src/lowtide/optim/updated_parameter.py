@@ -77,7 +77,7 @@ class UsedGradient(Tensor):
             return args[0]
         if name == "_has_compatible_shallow_copy_type":
             return False  # else `module.to(...)` would assign data to this gradient
-        if name in MOVING:
+        if name in MOVING or name == _accelerator():
             own = args[0]
             like = func(torch.empty(0, dtype=own.dtype, device=own.device), *args[1:], **(kwargs or {}))
             moved = UsedGradient.of(own, like)
@@ -100,10 +100,17 @@ class UsedGradient(Tensor):
 
 LAYOUT = {"size", "dim", "stride", "numel", "is_complex", "is_floating_point"}
 """Functions that read no values."""
-MOVING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
-"""Functions behind `model.cpu()` and the like, which trainers call at the end."""
+MOVING = {"to", "cpu", "float", "double", "half", "bfloat16"}
+"""Functions behind `model.cpu()` and the like, which trainers call at the end; a device has one of its own
+name (`model.cuda()`)."""
 ZEROING = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
 """Functions that `zero_grad` calls."""
+
+
+def _accelerator() -> str:
+    """The kind of accelerator that torch is built for or has registered; empty without one."""
+    found = torch.accelerator.current_accelerator()
+    return "" if found is None else found.type
 
 
 def gradient_bytes(parameter: Tensor) -> int:

@@ -74,8 +74,12 @@ def _in_order(nodes: list[Node], exchanges: Exchange) -> Iterator[Node | tuple[E
     """Nodes and exchange steps in order; graphs without nodes have exchange steps, too."""
     num_graphs = 1 + max(node.segment for node in nodes)
     groups: dict[tuple[Region, int], list[Node]] = {}
+    graph = 0
     for node in nodes:
-        groups.setdefault((node.region, node.segment), []).append(node)
+        # a forward node of no graph follows the last graph before it
+        is_between = node.segment == NO_GRAPH and node.region is Region.FORWARD
+        graph = graph if is_between else node.segment
+        groups.setdefault((node.region, graph), []).append(node)
     for graph in range(max([num_graphs, *(1 + key for key in exchanges.forward)])):
         for step in exchanges.forward.get(graph, ()):
             yield step, Region.FORWARD

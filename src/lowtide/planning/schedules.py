@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lowtide.facts import UPDATE, Graph, GraphRun, Kind, Node, Region, Reserve, Run, Step, Storage
+from lowtide.facts import FRAMES, UPDATE, Graph, GraphRun, Kind, Node, Region, Reserve, Run, Step, Storage
 from lowtide.planning.simulate import (
     Timeline,
     baseline_runs,
@@ -33,9 +33,9 @@ def as_eager(step: Step) -> Step:
             node,
             # negative where eager writes over an input as well
             workspace_bytes=max(min(0, node.workspace_bytes), node.workspace_bytes + node.extra_eager_bytes),
-            reads=tuple(dict.fromkeys((*node.reads, *node.eager_reads))),
+            reads=() if node.op == FRAMES else tuple(dict.fromkeys((*node.reads, *node.eager_reads))),
         )
-        if node.extra_eager_bytes or node.eager_reads
+        if node.extra_eager_bytes or node.eager_reads or node.op == FRAMES
         else node
         for node in step.nodes
     )

@@ -49,6 +49,7 @@ class CostCache:
 
     def __init__(self, device: Device, *, directory: Path | None = None) -> None:
         key = f"method {_METHOD}; torch {torch.__version__}; {device.torch_device.type}; {device.identity}"
+        # torch's only switch for vendors' libraries: cuDNN, MIOpen and those of registered devices read it
         if device.torch_device.type != "cpu" and not torch.backends.cudnn.enabled:
             key += "; without the vendor's library"
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]

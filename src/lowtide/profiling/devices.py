@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from lowtide.errors import LowtideError
+from lowtide.generators import generators_kept
 from lowtide.profiling.device_clock import SCRATCH_BYTES, DeviceClock
 from lowtide.torch_compat.allocation_record import profiler_events
 from lowtide.torch_compat.autograd_engine import profiler_is_active
@@ -178,8 +179,8 @@ class Device(ABC):
         return limit_bytes
 
     def kept_rng(self) -> AbstractContextManager[None]:
-        """Restores the global random state afterwards, for ops that draw from it."""
-        return torch.random.fork_rng(devices=[])
+        """Restores the states of the device's generator and of the CPU's afterwards."""
+        return generators_kept([self.torch_device])
 
 
 class Cpu(Device):
@@ -263,9 +264,6 @@ class Accelerator(Device):
         # what the allocator has cached is free as well
         cached = torch.accelerator.memory_reserved(self.index) - self.live_bytes()
         return max(0, min(limit_bytes, self.free_bytes() + cached - SCRATCH_BYTES))
-
-    def kept_rng(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[self.index], device_type=self.torch_device.type)
 
     @property
     def index(self) -> int:

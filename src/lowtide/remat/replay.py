@@ -3,12 +3,12 @@
 import torch
 from torch import fx
 
+from lowtide.generators import random_state
 from lowtide.ops.calls import Call
 from lowtide.ops.random_ops import (
     device_name,
     eager_dropout,
     is_random,
-    random_state,
     random_state_bytes,
     replay,
     replay_dropout,

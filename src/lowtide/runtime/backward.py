@@ -9,7 +9,8 @@ from torch import fx
 
 from lowtide.analyze.gradient_sums import specialised
 from lowtide.errors import Unsupported
-from lowtide.ops.random_ops import drawing_from, random_state
+from lowtide.generators import random_state
+from lowtide.ops.random_ops import drawing_from
 from lowtide.runtime.continued_sums import Continued, ScheduledSums, received
 from lowtide.runtime.executor import Executor, ExecutorInParts, Function, Parts
 from lowtide.runtime.graph_call import GradientGates, waiting_chain, with_handovers

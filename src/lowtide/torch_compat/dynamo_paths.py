@@ -53,7 +53,6 @@ COMPILING = (
 )
 HINTS = (torch._dynamo.mark_static_address,)
 """Functions by which libraries give torch hints for a later compilation; torch refuses to trace them."""
-CAPTURING = (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing)
 ASKERS = 3
 """How many frames, from the one that asks torch outwards, may belong to the asking object."""
 
@@ -63,8 +62,9 @@ def eager_answers() -> Iterator[None]:
     """Give eager's answers to code that is not torch's own."""
     handlers: dict[Any, Handler] = TorchInGraphFunctionVariable._get_handlers()
     answers: dict[Any, Handler] = {ask: _not_compiling(handlers[ask]) for ask in COMPILING}
-    answers |= dict.fromkeys(CAPTURING, _asked_now) | dict.fromkeys(HINTS, _nothing_done)
-    followed = dict.fromkeys((*CAPTURING, *HINTS), TorchInGraphFunctionVariable)
+    capturing = _asks_for_capture()
+    answers |= dict.fromkeys(capturing, _asked_now) | dict.fromkeys(HINTS, _nothing_done)
+    followed = dict.fromkeys((*capturing, *HINTS), TorchInGraphFunctionVariable)
     with contextlib.ExitStack() as allowed:
         for hint in HINTS:
             allowed.enter_context(unittest.mock.patch.object(hint, "_dynamo_forbidden", False))
@@ -73,6 +73,14 @@ def eager_answers() -> Iterator[None]:
             unittest.mock.patch.dict(trace_rules.get_torch_obj_rule_map(), followed),
         ):
             yield
+
+
+def _asks_for_capture() -> list[Any]:
+    """`is_current_stream_capturing` of each device that has it: those in torch, and the accelerator here."""
+    here = torch.accelerator.current_accelerator()
+    modules = [torch.cuda, torch.xpu, *([] if here is None else [torch.get_device_module(here)])]
+    found = (getattr(module, "is_current_stream_capturing", None) for module in modules)
+    return list(dict.fromkeys(ask for ask in found if ask is not None))
 
 
 def _not_compiling(torchs: Handler) -> Handler:

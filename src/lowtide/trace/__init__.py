@@ -6,6 +6,7 @@
 - `trace_model`: the forward pass and the loss through Dynamo and AOTAutograd, on fake tensors
 - `collector`: the torch.compile backend that keeps the graphs and returns fake results
 - `uncaptured`: what uncaptured code makes and keeps live
+- `python_frames`: outputs of graphs that frames of Python keep live
 - `identity`: names and hashes of graphs, tensors, models and batches
 - `step_device`: the device of a step
 - `segments`: the graphs: `Segment`, `Execution`, `Trace`, and the slot for a plan, `GraphBinding`

@@ -35,6 +35,7 @@ from lowtide.trace.identity import (
     user_tensors,
 )
 from lowtide.trace.model_call import tensors_in
+from lowtide.trace.python_frames import outputs_in_frames
 from lowtide.trace.segments import (
     Execution,
     Function,
@@ -183,7 +184,10 @@ class Collector:
             )
             if self.uncaptured is not None:  # inputs of a graph are counted with the graph
                 self.uncaptured.leave_out(arg for index, arg in strangers.items() if index not in links)
-            self.executions.append(Execution(segment, links, from_uncaptured=from_uncaptured, origins=own))
+            held = outputs_in_frames(self._made)
+            self.executions.append(
+                Execution(segment, links, from_uncaptured=from_uncaptured, origins=own, in_frames=held)
+            )
             self._waiting.setdefault(id(segment), []).append(number)
             with self._watch_paused():
                 results = list(module(*args)) if self.real else [self._fake(value) for value in values]

@@ -122,7 +122,8 @@ class Execution:
 
     `from_uncaptured`: uncaptured code made some input, and reads its gradient. `origins`: the origins of the
     inputs, where they differ from those of the traced graph. `apart`: inputs whose gradients leave the graph
-    as terms of a sum; None where the other executions decide.
+    as terms of a sum; None where the other executions decide. `in_frames`: each (execution, output) that
+    Python keeps live during this execution.
     """
 
     segment: Segment
@@ -130,6 +131,7 @@ class Execution:
     from_uncaptured: bool = False
     origins: list[Origin] | None = None
     apart: frozenset[int] | None = None
+    in_frames: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(slots=True)

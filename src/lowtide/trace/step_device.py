@@ -17,6 +17,11 @@ def device_of(model: nn.Module, batch: object) -> torch.device:
     return common_device(user_tensors(model, batch))
 
 
+def devices_of(model: nn.Module, batch: object) -> set[torch.device]:
+    """The devices of all tensors that a step of this model on this batch starts from."""
+    return {tensor.device for tensor in user_tensors(model, batch)}
+
+
 def device_of_trace(traced: Trace, tensors: Iterable[Tensor] = ()) -> torch.device:
     """The device of a traced step: of all values of its graphs, and of `tensors` that no graph may read."""
     nodes = (node for execution in traced.executions for node in execution.segment.joint.graph.nodes)

@@ -123,7 +123,7 @@ def _trace_for(call: _Call, orders: Orders) -> Trace:
 def _trace(call: _Call, collector: Collector) -> Trace:
     model, simulated, batch = call.model, call.simulated, (call.args, call.kwargs)
     with (
-        user_state_restored(model),
+        user_state_restored(model, batch),
         backward_hooks_replaced(model, (*model.parameters(), *tensors_in(batch)), hook_stand_in),
         fsdp2.called_once(model, alone=not collector.real),
         dynamo.quiet(),

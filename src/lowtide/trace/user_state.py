@@ -8,7 +8,7 @@ import operator
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -16,16 +16,19 @@ import numpy
 import torch
 from torch import nn
 
+from lowtide.generators import generators_kept
 from lowtide.torch_compat.modules import forward_hooks
+from lowtide.trace.identity import user_tensors
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 
 
 @contextmanager
-def user_state_restored(model: nn.Module) -> Iterator[None]:
+def user_state_restored(model: nn.Module, batch: object = ()) -> Iterator[None]:
     """Restore the model's attributes, those of its objects (a config, say), the contents of its lists, dicts
-    and buffers, and all random states, those of the model's own generators too.
+    and buffers, and all random states: of Python, of numpy, of the devices of the model and its batch, and of
+    the model's own generators.
 
     A forward pass may store a result (`self.last = x`), which at capture is a fake tensor. Uncaptured code
     runs on real tensors, and changes buffers.
@@ -44,10 +47,7 @@ def user_state_restored(model: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     generators = [(each, each.get_state()) for each in _generators(containers)]
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            for device in _accelerators(model):
-                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+        with generators_kept(tensor.device for tensor in user_tensors(model, batch)):
             yield
     finally:
         random.setstate(python)
@@ -162,9 +162,3 @@ def _refill(container: Container, before: Container) -> None:
 
 def _inside(container: Container) -> Iterable[Any]:
     return itertools.chain.from_iterable(container.items()) if isinstance(container, dict) else container
-
-
-def _accelerators(model: nn.Module) -> list[torch.device]:
-    """The devices, other than the CPU, that the model is on."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.generators import generators_kept
 from lowtide.ops.device_memory import block_bytes, common_device
 from lowtide.profiling.devices import device_for, page_fault_seconds, page_faults
 from lowtide.torch_compat.fsdp2 import local
 from lowtide.trace.model_call import Loss, call, loss_of, tensors_in
-from lowtide.trace.step_device import device_of
+from lowtide.trace.step_device import device_of, devices_of
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.zoo.targets import Target, TargetSpec
 
@@ -163,7 +164,7 @@ some more in the second."""
 class Measured:
     """Peaks count all bytes that torch has live: `static_bytes` (parameters, buffers, batch, optimizer
     state) plus the bytes that the step adds. `resident_peak_bytes` is None where it cannot be measured:
-    on a GPU, outside Linux, or not in a fresh process. `timing` is None when no runs were asked for.
+    on an accelerator, outside Linux, or not in a fresh process. `timing` is None when no runs were asked for.
     `peak_op` ran at the peak, by torch's own name; empty where that is unknown. `reserved_peak_bytes` is the
     most that the allocator of an accelerator reserved in the fresh process, from its start; None on a CPU.
     """
@@ -225,7 +226,7 @@ def measure_here(
     """
     model, batch, optimizer = copy.deepcopy((target.model, target.batch, target.optimizer))
     copied = replace(target, model=model, batch=batch, optimizer=optimizer if with_optimizer else None)
-    with torch.random.fork_rng():
+    with generators_kept(devices_of(target.model, target.batch)):
         return _measure(prepare(copied) if prepare is not None else copied, resident=False)
 
 
@@ -296,7 +297,7 @@ def peak_above_start(step: Callable[[], object], *, device: torch.device = CPU) 
     """Peak bytes that torch has live on `device` during `step()`, above those live before it.
 
     On the CPU, torch's profiler counts. It does not see that an earlier block is freed: the peak of a step
-    that frees such blocks is too high. On CUDA, the allocator counts.
+    that frees such blocks is too high. On an accelerator, the allocator counts.
     """
     gc.collect()
     return device_for(device).measured(step)[1]

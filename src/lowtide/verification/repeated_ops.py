@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lowtide.ops.random_ops import drawing_from, random_state
+from lowtide.generators import random_state, with_generators
+from lowtide.ops.random_ops import drawing_from
 from lowtide.ops.schema import is_view_op, short_name, talks_to_others
 from lowtide.torch_compat.dispatch import (
     OpOverload,
@@ -108,8 +109,8 @@ def _states(func: Any, given: Any) -> dict[str, torch.Tensor]:
     """The generator states that a random op draws from."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return {}
-    devices = {str(tensor.device) for tensor in iter_tensors(given)}
-    return {device: random_state(device) for device in sorted({"cpu", *devices} - {"meta"})}
+    devices = with_generators(tensor.device for tensor in iter_tensors(given))
+    return {device: random_state(device) for device in devices}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.ops.random_ops import random_state, set_random_state
+from lowtide.generators import random_state, set_random_state, with_generators
 from lowtide.optim.joined_optimizers import inner_optimizers
 from lowtide.optim.updated_parameter import UsedGradient
 from lowtide.torch_compat.dispatch import map_leaves
 from lowtide.trace.model_call import call, loss_of
+from lowtide.trace.step_device import devices_of
 from lowtide.zoo.targets import Target
 
 GRADIENT, BUFFER, PARAMETER = "gradient of ", "buffer ", "parameter "
@@ -79,9 +80,10 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def random_states(target: Target) -> dict[str, torch.Tensor]:
-    """The state of the generators of all devices that the model is on, and of the CPU's."""
-    devices = {str(tensor.device) for tensor in (*target.model.parameters(), *target.model.buffers())}
-    return {device: random_state(device) for device in sorted({"cpu", *devices})}
+    """The state of the generators of all devices of the model and its batch, and of the CPU's."""
+    return {
+        device: random_state(device) for device in with_generators(devices_of(target.model, target.batch))
+    }
 
 
 def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.Tensor]]:

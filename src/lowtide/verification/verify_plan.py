@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, PlanMismatch
 from lowtide.facts.serial import solution_to_dict
+from lowtide.generators import generators_kept
 from lowtide.plans import Plan, check_identity, timelines, write_report
 from lowtide.report.notebook import card, timeline_svg
 from lowtide.runtime.runner import remove
 from lowtide.trace.identity import identify
 from lowtide.trace.model_call import split_batch
+from lowtide.trace.step_device import devices_of
 from lowtide.units import format_size
 from lowtide.verification.comparison import Comparison, compare, looped, planned
 from lowtide.verification.fresh_process import run_fresh
@@ -248,7 +248,7 @@ def _verify_here(
     source: Target, solution: dict[str, Any], timed_runs: int
 ) -> tuple[Comparison, Measured, Measured]:
     """The same in this process, on a copy, for models that cannot be pickled."""
-    with torch.random.fork_rng():
+    with generators_kept(devices_of(source.model, source.batch)):
         model, batch, optimizer = copy.deepcopy((source.model, source.batch, source.optimizer))
         copied = replace(source, model=model, batch=batch, optimizer=optimizer)
         comparison = compare(source=copied, solution=solution, timed_runs=timed_runs)

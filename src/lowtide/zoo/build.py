@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from lowtide.errors import TargetError
+from lowtide.generators import generators_kept
 from lowtide.zoo import from_transformers
 from lowtide.zoo.from_transformers import Batch
 from lowtide.zoo.targets import Entry, find_entry
@@ -148,7 +149,7 @@ def build(
     entry = find_entry(name).with_size(image_size=image_size, sequence_length=sequence_length)
     if batch_size < 1:
         raise TargetError(f"the batch size must be at least 1, not {batch_size}")
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         torch.default_generator.manual_seed(seed)  # all is drawn on the CPU: no accelerator has to start
         model, batch = _FAMILIES[entry.family](entry, batch_size)
     model = model.train().to(device)

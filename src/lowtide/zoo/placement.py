@@ -15,6 +15,7 @@ from torch import nn
 
 from lowtide.errors import TargetError
 from lowtide.facts.gpus import GPUS
+from lowtide.generators import generators_kept
 
 
 def devices_here() -> list[torch.device]:
@@ -43,9 +44,7 @@ def device_named(text: str) -> torch.device:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Every generator of torch starts from `seed`, and has its own state again afterwards."""
-    accelerators = [device for device in devices_here() if device.type != "cpu"]
-    kind = accelerators[0].type if accelerators else "cuda"
-    with torch.random.fork_rng([device.index for device in accelerators], device_type=kind):
+    with generators_kept(devices_here()):
         torch.manual_seed(seed)
         yield
 
