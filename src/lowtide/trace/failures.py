@@ -93,10 +93,15 @@ def _user_line(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-def _hint(what: str, said: str) -> str:
+def without_cuda(said: str) -> str:
+    """The next step where torch `said` that there is no CUDA device; empty where it said something else."""
     if any(words in said for words in NO_CUDA):
         return "There is no CUDA device here: let that line take the device of its inputs (`x.device`)"
-    return (
+    return ""
+
+
+def _hint(what: str, said: str) -> str:
+    return without_cuda(said) or (
         f"Does {what} run without lowtide? If so, put @torch._dynamo.disable on the function that "
         "torch.compile cannot follow"
     )

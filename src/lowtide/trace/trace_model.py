@@ -98,8 +98,11 @@ def _trace_for(call: _Call, orders: Orders) -> Trace:
         if call.gpu is not None:
             raise CaptureError(
                 f"the model's Python code needs real values between two graphs ({wanted}), which only the "
-                f"{call.gpu.words} could give: plan it there, or put what reads them behind "
-                "@torch._dynamo.disable"
+                f"{call.gpu.words} could give. "
+                + (
+                    failures.without_cuda(str(wanted))
+                    or "Plan it there, or put what reads them behind @torch._dynamo.disable"
+                )
             ) from None
         if call.any_loss and fsdp2.units_of(call.model):
             raise CaptureError(
