@@ -219,9 +219,11 @@ def test_a_profiler_may_begin_at_any_time(
 
 
 def test_more_than_the_given_loss_is_told_and_planned_for(
-    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    targets = batch.pop("targets")
+    # a size of its own: blocks of other tests are freed at any time
+    batch = {"x": torch.randn(BATCH - 56, WIDTH)}
+    targets = torch.randint(0, CLASSES, (BATCH - 56,))
 
     def given(output: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output, targets)

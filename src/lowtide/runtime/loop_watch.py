@@ -139,7 +139,8 @@ def live_blocks(sizes: Iterable[int | None]) -> tuple[int, int] | None:
         [100, 40, -40, -7, None, -100]      peak 140, live at the mark 100
 
     A freed block is known by its size alone. A size that no live block has is that of a block from an earlier
-    record, and does not count.
+    record, and does not count. Shortcoming: a block of an earlier record that is freed now counts as a block
+    of this record with the same size, if there is one.
     """
     live = Counter[int]()
     live_bytes = peak_bytes = 0

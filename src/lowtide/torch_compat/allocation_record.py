@@ -65,11 +65,11 @@ class AllocationRecord:
         _set_log_level(self._log_level)
         _RUNNING.pop(self._thread, None)
         self._release()
-        # a backward pass inside of another one may run in another thread
-        every: list[Any] = [event for one in events for event in one]
+        # the events of a thread are in their order; those of another thread have a clock of their own
+        own: list[Any] = max(events, key=lambda one: any(event.name() == MARK for event in one), default=[])
         sizes = [
             event.cpu_memory_usage() if event.kind() == "memory_alloc" else None
-            for event in sorted(every, key=lambda event: event.start_us())
+            for event in own
             if event.kind() == "memory_alloc" or event.name() == MARK
         ]
         return [nbytes for nbytes in sizes if nbytes != 0]
