@@ -171,11 +171,12 @@ class _Counters(_Meter):
         return True
 
     def mark(self) -> None:
-        # outputs that the loop has dropped would hide as many bytes of the loss
-        before_bytes = self._before_bytes - self._outputs.freed_bytes()
-        live_bytes = torch.accelerator.memory_allocated(self._device)
-        peak_bytes = torch.accelerator.max_memory_allocated(self._device)
-        self._found = (peak_bytes - before_bytes, live_bytes - before_bytes)
+        live_bytes = torch.accelerator.memory_allocated(self._device) - self._before_bytes
+        peak_bytes = torch.accelerator.max_memory_allocated(self._device) - self._before_bytes
+        # outputs that have died leave as many bytes to the loop. Whether they died before the peak is not
+        # known: a plan counts them as live there, so that its own peak is right in both cases
+        live_bytes += self._outputs.freed_bytes()
+        self._found = (max(peak_bytes, live_bytes), live_bytes)
 
     @property
     def can_read(self) -> bool:
