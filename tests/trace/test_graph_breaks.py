@@ -94,6 +94,15 @@ def test_code_that_fails_on_fake_tensors_gets_real_ones(caplog: pytest.LogCaptur
     assert len(captured.segments) == 4
 
 
+def test_code_between_graphs_reads_a_buffer_that_a_graph_has_changed() -> None:
+    """A norm with a cumulative average divides by the number of batches, which the graph before counts."""
+    norm = nn.BatchNorm1d(WIDTH, momentum=None)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    capture(model, (rows(),))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
 def test_a_real_forward_saves_no_activations() -> None:
     def reads_values(x: torch.Tensor) -> torch.Tensor:
         return x if x.sum().item() > -1e9 else -x

@@ -192,7 +192,10 @@ class Collector:
             with self._watch_paused():
                 results = list(module(*args)) if self.real else [self._fake(value) for value in values]
             for index, source in mutated.items():
-                results[index] = args[source]  # torch copies the result into the input: keep its value
+                # torch copies the result into the input. Buffers are restored after a capture, and code
+                # between graphs may read a new value; all other inputs keep theirs
+                if not self.real or origins[source].kind is not Kind.BUFFER:
+                    results[index] = args[source]
             args.clear()
             made = {
                 index: result
