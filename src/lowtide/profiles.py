@@ -15,7 +15,7 @@ from lowtide.facts.sizes import parse_budget, split_reserved
 from lowtide.planning.activations import activations
 from lowtide.planning.allocator import caches_blocks, reserved_for
 from lowtide.planning.lower_bounds import Bounds
-from lowtide.planning.planner import Planner
+from lowtide.planning.planner import MAY_BE_EAGER, Planner
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.reserved_budget import baseline_reserved, check_reserves, solve_on_device
 from lowtide.planning.schedules import as_eager, eager_timeline
@@ -63,10 +63,12 @@ class Profile:
         """Bytes live during every op of the baseline, the step as eager PyTorch runs it."""
         return eager_timeline(self.step)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
-        """The baseline's peak, without any recompute."""
-        return self.timeline.peak_bytes
+        """The baseline's peak, without any recompute; on an accelerator, in the blocks of its allocator."""
+        if not caches_blocks(self.step.device):
+            return self.timeline.peak_bytes
+        return max(self.timeline.peak_bytes, baseline_reserved(self.step, os.environ).allocated_bytes)
 
     @property
     def floor_bytes(self) -> int:
@@ -126,12 +128,16 @@ class Profile:
                 budget_bytes=nbytes, planner=planner, may_be_eager=bool(self.step.graphs)
             )
 
+        def eager() -> Solution:
+            return self._planner.eager_solution(planner, budget_bytes)
+
         if not caches_blocks(self.step.device):
             return solve(budget_bytes)
         reserved_budget_bytes = budget_bytes if split_reserved(budget)[1] else None
         return solve_on_device(
             self.step,
             solve,
+            eager=eager if self.step.graphs and planner in MAY_BE_EAGER else None,
             budget_bytes=budget_bytes,
             reserved_budget_bytes=reserved_budget_bytes,
             environment=os.environ,

@@ -9,6 +9,8 @@ from lowtide.cli.options import bytes_budget
 from lowtide.errors import BadSize, BudgetTooSmall, LowtideError
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.facts.sizes import check_budget, parse_budget, split_reserved
+from lowtide.planning.repeated_graphs import planner_for
+from lowtide.planning.reserved_budget import solve_on_device
 from lowtide.profiles import Profile
 
 MIB = 1 << 20
@@ -48,6 +50,27 @@ def test_a_budget_of_live_bytes_says_what_is_reserved(profile):
     plan = profile.plan("70%")
     assert plan.reserved_budget_bytes is None and plan.reserved_bytes >= plan.peak_bytes
     assert "by the allocator, predicted" in plan.summary() and "reserved" not in repr(plan)
+
+
+def test_all_of_the_baselines_peak_is_enough(profile):
+    """The blocks of temporaries are larger than the temporaries, and more so in a schedule than in eager."""
+    nodes = tuple(
+        replace(node, workspace_bytes=node.workspace_bytes + 3000, extra_eager_bytes=-2999)
+        for node in profile.step.nodes
+    )
+    rounded = Profile(replace(profile.step, nodes=nodes))
+    budget_bytes = rounded.peak_bytes
+    assert budget_bytes > rounded.timeline.peak_bytes
+    planner = planner_for(rounded.step)
+    found = solve_on_device(
+        rounded.step,
+        lambda _: planner.solve(budget_bytes=budget_bytes + 4096, planner="none"),
+        eager=lambda: planner.eager_solution("none", budget_bytes),
+        budget_bytes=budget_bytes,
+        reserved_budget_bytes=None,
+        environment={},
+    )
+    assert found.eager and found.peak_bytes == found.baseline_peak_bytes == found.budget_bytes == budget_bytes
 
 
 def test_expandable_segments_are_predicted_where_the_environment_asks_for_them(profile, monkeypatch):

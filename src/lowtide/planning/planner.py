@@ -152,17 +152,21 @@ class Planner:
         timeline = self.planned(planner, budget_bytes)
         if timeline.peak_bytes > budget_bytes:
             if may_be_eager and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
-                plain = self._solution(planner, self.baseline, budget_bytes)
-                return replace(
-                    plain,
-                    peak_bytes=self.eager_peak_bytes,
-                    eager=True,
-                    lower_bound_seconds=0.0,
-                    floor_bytes=plain.floor_bytes and self.eager_peak_bytes,
-                    floor_bound_bytes=None,
-                )
+                return self.eager_solution(planner, budget_bytes)
             raise self._too_small(planner, budget_bytes, timeline, may_be_eager=may_be_eager)
         return self._solution(planner, timeline, budget_bytes)
+
+    def eager_solution(self, planner: str, budget_bytes: int) -> Solution:
+        """The step as eager PyTorch runs it, whether it is within the budget or not."""
+        plain = self._solution(planner, self.baseline, budget_bytes)
+        return replace(
+            plain,
+            peak_bytes=self.eager_peak_bytes,
+            eager=True,
+            lower_bound_seconds=0.0,
+            floor_bytes=plain.floor_bytes and self.eager_peak_bytes,
+            floor_bound_bytes=None,
+        )
 
     def planned(self, planner: str, budget_bytes: int) -> Timeline:
         """The answer of a planner, simulated; above the budget where the planner finds nothing within."""

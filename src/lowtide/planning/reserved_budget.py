@@ -39,6 +39,7 @@ def solve_on_device(
     step: Step,
     solve: Solve,
     *,
+    eager: Callable[[], Solution] | None = None,
     budget_bytes: int,
     reserved_budget_bytes: int | None,
     environment: Mapping[str, str],
@@ -46,8 +47,9 @@ def solve_on_device(
     """The cheapest solution found whose blocks are at most `budget_bytes` and whose segments are at most
     `reserved_budget_bytes`, where given.
 
-    BudgetTooSmall where none is found. Where a solution's segments may be within the budget or above it, as
-    their range says, one that is surely within takes precedence.
+    `eager` gives the step without a plan, which is taken where it fits and no other solution does: 100% of
+    the baseline's peak is always enough. BudgetTooSmall where none is found. Where a solution's segments may
+    be within the budget or above it, as their range says, one that is surely within takes precedence.
     """
     expandable = expandable_segments(environment)
     baseline = baseline_reserved(step, environment)
@@ -83,6 +85,9 @@ def solve_on_device(
     if not fitting:
         _search(tried, high=min(budget_bytes, seen[0][0].peak_bytes), floor=_floor(seen[0][0]))
     best = chosen()
+    if best is None and eager is not None:
+        seen.append((eager(), baseline))
+        best = chosen()
     if best is None:
         raise _too_small(seen, budget_bytes=budget_bytes, reserved_budget_bytes=reserved_budget_bytes)
     solution, found = best
@@ -90,6 +95,7 @@ def solve_on_device(
         solution,
         budget_bytes=budget_bytes if reserved_budget_bytes is None else solution.budget_bytes,
         peak_bytes=max(solution.peak_bytes, found.allocated_bytes),
+        baseline_peak_bytes=max(solution.baseline_peak_bytes, baseline.allocated_bytes),
         reserved=ReservedBytes(
             least_bytes=found.least_bytes,
             most_bytes=found.reserved_bytes,
