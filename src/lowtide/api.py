@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -32,6 +31,7 @@ from lowtide.runtime.executor import executor_named
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.runner import attach, remove, runner_of
 from lowtide.torch_compat import ddp
+from lowtide.torch_compat.autograd_engine import outside_autocast
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.identity import user_tensors
 from lowtide.trace.model_call import Loop, Loss, Optimizers
@@ -382,7 +382,7 @@ def _copyable(
     )
     remove(model)
     try:
-        with torch.autocast(device.type, enabled=False):
+        with outside_autocast():
             yield target
     finally:
         if applied is not None:

@@ -80,6 +80,31 @@ def test_a_plan_made_under_autocast_is_verified_there() -> None:
         lowtide.verify(source.model, source.batch, plan, optimizer=source.optimizer, timed_runs=0)
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_blocks_of_autocast_end_with_each_step_in_this_process_too(is_inside: bool) -> None:
+    """A block inside of another one would keep its casts of weights that the step changes."""
+
+    class Local(nn.Module):  # cannot be sent to another process
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside or torch.is_autocast_enabled("cpu")):
+                return self.second(torch.relu(self.first(x))).float().square().mean()
+
+    model, x = Local(), torch.randn(128, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not is_inside):
+        plan = profile(model, x, optimizer=optimizer).plan("100%")
+        depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        result = lowtide.verify(model, x, plan, optimizer=optimizer, timed_runs=0)
+        assert (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()) == (depth, depth - 1)
+        assert torch.is_autocast_enabled("cpu") is not is_inside
+    assert not result.fresh_process and result.exact, result.differences
+
+
 def _redraw(value: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
     return value * torch.empty_like(value).bernoulli_(1 - probability) / (1 - probability)
 

@@ -95,6 +95,28 @@ def autocast_off() -> AbstractContextManager[None]:
     return switch
 
 
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """As outside of all blocks of autocast: nothing is cast, and a block forgets its casts where it ends. A
+    block inside of another one, even of one that casts nothing, would keep them to the end of the outer one.
+    """
+    on = [kind for kind, is_on, _ in autocast_settings() if is_on]
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+
+
 def autocast_block(device: torch.device) -> Any:
     """An object that identifies the present autocast block: the same as long as the block caches its casts.
     None where nothing is cast or cached."""
