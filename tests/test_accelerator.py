@@ -1,4 +1,4 @@
-"""The cases of `tests/accelerator` on the stand-in accelerator, each file in a process of its own.
+"""The cases of `tests/accelerator` on the stand-in accelerator, a few files in each process.
 
 The stand-in replaces the CPU allocator of its process: no other test may run beside it.
 """
@@ -18,15 +18,29 @@ FILES = sorted((HERE / "accelerator").glob("test_*.py"))
 COMPILER = os.environ.get("CXX", "c++")
 
 
+FIRST = ("command_line", "device", "library_workspaces", "reserved")
+"""Files that look at all that a process has on its device: each begins a group. The others are dealt out."""
+
+
+def groups() -> dict[str, list[Path]]:
+    """The files of each process, by the first one's subject."""
+    by_name = {file.stem.removeprefix("test_"): file for file in FILES}
+    found = {name: [by_name.pop(name)] for name in FIRST}
+    for number, file in enumerate(by_name.values()):
+        found[FIRST[number % len(FIRST)]].append(file)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"the stand-in needs a C++ compiler ({COMPILER})")
-@pytest.mark.parametrize("file", FILES, ids=[file.stem.removeprefix("test_") for file in FILES])
-def test_on_the_stand_in(file: Path) -> None:
+@pytest.mark.parametrize("group", groups())
+def test_on_the_stand_in(group: str) -> None:
     paths = [str(HERE / "standin"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     env = {key: value for key, value in env.items() if not key.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-rs", "--no-header", "--show-capture=no"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-rs", "--no-header", "--show-capture=no", str(file)],
+        [*command, *map(str, groups()[group])],
         env=env,
         cwd=HERE.parent,
         capture_output=True,

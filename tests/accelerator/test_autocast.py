@@ -16,7 +16,7 @@ from training import twin
 import lowtide
 from lowtide.zoo.targets import Target
 
-HALF = [torch.bfloat16, torch.float16]
+HALF = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)]
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> Callable[[], AbstractContextManager[Any]]:

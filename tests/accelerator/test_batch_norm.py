@@ -65,7 +65,7 @@ def test_a_cumulative_average_ends_a_graph_at_each_norm(standin: ModuleType, dev
     check(as_target(Net(*norms(momentum=None)), images()), device, share=1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.long), torch.float16])
 def test_under_autocast(dtype: torch.dtype, standin: ModuleType, device: torch.device) -> None:
     standin.set_vendor_batch_norm(True)
     autocast = partial(torch.autocast, device.type, dtype)

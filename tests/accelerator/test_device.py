@@ -55,9 +55,13 @@ def unwrapped(results: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 
 
 @several
-@pytest.mark.parametrize("options", [{}, {"offload": "host"}], ids=["recompute", "offload"])
-def test_on_a_device_that_is_not_the_current_one(second: torch.device, options: dict[str, Any]) -> None:
-    plan = check(CASES["encoder"](), second, share=0.6, **options)
+@pytest.mark.parametrize(
+    ("name", "options"), [("encoder", {}), ("mlp", {"offload": "host"})], ids=["recompute", "offload"]
+)
+def test_on_a_device_that_is_not_the_current_one(
+    second: torch.device, name: str, options: dict[str, Any]
+) -> None:
+    plan = check(CASES[name](), second, share=0.6, **options)
     assert plan.solution.device == str(second)
 
 

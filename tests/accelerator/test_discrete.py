@@ -99,7 +99,7 @@ def words() -> nn.Module:
     return nn.Sequential(nn.Embedding(100, 64), *(layer for _ in range(3) for layer in layers))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
 @pytest.mark.parametrize("make", [convolutions, words])
 def test_masks_and_indices_are_packed(make: Any, dtype: torch.dtype | None, device: torch.device) -> None:
     batch = torch.randn(16, 3, 32, 32) if make is convolutions else torch.randint(0, 100, (32, 64))

@@ -77,8 +77,8 @@ def test_in_budget_with_all_that_is_kept(
 
 
 def test_a_second_profile_counts_them_too(workspaces: Callable[[], int], device: torch.device) -> None:
-    plans = [planned(on(CASES[name](), device)) for name in ("mlp", "encoder")]
-    # the encoder unpacks bits, and a table for that stays as well
+    plans = [planned(on(CASES[name](), device)) for name in ("mlp", "cnn")]
+    # the CNN unpacks bits, and a table for that stays as well
     assert [kept_bytes(plan) >> 20 for plan in plans] == [2 * WORKSPACE_BYTES >> 20] * 2
 
 

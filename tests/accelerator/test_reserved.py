@@ -30,7 +30,7 @@ def _profile(target: Target) -> lowtide.Profile:
     return lowtide.profile(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["cnn", "mlp", pytest.param("encoder", marks=pytest.mark.long)])
 def test_reserved_bytes_are_predicted(name: str, device: torch.device) -> None:
     target = on(CASES[name](), device)
     found = _profile(target)

@@ -75,7 +75,7 @@ def test_the_device_is_free_while_a_plan_is_verified(
 ) -> None:
     gc.collect()
     before = torch.accelerator.memory_allocated(device)
-    target = on(CASES["encoder"](), device)
+    target = on(CASES["mlp"](), device)
     found = lowtide.profile(target.model, target.batch, optimizer=target.optimizer, loss=target.loss)
     plan = found.plan("70%")
     live: list[int] = []
