@@ -10,6 +10,7 @@ bytes and of their peak, which the watch resets. The loop's ops run as without t
 begins, whichever comes first.
 """
 
+import gc
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -119,6 +120,7 @@ class _Blocks(_Meter):
         self._record = AllocationRecord(on_interruption=lambda: _leave(watched()))
 
     def begin(self, output: Any) -> bool:
+        gc.collect()  # blocks of earlier records, which only garbage has
         return self._record.start()
 
     def mark(self) -> None:

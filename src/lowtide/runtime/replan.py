@@ -100,6 +100,7 @@ class Replanner(Schedules):
         self._peak_bytes = plan.peak_bytes
         self._told_of_executor = False
         self._num_states = 0
+        self._growth = Fraction(1)
         self.spare_bytes: int = plan.budget_bytes - plan.peak_bytes
         self.earlier_gradient_bytes = plan.solution.reserve.earlier_gradient_bytes
         is_compiled = isinstance(executor, InductorOps)
@@ -167,7 +168,11 @@ class Replanner(Schedules):
                     f"pass, {size_and_bytes(more_bytes)} more than the plan counts"
                     + ("" if self._context.loop.loss is None else " by the given `loss=`")
                 )
-            self._reserve(loss_bytes=loss.peak_bytes, loss_kept_bytes=loss.kept_bytes)
+            # the bytes of the loss grow with the batch from the planned one on
+            times = self._times(loss.batch_bytes)
+            self._reserve(
+                loss_bytes=ceil(loss.peak_bytes / times), loss_kept_bytes=ceil(loss.kept_bytes / times)
+            )
         for fingerprint, outputs in used.items():
             causes.append(
                 f"the loss reads output {min(outputs)} of the model, for which the plan counts on no gradient"
@@ -248,8 +253,9 @@ class Replanner(Schedules):
         return more_bytes if more_bytes > UNCOUNTED_BYTES else 0
 
     def _times(self, batch_bytes: int) -> Fraction:
-        """The factor from the planned call to a larger one; 1 for a smaller call."""
-        return max(Fraction(1), Fraction(batch_bytes, max(1, self._context.reserve.batch_bytes)))
+        """The factor from the planned call to a larger one, at least that of the graphs planned last; 1 for a
+        smaller call."""
+        return max(self._growth, Fraction(batch_bytes, max(1, self._context.reserve.batch_bytes)))
 
     def _use(self, fingerprint: str, outputs: Collection[int]) -> None:
         """Expect a gradient for these outputs of a graph."""
@@ -270,8 +276,8 @@ class Replanner(Schedules):
         own = [graph for graph in step.graphs if graph.in_model]
         if all(self._known(graph.fingerprint) for graph in own):
             return
-        larger = growth(step, like=None, reserve=self._context.reserve) > 1
-        larger = larger or identify_model(self._context.model) != self.identity
+        self._growth = growth(step, like=None, reserve=self._context.reserve)
+        larger = self._growth > 1 or identify_model(self._context.model) != self.identity
         found = self._plan(step, self.steps.get(_structures(own), ()), larger=larger)
         self._log(found.peak_bytes, cause, compiled=False)
         self._remember(found.graphs[: len(own)])
@@ -296,7 +302,8 @@ class Replanner(Schedules):
         )
         new = step.graphs[0]
         alike = [graph for graph in found if (graph.structure, graph.apart) == (new.structure, new.apart)]
-        larger = changed or growth(step, like=self._planned_graph, reserve=self._context.reserve) > 1
+        self._growth = growth(step, like=self._planned_graph, reserve=self._context.reserve)
+        larger = changed or self._growth > 1
         plan = self._plan(step, alike[:1], larger=larger, segment=segment)
         self._log(plan.peak_bytes, cause)
         self._remember(plan.graphs)

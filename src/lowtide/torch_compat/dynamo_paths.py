@@ -36,8 +36,7 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.iter import DictViewIterator
-from torch._dynamo.variables.lists import ListIteratorVariable, TupleVariable
+from torch._dynamo.variables.iter import DictViewIterator, IteratorVariable, TupleVariable
 from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -205,7 +204,7 @@ def _gives_up_in_loop(translator: InstructionTranslatorBase) -> bool:
 def _iterators_last(effects: SideEffects) -> list[VariableTracker]:
     """The objects that a graph's code changes, iterators after all others: the code finds a list that a hook
     of the next module appends to by that module, as the next item of the iterator over modules."""
-    return sorted(_torchs_changed(effects), key=lambda variable: isinstance(variable, ListIteratorVariable))
+    return sorted(_torchs_changed(effects), key=lambda variable: isinstance(variable, IteratorVariable))
 
 
 def _rest_of(code: types.CodeType, *key: Any) -> types.CodeType:
