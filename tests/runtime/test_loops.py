@@ -323,6 +323,16 @@ def test_a_graph_that_is_kept_is_told_once(
     assert "backward(retain_graph=True) keeps" in words and "smaller by" in words
 
 
+def test_a_gradient_with_gaps_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The gradient of an imaginary part has every second element of a complex tensor's memory."""
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(BATCH, WIDTH)
+    planned = lowtide.checkpoint(copy.deepcopy(model), x, budget="1GB")
+    caplog.clear()
+    for one in (model, planned):
+        torch.complex(one(x), one(x).sin()).square().abs().sum().backward()
+    assert any("gaps between its elements" in words and "last bits" in words for words in told(caplog))
+
+
 class TwoPaths(nn.Module):
     """Trains one of two halves in each step."""
 

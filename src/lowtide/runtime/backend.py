@@ -232,7 +232,7 @@ class _ScheduledGraph:
         if self.casts:
             told = self._sayings(CAST_OUTSIDE, self.casts)
             compiled = with_autocast_cache(compiled, self.casts, self.autocast_cache, told)
-        return compiled
+        return _first_watched(compiled, self.observer.watch_strides)
 
     def _sayings(self, text: str, places: Iterable[int]) -> dict[int, Callable[[], None]]:
         """Warnings about inputs of the graph, by place."""
@@ -275,6 +275,21 @@ class _ScheduledGraph:
             return result
 
         return call
+
+
+def _first_watched(compiled: Callable[..., Any], watch: Callable[[Any], None]) -> Callable[..., Any]:
+    """Call `watch` with the results of the first call."""
+    is_watched = False
+
+    def call(*args: Any) -> Any:
+        nonlocal is_watched
+        results = compiled(*args)
+        if not is_watched:
+            is_watched = True
+            watch(results)
+        return results
+
+    return call
 
 
 def _handover_in_ddp(function: Callable[..., Any], gates: GradientGates) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from lowtide.errors import Unsupported
 from lowtide.optim.updated_parameter import gradient_bytes
 from lowtide.runtime.loop_watch import LiveLoss, LoopWatch, node_behind, weakly
 from lowtide.torch_compat import autograd_engine
-from lowtide.torch_compat.aot_autograd import in_another_order, order_of
+from lowtide.torch_compat.aot_autograd import has_gaps, in_another_order, order_of
 from lowtide.torch_compat.dispatch import WeakStorages
 from lowtide.torch_compat.modules import route_of
 from lowtide.trace.model_call import tensors_in
@@ -51,6 +51,11 @@ OTHER_STRIDES = (
     f"{GRADIENT_HAS_OTHER_STRIDES}: the last bits of this step can differ, since torch copies the gradient "
     "into the output's order first, and eager does not. The gradient is planned for from the next step on; "
     "pass `loss=` to plan for it from the first step"
+)
+WITH_GAPS = (
+    "a gradient reaches a graph of the model with gaps between its elements in memory, as that of the real "
+    "part of complex numbers does: torch copies the gradient without them first, and eager does not, so that "
+    "the last bits can differ. Compute these numbers in the model's forward, without hooks in between"
 )
 TWO_CALLS_LIVE = (
     "the model is called again before the backward pass of its last call, which keeps %s live, and the plan "
@@ -224,9 +229,7 @@ class LoopObserver:
     def watch_loss(self, output: Any, *, batch_bytes: int, device: torch.device) -> bool:
         """Watch the bytes that the loop makes of a call's output on `device`, and the strides of the
         gradients. False where the bytes cannot be measured now."""
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None and tensor.dim() > 1:
-                self._watch_strides(tensor)
+        self.watch_strides(output)
         watch = LoopWatch(batch_bytes, device)
         self._watch = watch if watch.begin(output) else None
         return self._watch is not None
@@ -281,6 +284,12 @@ class LoopObserver:
         """Whether uncounted bytes exceed the free bytes of the budget."""
         return self.spare_bytes is not None and nbytes > max(0, self.spare_bytes)
 
+    def watch_strides(self, results: Any) -> None:
+        """See whether the gradients of a call's output, or of a graph's results, have other strides."""
+        for tensor in tensors_in(results):
+            if tensor.grad_fn is not None and tensor.dim() > 1:
+                self._watch_strides(tensor)
+
     def _watch_strides(self, output: torch.Tensor) -> None:
         shape, strides, order = output.shape, output.stride(), order_of(output)
 
@@ -290,6 +299,8 @@ class LoopObserver:
             if in_another_order(shape, strides, gradient.stride()):
                 self.orders[order], self._has_new_strides = order_of(gradient), True
                 self.say(OTHER_STRIDES)
+            elif has_gaps(gradient):
+                self.say(WITH_GAPS)
 
         output.register_hook(look)  # type: ignore[no-untyped-call]
 

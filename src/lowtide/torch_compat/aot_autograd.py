@@ -243,6 +243,13 @@ def in_another_order(shape: Sequence[int], strides: Sequence[int], others: Seque
     return sorted(dims, key=lambda dim: -strides[dim]) != sorted(dims, key=lambda dim: -others[dim])
 
 
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether no two elements of a tensor are neighbours in memory. Kernels read rows with gaps between them
+    like others, and elements with gaps one by one."""
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return bool(strides) and min(strides) > 1
+
+
 @contextlib.contextmanager
 def gradients_in(orders: Orders) -> Iterator[None]:
     """Trace backward passes for gradients in these memory orders.
