@@ -238,7 +238,9 @@ def test_more_than_the_given_loss_is_told_and_planned_for(
     budget = (whole.floor_bytes + whole.peak_bytes) // 2
     lowtide.checkpoint(planned, batch, budget=budget, loss=given)
     train_both(model, planned, batch, loss)
-    assert measured_peak(Target("planned", planned, batch, None, loss)) <= budget
+    observed = runner_of(planned)
+    measured = measured_peak(Target("planned", planned, batch, None, loss))
+    assert measured <= budget, (told(caplog), observed.schedules._context.reserve, vars(observed.observer))
     lowest = lowtide.profile(lowtide.remove(planned), batch, loss=given)
     lowest.plan(lowest.floor_bytes).apply(planned)
     caplog.clear()

@@ -41,5 +41,6 @@ def test_a_compiled_graph_is_known_by_what_made_it():
             return grad * 2
 
     x = torch.ones(2, requires_grad=True)
+    torch._dynamo.reset()  # torch compiles only so many functions that are not of Python
     assert not aot_autograd.is_compiled_graph(CompiledFunction.apply(x).grad_fn)
     assert aot_autograd.is_compiled_graph(torch.compile(torch.sin, backend="aot_eager")(x).grad_fn)
