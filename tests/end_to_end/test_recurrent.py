@@ -162,9 +162,9 @@ def test_gradients_of_recurrent_cells_are_summed_as_eager_does(build: Any) -> No
 class Packed(Tagger):
     """Sentences of several lengths."""
 
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(self.front(x), lengths, batch_first=True)
-        output, last = self.layer(packed)
+        output, last = self.layer(packed, states if len(states) > 1 else states[0] if states else None)
         padded, _ = nn.utils.rnn.pad_packed_sequence(output, batch_first=True)
         return self.loss(padded) + (last[0] if isinstance(last, tuple) else last).sin().sum()
 
@@ -209,3 +209,18 @@ def test_packed_sequences_run_between_the_graphs_and_count(kind: type) -> None:
     assert differences(*results) == []
     # what such code holds while it runs is not counted, which is said
     assert measured_peak(planned) <= found.floor_bytes * 1.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(nn.LSTM, {}), (nn.LSTM, {"num_layers": 2, "bidirectional": True}), (nn.GRU, {})]
+)
+def test_packed_sequences_with_an_initial_state_are_exact(kind: type, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Packed(kind, **options)
+    rows = options.get("num_layers", 1) * (2 if options else 1)
+    states = [torch.randn(rows, 6, WIDTH) for _ in range(2 if kind is nn.LSTM else 1)]
+    batch: Any = (torch.randint(0, WORDS, (6, 9)), torch.tensor([9, 7, 5, 5, 3, 2]), *states)
+    plain, planned = target_of(copy.deepcopy(model), batch), target_of(model, batch)
+    found = lowtide.profile(model, batch, optimizer=planned.optimizer)
+    found.plan(found.floor_bytes).apply(model)
+    assert differences(train(plain), train(planned)) == []

@@ -139,11 +139,13 @@ def run_layer(  # noqa: PLR0917 - what an op of eager takes
 
 @recurrent_cells.register_fake
 def _fake_cells(
-    kind: str, value: torch.Tensor, _sizes: Any, hidden: Tensors, weights: Tensors, *options: Any
+    kind: str, value: torch.Tensor, sizes: Any, hidden: Tensors, weights: Tensors, *options: Any
 ) -> Tensors:
     has_biases, bidirectional, autocast = options
     directions = 2 if bidirectional else 1
-    dtypes = _result_types(kind, value, hidden, weights, has_biases=has_biases, autocast=autocast)
+    dtypes = _result_types(
+        kind, value, hidden, weights, packed=sizes is not None, has_biases=has_biases, autocast=autocast
+    )
     if kind == GRU_CELL:
         return [torch.empty_like(hidden[0], dtype=dtypes[0]), value.new_empty(0)]
     output = value.new_empty((*value.shape[:-1], hidden[0].shape[2] * directions), dtype=dtypes[0])
@@ -157,6 +159,7 @@ def _result_types(
     hidden: Tensors,
     weights: Tensors,
     *,
+    packed: bool,
     has_biases: bool,
     autocast: torch.dtype | None,
 ) -> list[torch.dtype]:
@@ -169,9 +172,9 @@ def _result_types(
             for weight in weights[:per_direction]
         ]
         states = [torch.zeros((1,) * state.dim(), dtype=state.dtype) for state in hidden]
-        results = run_layer(
-            kind, torch.zeros((1,) * value.dim(), dtype=value.dtype), None, states, tiny, has_biases, False
-        )
+        sample = torch.zeros((1,) * value.dim(), dtype=value.dtype)
+        sizes = torch.ones(1, dtype=torch.int64) if packed else None
+        results = run_layer(kind, sample, sizes, states, tiny, has_biases, False)
     return [result.dtype for result in results]
 
 

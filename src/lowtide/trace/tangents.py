@@ -94,7 +94,8 @@ def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> fx.N
                 (list(value.shape), 0),
                 {"dtype": value.dtype, "device": value.device},
             )
-            filled.meta = dict(source.meta)
+            # a storage of its own: several sources may be views of one value
+            filled.meta = {**source.meta, "val": value.new_empty(value.shape)}
             node.replace_input_with(source, filled)
     return node
 
