@@ -188,3 +188,22 @@ def test_a_number_that_decides_a_shape_or_that_torch_reads_in_c_is_fixed(functio
 
 def test_a_number_whose_type_decides_the_type_of_a_tensor_is_fixed() -> None:
     assert train(typed, torch.float32) == [1, 1, 1, 2, 3]
+
+
+class Scaled(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.layer, self.number = nn.Linear(8, 8), number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.number
+
+
+@pytest.mark.parametrize("build", [Scaled, lambda number: nn.Sequential(nn.Linear(8, 8), nn.Dropout(number))])
+def test_each_model_of_a_class_may_have_its_own_constant(build: Callable[[float], nn.Module]) -> None:
+    x = torch.ones(4, 8)
+    inputs = [
+        [node.name for node in lowtide.profile(build(number), x).nodes if node.op == "placeholder"]
+        for number in (0.1, 0.2, 0.3)
+    ]
+    assert inputs[0] == inputs[1] == inputs[2], "no number is an input of a graph"

@@ -26,7 +26,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo import config, symbolic_convert
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchDynamoException
 from torch._dynamo.guards import _get_closure_vars, install_guard
@@ -255,8 +255,10 @@ def _guard(
     return add_guard
 
 
-_first: weakref.WeakKeyDictionary[CodeType, dict[str, int | float]] = weakref.WeakKeyDictionary()
-"""The first value of every number that a function was traced with, by the number's source."""
+_first: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], int | float]] = weakref.WeakKeyDictionary()
+"""The first value of every number that a function was traced with, by the function's module, else by its
+code; then by its code and the number's source. Two models of one class may have two probabilities of dropout,
+say, and each of them a constant one."""
 _fixed: weakref.WeakKeyDictionary[CodeType, set[str]] = weakref.WeakKeyDictionary()
 """Numbers that never become inputs."""
 _inputs: weakref.WeakKeyDictionary[CodeType, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -304,6 +306,12 @@ def _code_of(builder: Any) -> CodeType:
     return code
 
 
+def _module_of(builder: Any) -> nn.Module | None:
+    """The module whose function is traced."""
+    values = builder.tx.output.root_tx.f_locals.values()
+    return next((value for value in values if isinstance(value, nn.Module)), None)
+
+
 def _has_changed(builder: Any, value: Any) -> bool:
     source = builder.source
     if type(value) not in (int, float) or is_constant_source(source) or is_from_defaults(source):
@@ -311,7 +319,8 @@ def _has_changed(builder: Any, value: Any) -> bool:
     code, name = _code_of(builder), source.name
     if not math.isfinite(value) or not name.startswith("L[") or name in _fixed.get(code, ()):
         return False
-    first = _first.setdefault(code, {}).setdefault(name, value)
+    owner = _module_of(builder) or code
+    first = _first.setdefault(owner, {}).setdefault((id(code), name), value)
     return type(first) is type(value) and first != value
 
 
