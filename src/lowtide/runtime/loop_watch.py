@@ -23,7 +23,7 @@ import torch
 from lowtide.ops.device_memory import CPU, block_bytes
 from lowtide.torch_compat import autograd_engine
 from lowtide.torch_compat.allocation_record import AllocationRecord
-from lowtide.torch_compat.dispatch import WeakStorages
+from lowtide.torch_compat.dispatch import WeakStorages, storages_of
 from lowtide.trace.model_call import tensors_in
 
 
@@ -38,13 +38,19 @@ class LiveLoss(NamedTuple):
 
 class LoopWatch:
     """Measures one step of a loop on `device`. `loss` is set when the watch is over, where it saw a planned
-    backward pass begin."""
+    backward pass begin. `may_keep_outputs`: the plan counts the outputs as live through the backward pass."""
 
-    def __init__(self, batch_bytes: int = 0, device: torch.device = CPU) -> None:
+    def __init__(
+        self, batch_bytes: int = 0, device: torch.device = CPU, *, may_keep_outputs: bool = False
+    ) -> None:
         self.batch_bytes = batch_bytes
         self.device = device
         self.loss: LiveLoss | None = None
-        self._meter: _Meter = _Blocks(self) if device == CPU else _Counters(device)
+        self._meter: _Meter
+        if device == CPU:
+            self._meter = _Blocks(self, may_keep_outputs=may_keep_outputs)
+        else:
+            self._meter = _Counters(device)
         self._arrived_bytes: int | None = None
         self._output: Any = None
         self._release: Callable[[], object] = lambda: None
@@ -113,15 +119,22 @@ class _Meter(ABC):
 
 
 class _Blocks(_Meter):
-    """The blocks of the CPU's allocator in one thread."""
+    """The blocks of the CPU's allocator in one thread. The outputs' memory stays until the end where it may:
+    the record would not know the size of these blocks, which most loops drop while it is on."""
 
-    def __init__(self, watch: LoopWatch) -> None:
+    def __init__(self, watch: LoopWatch, *, may_keep_outputs: bool) -> None:
         watched = weakref.ref(watch)
+        self._may_keep_outputs = may_keep_outputs
+        self._outputs: list[torch.UntypedStorage] = []
         self._record = AllocationRecord(on_interruption=lambda: _leave(watched()))
 
     def begin(self, output: Any) -> bool:
         gc.collect()  # blocks of earlier records, which only garbage has
-        return self._record.start()
+        if not self._record.start():
+            return False
+        if self._may_keep_outputs:
+            self._outputs = storages_of(tensors_in(output))
+        return True
 
     def mark(self) -> None:
         self._record.mark()
@@ -131,7 +144,8 @@ class _Blocks(_Meter):
         return self._record.can_stop
 
     def read(self) -> tuple[int, int] | None:
-        return live_blocks(self._record.stop())
+        sizes, self._outputs = self._record.stop(), []
+        return live_blocks(sizes)
 
 
 def live_blocks(sizes: Iterable[int | None]) -> tuple[int, int] | None:
@@ -140,9 +154,9 @@ def live_blocks(sizes: Iterable[int | None]) -> tuple[int, int] | None:
 
         [100, 40, -40, -7, None, -100]      peak 140, live at the mark 100
 
-    A freed block is known by its size alone. A size that no live block has is that of a block from an earlier
-    record, and does not count. Shortcoming: a block of an earlier record that is freed now counts as a block
-    of this record with the same size, if there is one.
+    A freed block is known by its size alone. A size that no live block has is that of an older block, and
+    does not count. Shortcoming: torch remembers sizes by address, also those of blocks long gone. An older
+    block that is freed now may have any such size, and counts as a block of this record where one has it.
     """
     live = Counter[int]()
     live_bytes = peak_bytes = 0

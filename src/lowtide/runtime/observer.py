@@ -230,7 +230,7 @@ class LoopObserver:
         """Watch the bytes that the loop makes of a call's output on `device`, and the strides of the
         gradients. False where the bytes cannot be measured now."""
         self.watch_strides(output)
-        watch = LoopWatch(batch_bytes, device)
+        watch = LoopWatch(batch_bytes, device, may_keep_outputs=self.may_keep_outputs)
         self._watch = watch if watch.begin(output) else None
         return self._watch is not None
 
