@@ -4,7 +4,6 @@ import os
 from collections import Counter
 
 import pytest
-import torch
 from loop_grammar import WRONG, LoopCase, code_of, drawn, outcome_of, shortest
 
 from lowtide.runtime import backend
@@ -54,4 +53,3 @@ def test_a_budget_that_is_exceeded_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("lowtide.runtime.replan.Replanner.counts_loop", property(lambda _self: False))
     wrong = LoopCase(loss="more than given", budget="floor")
     assert "without a word" in outcome_of(wrong).why
-    torch.set_grad_enabled(True)

@@ -107,8 +107,12 @@ model.train()
         "before": "x, y, ignored = (t[:100] if number % 3 == 2 else t for t in (x, y, ignored))"
     },
     "evaluation": {
-        "end": "model.eval(); torch.no_grad().__enter__(); seen.append(model(*batch).norm()); "
-        "torch.set_grad_enabled(True); model.train()"
+        "end": """
+model.eval()
+with torch.no_grad():
+    seen.append(model(*batch).norm())
+model.train()
+"""
     },
 }
 """Lines of the user's own code, by their place in a step."""
@@ -271,8 +275,8 @@ class Loop:
         return found
 
 
-def loops_of(case: LoopCase) -> tuple[Loop, Loop, dict[str, Any]]:
-    """The same loop twice, and the names of its code."""
+def loops_of(case: LoopCase) -> tuple[Loop, Loop]:
+    """The same loop twice."""
     torch.manual_seed(0)
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
     x, y = torch.randn(ROWS, WIDTH, dtype=dtype), torch.randint(CLASSES, (ROWS,))
@@ -288,7 +292,7 @@ def loops_of(case: LoopCase) -> tuple[Loop, Loop, dict[str, Any]]:
         seen: list[Tensor] = []
         names["register"](one, seen)
         loops.append(Loop(one, OPTIMIZERS[case.optimizer](one.parameters()), names["step"], data, seen))
-    return loops[0], loops[1], names
+    return loops[0], loops[1]
 
 
 def plan_of(case: LoopCase, loop: Loop) -> Any:
@@ -329,7 +333,7 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(case: LoopCase) -> Outcome:
-    plain, loop, _ = loops_of(case)
+    plain, loop = loops_of(case)
     try:
         expected = [plain.train(number) for number in range(STEPS)]
     except Exception as error:

@@ -166,7 +166,6 @@ class LoopObserver:
         self.summed_in_cast = ""
         """a weight whose terms cannot leave the graph"""
         self._num_forwards = 0
-        self._trained_bytes = 0
         self._said: set[str] = set()
         self._outputs: list[weakref.ref[Tensor]] = []
         self._storages = WeakStorages(())
@@ -197,7 +196,6 @@ class LoopObserver:
             nbytes = sum(map(gradient_bytes, parameters))
             if nbytes and self._exceeds(nbytes - self.earlier_gradient_bytes):
                 self.say(EARLIER_GRADIENTS, format_size(nbytes))
-        self._trained_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
         if self.has_pending_call:
             if self._exceeds(self.saved_bytes):
                 self.say(TWO_CALLS_LIVE, format_size(self.saved_bytes), self.saved_bytes)
@@ -218,8 +216,9 @@ class LoopObserver:
         if OUTPUTS_LIVE not in self._said:
             outputs = [tensor for tensor in tensors_in(output) if tensor.dim()]
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
-            self._storages = WeakStorages(outputs)
-            self._batch = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+            if not self.may_keep_outputs:
+                self._storages = WeakStorages(outputs)
+                self._batch = [weakref.ref(tensor) for tensor in tensors_in(batch)]
 
     def graphs_planned(self, number: int, time_share: float) -> None:
         """`time_share` of the time since the plan was applied went into planning `number` graphs."""
@@ -238,7 +237,8 @@ class LoopObserver:
         """A graph's backward pass begins, with the gradients of its outputs."""
         self.num_backwards += 1
         if GRAPH_KEPT not in self._said and autograd_engine.graph_is_kept():
-            nbytes = self.saved_bytes + max(0, self._trained_bytes - self.earlier_gradient_bytes)
+            trained_bytes = sum(tensor.nbytes for tensor in self._own_tensors() if tensor.requires_grad)
+            nbytes = self.saved_bytes + max(0, trained_bytes - self.earlier_gradient_bytes)
             if self._exceeds(nbytes):
                 self.say(GRAPH_KEPT, format_size(nbytes), nbytes)
         if self._watch is not None:

@@ -102,7 +102,7 @@ _MEASURING: set[int] = set()
 
 def users_profiler_is_active() -> bool:
     """Whether a profiler of the user is on in this thread."""
-    return profiler_is_active() and not _MEASURING.intersection([threading.get_ident()])
+    return profiler_is_active() and threading.get_ident() not in _MEASURING
 
 
 _RUNNING: dict[int, AllocationRecord] = {}
