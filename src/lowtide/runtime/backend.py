@@ -232,7 +232,7 @@ class _ScheduledGraph:
         if self.casts:
             told = self._sayings(CAST_OUTSIDE, self.casts)
             compiled = with_autocast_cache(compiled, self.casts, self.autocast_cache, told)
-        return _first_watched(compiled, self.observer.watch_strides)
+        return _first_watched(compiled, self.observer.watch_gaps)
 
     def _sayings(self, text: str, places: Iterable[int]) -> dict[int, Callable[[], None]]:
         """Warnings about inputs of the graph, by place."""

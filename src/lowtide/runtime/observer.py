@@ -11,7 +11,7 @@ keeps the functions of graphs, which refer to the observer, longer than the mode
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,7 +228,8 @@ class LoopObserver:
     def watch_loss(self, output: Any, *, batch_bytes: int, device: torch.device) -> bool:
         """Watch the bytes that the loop makes of a call's output on `device`, and the strides of the
         gradients. False where the bytes cannot be measured now."""
-        self.watch_strides(output)
+        for tensor in _differentiable(output):
+            self._watch_strides(tensor)
         watch = LoopWatch(batch_bytes, device, may_keep_outputs=self.may_keep_outputs)
         self._watch = watch if watch.begin(output) else None
         return self._watch is not None
@@ -284,11 +285,19 @@ class LoopObserver:
         """Whether uncounted bytes exceed the free bytes of the budget."""
         return self.spare_bytes is not None and nbytes > max(0, self.spare_bytes)
 
-    def watch_strides(self, results: Any) -> None:
-        """See whether the gradients of a call's output, or of a graph's results, have other strides."""
-        for tensor in tensors_in(results):
-            if tensor.grad_fn is not None and tensor.dim() > 1:
-                self._watch_strides(tensor)
+    def watch_gaps(self, results: Any) -> None:
+        """See whether the gradients of a graph's results have gaps in memory.
+
+        Other strides of gradients between two graphs are known from the capture. Only those of the model's
+        outputs are new: they depend on the loop.
+        """
+
+        def look(gradient: torch.Tensor | None) -> None:
+            if gradient is not None and has_gaps(gradient):
+                self.say(WITH_GAPS)
+
+        for tensor in _differentiable(results):
+            tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
     def _watch_strides(self, output: torch.Tensor) -> None:
         shape, strides, order = output.shape, output.stride(), order_of(output)
@@ -299,10 +308,13 @@ class LoopObserver:
             if in_another_order(shape, strides, gradient.stride()):
                 self.orders[order], self._has_new_strides = order_of(gradient), True
                 self.say(OTHER_STRIDES)
-            elif has_gaps(gradient):
-                self.say(WITH_GAPS)
 
         output.register_hook(look)  # type: ignore[no-untyped-call]
+
+
+def _differentiable(results: Any) -> Iterator[Tensor]:
+    """The tensors of `results` whose gradients have a memory order."""
+    return (tensor for tensor in tensors_in(results) if tensor.grad_fn is not None and tensor.dim() > 1)
 
 
 def _alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
