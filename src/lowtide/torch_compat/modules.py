@@ -44,8 +44,15 @@ def route_of(model: nn.Module) -> Any:
 
 
 def set_route(model: nn.Module, route: Any) -> None:
-    """Let `route` run instead of the model's own code; None restores the model's own."""
-    model._compiled_call_impl = route
+    """Let `route` run instead of the model's own code; None restores the model's own.
+
+    Written past the `__setattr__` of the model's class: a wrapper's may hand attributes on to the module
+    inside, which would then call the wrapper.
+    """
+    if route is None:
+        vars(model).pop(ROUTE, None)
+    else:
+        vars(model)[ROUTE] = route
 
 
 def is_compiled(model: nn.Module) -> bool:
