@@ -27,7 +27,7 @@ OTHER := .venv-torch-$(VERSION)
 TORCH_TESTS := $(addprefix tests/,analyze end_to_end experiments/test_trial.py ops optim profiling remat runtime \
 	torch_compat trace verification)
 
-.PHONY: install demo test quick soak test-long test-kernels test-torch test-accelerator check format docs bench clean
+.PHONY: install demo test quick soak test-long test-kernels test-torch test-accelerator check format docs wheels bench clean
 
 install: $(STAMP)
 
@@ -96,6 +96,16 @@ format: install
 # The pages into docs/_build/html; any warning, such as a link that leads nowhere, is an error.
 docs: install
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+# The sdist and a wheel that a package index takes, into dist/: its tag says which systems it runs on. The wheel is
+# built from the sdist. Wheels for older systems are built in their containers: .github/workflows/release.yml.
+wheels: install
+	$(BIN)/python -m pip install --quiet -e ".[release]"
+	rm -rf build/wheels dist && mkdir -p dist
+	$(BIN)/python -m build --outdir build/wheels
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
+	mv build/wheels/*.tar.gz dist/
+	$(BIN)/twine check --strict dist/*
 
 # Hours; it goes on where it was stopped. `make bench ONLY=bert-base` runs the pieces that begin so.
 bench: install

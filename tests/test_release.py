@@ -1,10 +1,13 @@
 """What is released: an sdist that builds, and a wheel that runs with its base dependencies alone."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email.message import Message
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("models", "transformers", "lightning", "peft", "accelerate", "plots", "docs", "dev")
+BUILDERS = ("hatchling>=1.27", "hatch-fancy-pypi-readme>=25.1", "auditwheel>=6.2")
 OPTIONAL = ("transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "matplotlib", "sphinx")
 WITHOUT_EXTRAS = f"""
 import sys
@@ -47,12 +51,12 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("release")
     tools = folder / "tools"
     found = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--target", tools, "hatchling>=1.27"],
+        [sys.executable, "-m", "pip", "install", "-q", "--target", tools, *BUILDERS],
         capture_output=True,
         check=False,
     )
     if found.returncode:
-        pytest.skip("needs pip, and an index or a cache with hatchling")
+        pytest.skip(f"needs pip, and an index or a cache with {', '.join(BUILDERS)}")
     path = os.pathsep.join([str(tools), *sys.path])
     run(
         sys.executable,
@@ -112,6 +116,37 @@ def test_what_is_in_the_wheel(dist: Path) -> None:
     assert package <= set(names), package - set(names)
     assert f"lowtide/planning/native/{library_name()}" in names, "the planner's compiled part"
     assert all(name.startswith(("lowtide/", "lowtide-")) for name in names)
+
+
+def metadata_of(wheel: Path) -> Message:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(archive.read(name).decode())
+
+
+def test_a_package_index_gets_links_that_lead_somewhere(dist: Path) -> None:
+    metadata = metadata_of(wheel_of(dist))
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
+    assert len(links) > 20 and [link for link in links if not link.startswith(("https://", "#"))] == []
+    (homepage,) = (url for url in metadata.get_all("Project-URL", []) if url.startswith("Homepage"))
+    assert homepage.split()[-1] in metadata.get_payload(), "links of the README lead to the project's page"
+
+
+def test_the_wheel_has_the_licences_of_what_it_contains(dist: Path) -> None:
+    metadata = metadata_of(wheel_of(dist))
+    vendored = {str(path.relative_to(ROOT)) for path in (ROOT / "src").rglob("LICENSE*")}
+    assert vendored and {"LICENSE", *vendored} == set(metadata.get_all("License-File", []))
+    assert metadata["License-Expression"] == "Apache-2.0 AND MIT"
+
+
+def test_auditwheel_finds_a_tag_that_a_package_index_takes(dist: Path) -> None:
+    tools = str(dist / "tools")
+    said = run(sys.executable, "-m", "auditwheel", "show", wheel_of(dist), PYTHONPATH=tools)
+    assert "manylinux_2_" in said
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {lowtide.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_wheel_runs_without_extras_and_without_a_compiler(dist: Path, tmp_path: Path) -> None:
