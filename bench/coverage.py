@@ -8,27 +8,24 @@ is compared to the last bit. Rows that are in the CSV already are not run again:
 """
 
 import argparse
-import csv
-import multiprocessing
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import fields
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from coverage_cases import Case, every_case, find_case
 from coverage_cases.outcome import Outcome
 from coverage_cases.table import markdown, show
+from own_process import ProcessEnded, in_own_process
+from rows import append, read
 
-COLUMNS = [field.name for field in fields(Outcome)]
 OUT = Path("bench/out/coverage.csv")
 PRELOADED = ["torch", "transformers", "lowtide", "coverage_cases.examine"]
 
 
 def main() -> None:
     options = _options()
-    finished = read(options.out)
+    finished = read(options.out, Outcome)
     cases = [case for case in every_case() if options.only in f"{case.group}:{case.name}"]
     waiting = [case for case in cases if case.name not in {row.case for row in finished}]
     try:
@@ -47,53 +44,21 @@ def main() -> None:
 
 def run(case: Case, *, limit_seconds: float) -> Outcome:
     """The row of a case, from a process that has been forked before anything was computed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=work, args=(case.name, send), daemon=True)
-    start = time.monotonic()
-    child.start()
-    send.close()
     try:
-        if not receive.poll(limit_seconds):
-            return Outcome(case.name, case.group, "timeout", f"after {limit_seconds:.0f} s")
-        row: Outcome = receive.recv()
+        row: Outcome = in_own_process(work, case.name, limit_seconds=limit_seconds, preload=PRELOADED)
         return row
-    except EOFError:
-        child.join()
-        seconds = time.monotonic() - start
-        words = f"the process ended with {child.exitcode} after {seconds:.0f} s"
-        return Outcome(case.name, case.group, "failed", words)
-    finally:
-        child.kill()
-        child.join()
+    except ProcessEnded as end:
+        return Outcome(case.name, case.group, end.outcome, str(end))
 
 
-def work(name: str, send: Connection) -> None:
+def work(name: str) -> Outcome:
     """The child's job."""
     from coverage_cases.examine import examine
     from lowtide.profiling import op_costs
 
     # on a busy machine, timing waits for idle phases; the table has no times
     op_costs._TIME_LIMIT_SECONDS = 1.0
-    send.send(examine(find_case(name)))
-
-
-def read(path: Path) -> list[Outcome]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [Outcome.from_text(row) for row in csv.DictReader(file)]
-
-
-def append(path: Path, row: Outcome) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if is_new:
-            writer.writeheader()
-        writer.writerow({name: getattr(row, name) for name in COLUMNS})
+    return examine(find_case(name))
 
 
 def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:

@@ -2,9 +2,7 @@
 
 import copy
 import gc
-import logging
 import random
-import re
 import time
 from collections import deque
 from dataclasses import replace
@@ -17,6 +15,7 @@ import lowtide
 from lowtide.torch_compat import dynamo
 from lowtide.trace.model_call import tensors_in
 from lowtide.verification.measure_step import peak_above_start, static_bytes
+from said import first_line, warnings_kept
 
 from .case import Case, Training
 from .outcome import GOOD, OVER, Outcome
@@ -32,17 +31,16 @@ def examine(case: Case) -> Outcome:
         training = case.build()
         expected = results(twin(training))
     except Exception as error:
-        row.outcome, row.words = "does not train eagerly", _line(error)
+        row.outcome, row.words = "does not train eagerly", first_line(error)
         return row
-    warned = _Warnings()
-    logging.getLogger("lowtide").addHandler(warned)
     try:
-        _train_planned(row, training, expected)
-        row.words = "; ".join(filter(None, (row.words, *map(_without_folders, warned.lines))))
+        with warnings_kept() as warned:
+            _train_planned(row, training, expected)
+        row.words = "; ".join(filter(None, (row.words, *warned)))
     except lowtide.LowtideError as error:
-        row.outcome, row.words = "refused", _line(error)
+        row.outcome, row.words = "refused", first_line(error)
     except Exception as error:
-        row.outcome, row.words = "failed", _line(error)
+        row.outcome, row.words = "failed", first_line(error)
     row.breaks = "; ".join(f"{reason} ({times})" for reason, times in dynamo.graph_breaks().most_common(3))
     return row
 
@@ -75,19 +73,6 @@ def _train_planned(row: Outcome, training: Training, expected: list[Any]) -> Non
     row.peak_bytes = measured_peak(planned)
     row.over_bytes = max(0, row.peak_bytes - row.budget_bytes)
     row.outcome = OVER if row.over_bytes else GOOD
-
-
-class _Warnings(logging.Handler):
-    """Keeps what lowtide warns of, without what it says of a busy machine."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        words = record.getMessage()
-        if "too busy" not in words and words not in self.lines:
-            self.lines.append(words)
 
 
 def twin(training: Training) -> Training:
@@ -138,13 +123,3 @@ def _run(training: Training) -> None:
     seed()
     deque(training.loop(training), maxlen=0)  # which holds nothing of what comes
     training.model.zero_grad(set_to_none=True)
-
-
-def _line(error: BaseException) -> str:
-    words = _without_folders((str(error).strip().splitlines() or [""])[0])
-    return words if isinstance(error, lowtide.LowtideError) else f"{type(error).__name__}: {words}"
-
-
-def _without_folders(words: str) -> str:
-    """Without where things are on this machine."""
-    return re.sub(r"/\S*/", "", words)

@@ -1,7 +1,6 @@
 """A row of the coverage table."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 GOOD = "exact, within the budget"
 OVER = "exact, over the budget"
@@ -35,11 +34,3 @@ class Outcome:
     breaks: str = ""
     day: str = ""
     """When it was run, and so with which state of the code."""
-
-    @classmethod
-    def from_text(cls, row: Mapping[str, str]) -> "Outcome":
-        """As it was written to a CSV."""
-        kinds = {"int": int, "float": float, "str": str}
-        return cls(
-            **{f.name: kinds[getattr(f.type, "__name__", str(f.type))](row[f.name]) for f in fields(cls)}
-        )

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from rows import markdown_table
+
 from .outcome import GOOD, OUTCOMES, Outcome
 
 GROUPS = ("architecture", "construction", "loop")
@@ -63,22 +65,22 @@ def cause(row: Outcome) -> str:
 
 def markdown(rows: Sequence[Outcome]) -> str:
     """The same as a page, with one line per case."""
-    lines = ["## Totals", "", *_table(["outcome", *GROUPS, "all"], total_lines(rows)), ""]
-    lines += ["## Days", "", *_table(["last run", *GROUPS, "all"], day_lines(rows)), ""]
-    lines += ["## Causes", "", *_table(["cases", "outcome", "cause", "for example"], cause_lines(rows)), ""]
+    lines = ["## Totals", "", *markdown_table(["outcome", *GROUPS, "all"], total_lines(rows)), ""]
+    lines += ["## Days", "", *markdown_table(["last run", *GROUPS, "all"], day_lines(rows)), ""]
+    lines += [
+        "## Causes",
+        "",
+        *markdown_table(["cases", "outcome", "cause", "for example"], cause_lines(rows)),
+        "",
+    ]
     lines += ["## Cases", ""]
     cases = [
         [row.case, row.group, row.outcome, str(row.num_graphs or ""), str(row.num_nodes or ""), _seconds(row)]
         for row in sorted(rows, key=lambda row: (GROUPS.index(row.group), row.case))
     ]
-    lines += _table(["case", "group", "outcome", "graphs", "nodes", "first steps"], cases)
+    lines += markdown_table(["case", "group", "outcome", "graphs", "nodes", "first steps"], cases)
     return "\n".join(lines) + "\n"
 
 
 def _seconds(row: Outcome) -> str:
     return f"{row.first_steps_seconds:.1f} s" if row.first_steps_seconds else ""
-
-
-def _table(header: list[str], lines: list[list[str]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)]

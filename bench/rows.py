@@ -1,0 +1,40 @@
+"""Rows of a table that grows: dataclasses in a CSV, and tables of Markdown."""
+
+import csv
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+_KINDS = {"int": int, "float": float, "str": str}
+
+
+def read(path: Path, kind: type[R]) -> list[R]:
+    """The rows that `append` wrote; none where the file is not there."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [_from_text(kind, row) for row in csv.DictReader(file)]
+
+
+def append(path: Path, row: Any) -> None:
+    names = [field.name for field in fields(row)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        if is_new:
+            writer.writeheader()
+        writer.writerow({name: getattr(row, name) for name in names})
+
+
+def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)]
+
+
+def _from_text(kind: type[R], row: dict[str, str]) -> R:
+    types = {field.name: getattr(field.type, "__name__", str(field.type)) for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: _KINDS[type_name](row[name]) for name, type_name in types.items()})
