@@ -28,18 +28,18 @@ def train(model: nn.Module, budget: str | None) -> list[torch.Tensor]:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     data = DataLoader(TensorDataset(torch.randn(4 * BATCH, WIDTH)), batch_size=BATCH, shuffle=True)
     model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
-    if budget is not None:
-        batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2))
-        lowtide.checkpoint(
-            model,
-            batch,
-            budget=budget,
-            optimizer=optimizer,
-            loss=lambda y: y.square().mean(),
-            accumulate=True,
-        )
     losses = []
     for (batch,) in data:
+        # docs/trainers.md: a batch drawn before the loop would move torch's generator
+        if budget is not None and plan_of(model) is None:
+            lowtide.checkpoint(
+                model,
+                batch,
+                budget=budget,
+                optimizer=optimizer,
+                loss=lambda y: y.square().mean(),
+                accumulate=True,
+            )
         with accelerator.accumulate(model):
             loss = model(batch).square().mean()
             accelerator.backward(loss)
