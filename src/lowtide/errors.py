@@ -27,11 +27,12 @@ class LowtideError(Exception):
 
 
 class BadSize(LowtideError):
-    """A size that cannot be read."""
+    """A size that cannot be read; `message` says more than that where more is known."""
 
-    def __init__(self, text: object) -> None:
+    def __init__(self, text: object, message: str = "") -> None:
         super().__init__(
-            f"cannot read the size {text!r}: write bytes (8000000000), "
+            message
+            or f"cannot read the size {text!r}: write bytes (8000000000), "
             "a size ('8GiB', '500MB') or a share of the step's peak ('60%')"
         )
 

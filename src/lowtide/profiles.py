@@ -11,7 +11,7 @@ from lowtide.facts import UPDATE, Activation, Node, Solution, Step
 from lowtide.facts.files import write_atomic
 from lowtide.facts.gpus import ESTIMATED, gpu_behind
 from lowtide.facts.serial import load_step, save_step
-from lowtide.facts.sizes import parse_budget, split_reserved
+from lowtide.facts.sizes import split_reserved, step_budget
 from lowtide.planning.activations import activations
 from lowtide.planning.allocator import caches_blocks, reserved_for
 from lowtide.planning.lower_bounds import Bounds
@@ -118,7 +118,7 @@ class Profile:
                 "'reserved' out"
             )
         whole = baseline_reserved(self.step, os.environ).reserved_bytes if is_reserved else self.peak_bytes
-        return parse_budget(text, whole=whole)
+        return step_budget(text, whole=whole)
 
     def _solved(self, budget: str | int, planner: str) -> Solution:
         budget_bytes = self._budget_bytes(budget)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import LowtideError
-from lowtide.facts.sizes import BadSize, parse_budget, parse_size
+from lowtide.facts.sizes import BadSize, check_budget, parse_budget, parse_size, step_budget
 from lowtide.units import format_size, round_up_size, size_and_bytes
 
 
@@ -18,6 +18,11 @@ from lowtide.units import format_size, round_up_size, size_and_bytes
         ("123", 123),
         ("7b", 7),
         ("2TiB", 2 * 2**40),
+        ("8G", 8 * 2**30),
+        ("8g", 8 * 2**30),
+        ("8gb", 8 * 10**9),
+        ("8 GiB", 8 * 2**30),
+        ("500M", 500 * 2**20),
         (42, 42),
     ],
 )
@@ -74,3 +79,27 @@ def test_a_size_with_its_bytes():
 def test_a_size_rounded_up_can_be_typed_and_is_little_more(nbytes):
     rounded = parse_size(round_up_size(nbytes))
     assert nbytes <= rounded <= nbytes * 1.01 and len(round_up_size(nbytes)) < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        (60, "did you mean '60%' of the step's peak, or '60GiB'?"),
+        (" 8 ", "did you mean '8%' of the step's peak, or '8GiB'?"),
+        ("500", "did you mean '500MiB', or '500GiB'?"),
+        ("20 reserved", "did you mean '20%' of the step's peak, or '20GiB'?"),
+    ],
+)
+def test_a_number_that_lacks_its_unit_is_asked_about(text, asked):
+    with pytest.raises(BadSize, match="too small for any step") as caught:
+        check_budget(text)
+    assert str(caught.value).endswith(asked)
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("60B", 60), (1024, 1024), ("60%", 600), ("2e", None)])
+def test_budgets_with_a_unit_or_large_enough_are_taken_as_they_are(text, nbytes):
+    if nbytes is None:
+        with pytest.raises(BadSize, match="cannot read"):
+            step_budget(text, whole=1000)
+    else:
+        assert step_budget(text, whole=1000) == nbytes

@@ -101,7 +101,7 @@ def test_a_planner_of_another_package_plans_applies_and_is_checked(register):
     model(batch).sum().backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), eager, strict=True))
     with pytest.raises(BudgetTooSmall, match="This is what planner 'largest-first' reaches"):
-        profile.plan(1, planner="largest-first")
+        profile.plan("1B", planner="largest-first")
 
 
 def test_auto_never_starts_from_a_planner_of_another_package(register):

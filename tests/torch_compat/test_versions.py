@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 PRETEND = "import torch; torch.__version__ = '{}'; "
 LOOK_TWICE = "import lowtide; lowtide.profile, lowtide.load_plan, lowtide.remove"
-ARGUMENTS = ("plan", "tiny-gpt2", "--batch-size", "2", "--budget", "1")
+ARGUMENTS = ("plan", "tiny-gpt2", "--batch-size", "2", "--budget", "1B")
 
 
 def run_with(version, code, *arguments):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lowtide import api
 from lowtide.errors import LowtideError
-from lowtide.facts.sizes import parse_size
+from lowtide.facts.sizes import step_budget
 from lowtide.profiles import Profile
 from lowtide.units import format_size
 from lowtide.zoo.targets import TargetSpec, call_factory
@@ -208,4 +208,4 @@ def budget_bytes_of(budget: str | int) -> int:
         raise LowtideError(
             f"'{budget}' is a share of one size's own peak, and here sizes differ: write bytes, such as 8GiB"
         )
-    return parse_size(budget)
+    return step_budget(budget, whole=1)

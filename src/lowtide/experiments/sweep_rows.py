@@ -10,7 +10,7 @@ from lowtide import api
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
-from lowtide.facts.sizes import parse_budget
+from lowtide.facts.sizes import step_budget
 from lowtide.profiles import Profile
 from lowtide.report.results import StepMeasurement, SweepRow, SweepStatus
 from lowtide.report.style import size
@@ -73,7 +73,7 @@ def row_of(
     peak_bytes = profile.peak_bytes
     row = SweepRow(
         batch_size=spec.batch_size,
-        budget_bytes=parse_budget(budget, whole=peak_bytes),
+        budget_bytes=step_budget(budget, whole=peak_bytes),
         baseline=StepMeasurement(predicted_peak_bytes=peak_bytes),
         planned=StepMeasurement(),
         status=SweepStatus.PREDICTED,

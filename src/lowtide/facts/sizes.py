@@ -4,7 +4,7 @@ import re
 
 from lowtide.errors import BadSize
 
-__all__ = ["BadSize", "check_budget", "parse_budget", "parse_size", "split_reserved"]
+__all__ = ["BadSize", "check_budget", "parse_budget", "parse_size", "split_reserved", "step_budget"]
 
 _UNITS = {
     "": 1,
@@ -17,6 +17,10 @@ _UNITS = {
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
 }
 _NUMBER = r"\s*([0-9]{1,200}(?:\.[0-9]{1,200})?|\.[0-9]{1,200})\s*"
 _SIZE = re.compile(_NUMBER + r"([a-zA-Z]*)\s*")
@@ -24,7 +28,7 @@ _PERCENT = re.compile(_NUMBER + r"%\s*")
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of `text`: an int, or a number with a unit (`8GiB`, `8GB`, `500 MiB`)."""
+    """Bytes of `text`: an int, or a number with a unit (`8GiB`, `8GB`, `500 MiB`; `8G` is `8GiB`)."""
     if isinstance(text, bool):
         raise BadSize(text)
     if isinstance(text, int):
@@ -45,6 +49,8 @@ def parse_size(text: str | int) -> int:
 
 
 RESERVED = "reserved"
+LEAST_STEP_BYTES = 1024
+"""No training step takes less."""
 
 
 def split_reserved(text: str | int) -> tuple[str | int, bool]:
@@ -56,7 +62,21 @@ def split_reserved(text: str | int) -> tuple[str | int, bool]:
 
 def check_budget(text: str | int) -> None:
     """BadSize for a budget that cannot be read, of live or of reserved bytes."""
-    parse_budget(split_reserved(text)[0], whole=1 << 60)
+    step_budget(split_reserved(text)[0], whole=1 << 60)
+
+
+def step_budget(text: str | int, *, whole: int) -> int:
+    """Bytes of a budget for a training step, as `parse_budget`. A number alone that is too small for any step
+    lacks its unit: `BadSize` asks which one was meant."""
+    nbytes = parse_budget(text, whole=whole)
+    number = str(text).strip()
+    if number.isdigit() and nbytes < LEAST_STEP_BYTES:
+        other = f"'{number}%' of the step's peak" if nbytes <= 100 else f"'{number}MiB'"
+        raise BadSize(
+            text,
+            f"a budget of {number} bytes is too small for any step: did you mean {other}, or '{number}GiB'?",
+        )
+    return nbytes
 
 
 def parse_budget(text: str | int, *, whole: int) -> int:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind, Reserve
 from lowtide.facts.plan import EXECUTORS
-from lowtide.facts.sizes import parse_budget, parse_size, split_reserved
+from lowtide.facts.sizes import parse_size, split_reserved, step_budget
 from lowtide.planning.registry import planner_names
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime.backend import Backend, GraphSchedule
@@ -71,7 +71,7 @@ def lowtide(
         context = StepContext(model=nn.Module(), reserve=Reserve(optimizer_state_bytes=reserve))
         step = step_of(segment, context, like=None)
         step_planner = planner_for(step)
-        budget = parse_budget(wanted, whole=step_planner.eager_peak_bytes)
+        budget = step_budget(wanted, whole=step_planner.eager_peak_bytes)
         if isinstance(executor, InductorOps):
             solution = solve_compiled(step_planner, segment, executor, budget_bytes=budget, planner=planner)
         else:
