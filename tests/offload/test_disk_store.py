@@ -184,9 +184,17 @@ def test_a_failing_read_is_told_to_its_reader(store, monkeypatch):
     assert torch.equal(handle.prefetch().wait(), torch.ones(1000))
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(StoreError, match=r"missing.*No such file or directory.*make the folder"):
-        DiskStore(str(tmp_path / "missing"))
+def test_a_folder_that_is_not_there_is_made(tmp_path):
+    value = torch.arange(5)
+    handle = DiskStore(str(tmp_path / "new" / "inside")).offload(value)
+    handle.free_value()
+    assert torch.equal(handle.prefetch().wait(), value)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"file/inside' .*\(Not a directory\): make it writable, or choose"):
+        DiskStore(str(tmp_path / "file" / "inside"))
 
 
 def test_a_fork_has_a_file_of_its_own(store):

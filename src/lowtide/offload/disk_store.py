@@ -14,6 +14,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -263,12 +264,14 @@ class _DiskPrefetch(Prefetch):
 
 
 def _opened(folder: str) -> IO[Any]:
+    """A new file without a name in a folder, which is made if missing."""
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "posix_fadvise"):
         raise StoreError("offloading to a disk needs Linux: leave offload out")
     try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder, buffering=0)
     except OSError as error:
         raise StoreError(
-            f"cannot open a file in the folder '{folder}' to offload to ({error.strerror}): make the folder, "
-            "or choose another with offload='disk:FOLDER'"
+            f"cannot open a file in the folder '{folder}' to offload to ({error.strerror}): make it "
+            "writable, or choose another with offload='disk:FOLDER'"
         ) from error
