@@ -21,7 +21,7 @@ from lowtide.offload.offload_store import open_store
 from lowtide.optim.joined_optimizers import join_optimizers
 from lowtide.parallel.ranks import Ranks, count_buckets, plan_together, ranks_of
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding
-from lowtide.plans import Plan
+from lowtide.plans import Plan, expectation
 from lowtide.profiles import Profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
 from lowtide.profiling.roofline import estimated_costs
@@ -30,6 +30,7 @@ from lowtide.profiling.whole_run import run_costs
 from lowtide.runtime.executor import executor_named
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.runner import attach, remove, runner_of
+from lowtide.stage_log import say
 from lowtide.torch_compat import ddp
 from lowtide.torch_compat.autograd_engine import outside_autocast
 from lowtide.torch_compat.fsdp2 import units_of
@@ -267,7 +268,8 @@ def checkpoint(
 
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
     `accumulate`, `reserve`, `step_in_backward`, `holds_outputs` and `offload` are those of `profile`,
-    `executor` is that of `Profile.plan`.
+    `executor` is that of `Profile.plan`. One line says what to expect, to the logger `lowtide` at level INFO,
+    or to stderr where that shows nothing; `lowtide.plan_of(model)` is the plan.
 
     `model` may be a DistributedDataParallel, or become one later, or be sharded by `fully_shard`. Where
     several processes train the model (those of `process_group`, by default of the wrapper's or the shards',
@@ -315,7 +317,10 @@ def checkpoint(
                 make=make,
                 loop=training.loop,
             )
-    return plan.apply(model, process_group=process_group)
+    applied = plan.apply(model, process_group=process_group)
+    if ranks is None or ranks.rank == 0:
+        say(expectation(plan))
+    return applied
 
 
 def verify(

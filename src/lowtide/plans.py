@@ -200,6 +200,24 @@ def write_report(path: str | Path, plan: Plan, *, title: str, measurement: Measu
     return write_atomic(Path(path), page)
 
 
+def expectation(plan: Plan) -> str:
+    """One line: the predicted peak, the budget, the added time, and the batch that these are for."""
+    found = plan.solution.reserved
+    if found is not None and found.budget_bytes is not None:
+        peak, of = f"{format_size(found.most_bytes)} reserved", format_size(found.budget_bytes)
+        baseline_bytes, fits = found.baseline_bytes, found.baseline_bytes <= found.budget_bytes
+    else:
+        peak, of = format_size(plan.peak_bytes), format_size(plan.budget_bytes)
+        baseline_bytes, fits = plan.baseline_peak_bytes, plan.baseline_peak_bytes <= plan.budget_bytes
+    cost = f"{plan.overhead:.1%} more time"
+    if fits:
+        cost = (
+            "fits without a plan" if not plan.recompute_seconds else f"fits without a plan, {cost} with this"
+        )
+    without = "" if fits else f" ({format_size(baseline_bytes)} without a plan)"
+    return f"predicted peak {peak} of {of}{without}, {cost}, for {dict(plan.solution.identity)['batch']}"
+
+
 def load_plan(path: str | Path) -> Plan:
     """A plan from `plan.json`."""
     return Plan(solution_from_dict(load_json(Path(path))))

@@ -4,8 +4,6 @@ Nothing is drawn from a data loader, and no random state moves. Calls without gr
 evaluation before the first step, run as they are.
 """
 
-import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +13,10 @@ from torch import nn
 from lowtide.errors import LowtideError
 from lowtide.facts.plan import offload_text, parse_offload
 from lowtide.facts.sizes import check_budget
-from lowtide.plans import Plan
 from lowtide.runtime.executor import executor_named
 from lowtide.runtime.runner import remove
 from lowtide.torch_compat.modules import call_model, is_compiled, route_of, set_route
 from lowtide.trace.model_call import Arguments
-from lowtide.units import format_size
-
-logger = logging.getLogger("lowtide")
 
 Meet = Callable[[nn.Module, Arguments], None]
 
@@ -72,16 +66,3 @@ def checked_offload(offload: str, swap: str) -> str:
 def checked_executor(executor: str) -> str:
     """The name of an executor that is there; refused at once where it is not."""
     return executor_named(executor).name
-
-
-def tell(plan: Plan) -> None:
-    """One line about a plan, to the log; where logging is not set up, to stderr."""
-    line = (
-        f"predicted peak {format_size(plan.peak_bytes)} of {format_size(plan.budget_bytes)} "
-        f"({format_size(plan.baseline_peak_bytes)} without a plan), {plan.overhead:.1%} more time, "
-        f"for {dict(plan.solution.identity)['batch']}"
-    )
-    if logger.hasHandlers():
-        logger.info(line)
-    else:
-        print(f"lowtide: {line}", file=sys.stderr)

@@ -23,7 +23,6 @@ from lowtide.integrations.first_call import (
     checked_executor,
     checked_offload,
     no_longer_await,
-    tell,
 )
 from lowtide.parallel.ranks import ranks_of, together
 from lowtide.plans import Plan
@@ -139,8 +138,6 @@ class Lowtide(Callback):
             checkpoint(module, call, holds_outputs=False, **options)  # warns if that is not so
         self.plan = plan_of(module)
         self._planned = module if first else None
-        if self.plan is not None and trainer.is_global_zero:
-            tell(self.plan)
 
 
 def _on_all(module: nn.Module, *, is_gone: bool, wins: bool) -> bool:

@@ -22,7 +22,6 @@ from lowtide.integrations.first_call import (
     checked_executor,
     checked_offload,
     no_longer_await,
-    tell,
 )
 from lowtide.plans import Plan
 from lowtide.runtime.apply import plan_of
@@ -90,8 +89,6 @@ class Lowtide(TrainerCallback):
                 executor=self.executor,
             )
             self.plan = plan_of(module)
-            if self.plan is not None and state.is_world_process_zero:
-                tell(self.plan)
 
         self.plan = None
         await_first_call(kwargs["model"], meet)

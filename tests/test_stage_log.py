@@ -1,0 +1,88 @@
+"""One line about a result: to the log where that shows it, to stderr elsewhere, and never twice."""
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.cli.terminal import session
+from lowtide.stage_log import say
+
+OWN, ROOT = logging.getLogger("lowtide"), logging.getLogger()
+
+
+@contextmanager
+def logging_set(*, handler: bool, root: int, own: int = logging.NOTSET) -> Iterator[io.StringIO]:
+    """Logging as a program sets it up, without pytest's own handlers; gives what the handler writes."""
+    before = ROOT.handlers[:], ROOT.level, OWN.level
+    written = io.StringIO()
+    ROOT.handlers[:] = [logging.StreamHandler(written)] if handler else []
+    ROOT.setLevel(root)
+    OWN.setLevel(own)
+    try:
+        yield written
+    finally:
+        ROOT.handlers[:] = before[0]
+        ROOT.setLevel(before[1])
+        OWN.setLevel(before[2])
+
+
+@pytest.mark.parametrize(
+    ("handler", "root", "own", "where"),
+    [
+        (False, logging.WARNING, logging.NOTSET, "stderr"),
+        (True, logging.WARNING, logging.NOTSET, "stderr"),
+        (True, logging.INFO, logging.NOTSET, "log"),
+        (True, logging.WARNING, logging.INFO, "log"),
+        (False, logging.WARNING, logging.INFO, "stderr"),
+        (True, logging.INFO, logging.WARNING, ""),
+        (False, logging.WARNING, logging.WARNING, ""),
+    ],
+)
+def test_a_line_is_seen_once_unless_the_program_wants_none(handler, root, own, where, capsys):
+    with logging_set(handler=handler, root=root, own=own) as written:
+        say("all is well")
+    assert written.getvalue() == ("all is well\n" if where == "log" else "")
+    assert capsys.readouterr() == ("", "lowtide: all is well\n" if where == "stderr" else "")
+
+
+def test_disabled_logging_is_silence(capsys):
+    with logging_set(handler=True, root=logging.DEBUG) as written:
+        logging.disable(logging.INFO)
+        try:
+            say("all is well")
+        finally:
+            logging.disable(logging.NOTSET)
+    assert written.getvalue() == "" and capsys.readouterr().err == ""
+
+
+def test_a_command_says_nothing_of_it(capsys):
+    with (
+        logging_set(handler=False, root=logging.WARNING),
+        session(as_json=False, quiet=False, verbose=False),
+    ):
+        say("all is well")
+    assert capsys.readouterr().err == ""
+
+
+def checkpointed(budget: str | int) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1))
+    return lowtide.checkpoint(model, torch.randn(512, 16), budget=budget)
+
+
+def test_checkpoint_says_one_line(capsys):
+    with logging_set(handler=False, root=logging.WARNING):
+        plan = lowtide.plan_of(checkpointed("80%"))
+        said = capsys.readouterr().err
+        checkpointed("8G")
+        fitting = capsys.readouterr().err
+    assert said.count("\n") == fitting.count("\n") == 1
+    assert said.startswith("lowtide: predicted peak ") and f"{plan.overhead:.1%} more time" in said
+    assert "MiB without a plan)" in said and "for input_0 float32[512x16]" in said
+    assert "of 8.0 GiB, fits without a plan, for" in fitting and "more time" not in fitting
