@@ -9,6 +9,7 @@ Commands import torch only when they need it.
 - `sources`: from the typed options to a profile
 - `step_commands`: profile, plan, verify, run
 - `tradeoff_command`, `sweep_command`, `compare_command`, `fit_command`: experiments
+- `launch_command`: an unmodified script inside a budget
 - `file_commands`: explain, models, solve
 - `doctor_command`: check lowtide on this machine
 - `tables`: profiles, plans and verifications as data and as tables

@@ -11,6 +11,7 @@ from lowtide.cli.compare_command import compare
 from lowtide.cli.doctor_command import doctor
 from lowtide.cli.file_commands import explain, models, solve
 from lowtide.cli.fit_command import fit
+from lowtide.cli.launch_command import LaunchCommand, launch
 from lowtide.cli.step_commands import plan, profile, run, verify
 from lowtide.cli.sweep_command import sweep
 from lowtide.cli.terminal import Exit
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 for command in (run, profile, plan, verify, explain, fit, tradeoff, sweep, compare, solve, models, doctor):
     app.command()(command)
+app.command(cls=LaunchCommand)(launch)
 
 
 def _installed(library: str) -> str:

@@ -108,6 +108,11 @@ def _size(text: str) -> str:
     return _read(text, lambda: parse_size(text))
 
 
+def optional_size(text: str) -> str:
+    """Refuse an invalid size before any work."""
+    return _size(text) if text else ""
+
+
 def _read(text: str, read: Callable[[], object]) -> str:
     try:
         read()
@@ -290,16 +295,6 @@ Executor = Annotated[
     typer.Option(
         help="What runs the graphs. eager: op by op. inductor: code that Inductor compiles, which needs a "
         "C++ compiler."
-    ),
-]
-TimedPairs = Annotated[
-    int | None,
-    typer.Option(
-        "--timed-runs",
-        min=0,
-        help="Steps to time, of the baseline and of the plan in turn. Without it: until the noise is below "
-        "two points, or half a minute is spent.",
-        show_default=False,
     ),
 ]
 TimedRuns = Annotated[

@@ -25,7 +25,7 @@ from lowtide.cli.options import (
     RunFolder,
     Source,
     TargetText,
-    TimedPairs,
+    TimedRuns,
     command,
 )
 from lowtide.cli.sources import StepOptions, offers, on_device, open_source, profile_target, title_of
@@ -111,7 +111,7 @@ def verify(
         Path, typer.Argument(metavar="PLAN", help="A plan.json of `lowtide plan`.", show_default=False)
     ],
     *,
-    timed_runs: TimedPairs = None,
+    timed_runs: TimedRuns = 5,
     on: On = None,
     output: OutputOptions,
 ) -> None:
@@ -131,7 +131,7 @@ def verify(
     if spec is None:
         raise TargetError(f"'{plan}' does not say what it was made for: make it with `lowtide plan`")
     spec = _on_its_kind(spec, made.solution.device, on=on)
-    with terminal.working(f"verifying {spec.text}, {_timing(timed_runs)}"):
+    with terminal.working(f"verifying {spec.text}"):
         from lowtide.experiments.measured import run_plan
 
         outcome = run_plan(spec, made, timed_runs=timed_runs)
@@ -144,13 +144,6 @@ def verify(
     if out is not None:
         terminal.note(f"wrote {out / VERIFICATION}")
     raise typer.Exit(outcome_exit(outcome, budget_bytes=made.budget_bytes))
-
-
-def _timing(timed_runs: int | None) -> str:
-    """How long the steps are timed, for the line about progress."""
-    if timed_runs is None:
-        return "timing steps until the noise is below 2 points, for 30 s at most (--timed-runs N: N steps)"
-    return f"timing {timed_runs} steps of each" if timed_runs else "timing none"
 
 
 def _on_its_kind(spec: TargetSpec, planned: str, *, on: str | None) -> TargetSpec:
@@ -184,7 +177,7 @@ def run(
     planner: Planner = "auto",
     step: Annotated[StepOptions, offers("step_in_backward", "offload")],
     executor: Executor = ExecutorName.EAGER,
-    timed_runs: TimedPairs = None,
+    timed_runs: TimedRuns = 5,
     output: RunOutput,
 ) -> None:
     """Profile a step, plan it for a budget, verify the plan in fresh processes, and write a report.
@@ -219,7 +212,7 @@ def run(
         raise
     written += files.write_plan(out, spec=spec, plan=plan)
     terminal.show(*tables.plan_tables(plan.solution, name=name))
-    with terminal.working(f"verifying in fresh processes, {_timing(timed_runs)}"):
+    with terminal.working("verifying in fresh processes"):
         from lowtide.experiments.measured import run_plan
 
         outcome = run_plan(spec, plan, timed_runs=timed_runs)

@@ -3,4 +3,5 @@
 - `transformers`: `Lowtide` for the `Trainer` of transformers, and for those of TRL
 - `lightning`: `Lowtide` for the `Trainer` of Lightning
 - `first_call`: a plan that is made when a model is first called to train
+- `first_trained`: the first model that an unmodified script trains
 """

@@ -60,6 +60,47 @@ def is_compiled(model: nn.Module) -> bool:
     return route_of(model) is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable")
 
 
+Meeting = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+
+
+@contextlib.contextmanager
+def calls_and_optimizers_seen(
+    meet: Meeting, made: Callable[[Optimizer], None]
+) -> Iterator[Callable[[], None]]:
+    """Let `meet` see each outermost call of a module in this process before it runs, `made` each optimizer
+    that is constructed. Yields a function that ends both at once; the end of the block does so, too.
+
+    Code that torch.compile traces is not seen.
+    """
+    call, construct = nn.Module.__call__, Optimizer.__init__
+    inside = threading.local()
+
+    def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(inside, "a_call", False):
+            return call(module, *args, **kwargs)
+        inside.a_call = True
+        try:
+            meet(module, args, kwargs)
+            return nn.Module.__call__(module, *args, **kwargs)
+        finally:
+            inside.a_call = False
+
+    def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        construct(optimizer, *args, **kwargs)
+        made(optimizer)
+
+    def restore() -> None:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        Optimizer.__init__ = construct  # type: ignore[method-assign]
+
+    nn.Module.__call__ = __call__  # type: ignore[method-assign]
+    Optimizer.__init__ = __init__  # type: ignore[method-assign, assignment]
+    try:
+        yield restore
+    finally:
+        restore()
+
+
 def forget_step_hooks(optimizer: Optimizer) -> None:
     """Drop the hooks around an optimizer's `step()`."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()

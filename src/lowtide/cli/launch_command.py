@@ -1,0 +1,186 @@
+"""`lowtide launch train.py --budget 8GiB [args...]`: train an unmodified script inside a budget.
+
+Options of `launch` stand before the script, or right behind it; the rest is the script's own:
+
+    lowtide launch train.py --budget 8GiB --epochs 3      -> launch: --budget 8GiB; train.py: --epochs 3
+    lowtide launch --budget 8GiB -- train.py --budget 2   -> launch: --budget 8GiB; train.py: --budget 2
+    torchrun --nproc-per-node 2 -m lowtide launch train.py --budget 8GiB
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from lowtide.cli.options import (
+    Budget,
+    Executor,
+    ExecutorName,
+    Offload,
+    Planner,
+    StepInBackward,
+    optional_size,
+)
+from lowtide.cli.terminal import Exit, exit_code, one_line
+from lowtide.errors import LowtideError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.integrations.first_trained import TrainedModel
+
+Words = Annotated[
+    list[str],
+    typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, and its own arguments.", show_default=False),
+]
+IsModule = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as for python -m.")
+]
+Accumulate = Annotated[
+    bool, typer.Option("--accumulate", help="The script adds up gradients of several backward passes.")
+]
+Reserve = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE", help="Bytes besides, such as those of another model.", callback=optional_size
+    ),
+]
+
+
+class LaunchCommand(TyperCommand):
+    """A command whose options may also stand right behind its first word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes_value = {
+            name: not getattr(parameter, "is_flag", False)
+            for parameter in self.params
+            for name in getattr(parameter, "opts", ())
+            if name.startswith("-")
+        }
+        return super().parse_args(ctx, options_first(args, {**takes_value, "-h": False, "--help": False}))
+
+
+def options_first(words: Sequence[str], takes_value: dict[str, bool]) -> list[str]:
+    """`words` with the options that stand right behind the script moved before it.
+
+    `takes_value`: the options, and whether the next word is the value of one.
+    """
+    before, behind = _leading_options(words, takes_value)
+    if behind and behind[0] == "--":
+        return list(words)
+    script, words_behind = behind[:1], behind[1:]
+    more, arguments = _leading_options(words_behind, takes_value)
+    if arguments[:1] == ["--"]:
+        arguments = arguments[1:]
+    return [*before, *more, *(["--", *script, *arguments] if script else [])]
+
+
+def _leading_options(words: Sequence[str], takes_value: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """The options that `words` begin with, and the other words."""
+    at = 0
+    while at < len(words) and words[at].partition("=")[0] in takes_value:
+        name, has_value, _ = words[at].partition("=")
+        at += 2 if takes_value[name] and not has_value else 1
+    return list(words[:at]), list(words[at:])
+
+
+def launch(
+    words: Words,
+    *,
+    budget: Budget,
+    is_module: IsModule = False,
+    planner: Planner = "auto",
+    accumulate: Accumulate = False,
+    reserve: Reserve = "",
+    step_in_backward: StepInBackward = False,
+    offload: Offload = "",
+    executor: Executor = ExecutorName.EAGER,
+) -> None:
+    """Train an unmodified script inside a budget: the first model that trains is planned at its first batch.
+
+    What is planned, and what is not and why, is said in one line each. A budget that cannot be met ends the
+    script before its first step. Options stand before the script or right behind it, and the rest is the
+    script's own.
+
+    Example: lowtide launch train.py --budget 8GiB --epochs 3
+
+    Under torchrun: torchrun --nproc-per-node 2 -m lowtide launch train.py --budget 8GiB
+    """
+    script, *arguments = words
+    if not is_module and not Path(script).is_file():
+        _say(f"error: there is no file {script}: name a script, or a module with -m")
+        raise typer.Exit(Exit.USAGE)
+    options = {
+        "budget": budget,
+        "planner": planner,
+        "accumulate": accumulate,
+        "reserve": reserve,
+        "step_in_backward": step_in_backward,
+        "offload": offload,
+        "executor": executor.value,
+    }
+    from lowtide.integrations.first_trained import first_trained
+
+    launched = Launched(options)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path.cwd() if is_module else Path(script).resolve().parent))
+    try:
+        with first_trained(launched.plan):
+            if is_module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+    except LowtideError as error:
+        if error is not launched.refusal:
+            raise
+        _say(f"error: {one_line(error)}")
+        raise typer.Exit(exit_code(error)) from None
+    finally:
+        if launched.model is None:
+            _say("nothing was planned: no model was called with gradients whose parameters an optimizer has")
+
+
+class Launched:
+    """The model of a script that is planned, and why it was refused, if it was."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.model: nn.Module | None = None
+        self.refusal: LowtideError | None = None
+
+    def plan(self, found: "TrainedModel") -> None:
+        from lowtide.api import checkpoint
+        from lowtide.runtime.apply import plan_of
+
+        self.model, name = found.module, type(found.module).__name__
+        if plan_of(found.module) is not None:
+            _say(f"not planned: {name}, which the script itself gave a plan")
+            return
+        try:
+            checkpoint(found.module, found.call, optimizer=found.optimizers, **self.options)
+        except LowtideError as error:
+            self.refusal = error
+            raise
+        if found.num_outside:
+            _say(
+                f"not planned: {found.num_outside} parameters of {_kinds(found.optimizers)} besides {name}, "
+                "whose bytes the budget leaves out (--reserve counts them)"
+            )
+        if found.others:
+            _say(f"not planned: what {_kinds(found.others)} trains; only the first trained model is planned")
+
+
+def _kinds(optimizers: "Sequence[Optimizer]") -> str:
+    return " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+
+
+def _say(line: str) -> None:
+    """One line on stderr, of one process where there are several."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"lowtide: {line}", file=sys.stderr)

@@ -1,0 +1,92 @@
+"""`lowtide launch`: an unmodified script trains inside a budget, with the same losses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide.cli.launch_command import options_first
+
+SCRIPT = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(nn.Sequential):
+    pass
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(768, 16), torch.randint(4, (768,)))
+    model = Net(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    print(sys.argv[1:], sys.modules["__main__"].Net is Net)
+    for x, y in DataLoader(data, batch_size=256, shuffle=True):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        print(loss.item().hex())
+"""
+TAKES_VALUE = {"--budget": True, "-q": False}
+
+
+def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("launch")
+    (made / "train.py").write_text(SCRIPT)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train.py --budget 8 --epochs 3", "--budget 8 -- train.py --epochs 3"),
+        ("--budget 8 train.py --epochs 3", "--budget 8 -- train.py --epochs 3"),
+        ("-q train.py --budget=8 --epochs 3 --budget 2", "-q --budget=8 -- train.py --epochs 3 --budget 2"),
+        ("--budget 8 -- train.py --budget 2", "--budget 8 -- train.py --budget 2"),
+        ("train.py --budget 8 -- --budget 2", "--budget 8 -- train.py --budget 2"),
+        ("train.py", "-- train.py"),
+        ("--budget 8", "--budget 8"),
+    ],
+)
+def test_options_stand_before_the_script_or_right_behind_it(words, expected):
+    assert options_first(words.split(), TAKES_VALUE) == expected.split()
+
+
+@pytest.mark.slow
+def test_a_script_trains_inside_a_budget_with_the_same_losses(folder):
+    eager = run("train.py", "--epochs", "1", folder=folder)
+    planned = run("-m", "lowtide", "launch", "train.py", "--budget", "90%", "--epochs", "1", folder=folder)
+    assert planned.returncode == eager.returncode == 0, planned.stderr
+    assert planned.stdout == eager.stdout and "['--epochs', '1'] True" in eager.stdout
+    assert "predicted peak" in planned.stderr and "nothing was planned" not in planned.stderr
+
+
+def test_a_budget_that_cannot_be_met_ends_the_script_before_its_first_step(folder):
+    refused = run("-m", "lowtide", "launch", "train.py", "--budget", "20KiB", folder=folder)
+    assert refused.returncode == 3 and "0x" not in refused.stdout
+    assert "lowtide: error: cannot fit in 20.0 KiB" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_a_script_that_trains_nothing_is_told_so_and_fails_by_itself(folder):
+    (folder / "fails.py").write_text("print('begins')\nraise ZeroDivisionError('its own')\n")
+    failed = run("-m", "lowtide", "launch", "fails.py", "--budget", "1GiB", folder=folder)
+    assert failed.returncode == 1 and failed.stdout == "begins\n"
+    assert "ZeroDivisionError: its own" in failed.stderr and "lowtide: nothing was planned" in failed.stderr
+
+
+def test_a_missing_script_is_named(folder):
+    missing = run("-m", "lowtide", "launch", "absent.py", "--budget", "1GiB", folder=folder)
+    assert missing.returncode == 2 and "there is no file absent.py" in missing.stderr
