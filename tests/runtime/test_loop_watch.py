@@ -1,7 +1,9 @@
 """The bytes of a loop, from the blocks that its allocator hands out."""
 
+import gc
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,3 +46,16 @@ def test_the_next_call_is_watched_where_a_backward_pass_ran_in_another_thread() 
     loss.backward()
     model(x)
     assert not profiler_is_active() and runner_of(model) is not None
+
+
+def test_older_garbage_is_set_aside_while_a_watch_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.ones(4, 8)
+    lowtide.checkpoint(model, x, budget="1GB")
+    gc.unfreeze()  # the tests' own
+    with monkeypatch.context() as patched:
+        patched.setattr(gc, "collect", lambda: pytest.fail("a scan of all objects, for every new shape"))
+        loss = model(x).exp().sum()
+    assert profiler_is_active() and gc.get_freeze_count()
+    loss.backward()
+    model(x)
+    assert not gc.get_freeze_count()

@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.runner import runner_of
-from lowtide.torch_compat import aot_autograd
+from lowtide.torch_compat import aot_autograd, dynamo
 
 pytestmark = pytest.mark.slow
 
@@ -171,3 +171,41 @@ def test_a_profile_keeps_no_model() -> None:
     gc.collect()
     assert gone() is None
     assert profile.peak_bytes > 0
+
+
+class Breaks(TwoHeads):
+    """Two graphs, one before and one after a line that torch does not follow."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.body(x)
+        torch._dynamo.graph_break()
+        return self.first(h.tanh()), self.second(h)
+
+
+def test_a_new_shape_is_not_traced_from_the_call_down_to_a_known_graph_break(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    functions: list[str] = []
+    plain_traced = dynamo.Compiled.traced
+
+    def traced(self: dynamo.Compiled, code: types.CodeType, *, num_graphs: int) -> None:
+        functions.append(code.co_name)
+        plain_traced(self, code, num_graphs=num_graphs)
+
+    monkeypatch.setattr(dynamo.Compiled, "traced", traced)
+    torch.manual_seed(0)
+    planned = Breaks()
+    plain = copy.deepcopy(planned)
+    planned.forward = planned.forward  # as trainers put their own function there: no call starts over
+    lowtide.checkpoint(planned, rows(), budget="95%", loss=both)
+    assert same(train(planned, both), train(plain, both))
+    functions.clear()
+    for number in (40, 24, 64):
+        assert same(train(planned, both, number=number), train(plain, both, number=number))
+    assert functions.count("forward") == 2 and "call_model" not in functions
+
+    seen: list[torch.Size] = []
+    for model in (plain, planned):
+        model.register_forward_hook(lambda *call: seen.append(call[2][0].shape))
+    assert same(train(planned, both, number=16), train(plain, both, number=16))
+    assert len(seen) == 6

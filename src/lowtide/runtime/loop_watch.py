@@ -10,7 +10,6 @@ bytes and of their peak, which the watch resets. The loop's ops run as without t
 begins, whichever comes first.
 """
 
-import gc
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.garbage import set_aside
 from lowtide.ops.device_memory import CPU, block_bytes
 from lowtide.torch_compat import autograd_engine
 from lowtide.torch_compat.allocation_record import AllocationRecord
@@ -126,12 +126,13 @@ class _Blocks(_Meter):
         watched = weakref.ref(watch)
         self._may_keep_outputs = may_keep_outputs
         self._outputs: list[torch.UntypedStorage] = []
+        self._bring_back: Callable[[], None] = lambda: None
         self._record = AllocationRecord(on_interruption=lambda: _leave(watched()))
 
     def begin(self, output: Any) -> bool:
-        gc.collect()  # blocks of earlier records, which only garbage has
         if not self._record.start():
             return False
+        self._bring_back = set_aside()  # the record would not know the blocks that older garbage frees
         if self._may_keep_outputs:
             self._outputs = storages_of(tensors_in(output))
         return True
@@ -145,6 +146,7 @@ class _Blocks(_Meter):
 
     def read(self) -> tuple[int, int] | None:
         sizes, self._outputs = self._record.stop(), []
+        self._bring_back()
         return live_blocks(sizes)
 
 

@@ -18,13 +18,13 @@ import unittest.mock
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 import torch._dynamo
-from torch import fx
+from torch import fx, nn
 from torch._C._dynamo.eval_frame import (
     _debug_get_cache_entry_list,
     _FrameAction,
@@ -45,6 +45,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from lowtide.errors import LowtideError
 from lowtide.torch_compat import dynamo_paths
 from lowtide.torch_compat.dynamo_values import compiled_with_numbers
+from lowtide.torch_compat.modules import has_hooks
 
 __all__ = ["BackendCompilerFailed", "InternalTorchDynamoError", "TorchDynamoException", "compile_lock"]
 
@@ -136,6 +137,8 @@ class Compiled:
         self._traced: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
         self.seconds = 0.0
         """seconds of tracing so far"""
+        self.num_graphs = 0
+        self._begins_inside = False
         self._call = _within(function, tracing, self._attempts, weakref.ref(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,6 +179,21 @@ class Compiled:
             and self._attempts.count(self._attempts[-1]) == 1
         )
 
+    def begins_inside(self, code: types.CodeType, names: Mapping[str, Any]) -> bool:
+        """Whether graphs of this call begin in the functions that the own function calls.
+
+        So they do from a trace on that ends without a graph: torch follows the calls down to a graph break,
+        gives up, and traces the inner functions anew. Every new shape would pay for both traces. Modules
+        among the locals `names` that have hooks are followed: hooks have no graph of their own.
+        """
+        modules = (value for value in names.values() if isinstance(value, nn.Module))
+        return self._begins_inside and code is self.code and not any(map(has_hooks, modules))
+
+    def traced(self, code: types.CodeType, *, num_graphs: int) -> None:
+        """A function was traced, into `num_graphs` of its own."""
+        if code is self.code:
+            self._begins_inside = not num_graphs
+
     def forget(self) -> None:
         """Drop all compiled code: the next call traces anew."""
         self._traced.update(self._attempts)
@@ -210,6 +228,7 @@ def _within(
         # torch keeps every backend that it saw: this one refers to its owner weakly
         compiled = owner()
         assert compiled is not None
+        compiled.num_graphs += 1
         if dynamo_paths.is_shared(attempts[-1]) and utils.count_calls(graph.graph) == 0:
             return graph.forward  # returns its inputs
         backend = compiled.backend
@@ -229,19 +248,23 @@ def _within(
     def trace_within(frame: Any, *rest: Any, **options: Any) -> Any:
         if dynamo_paths.runs_eagerly(frame.f_code):
             return ConvertFrameReturn(frame_exec_strategy=dynamo_paths.EAGERLY)
+        compiled = owner()
+        assert compiled is not None
+        if compiled.begins_inside(frame.f_code, frame.f_locals):
+            return ConvertFrameReturn(frame_exec_strategy=dynamo_paths.INSIDE, apply_to_code=False)
         attempts.append(frame.f_code)
         _drop_oldest_graph(frame.f_code)
-        start = time.perf_counter()
+        start, num_graphs = time.perf_counter(), compiled.num_graphs
         try:
             with (
                 tracing(),
                 torch._dynamo.config.patch(allow_empty_graphs=dynamo_paths.is_shared(frame.f_code)),
             ):
-                return trace_frame(frame, *rest, **options)
+                found = trace_frame(frame, *rest, **options)
         finally:
-            compiled = owner()
-            assert compiled is not None
             compiled.seconds += time.perf_counter() - start
+        compiled.traced(frame.f_code, num_graphs=compiled.num_graphs - num_graphs)
+        return found
 
     trace_within._torchdynamo_orig_backend = trace_frame  # type: ignore[attr-defined]
     context.callback = trace_within

@@ -159,6 +159,8 @@ SHAPE_OF_DATA = "Dynamic shape operator"
 
 EAGERLY = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 """Without graphs, and so all functions that it calls."""
+INSIDE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+"""Without graphs; the functions that it calls are traced."""
 
 _torchs_answer = InstructionTranslatorBase.maybe_has_backedge
 _torchs_changed = SideEffects._get_modified_vars

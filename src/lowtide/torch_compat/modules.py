@@ -38,6 +38,17 @@ def has_hooks_before_forward(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs more than its forward."""
+    own = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return any(own) or bool(torchs_modules._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
 def route_of(model: nn.Module) -> Any:
     """The function that runs instead of the model's own code, or None."""
     return model._compiled_call_impl
