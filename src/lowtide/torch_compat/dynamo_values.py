@@ -358,6 +358,8 @@ def _fix(code: CodeType, names: Collection[str]) -> None:
     """Start over without these numbers among the inputs; does nothing for an empty list."""
     if names:
         _fixed.setdefault(code, set()).update(names)
+        # tracing takes another path with a constant, and torch compares the paths of two attempts
+        symbolic_convert.InstructionTranslator.current_tx().speculation_log.clear()
         raise TensorifyScalarRestartAnalysis(
             restart_reason="a number decides more than it may as an input"
         ) from None

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from lowtide.garbage import rarely_collected
 from lowtide.ops import recurrent, traced_ops
 from lowtide.ops.recurrent import eager_runs_whole, traced_layers
-from lowtide.torch_compat import dispatch, dynamo, dynamo_paths, dynamo_values
+from lowtide.torch_compat import dispatch, dynamo, dynamo_paths, dynamo_random, dynamo_values
 from lowtide.torch_compat.dispatch import grouped_products_of_any_type
 from lowtide.trace.uncaptured import unwatched
 
@@ -52,6 +52,7 @@ def tracing() -> Iterator[None]:
         dynamo_paths.eager_answers(),
         dynamo_values.batch_values(),
         dynamo_values.changing_numbers(),
+        dynamo_random.draws_between_graphs(),
         dynamo_paths.log_lines_after_graphs(),
         dynamo_paths.torchs_own_code(),
         dynamo_paths.resumed_loops(),

@@ -6,8 +6,9 @@ import inspect
 import itertools
 import operator
 import random
+import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 def user_state_restored(model: nn.Module, batch: object = ()) -> Iterator[None]:
     """Restore the model's attributes, those of its objects (a config, say), the contents of its lists, dicts
     and buffers, and all random states: of Python, of numpy, of the devices of the model and its batch, and of
-    the model's own generators.
+    generators that are attributes of the model, or global in the files of its classes.
 
     A forward pass may store a result (`self.last = x`), which at capture is a fake tensor. Uncaptured code
     runs on real tensors, and changes buffers.
@@ -45,15 +46,15 @@ def user_state_restored(model: nn.Module, batch: object = ()) -> Iterator[None]:
     containers += _containers(named, seen=seen)
     variables = [variable for hook in hooks for variable in _variables_of(hook)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    generators = [(each, each.get_state()) for each in _generators(containers)]
+    generators = [_restorer(each) for each in _generators(model, containers)]
     try:
         with generators_kept(tensor.device for tensor in user_tensors(model, batch)):
             yield
     finally:
         random.setstate(python)
         numpy.random.set_state(numbers)
-        for generator, state in generators:
-            generator.set_state(state)
+        for restore in generators:
+            restore()
         for container, before in containers:
             _refill(container, before)
         for variable in variables:
@@ -145,9 +146,28 @@ def _variables_of(hook: Any) -> list[_Cell | _Global]:
     return found
 
 
-def _generators(containers: list[tuple[Container, Container]]) -> list[torch.Generator]:
+Generator = torch.Generator | random.Random | numpy.random.Generator | numpy.random.RandomState
+
+
+def _generators(model: nn.Module, containers: list[tuple[Container, Container]]) -> list[Generator]:
+    """Generators in these containers, and global variables in the files of the model's classes."""
     values = [value for one, _ in containers for value in (one.values() if isinstance(one, dict) else one)]
-    return [value for value in values if isinstance(value, torch.Generator)]
+    classes = {each for module in model.modules() for each in type(module).__mro__}
+    files = sorted({each.__module__ for each in classes} - {"builtins"})
+    values += [value for name in files for value in vars(sys.modules.get(name, torch)).values()]
+    found = [value for value in values if isinstance(value, Generator)]
+    return list({id(each): each for each in found}.values())
+
+
+def _restorer(generator: Generator) -> Callable[[], object]:
+    """A function that sets a generator to its present state."""
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, numpy.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 
 def _refill(container: Container, before: Container) -> None:
