@@ -13,11 +13,11 @@ from lowtide.facts.gpus import ESTIMATED, gpu_behind
 from lowtide.facts.serial import load_step, save_step
 from lowtide.facts.sizes import split_reserved, step_budget
 from lowtide.planning.activations import activations
-from lowtide.planning.allocator import caches_blocks, reserved_for
+from lowtide.planning.allocator import caches_blocks, expandable_segments, reserved_for
 from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planner import MAY_BE_EAGER, Planner
 from lowtide.planning.repeated_graphs import planner_for
-from lowtide.planning.reserved_budget import baseline_reserved, check_reserves, solve_on_device
+from lowtide.planning.reserved_budget import baseline_reserved, check_reserves, simulated, solve_on_device
 from lowtide.planning.schedules import as_eager, eager_timeline
 from lowtide.planning.simulate import Timeline, simulate
 from lowtide.plans import Plan
@@ -70,10 +70,17 @@ class Profile:
             return self.timeline.peak_bytes
         return max(self.timeline.peak_bytes, baseline_reserved(self.step, os.environ).allocated_bytes)
 
-    @property
+    @cached_property
     def floor_bytes(self) -> int:
-        """The lowest peak that a plan reaches, never above the baseline's: a plan may be eager itself."""
+        """The lowest peak that a plan reaches, never above the baseline's: a plan may be eager itself. On an
+        accelerator, in the blocks of its allocator."""
         lowest = self._planner.floor().floor_bytes
+        if caches_blocks(self.step.device):
+            solution = self._planner.solve(
+                budget_bytes=lowest, planner="auto", may_be_eager=bool(self.step.graphs)
+            )
+            expandable = expandable_segments(os.environ)
+            lowest = max(lowest, simulated(self.step, solution, expandable=expandable).allocated_bytes)
         return min(lowest, self.peak_bytes) if self.step.graphs else lowest
 
     @property

@@ -103,3 +103,14 @@ def test_compiled_plans_and_sweeps_have_no_such_budget(profile):
         profile.plan("20GiB reserved", executor="inductor")
     with pytest.raises(Exception, match="sizes are compared by live bytes, so leave 'reserved' out"):
         bytes_budget("20GiB reserved")
+
+
+@pytest.mark.parametrize("width", [256, 192])
+def test_a_floor_in_blocks_is_reached(width):
+    """A schedule of the fewest live bytes can need larger blocks, which no budget of live bytes shows."""
+    step = transformer(layers=3, width=width, heads=4, batch=16, length=200)
+    profile = Profile(replace(step, device="cuda:0"))
+    assert profile.plan(profile.floor_bytes).peak_bytes <= profile.floor_bytes
+    with pytest.raises(BudgetTooSmall) as refused:
+        profile.plan(profile.floor_bytes // 2)
+    assert profile.plan(refused.value.floor_bytes).peak_bytes <= refused.value.floor_bytes

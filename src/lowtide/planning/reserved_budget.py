@@ -76,9 +76,9 @@ def solve_on_device(
     try:
         fitting = tried(budget_bytes)
     except BudgetTooSmall as error:
-        if reserved_budget_bytes is None:
-            raise
         tried(error.floor_bytes)
+        if reserved_budget_bytes is None and seen[-1][1].allocated_bytes <= error.floor_bytes:
+            raise
         raise _too_small(
             seen, budget_bytes=budget_bytes, reserved_budget_bytes=reserved_budget_bytes
         ) from error
