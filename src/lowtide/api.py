@@ -34,8 +34,9 @@ from lowtide.stage_log import say
 from lowtide.torch_compat import ddp
 from lowtide.torch_compat.autograd_engine import outside_autocast
 from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.trace.batch_arguments import refuse_other_arguments
 from lowtide.trace.identity import user_tensors
-from lowtide.trace.model_call import Loop, Loss, Optimizers
+from lowtide.trace.model_call import Loop, Loss, Optimizers, split_batch
 from lowtide.trace.step_device import device_of
 from lowtide.verification.comparison import planned
 from lowtide.verification.measure_step import Measured, autocast_here, measure_here
@@ -381,6 +382,7 @@ def _copyable(
             "a sharded model cannot be copied into a fresh process: verify the model before fully_shard, or "
             "train the sharded one with and without its plan and compare"
         )
+    refuse_other_arguments(model, *split_batch(batch))
     applied, device = runner_of(model), device_of(model, batch)
     target = Target(
         type(model).__name__, model, batch, join_optimizers(optimizer), loss, within=autocast_here(device)

@@ -132,8 +132,3 @@ def test_sparse_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(WIDTH, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(CaptureError, match=r"layout torch.sparse_coo, and only dense"):
         capture(model, torch.randint(0, WIDTH, (ROWS,)))
-
-
-def test_more_arguments_than_the_model_takes() -> None:
-    with pytest.raises(CaptureError, match="takes from 2 to 3 positional arguments but 4 were given"):
-        capture(Net(), (rows(), 1.0, 2.0))

@@ -1,6 +1,7 @@
 """From a model to joint graphs of forward and backward, without running it. In the order of the data flow:
 
 - `model_call`: how a model is called, what a step differentiates, the loss and optimizers of a loop
+- `batch_arguments`: whether a batch fits the arguments of a model's forward
 - `compile_settings`: all that lowtide changes in torch while torch traces, one thread at a time
 - `user_state`: the model, its objects and all random states are as before when a capture ends
 - `trace_model`: the forward pass and the loss through Dynamo and AOTAutograd, on fake tensors

@@ -4,7 +4,7 @@
 """
 
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.torch_compat import dispatch, dynamo
+from lowtide.trace.batch_arguments import refuse_other_arguments
 from lowtide.trace.model_call import tensors_in
 from lowtide.trace.segments import Segment, Trace
 
@@ -41,8 +42,11 @@ class NeedsValues(Exception):
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turn any error of tracing into a `CaptureError`, with the first cause as its `__cause__`."""
+def explained(what: str, *, of_arguments: Callable[[], str] = str) -> Iterator[None]:
+    """Turn any error of tracing into a `CaptureError`, with the first cause as its `__cause__`.
+
+    `of_arguments` says why a call does not fit its function, after a `TypeError`; empty where it fits.
+    """
     try:
         yield
     except (LowtideError, NeedsValues):
@@ -51,6 +55,8 @@ def explained(what: str) -> Iterator[None]:
         cause = first_cause(error)
         if isinstance(cause, LowtideError):
             raise cause from None
+        if isinstance(cause, TypeError) and (wrong := of_arguments()):
+            raise CaptureError(wrong) from cause
         said = describe(error)
         raise CaptureError(f"{what} cannot be captured: {said}. {_hint(what, said)}") from cause
 
@@ -110,8 +116,9 @@ def _hint(what: str, said: str) -> str:
 ORDINARY = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-def refuse_what_cannot_be_traced(model: nn.Module, batch: Any) -> None:
-    """Raise a `CaptureError` for a model or a batch where tracing would fail unclearly, or do harm."""
+def refuse_what_cannot_be_traced(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Raise a `CaptureError` for a model or a batch, (args, kwargs), where tracing would fail unclearly, or
+    do harm."""
     named = (*model.named_parameters(), *model.named_buffers())
     lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
     if lazy is not None:
@@ -129,6 +136,7 @@ def refuse_what_cannot_be_traced(model: nn.Module, batch: Any) -> None:
                 f"the batch has a {type(tensor).__name__}, a kind of tensor that torch.compile does not "
                 "trace: pass tensor.as_subclass(torch.Tensor), here and in training"
             )
+    refuse_other_arguments(model, *batch)
 
 
 def refuse_several_graphs(traced: Trace) -> None:

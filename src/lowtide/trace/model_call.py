@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from lowtide.errors import CaptureError
 from lowtide.optim.joined_optimizers import join_optimizers
 from lowtide.torch_compat.modules import has_hooks_before_forward
+from lowtide.trace.batch_arguments import refuse_other_arguments
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -45,9 +46,13 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """`model` on a batch."""
+    """`model` on a batch; a `CaptureError` for a batch that its forward does not take."""
     args, kwargs = split_batch(batch)
-    return model(*args, **kwargs)
+    try:
+        return model(*args, **kwargs)
+    except TypeError:
+        refuse_other_arguments(model, args, kwargs)
+        raise
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

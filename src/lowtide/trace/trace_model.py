@@ -6,6 +6,7 @@ Python code reads values between two graphs needs a real forward pass.
 """
 
 import contextlib
+import functools
 import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from lowtide.torch_compat import dispatch, dynamo, fsdp2
 from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.torch_compat.modules import backward_hooks_replaced
 from lowtide.trace import failures
+from lowtide.trace.batch_arguments import mismatch
 from lowtide.trace.collector import Collector
 from lowtide.trace.compile_settings import compiled
 from lowtide.trace.model_call import own_loss, sum_of_floats, tensors_in
@@ -135,7 +137,8 @@ def _trace(call: _Call, collector: Collector) -> Trace:
         collector.uncaptured or contextlib.nullcontext(),
     ):
         breaks = dynamo.graph_breaks()
-        with failures.explained("the model"), _values_if_needed(collector):
+        fits = functools.partial(mismatch, model, call.args, call.kwargs)
+        with failures.explained("the model", of_arguments=fits), _values_if_needed(collector):
             units = simulated.units if simulated is not None else ()
             run = compiled_model(model, collector, units=units, watch=collector.note_passage)
             output = run(model, call.args, call.kwargs)
