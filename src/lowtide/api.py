@@ -13,17 +13,19 @@ from lowtide import display
 from lowtide.analyze.captured_step import Captured, capture
 from lowtide.errors import CannotMoveToFreshProcess, LowtideError
 from lowtide.facts import Step
+from lowtide.facts.auto_budget import FreeMemory, auto_budget
 from lowtide.facts.gpus import GPUS, Gpu
 from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
 from lowtide.facts.serial import solution_to_dict
-from lowtide.facts.sizes import parse_size
+from lowtide.facts.sizes import is_auto, parse_size
 from lowtide.offload.offload_store import open_store
 from lowtide.optim.joined_optimizers import join_optimizers
 from lowtide.parallel.ranks import Ranks, count_buckets, plan_together, ranks_of
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding
-from lowtide.plans import Plan, expectation
+from lowtide.plans import Plan, expectation, with_note
 from lowtide.profiles import Profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
+from lowtide.profiling.free_memory import free_memory
 from lowtide.profiling.roofline import estimated_costs
 from lowtide.profiling.transfer_speed import measure_transfer_speed
 from lowtide.profiling.whole_run import run_costs
@@ -65,10 +67,13 @@ class _Training:
     def reserve_bytes(self) -> int:
         return parse_size(self.reserve) if self.reserve else 0
 
-    @property
-    def loop(self) -> Loop:
+    def loop(self, model: nn.Module, batch: Any) -> Loop:
         return Loop.of(
-            self.optimizer, self.loss, holds_outputs=self.holds_outputs, reserve_bytes=self.reserve_bytes
+            self.optimizer,
+            self.loss,
+            holds_outputs=self.holds_outputs,
+            reserve_bytes=self.reserve_bytes,
+            origins=user_tensors(model, batch),
         )
 
     @property
@@ -224,10 +229,11 @@ def profile(
     simulated = None if ranks is None else simulate_sharding(model, ranks=ranks, shard=shard, backend=backend)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         captured = training.capture(model, batch, simulated=simulated, gpu=gpu)
+        loop = training.loop(model, batch)
         line.stage("measuring its ops")
         count = progress or line.count
         if gpu is not None:
-            return Profile(count_buckets(estimated_costs(captured, gpu), model, group), loop=training.loop)
+            return Profile(count_buckets(estimated_costs(captured, gpu), model, group), loop=loop)
         if mode == "run":
             tensors = user_tensors(model, batch)
             step, known = run_costs(
@@ -238,7 +244,7 @@ def profile(
                 captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
         step = training.with_link(step, cache=cache)
-    return Profile(count_buckets(step, model, group), known, loop=training.loop, traced=captured.traced)
+    return Profile(count_buckets(step, model, group), known, loop=loop, traced=captured.traced)
 
 
 def _gpu_named(name: str) -> Gpu:
@@ -269,7 +275,8 @@ def checkpoint(
 
     Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
     `accumulate`, `reserve`, `step_in_backward`, `holds_outputs` and `offload` are those of `profile`,
-    `executor` is that of `Profile.plan`. One line says what to expect, to the logger `lowtide` at level INFO,
+    `budget` and `executor` are those of `Profile.plan`; where several processes share a machine's memory,
+    `"auto"` is the share of one. One line says what to expect, to the logger `lowtide` at level INFO,
     or to stderr where that shows nothing; `lowtide.plan_of(model)` is the plan.
 
     `model` may be a DistributedDataParallel, or become one later, or be sharded by `fully_shard`. Where
@@ -293,18 +300,28 @@ def checkpoint(
         training.check(model, batch, ranks)
         return training.capture(model, batch)
 
+    def memory_here() -> dict[str, Any] | None:
+        if not is_auto(budget):
+            return None
+        return free_memory(str(device_of(model, batch)), training.loop(model, batch)).to_dict()
+
     with display.shown() as line:
 
-        def make(captured: Captured) -> Plan:
+        def make(captured: Captured, memories: list[dict[str, Any] | None]) -> Plan:
             line.stage("measuring its ops")
             step, known = measure_costs(captured, progress=line.count)
             step = count_buckets(training.with_link(step), model, ranks)
             line.stage("planning")
-            found = Profile(step, known, loop=training.loop, traced=captured.traced)
-            return found.plan(budget, planner, executor=executor)
+            found = Profile(step, known, loop=training.loop(model, batch), traced=captured.traced)
+            told = [FreeMemory(**memory) for memory in memories if memory is not None]
+            if not told:
+                return found.plan(budget, planner, executor=executor)
+            auto = auto_budget(told)
+            return with_note(found.plan(auto.text(budget), planner, executor=executor), auto.line)
 
         if ranks is None:
-            plan = make(capture_step())
+            captured = capture_step()
+            plan = make(captured, [memory_here()])
         else:
             plan = plan_together(
                 ranks,
@@ -315,11 +332,14 @@ def checkpoint(
                     ("executor", executor),
                     *training.settings,
                 ],
+                memory=memory_here,
                 make=make,
-                loop=training.loop,
+                loop=lambda: training.loop(model, batch),
             )
     applied = plan.apply(model, process_group=process_group)
     if ranks is None or ranks.rank == 0:
+        if is_auto(budget):
+            say(plan.solution.notes[-1])
         say(expectation(plan))
     return applied
 

@@ -1,6 +1,6 @@
 """A plan: a decision for each activation, and how to apply them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -198,6 +198,11 @@ def write_report(path: str | Path, plan: Plan, *, title: str, measurement: Measu
         measurement=measurement,
     )
     return write_atomic(Path(path), page)
+
+
+def with_note(plan: Plan, note: str) -> Plan:
+    """The plan with one more note for its reader."""
+    return replace(plan, solution=replace(plan.solution, notes=(*plan.solution.notes, note)))
 
 
 def expectation(plan: Plan) -> str:

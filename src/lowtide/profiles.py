@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError
 from lowtide.facts import UPDATE, Activation, Node, Solution, Step
+from lowtide.facts.auto_budget import AutoBudget, auto_budget, gpu_budget, host_memory
 from lowtide.facts.files import write_atomic
 from lowtide.facts.gpus import ESTIMATED, gpu_behind
 from lowtide.facts.serial import load_step, save_step
-from lowtide.facts.sizes import split_reserved, step_budget
+from lowtide.facts.sizes import is_auto, split_reserved, step_budget
 from lowtide.planning.activations import activations
 from lowtide.planning.allocator import caches_blocks, expandable_segments, reserved_for
 from lowtide.planning.lower_bounds import Bounds
@@ -20,9 +21,10 @@ from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.reserved_budget import baseline_reserved, check_reserves, simulated, solve_on_device
 from lowtide.planning.schedules import as_eager, eager_timeline
 from lowtide.planning.simulate import Timeline, simulate
-from lowtide.plans import Plan
+from lowtide.plans import Plan, with_note
 from lowtide.report.notebook import as_text, card, profile_rows, timeline_svg
 from lowtide.report.results import environment_here
+from lowtide.stage_log import say
 from lowtide.units import format_size
 
 if TYPE_CHECKING:
@@ -101,13 +103,18 @@ class Profile:
     def plan(self, budget: str | int, planner: str = "auto", *, executor: str = "eager") -> Plan:
         """What to recompute so that the step's peak is at most `budget`.
 
-        `budget`: bytes, a size (`"8GiB"`) or a share of the baseline's peak (`"60%"`). For an accelerator,
-        `"20GiB reserved"` bounds the bytes that the device's allocator reserves, which run out first; a share
-        is then one of what the baseline reserves. `executor`: what runs
-        the graphs; with `"inductor"` they are compiled here, and the peak is that of the compiled code.
+        `budget`: bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`: what the
+        device has free now, with what the step already has there, less a reserve; one line says the sum. For
+        an accelerator, `"20GiB reserved"` bounds the bytes that the device's allocator reserves, which run
+        out first; a share is then one of what the baseline reserves. `executor`: what runs the graphs; with
+        `"inductor"` they are compiled here, and the peak is that of the compiled code.
         """
         if split_reserved(budget)[1]:
             check_reserves(self.step.device, budget)
+        if is_auto(budget):
+            found = auto_budget_of(self)
+            say(found.line)
+            return with_note(self.plan(found.text(budget), planner, executor=executor), found.line)
         if executor != "eager":
             return self._compiled_plan(self._budget_bytes(budget, executor), planner, executor)
         solution = self._solved(budget, planner)
@@ -238,6 +245,18 @@ class Profile:
     @cached_property
     def _planner(self) -> Planner:
         return planner_for(self.step)
+
+
+def auto_budget_of(profile: Profile) -> AutoBudget:
+    """The budget `auto` of a step, by the memory of its device now, for this process alone."""
+    device, gpu = profile.step.device, gpu_behind(profile.step.device)
+    if gpu is not None:
+        return gpu_budget(gpu)
+    if device == "cpu" and profile.loop is None:
+        return auto_budget([host_memory()])
+    from lowtide.profiling.free_memory import free_memory
+
+    return auto_budget([free_memory(device, profile.loop)])
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -161,7 +161,7 @@ def test_a_plan_tells_what_leaves_for_a_store(run_lowtide, step, tmp_path):
         (("tiny-gpt2", "-b", "2", "--swap", "ram"), "cannot offload to 'ram'"),
         (("{profile}", "--offload", "disk:/tmp"), "--offload is for a TARGET"),
         (("{profile}", "--swap", "disk:/tmp"), "--swap is for a TARGET"),
-        (("tiny-gpt2", "-b", "2", "--swap", "disk:/nowhere/at/all"), "'/nowhere/at/all' to offload to"),
+        (("tiny-gpt2", "-b", "2", "--swap", "disk:/dev/null/in"), "'/dev/null/in' to offload to"),
         (
             ("tiny-gpt2", "-b", "2", "--swap", "disk:/a", "--offload", "disk:/b"),
             "--offload disk:/b and --swap disk:/a differ",
@@ -172,3 +172,12 @@ def test_a_store_that_cannot_be_is_refused(run_lowtide, profile, arguments, told
     given = [str(profile) if argument == "{profile}" else argument for argument in arguments]
     code, _, stderr = run_lowtide("plan", *given, "--budget", "60%")
     assert code in (Exit.ERROR, Exit.USAGE) and told in " ".join(stderr.split())
+
+
+def test_the_budget_auto_is_what_is_free_and_says_so(run_lowtide, profile, monkeypatch):
+    monkeypatch.setattr("lowtide.facts.auto_budget.host_bytes", lambda: 20 << 30)
+    code, stdout, _ = run_lowtide("plan", str(profile), "--budget", "auto")
+    line = "budget auto: 18.0 GiB = 20.0 GiB free on cpu - 2.0 GiB reserve"
+    assert code == 0 and line in " ".join(stdout.split())
+    _, stdout, _ = run_lowtide("plan", str(profile), "--budget", "AUTO", "--json")
+    assert json.loads(stdout)["budget_bytes"] == 18 << 30 and line in stdout

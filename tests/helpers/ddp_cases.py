@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from budgets import between
 from torch import nn
@@ -314,3 +315,16 @@ def sync_batch_norm(rank: int) -> list[str]:
         except Exception as error:
             said.append(str(error))
     return said
+
+
+def auto_budgets(rank: int) -> tuple[int, list[str]]:
+    """The budget that both ranks have, each with other memory, and the lines that a rank says of it."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowtide.facts.auto_budget.host_bytes", lambda: (40 - 10 * rank) << 30)
+        patch.setattr("lowtide.facts.auto_budget.resident_bytes", lambda: 0)
+        patch.setattr("lowtide.api.say", said.append)
+        net = lowtide.checkpoint(nn.Linear(8, 8), torch.randn(4, 8), budget="auto")
+    plan = lowtide.plan_of(net)
+    assert plan is not None
+    return plan.budget_bytes, said

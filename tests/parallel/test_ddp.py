@@ -14,7 +14,7 @@ FEW = ["accumulation, own hook, small buckets", "unused parameters, bucket views
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
     folder = str(tmp_path_factory.mktemp("plans"))
-    names = ("launches", "collectives", "batches_of_all_sizes", "sync_batch_norm")
+    names = ("launches", "collectives", "batches_of_all_sizes", "sync_batch_norm", "auto_budgets")
     groups = {
         "orders": Group("ddp_cases:both_orders", {"folder": folder, "names": FEW}),
         "peaks": Group("ddp_cases:peaks", {"folder": folder}),
@@ -49,6 +49,12 @@ def test_buckets_are_sent_while_backward_runs_as_in_plain_ddp(ended: dict[str, l
         assert planned[0] < ops / 4 and planned[1] < ops / 2
         # a plan adds what it recomputes, and nothing else stands between a bucket and the one before
         assert all(late <= early + ops - plain_ops for late, early in zip(planned, plain, strict=True))
+
+
+def test_ranks_share_a_machine_and_have_one_automatic_budget(ended: dict[str, list[Rank]]) -> None:
+    (first, said), (second, silent) = values(ended, "auto_budgets")
+    assert first == second == int(15 * 0.9 * (1 << 30)), "half of what the second rank sees, less a tenth"
+    assert len(said) == 2 and "30.0 GiB free on cpu / 2 processes" in said[0] and silent == []
 
 
 def test_every_rank_keeps_its_budget_with_its_buckets(ended: dict[str, list[Rank]]) -> None:

@@ -39,7 +39,8 @@ def fit(
         str,
         typer.Option(
             metavar="SIZE,...",
-            help="Largest peak that the step may have: 8GiB, 500MB or a number. Several, as in 2GB,4GB, "
+            help="Largest peak that the step may have: 8GiB, 500MB or auto, what the device has "
+            "free. Several, as in 2GB,4GB, "
             "share captures and measurements.",
             show_default=False,
             callback=bytes_budgets,
@@ -103,6 +104,7 @@ def fit(
         vary=_vary(vary, spec.batch_size, multiple_of=multiple_of, most=most),
         check=not no_check and step.device is None,
         profile=profile,
+        tell=terminal.note,
     )
     data = [{**fit_data(one, target=target), "device": devices[-1]} for one in found]
     terminal.data(data[0] if len(data) == 1 else data)

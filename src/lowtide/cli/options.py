@@ -209,7 +209,8 @@ Budget = Annotated[
     str,
     typer.Option(
         metavar="SIZE",
-        help="Largest peak that the step may have: 8GiB, 500MB, a number, or 60% of the baseline's peak. "
+        help="Largest peak that the step may have: 8GiB, 500MB, 60% of the baseline's peak, or auto: "
+        "what the device has free. "
         "'20GiB reserved': of what an accelerator's allocator reserves.",
         show_default=False,
         callback=_budget,
@@ -219,7 +220,8 @@ LiveBudget = Annotated[
     str,
     typer.Option(
         metavar="SIZE",
-        help="Largest peak that the step may have: 8GiB, 500MB, a number, or 60% of the baseline's peak.",
+        help="Largest peak that the step may have: 8GiB, 500MB, 60% of the baseline's peak, or auto: "
+        "what the device has free.",
         show_default=False,
         callback=_live_budget,
     ),

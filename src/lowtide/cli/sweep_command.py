@@ -103,6 +103,7 @@ def sweep(
         done=done,
         profile=profile,
         working=terminal.working,
+        tell=terminal.note,
     ):
         rows.append(row)
         again = "taken from before" if waiting.pop(row.batch_size, None) else row.status_text

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lowtide import api
 from lowtide.errors import LowtideError
-from lowtide.facts.sizes import step_budget
-from lowtide.profiles import Profile
+from lowtide.facts.sizes import check_budget, is_auto, step_budget
+from lowtide.profiles import Profile, auto_budget_of
+from lowtide.stage_log import say
 from lowtide.units import format_size
 from lowtide.zoo.targets import TargetSpec, call_factory
 
 if TYPE_CHECKING:
-    from lowtide.experiments.profiled_sizes import Profiler, Source, Working
+    from lowtide.experiments.profiled_sizes import ProfiledSizes, Profiler, Source, Working
 
 MOST = 1 << 20
 """The default of the largest size to consider."""
@@ -157,7 +158,7 @@ def fit(
     assumed to need more memory. With `check`, the largest size with its plan, and the first one that does not
     fit without, are then trained for a few steps, where they fit into this machine. Only multiples of
     `multiple_of` up to `most` are considered; say it where a model does not take all sizes. A list of budgets
-    gives a list, and captured sizes serve all of them.
+    gives a list, and captured sizes serve all of them. `"auto"` is what the device has free now.
     """
     found = find_fits(
         lambda size: call_factory(factory, _name(factory), batch_size=size, seed=seed),
@@ -176,16 +177,19 @@ def find_fits(
     check: bool = True,
     profile: "Profiler | None" = None,
     working: "Working" = lambda _: nullcontext(),
+    tell: Callable[[str], None] = say,
 ) -> list[Fit]:
     """`fit` for any source of sizes, for several budgets in their order.
 
-    `working(text)` is open during long work.
+    `working(text)` is open during long work; `tell` gets the sum behind the budget `auto`.
     """
     from lowtide.experiments.fit_search import Search
     from lowtide.experiments.profiled_sizes import ProfiledSizes
 
-    budgets_bytes = [budget_bytes_of(budget) for budget in budgets]
+    for budget in budgets:
+        check_bytes(budget)
     sizes = ProfiledSizes(source=source, vary=vary, profiler=profile or _profile, working=working)
+    budgets_bytes = [_budget_bytes(budget, sizes, tell) for budget in budgets]
     found = {}
     # the largest first: sizes are interpolated better than extrapolated
     for budget_bytes in sorted(set(budgets_bytes), reverse=True):
@@ -202,10 +206,21 @@ def _name(factory: Callable[[int], Any]) -> str:
     return getattr(factory, "__name__", type(factory).__name__)
 
 
-def budget_bytes_of(budget: str | int) -> int:
-    """Bytes of a budget that is the same for all sizes."""
+def check_bytes(budget: str | int) -> None:
+    """Refuse a budget that cannot be the same for all sizes, or cannot be read."""
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise LowtideError(
             f"'{budget}' is a share of one size's own peak, and here sizes differ: write bytes, such as 8GiB"
         )
-    return step_budget(budget, whole=1)
+    check_budget(budget)
+
+
+def _budget_bytes(budget: str | int, sizes: "ProfiledSizes", tell: Callable[[str], None]) -> int:
+    """Bytes of a budget; `auto` is of the device that the smallest size is on."""
+    if not is_auto(budget):
+        return step_budget(budget, whole=1)
+    smallest = sizes.vary.multiple_of
+    sizes.capture(smallest)
+    found = auto_budget_of(sizes.captured[smallest].profile)
+    tell(found.line)
+    return found.nbytes

@@ -10,10 +10,11 @@ from lowtide import api
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.experiments.machine import why_not
 from lowtide.experiments.measured import run_plain, run_plan
-from lowtide.facts.sizes import step_budget
-from lowtide.profiles import Profile
+from lowtide.facts.sizes import is_auto, step_budget
+from lowtide.profiles import Profile, auto_budget_of
 from lowtide.report.results import StepMeasurement, SweepRow, SweepStatus
 from lowtide.report.style import size
+from lowtide.stage_log import say
 from lowtide.zoo.targets import TargetSpec
 
 FINAL = (SweepStatus.MEASURED, SweepStatus.PLAN_MEASURED, SweepStatus.TOO_SMALL)
@@ -35,13 +36,15 @@ def sweep(
     done: Sequence[SweepRow] = (),
     profile: Profiler | None = None,
     working: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    tell: Callable[[str], None] = say,
 ) -> Iterator[SweepRow]:
     """Rows in the order of `batch_sizes`; sizes in `done` are not run again.
 
     Where this machine has memory for the planned step but not for the baseline, the planned step is measured
     alone and not compared. A size that does not fit, and every size without `measure`, is predicted only.
     Where no plan meets the budget, the baseline is measured alone. A failed size gives a row with the error.
-    `working(text)` is open during long work.
+    The budget `auto` is what the device has free at the first size, and `tell` gets its sum. `working(text)`
+    is open during long work.
     """
     known = {row.batch_size: row for row in done}
     for batch_size in batch_sizes:
@@ -51,6 +54,10 @@ def sweep(
         spec = replace(source, batch_size=batch_size)
         try:
             found = (profile or profile_spec)(spec)
+            if is_auto(budget):
+                auto = auto_budget_of(found)
+                tell(auto.line)
+                budget = auto.text(budget)
             with working(f"batch {batch_size}: planning and verifying"):
                 row = row_of(
                     spec, found, budget=budget, planner=planner, timed_runs=timed_runs, measure=measure

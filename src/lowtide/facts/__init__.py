@@ -7,6 +7,7 @@
 - `sizes`: sizes and budgets as people write them
 - `serial`: steps and solutions as JSON and back
 - `host_memory`: memory of this machine that is free
+- `auto_budget`: the budget `auto`, from the memory that is free
 - `files`: files written whole or not at all, and where caches go
 """
 

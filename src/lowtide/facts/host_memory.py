@@ -1,5 +1,6 @@
 """Memory of this machine that a process can still take: the kernel's figure, and the limits of containers."""
 
+import socket
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -16,6 +17,20 @@ def host_bytes() -> int | None:
     lines = info.read_text().splitlines() if info.exists() else []
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return min([*found, *left_to_containers()], default=None)
+
+
+def resident_bytes() -> int | None:
+    """Bytes of this process that are in memory and in no file; None where the system does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
+    return sum(found) if found else None
+
+
+def machine_id() -> str:
+    """A text that is the same for all processes that share this machine's memory."""
+    started = Path("/proc/sys/kernel/random/boot_id")
+    return started.read_text().strip() if started.exists() else socket.gethostname()
 
 
 def left_to_containers(groups: Path = CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> list[int]:

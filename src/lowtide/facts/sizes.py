@@ -4,7 +4,16 @@ import re
 
 from lowtide.errors import BadSize
 
-__all__ = ["BadSize", "check_budget", "parse_budget", "parse_size", "split_reserved", "step_budget"]
+__all__ = [
+    "BadSize",
+    "check_budget",
+    "is_auto",
+    "is_reserved",
+    "parse_budget",
+    "parse_size",
+    "split_reserved",
+    "step_budget",
+]
 
 _UNITS = {
     "": 1,
@@ -49,8 +58,9 @@ def parse_size(text: str | int) -> int:
 
 
 RESERVED = "reserved"
-LEAST_STEP_BYTES = 1024
-"""No training step takes less."""
+AUTO = "auto"
+LEAST_STEP_BYTES = 1000
+"""No training step takes less: a number of up to three digits lacks its unit."""
 
 
 def split_reserved(text: str | int) -> tuple[str | int, bool]:
@@ -60,9 +70,21 @@ def split_reserved(text: str | int) -> tuple[str | int, bool]:
     return text, False
 
 
+def is_reserved(text: str | int) -> bool:
+    """Whether a budget is one of reserved bytes."""
+    return split_reserved(text)[1]
+
+
+def is_auto(text: str | int) -> bool:
+    """Whether a budget is `auto`, of live or of reserved bytes: what the device has free."""
+    bare = split_reserved(text)[0]
+    return isinstance(bare, str) and bare.strip().lower() == AUTO
+
+
 def check_budget(text: str | int) -> None:
     """BadSize for a budget that cannot be read, of live or of reserved bytes."""
-    step_budget(split_reserved(text)[0], whole=1 << 60)
+    if not is_auto(text):
+        step_budget(split_reserved(text)[0], whole=1 << 60)
 
 
 def step_budget(text: str | int, *, whole: int) -> int:

@@ -42,9 +42,9 @@ __all__ = ["Lowtide"]
 class Lowtide(Callback):
     """Let a LightningModule train with a peak of at most `budget` bytes.
 
-    `budget`: bytes, a size (`"8GiB"`) or a share of the baseline's peak (`"60%"`). One that cannot be met
-    raises `BudgetTooSmall` before the first step. `plan` is the plan that was made, None before that. The
-    model has no plan any more when the training ends.
+    `budget`: bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`, what the device
+    has free. One that cannot be met raises `BudgetTooSmall` before the first step. `plan` is the plan
+    that was made, None before that. The model has no plan any more when the training ends.
 
     Whether the network's outputs (logits, say) stay live through the backward pass is seen in the first step:
     where `training_step` lets go of it, on all processes, the second batch is planned anew, with less to
@@ -56,7 +56,7 @@ class Lowtide(Callback):
 
     def __init__(
         self,
-        budget: str | int,
+        budget: str | int = "auto",
         *,
         planner: str = "auto",
         holds_outputs: bool | None = None,

@@ -34,9 +34,9 @@ __all__ = ["Lowtide"]
 class Lowtide(TrainerCallback):
     """Let a Trainer's model train with a peak of at most `budget` bytes.
 
-    `budget`: bytes, a size (`"8GiB"`) or a share of the baseline's peak (`"60%"`). One that cannot be met
-    raises `BudgetTooSmall` before the first step. `plan` is the plan that was made, None before that. The
-    model has no plan any more when the training ends.
+    `budget`: bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`, what the device
+    has free. One that cannot be met raises `BudgetTooSmall` before the first step. `plan` is the plan
+    that was made, None before that. The model has no plan any more when the training ends.
 
     `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` keeps the model's
     outputs (logits, say) live through the backward pass. Trainer itself does not; one that does is warned.
@@ -46,7 +46,7 @@ class Lowtide(TrainerCallback):
 
     def __init__(
         self,
-        budget: str | int,
+        budget: str | int = "auto",
         *,
         planner: str = "auto",
         holds_outputs: bool = False,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowtide.errors import CaptureError
 from lowtide.planning.allocator import rounded
+from lowtide.torch_compat.fsdp2 import local
 
 CPU = torch.device("cpu")
 
@@ -55,3 +56,11 @@ def block_bytes(device: torch.device, tensor: Tensor, nbytes: int | None = None)
     if device == CPU:
         return nbytes
     return rounded(nbytes) if tensor.device == device else 0
+
+
+def bytes_of_storages(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    """The bytes that these tensors take of a step's device; memory that several of them share counts once."""
+    sizes = {}
+    for tensor in map(local, tensors):
+        sizes[str(tensor.device), tensor.untyped_storage().data_ptr()] = block_bytes(device, tensor)
+    return sum(sizes.values())

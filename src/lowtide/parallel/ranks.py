@@ -88,27 +88,30 @@ def plan_together(
     *,
     capture: Callable[[], Captured],
     settings: Identity,
-    make: Callable[[Captured], Plan],
-    loop: Loop,
+    memory: Callable[[], Any],
+    make: Callable[[Captured, list[Any]], Plan],
+    loop: Callable[[], Loop],
 ) -> Plan:
-    """One plan for all ranks with the same graphs: the first of these ranks calls `make`.
+    """One plan for all ranks with the same graphs: the first of these ranks calls `make`, with what `memory`
+    (plain data) is on each rank.
 
     All ranks capture, since a model may exchange data with other ranks at capture. A difference in the model
     or in the user's `settings` stops all ranks; batches may differ.
     """
     captured, told = together(
-        ranks, capture, tell=lambda c: [[*c.step.identity, *settings], c.step.fingerprint]
+        ranks, capture, tell=lambda c: [[*c.step.identity, *settings], c.step.fingerprint, memory()]
     )
-    _check_same([dict(identity) for identity, _ in told])
-    graphs = [fingerprint for _, fingerprint in told]
+    _check_same([dict(identity) for identity, _, _ in told])
+    graphs = [fingerprint for _, fingerprint, _ in told]
+    memories = [memory_there for _, _, memory_there in told]
     maker = graphs.index(graphs[ranks.rank])
     made, plans = together(
         ranks,
-        lambda: make(captured) if maker == ranks.rank else None,
+        lambda: make(captured, memories) if maker == ranks.rank else None,
         tell=lambda plan: None if plan is None else solution_to_dict(plan.solution),
     )
     if maker != ranks.rank:
-        made = Plan(solution_from_dict(plans[maker]), loop=loop, traced=captured.traced)
+        made = Plan(solution_from_dict(plans[maker]), loop=loop(), traced=captured.traced)
     assert made is not None
     return made
 

@@ -144,6 +144,11 @@ class Device(ABC):
         """Free memory of the device itself; None for the processor, whose memory is the machine's."""
         return None
 
+    def usable_bytes(self) -> int | None:
+        """Free memory that this process can still fill: with what its allocator has cached; None for the
+        processor."""
+        return None
+
     def live_bytes(self) -> int | None:
         """Bytes of all blocks that the device's allocator has in use; None for the processor."""
         return None
@@ -257,13 +262,14 @@ class Accelerator(Device):
     def free_bytes(self) -> int:
         return torch.accelerator.get_memory_info(self.index)[0]
 
+    def usable_bytes(self) -> int:
+        return self.free_bytes() + torch.accelerator.memory_reserved(self.index) - self.live_bytes()
+
     def live_bytes(self) -> int:
         return torch.accelerator.memory_allocated(self.index)
 
     def within_free(self, limit_bytes: int) -> int:
-        # what the allocator has cached is free as well
-        cached = torch.accelerator.memory_reserved(self.index) - self.live_bytes()
-        return max(0, min(limit_bytes, self.free_bytes() + cached - SCRATCH_BYTES))
+        return max(0, min(limit_bytes, self.usable_bytes() - SCRATCH_BYTES))
 
     @property
     def index(self) -> int:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from lowtide.errors import LowtideError, Unsupported
 from lowtide.facts import Kind, Reserve
 from lowtide.facts.plan import EXECUTORS
-from lowtide.facts.sizes import parse_size, split_reserved, step_budget
+from lowtide.facts.sizes import is_auto, parse_size, split_reserved, step_budget
 from lowtide.planning.registry import planner_names
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.runtime.backend import Backend, GraphSchedule
@@ -57,6 +57,11 @@ def lowtide(
         raise LowtideError(
             "the lowtide backend needs a budget: set LOWTIDE_BUDGET=8GiB in the environment, or say "
             'torch.compile(..., backend="lowtide", options={"budget": "8GiB"})'
+        )
+    if is_auto(wanted):
+        raise LowtideError(
+            "the budget 'auto' is for a whole training step, and a backend sees one graph: write a size, "
+            "such as 8GiB, or use lowtide.checkpoint(model, batch, budget='auto')"
         )
     if split_reserved(wanted)[1]:
         raise LowtideError(

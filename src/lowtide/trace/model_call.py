@@ -5,7 +5,7 @@ A `Loop` has the loss and the optimizers of the user's training loop.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, Self
@@ -142,16 +142,18 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The loss and the optimizers that a step was captured with, and reserved bytes. References to the
-    optimizers are weak.
+    """The loss and the optimizers that a step was captured with, its tensors, and reserved bytes. References
+    to optimizers and tensors are weak.
 
     `holds_outputs`: whether the model's outputs, besides the loss, stay live until backward is over.
+    `origins`: parameters, buffers and tensors of the batch.
     """
 
     loss: Loss | None = None
     references: "tuple[weakref.ref[torch.optim.Optimizer], ...]" = ()
     holds_outputs: bool = True
     reserve_bytes: int = 0
+    origins: "tuple[weakref.ref[torch.Tensor], ...]" = ()
 
     @classmethod
     def of(
@@ -161,9 +163,24 @@ class Loop:
         *,
         holds_outputs: bool = True,
         reserve_bytes: int = 0,
+        origins: Iterable[torch.Tensor] = (),
     ) -> Self:
         every = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ()
-        return cls(loss, tuple(weakref.ref(each) for each in every), holds_outputs, reserve_bytes)
+        return cls(
+            loss,
+            tuple(weakref.ref(each) for each in every),
+            holds_outputs,
+            reserve_bytes,
+            tuple(weakref.ref(tensor) for tensor in origins),
+        )
+
+    @property
+    def present_tensors(self) -> list[torch.Tensor]:
+        """Tensors of the step that exist now: parameters, buffers, batch, gradients, optimizer state."""
+        started = [tensor for reference in self.origins if (tensor := reference()) is not None]
+        gradients = [tensor.grad for tensor in started if tensor.is_leaf and tensor.grad is not None]
+        states = [each.state for reference in self.references if (each := reference()) is not None]
+        return [*started, *gradients, *tensors_in([list(state.values()) for state in states])]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

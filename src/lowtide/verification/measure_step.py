@@ -26,9 +26,8 @@ import torch
 from torch import nn
 
 from lowtide.generators import generators_kept
-from lowtide.ops.device_memory import block_bytes, common_device
+from lowtide.ops.device_memory import bytes_of_storages, common_device
 from lowtide.profiling.devices import device_for, page_fault_seconds, page_faults
-from lowtide.torch_compat.fsdp2 import local
 from lowtide.trace.model_call import Loss, call, loss_of, tensors_in
 from lowtide.trace.step_device import device_of, devices_of
 from lowtide.verification.fresh_process import run_fresh
@@ -79,10 +78,7 @@ def static_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer 
     state = list(optimizer.state.values()) if optimizer is not None else []
     tensors = list(tensors_in([list(model.parameters()), list(model.buffers()), batch, state]))
     device = common_device(tensors)
-    sizes = {}
-    for tensor in map(local, tensors):
-        sizes[str(tensor.device), tensor.untyped_storage().data_ptr()] = block_bytes(device, tensor)
-    return sum(sizes.values())
+    return bytes_of_storages(device, tensors)
 
 
 @dataclass(frozen=True, slots=True)
