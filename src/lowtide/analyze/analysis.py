@@ -34,8 +34,9 @@ class Analysis:
 
     The user's tensors are keyed by their `id`: `inputs` and `gradients` map it to a storage, `updated` has
     the parameters that are updated in the backward pass. `kept` has the ranks that only a remat rule needs.
-    `missing` and `apart` have, for each graph, the outputs without gradient and the inputs whose gradient
-    leaves the graph as terms. `uncaptured_calls` has the ops of uncaptured code by the rank of the code's
+    `missing`, `apart` and `handed_over` have, for each graph, the outputs without gradient, the inputs whose
+    gradient leaves the graph as terms, and those whose gradient leaves as soon as it is made.
+    `uncaptured_calls` has the ops of uncaptured code by the rank of the code's
     node, each with the bytes that stay live when the op ends. `ends` has the last rank of each pass of a
     graph, and `earlier` is the rank of the gradients of earlier micro-batches. `device` is the step's.
     `has_stand_in_loss`: see `Trace`.
@@ -50,6 +51,7 @@ class Analysis:
     updated: set[int] = field(default_factory=set)
     missing: list[frozenset[int]] = field(default_factory=list)
     apart: list[frozenset[int]] = field(default_factory=list)
+    handed_over: list[frozenset[int]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
     ends: dict[tuple[Region, int], int] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,16 +23,18 @@ from lowtide.ops.loss_chunks import LOSS_GRADIENTS
 from lowtide.ops.packing import layout_of
 from lowtide.ops.pointwise_chunks import in_chunks, replaced_ops
 from lowtide.ops.random_ops import is_random
-from lowtide.ops.schema import talks_to_others, writes_inputs
+from lowtide.ops.schema import is_view_op, talks_to_others, writes_inputs
 from lowtide.remat import RematRule, chain_rules
 from lowtide.torch_compat.dispatch import iter_tensors, storage_key
 from lowtide.trace.segments import Segment
 from lowtide.trace.tangents import stands_for
 
+DETACH = torch.ops.aten.detach.default
+
 NO_CALLS: Mapping[fx.Node, Call] = {}
 
 
-def backward_order(segment: Segment) -> Sequence[fx.Node]:
+def backward_order(segment: Segment, leaving: Collection[fx.Node] = ()) -> Sequence[fx.Node]:
     """The backward ops of a segment in the order to run them: weight gradients first, if that lowers the
     peak.
 
@@ -42,10 +45,10 @@ def backward_order(segment: Segment) -> Sequence[fx.Node]:
         reordered   grad of weight | grad of input      live at "|": incoming gradient, grad of weight
 
     Preserves each op's inputs, and the order in which gradients are final, which fills the buckets of
-    DistributedDataParallel.
+    DistributedDataParallel. The results `leaving` leave the graph as soon as they are made.
     """
     captured = segment.backward_ops
-    returned = [node for node in segment.results if node is not None]
+    returned = [node for node in segment.results if node is not None and node not in leaving]
     reordered = _reordered(captured, {node for node in segment.gradients if node is not None})
     live = [live_bytes(ops, uncounted=segment.primals, results=returned) for ops in (captured, reordered)]
     before, after = ((max(each, default=0), sum(each)) for each in live)
@@ -110,7 +113,17 @@ def sums_in_place(segment: Segment) -> set[fx.Node]:
     """The sums of gradients in which eager's autograd adds to the first gradient that nothing else reads."""
     order = BackwardOrder(segment, segment.backward_ops)
     sums = [node for node in order.ops if node.meta.get("is_gradient_acc")]
-    return {node for node in sums if order.overwriting_call(node) is not None}
+    return {
+        node
+        for node in sums
+        if order.overwriting_call(node) is not None and not is_view_of_gradient(node.args[0])
+    }
+
+
+def is_view_of_gradient(value: Any) -> bool:
+    """Whether a gradient is a view. In eager, a view refers to its base, so that autograd adds nothing to it
+    in place."""
+    return isinstance(value, fx.Node) and value.target is not DETACH and is_view_op(value.target)
 
 
 class BackwardOrder:

@@ -250,14 +250,15 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
             returned=tuple(sorted(output for place, output in traced.returned if place == index)),
             missing=tuple(sorted(missing)),
             apart=tuple(sorted(apart)),
+            handed_over=tuple(sorted(handed_over)),
             tangent_bytes=_tangent_bytes(analysis, segment, missing),
             inputs=identify_inputs(segment),
             structure=segment.structure,
             num_outputs=segment.num_forward_outputs,
             num_mutated=len(segment.mutated_inputs),
         )
-        for index, (segment, missing, apart) in enumerate(
-            zip(analysis.segments, analysis.missing, analysis.apart, strict=True)
+        for index, (segment, missing, apart, handed_over) in enumerate(
+            zip(analysis.segments, analysis.missing, analysis.apart, analysis.handed_over, strict=True)
         )
     )
 

@@ -1,15 +1,16 @@
 """Gradients in the facts of a step: how they reach a graph, and which of them the caller keeps live."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from lowtide.analyze.analysis import Analysis, GraphAnalysis
+from lowtide.analyze.backward_facts import is_view_of_gradient
 from lowtide.facts import UPDATE, Kind, Region
-from lowtide.ops.gradient_terms import is_cast
+from lowtide.ops.gradient_terms import is_cast, terms
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Execution, Trace
 from lowtide.trace.tangents import stands_for
@@ -36,10 +37,12 @@ def add_tangent(
         and (grad := states[later].grads[primal]) is not None
     ]
     value = node.meta["val"]
-    reads = tuple(giver.rank[grad] for giver, grad in givers)
+    # autograd adds the gradients of earlier graphs to that of the last one
+    summed = [(giver, _first_term(grad)) for giver, grad in givers[-1:]]
+    reads = tuple(giver.rank[grad] for giver, grad in summed)
     makes: tuple[int, ...] = ()
-    if len(givers) == 1 and _is_as(givers[0][1].meta["val"], value):
-        holds = givers[0][0].holds[givers[0][1]]
+    if summed and _is_as(summed[0][1].meta["val"], value):
+        holds = summed[0][0].holds[summed[0][1]]
     else:
         nbytes = value.numel() * value.element_size()
         made = analysis.add_storage_of(
@@ -81,6 +84,13 @@ def _is_as(grad: Any, value: Tensor) -> bool:
     return isinstance(grad, Tensor) and grad.stride() == value.stride()
 
 
+def _first_term(grad: fx.Node) -> fx.Node:
+    """The gradient to which autograd adds all others; `grad` itself where it leaves its graph whole."""
+    first = grad.args[0] if grad.target is terms else grad
+    assert isinstance(first, fx.Node)
+    return first
+
+
 def _is_apart(grad: fx.Node) -> bool:
     """Whether a gradient leaves its graph as the terms of a sum."""
     return isinstance(grad.meta["val"], list)
@@ -119,10 +129,12 @@ def add_gradients(analysis: Analysis, state: GraphAnalysis) -> None:
             continue
         if origin.tensor in analysis.gradients:
             continue
-        apart = _is_apart(grad)
-        value, storages = grad.meta["val"][0] if apart else grad.meta["val"], state.holds[grad]
-        owned = analysis.storages[storages[0]]
-        dense = not apart and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        first = _first_term(grad)
+        value = first.meta["val"]
+        owned = analysis.storages[state.holds[first][0]]
+        # terms that leave together are all live when autograd adds them up
+        alone = not _is_apart(grad) or index in analysis.handed_over[state.index]
+        dense = alone and value.untyped_storage().nbytes() == value.numel() * value.element_size()
         if owned.pinned or owned.static or not dense:
             nbytes = value.numel() * value.element_size()
             made = analysis.add_storage_of(
@@ -134,6 +146,19 @@ def add_gradients(analysis: Analysis, state: GraphAnalysis) -> None:
             analysis.storages[owned.id] = replace(owned, kind=Kind.GRADIENT, pinned=True)
             analysis.gradients[origin.tensor] = owned.id
     analysis.nodes[end] = replace(analysis.nodes[end], makes=tuple(extra), holds=tuple(extra))
+
+
+def add_first_sums(
+    analysis: Analysis, states: Sequence[GraphAnalysis], terms: Sequence[Sequence[tuple[int, fx.Node]]]
+) -> None:
+    """Count the sums that eager's autograd cannot write over the first gradient, a view. `terms` are the
+    first two gradients of each tensor that several graphs use."""
+    for (_, first), (index, second) in terms:
+        value, rank = first.meta["val"], states[index].rank[second]
+        if is_view_of_gradient(first) and analysis.counts(value):
+            node = analysis.nodes[rank]
+            nbytes = value.numel() * value.element_size()
+            analysis.nodes[rank] = replace(node, extra_eager_bytes=node.extra_eager_bytes + nbytes)
 
 
 def add_earlier_gradients(analysis: Analysis) -> None:

@@ -3,9 +3,14 @@
 Autograd adds the gradients of a tensor one by one, from the last use to the first. A graph that adds up the
 gradients of its own uses gives (c + (b + a)) where eager has ((c + b) + a). So the graph returns the terms
 where a later graph, or uncaptured code, may use the tensor, too. Autograd then adds all terms one by one.
+
+Eager adds each gradient as soon as it is made, so that one sum and one term are live at a time. So the
+gradients of a tensor that several graphs use leave their graph as soon as they are made
+(`hand_over_shared`).
 """
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +25,7 @@ from lowtide.ops.gradient_terms import (
     is_cast,
     is_cast_of_sum,
     return_terms,
+    terms,
     terms_of,
 )
 from lowtide.ops.recurrent_cells import CELLS_BACKWARD
@@ -91,6 +97,46 @@ def summed_inside_op(trace: Trace) -> str:
                     return VALUE if origin.kind is Kind.OTHER else f"'{origin.name}'"
         read_later.update(_tensor(execution, place) for place in grads)
     return ""
+
+
+def hand_over_shared(trace: Trace, executions: Sequence[Execution]) -> list[Execution]:
+    """The executions of a trace; gradients that autograd adds to others leave their graph one by one.
+
+    Those are the gradients of tensors that several graphs use, and gradients that leave as terms. A graph
+    that runs several times hands over the same gradients each time.
+    """
+    uses = Counter(_tensor(execution, place) for execution in executions for place in _gradients(execution))
+    wanted: dict[str, set[int]] = {}
+    for index, execution in enumerate(executions):
+        places = wanted.setdefault(execution.segment.fingerprint, set())
+        if execution.handed_over is not None:
+            places.update(execution.handed_over)
+        elif index < trace.num_in_model and trace.sharding is None and can_hand_over(execution.segment):
+            places.update(execution.apart or ())
+            places.update(p for p in _gradients(execution) if uses[_tensor(execution, p)] > 1)
+    return [
+        replace(execution, handed_over=frozenset(wanted[execution.segment.fingerprint]))
+        for execution in executions
+    ]
+
+
+def first_terms(executions: Sequence[Execution]) -> list[list[tuple[int, fx.Node]]]:
+    """For each tensor with several terms in its gradient, the first two in autograd's order, each with the
+    number of its graph. A graph that returns a sum has one term."""
+    found: dict[Any, list[tuple[int, fx.Node]]] = {}
+    for index in reversed(range(len(executions))):
+        for place, grad in _gradients(executions[index]).items():
+            parts = grad.all_input_nodes if grad.target is terms else [grad]
+            found.setdefault(_tensor(executions[index], place), []).extend((index, part) for part in parts)
+    return [made[:2] for made in found.values() if len(made) > 1]
+
+
+def can_hand_over(segment: Segment) -> bool:
+    """Whether gradients can leave a graph before its backward pass ends."""
+    grads = segment.gradients
+    if not segment.differentiable or len(grads) != len(segment.origins):
+        return False
+    return all(grads[place] is None for place in segment.mutated_inputs.values())
 
 
 def casts_of(segment: Segment) -> dict[int, torch.dtype]:

@@ -22,6 +22,7 @@ from lowtide.analyze.backward_facts import (
 )
 from lowtide.analyze.gradient_facts import (
     add_earlier_gradients,
+    add_first_sums,
     add_gradients,
     add_tangent,
     add_up_gradients,
@@ -30,12 +31,13 @@ from lowtide.analyze.gradient_facts import (
     keep_live_in_formulas,
     pin_returned,
 )
-from lowtide.analyze.gradient_sums import with_terms_apart
+from lowtide.analyze.gradient_sums import first_terms, hand_over_shared, with_terms_apart
 from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
 from lowtide.analyze.uncaptured_facts import add_frames, add_uncaptured_bytes, add_uncaptured_code
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Kind, Region, Remat
 from lowtide.ops.calls import Call, target_name
+from lowtide.ops.gradient_terms import terms
 from lowtide.ops.loss_chunks import extra_loss_bytes
 from lowtide.ops.random_ops import extra_eager_bytes
 from lowtide.ops.recurrent import extra_inside_bytes, extra_result_bytes
@@ -70,11 +72,14 @@ def analyze_graphs(
         refuse_empty_buffers(execution.segment)
     executions, missing = specialise(trace)
     executions = with_terms_apart(trace, executions)
+    if not updates:  # an update in the backward pass takes its gradient from inside of the graph
+        executions = hand_over_shared(trace, executions)
     analysis = Analysis(
         device=device_of_trace(trace, tensors),
         missing=missing,
         has_stand_in_loss=trace.has_stand_in_loss,
         apart=[execution.apart or frozenset() for execution in executions],
+        handed_over=[execution.handed_over or frozenset() for execution in executions],
         segments=[execution.segment for execution in executions],
     )
     states = [
@@ -93,6 +98,7 @@ def analyze_graphs(
     for state in reversed(states):
         _backward(analysis, state, executions, states, updates=updates or {})
         keep_live_in_formulas(analysis, state, only_eager=state.in_model)
+    add_first_sums(analysis, states, first_terms(executions))
     add_uncaptured_bytes(analysis, states, trace)
     if trace.uncaptured is not None:
         add_uncaptured_code(analysis, states, trace.uncaptured)
@@ -154,13 +160,14 @@ def _backward(
 ) -> None:
     if not state.segment.differentiable:
         return
-    missing = analysis.missing[state.index]
+    missing, handed_over = analysis.missing[state.index], analysis.handed_over[state.index]
     for node, output in state.tangents.items():
         if output not in missing:
             add_tangent(analysis, state, node=node, output=output, executions=executions, states=states)
     captured = state.segment.backward_ops
     # the loss runs in eager's order, and so do updates in backward
-    ops = backward_order(state.segment) if state.in_model and not updates else captured
+    leaving = {grad for place, grad in enumerate(state.grads) if place in handed_over and grad is not None}
+    ops = backward_order(state.segment, leaving) if state.in_model and not updates else captured
     eager_place = {node: 1 + i for i, node in enumerate(captured)} if ops != captured else {}
     order = BackwardOrder(state.segment, ops)
     written_over = order.overwrites() if state.in_model else {}
@@ -169,6 +176,8 @@ def _backward(
     places = update_places(state.segment, [(node, node.all_input_nodes) for node in ops], grads)
     for place, node in enumerate(ops):
         _add_op(analysis, state, node, Region.BACKWARD, eager_place=eager_place.get(node, 0))
+        if node in leaving and node.target is terms:
+            _leave_terms(analysis, state.rank[node])
         if node in written_over:
             _write_over(analysis, state.rank[node], written_over[node], in_eager=node in eager_sums)
         elif node in eager_sums and not state.in_model:
@@ -177,7 +186,7 @@ def _backward(
             add_update(analysis, state, index=index, grad=grads[index], inside_bytes=updates)
     if state.in_model:
         add_chunked_remats(analysis, state, order, written_over)
-    live = [grad for index, grad in enumerate(state.grads) if index not in grads]
+    live = [grad for index, grad in enumerate(state.grads) if index not in grads and grad not in leaving]
     _add_output(analysis, state, live, Region.BACKWARD)
     add_gradients(analysis, state)
 
@@ -281,6 +290,11 @@ def _add_op(
         eager_place=eager_place,
     )
     analysis.graph_nodes[rank] = GraphNode(state.index, node)
+
+
+def _leave_terms(analysis: Analysis, rank: int) -> None:
+    """Let the terms of a sum leave their graph one by one, each as soon as it is made."""
+    analysis.nodes[rank] = replace(analysis.nodes[rank], reads=(), holds=())
 
 
 def _write_over(analysis: Analysis, rank: int, call: Call | None, *, in_eager: bool) -> None:

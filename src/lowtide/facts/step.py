@@ -185,6 +185,7 @@ class Graph:
     Of its `num_outputs` outputs, the first `num_mutated` are new values of its inputs. The caller keeps the
     outputs `returned` live to the end of the step. Outputs `missing` get no gradient; the tangents of the
     others take `tangent_bytes`. Gradients of the inputs `apart` leave the graph as the terms of a sum.
+    Gradients of the inputs `handed_over`, which other graphs use as well, leave as soon as they are made.
     `in_model` is False for the loss, which runs eagerly.
     `schedule`, set in a plan: the runs of the backward pass in order; positions count the forward ops, then
     the backward ops. `releases`, set in a plan: (op, after) for each offloaded value; the value of forward op
@@ -206,6 +207,7 @@ class Graph:
     num_outputs: int = 0
     num_mutated: int = 0
     releases: tuple[tuple[int, int], ...] = ()
+    handed_over: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

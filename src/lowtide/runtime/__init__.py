@@ -9,6 +9,7 @@
 - `rewrite`: the forward and backward graphs of a schedule
 - `executor`: run the two graphs op by op or compiled by Inductor; solutions for compiled code
 - `graph_call`: nodes of autograd around a graph: autocast cache, gradient handover
+- `shared_gradients`: gradients of tensors that several graphs use leave their graph as soon as they are made
 - `continued_sums`: sums of gradients that begin with those of later uses of an input
 - `backward`: backward passes, by the outputs that got a gradient
 - `observer`: events of the user's loop, and warnings where the loop departs from the plan

@@ -25,6 +25,7 @@ from lowtide.runtime.graph_call import (
 )
 from lowtide.runtime.observer import CAST_OUTSIDE, VIEW_USED, WEIGHTS_CHANGED, LoopObserver
 from lowtide.runtime.rewrite import Rewritten, forward_only, rewrite
+from lowtide.runtime.shared_gradients import SharedGates, shared_gates_of, with_shared_gates
 from lowtide.torch_compat import aot_autograd, ddp, dynamo
 from lowtide.torch_compat.autograd_engine import refuse_double_backward
 from lowtide.trace.identity import Origin, key_of
@@ -34,16 +35,23 @@ from lowtide.trace.segments import GraphFunctions, Segment, TracedGraph, new_seg
 @dataclass(frozen=True, slots=True)
 class GraphSchedule:
     """The schedule and releases of one captured graph. Its outputs `missing` get no gradient; the gradients
-    of its inputs `apart` leave as terms of a sum."""
+    of its inputs `apart` leave as terms of a sum, those of `handed_over` as soon as they are made."""
 
     schedule: tuple[GraphRun, ...]
     missing: frozenset[int]
     apart: frozenset[int] = frozenset()
     releases: tuple[tuple[int, int], ...] = ()
+    handed_over: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, graph: Graph) -> Self:
-        return cls(graph.schedule, frozenset(graph.missing), frozenset(graph.apart), graph.releases)
+        return cls(
+            graph.schedule,
+            frozenset(graph.missing),
+            frozenset(graph.apart),
+            graph.releases,
+            frozenset(graph.handed_over),
+        )
 
 
 LISTED_GRAPHS = 4
@@ -214,8 +222,13 @@ class _ScheduledGraph:
         observer.summed_in_cast = observer.summed_in_cast or sums_in_casts(segment)
         self.gradients = tuple(grad is not None for grad in results_of(self.rewritten.backward))
         self.gates: GradientGates | None = None
+        self.shared: SharedGates | None = None
         if isinstance(executor, ExecutorInParts):
             self.gates = gates_of(segment, self.rewritten.backward, num_inputs=len(segment.origins))
+            if schedule.handed_over and updates is None:
+                self.shared = shared_gates_of(
+                    self.rewritten.backward, schedule.handed_over, num_terms=self.num_terms
+                )
         self.first_calls = FirstCalls(segment)
         if not schedule.missing:
             self.first_calls.are_as_planned()
@@ -223,16 +236,25 @@ class _ScheduledGraph:
     def called_by_dynamo(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the compiled graph, inside out: gradient handover, gradient terms, autocast
         cache."""
+        in_ddp, compiled = compiled, self._with_shared_gates(compiled)
         if self.gates is not None:
-            compiled = _handover_in_ddp(compiled, self.gates)
-        if self.num_terms:
-            compiled = with_gradient_terms(compiled, self.num_terms)
+            in_ddp = with_handover(in_ddp, self.gates)
+            in_ddp = with_gradient_terms(in_ddp, self.num_terms) if self.num_terms else in_ddp
+            compiled = _handover_in_ddp(in_ddp, compiled)
         if self.continues_sums:
             compiled = with_receivers(compiled, self._sayings(VIEW_USED, self.sums))
         if self.casts:
             told = self._sayings(CAST_OUTSIDE, self.casts)
             compiled = with_autocast_cache(compiled, self.casts, self.autocast_cache, told)
         return _first_watched(compiled, self.observer.watch_gaps)
+
+    def _with_shared_gates(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph, whose gradients of shared inputs leave as soon as they are made."""
+        if self.shared is None:
+            return with_gradient_terms(compiled, self.num_terms) if self.num_terms else compiled
+        rest = {p: number for p, number in self.num_terms.items() if p not in self.schedule.handed_over}
+        compiled = with_shared_gates(compiled, self.shared)
+        return with_gradient_terms(compiled, rest) if rest else compiled
 
     def _sayings(self, text: str, places: Iterable[int]) -> dict[int, Callable[[], None]]:
         """Warnings about inputs of the graph, by place."""
@@ -256,6 +278,7 @@ class _ScheduledGraph:
             first_calls=self.first_calls,
             used=partial(observer.output_used, self.segment.fingerprint),
             gates=self.gates,
+            shared=self.shared,
             sums=ScheduledSums(self.wanted, self.schedule.schedule, self.rewritten, self.executor.in_place)
             if self.continues_sums
             else None,
@@ -292,12 +315,11 @@ def _first_watched(compiled: Callable[..., Any], watch: Callable[[Any], None]) -
     return call
 
 
-def _handover_in_ddp(function: Callable[..., Any], gates: GradientGates) -> Callable[..., Any]:
+def _handover_in_ddp(in_ddp: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
     """Hand gradients over early where DistributedDataParallel sends them."""
-    behind_gates = with_handover(function, gates)
 
     def call(*args: Any) -> Any:
-        return (behind_gates if ddp.active() is not None else function)(*args)
+        return (in_ddp if ddp.active() is not None else alone)(*args)
 
     return call
 

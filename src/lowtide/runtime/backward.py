@@ -13,8 +13,9 @@ from lowtide.generators import random_state
 from lowtide.ops.random_ops import drawing_from
 from lowtide.runtime.continued_sums import Continued, ScheduledSums, received
 from lowtide.runtime.executor import Executor, ExecutorInParts, Function, Parts
-from lowtide.runtime.graph_call import GradientGates, waiting_chain, with_handovers
+from lowtide.runtime.graph_call import Gates, GradientGates, waiting_chain, with_handovers
 from lowtide.runtime.rewrite import Rewritten, baseline_schedule, rewrite
+from lowtide.runtime.shared_gradients import SharedGates, in_shared_parts
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.autograd_engine import nodes_after_this, silence_hooks
 from lowtide.torch_compat.dispatch import in_transform
@@ -98,8 +99,9 @@ _Kind = tuple[frozenset[int], Continued]
 class Backward:
     """Runs a graph's backward pass. `used` gets the outputs with an unexpected gradient.
 
-    Where the inputs have `gates`, the graph returns the first gradients, and the gates run the rest. Where
-    later uses of inputs gave their gradients, the graph continues the sums (`sums`).
+    Where the inputs have `gates`, or gates of `shared` inputs, the graph returns the first gradients, and
+    the gates run the rest. Where later uses of inputs gave their gradients, the graph continues the sums
+    (`sums`).
     `skips_parameters`: some parameters get no gradient under any loss.
     """
 
@@ -114,6 +116,7 @@ class Backward:
         first_calls: FirstCalls,
         used: Callable[[frozenset[int]], None],
         gates: GradientGates | None = None,
+        shared: SharedGates | None = None,
         sums: ScheduledSums | None = None,
         skips_parameters: bool = False,
     ) -> None:
@@ -124,13 +127,13 @@ class Backward:
         self.executor = executor
         self.first_calls = first_calls
         self.used = used
-        self.gates = gates
+        self.gates = [each for each in (gates, shared) if each is not None]
         self.sums = sums
         self.skips_parameters = skips_parameters
         self._functions: dict[_Kind, Function] = {
             (planned_missing, ()): executor(rewritten.backward, inputs, is_backward=True)
         }
-        self._parts: dict[_Kind, Parts] = {}
+        self._parts: dict[tuple[_Kind, bool], Parts] = {}
 
     def __call__(self, args: list[Any]) -> Any:
         tangents = self.rewritten.tangents
@@ -144,9 +147,9 @@ class Backward:
         if missing or self.skips_parameters:
             silence_hooks()
         kind = missing, self._receive(args)
-        chain = None if self.gates is None else waiting_chain(self.gates)
+        chain = waiting_chain(self.gates) if self.gates else None
         if chain is not None:
-            return chain.begin(self._in_parts(kind), args)
+            return chain.begin(self._in_parts(kind, chain.gates), args)
         if kind not in self._functions:
             self._functions[kind] = self.executor(self._backward(kind), self.inputs, is_backward=True)
         with inside_planned_graph():
@@ -160,13 +163,17 @@ class Backward:
         args += gradients
         return continued
 
-    def _in_parts(self, kind: _Kind) -> Parts:
-        if kind not in self._parts:
-            assert self.gates is not None and isinstance(self.executor, ExecutorInParts)
+    def _in_parts(self, kind: _Kind, gates: Gates) -> Parts:
+        is_shared = isinstance(gates, SharedGates)
+        key = kind, is_shared
+        if key not in self._parts:
+            assert isinstance(self.executor, ExecutorInParts)
             planned = kind == (self.planned_missing, ())
             module = self.rewritten.backward if planned else self._backward(kind)
-            self._parts[kind] = self.executor.in_parts(with_handovers(module, self.gates.groups), self.inputs)
-        return self._parts[kind]
+            in_parts = in_shared_parts if is_shared else with_handovers
+            parts = in_parts(module, gates.groups)
+            self._parts[key] = self.executor.in_parts(parts, self.inputs)
+        return self._parts[key]
 
     def _backward(self, kind: _Kind) -> fx.GraphModule:
         missing, continued = kind

@@ -49,8 +49,9 @@ class Schedules:
         graph = self.graphs.get(segment.fingerprint)
         missing = frozenset(graph.missing if graph is not None else ())
         apart = frozenset(graph.apart if graph is not None else ())
+        handed_over = frozenset(graph.handed_over if graph is not None else ())
         wanted = specialised(segment, missing=missing, apart=apart)
-        return GraphSchedule(baseline_schedule(wanted), missing, apart)
+        return GraphSchedule(baseline_schedule(wanted), missing, apart, handed_over=handed_over)
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Plan the step that this call of the model begins, without running it."""

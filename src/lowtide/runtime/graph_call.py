@@ -16,16 +16,16 @@ through a chain of gates. The graph's own node runs up to the first gradients an
 graph on to the gradients of its own inputs and returns them. Sums and hooks are autograd's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
 
 from lowtide.ops.direct import hand_over
 from lowtide.torch_compat import aot_autograd, autograd_engine
-from lowtide.torch_compat.gradient_edges import has_run, will_cast
+from lowtide.torch_compat.gradient_edges import has_run, inside_planned_graph, will_cast
 from lowtide.trace.segments import Segment, results_of
 
 Groups = tuple[tuple[int, ...], ...]
@@ -40,10 +40,20 @@ class GradientGates(NamedTuple):
     num_inputs: int
 
 
+class Gates(Protocol):
+    """The gradients that each part of a backward pass returns, the first part by the graph's own node."""
+
+    @property
+    def groups(self) -> tuple[tuple[Any, ...], ...]: ...
+
+    @property
+    def num_inputs(self) -> int: ...
+
+
 class Chain:
     """The shared state of one call's gates: the rest of a backward pass that has begun."""
 
-    def __init__(self, gates: GradientGates) -> None:
+    def __init__(self, gates: Gates) -> None:
         self.gates = gates
         self._rest: Iterator[None] | None = None
         self._box: list[Any] = []
@@ -69,11 +79,12 @@ class Chain:
 
     def _advance(self) -> list[Any]:
         assert self._rest is not None
-        next(self._rest)
-        self._group += 1
-        if self._group == len(self.gates.groups):
-            next(self._rest, None)  # run the ops after the last gradients
-            self._rest = None
+        with inside_planned_graph():
+            next(self._rest)
+            self._group += 1
+            if self._group == len(self.gates.groups):
+                next(self._rest, None)  # run the ops after the last gradients
+                self._rest = None
         gradients = self._box[:]
         self._box.clear()
         return gradients
@@ -156,7 +167,7 @@ def with_handover(function: Callable[..., Any], gates: GradientGates) -> Callabl
     return call
 
 
-def waiting_chain(gates: GradientGates) -> Chain | None:
+def waiting_chain(gates: Sequence[Gates]) -> Chain | None:
     """The chain of gates that runs the rest of the backward pass that begins now.
 
     None where there is none, and where another backward pass may follow and needs all gradients again.
@@ -166,7 +177,7 @@ def waiting_chain(gates: GradientGates) -> Chain | None:
     nodes = [
         node for node in autograd_engine.nodes_after_this() if isinstance(getattr(node, "chain", None), Chain)
     ]
-    own = [node for node in nodes if node.chain.gates is gates]
+    own = [node for node in nodes if any(node.chain.gates is each for each in gates)]
     # an input may have gates of an earlier call
     return max(own, key=autograd_engine.creation_order).chain if own else None
 

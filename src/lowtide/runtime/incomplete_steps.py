@@ -5,7 +5,7 @@ step_of_call       a whole call, captured without running it
 loss_reserve_for   bytes reserved for an unknown loss, until the first step shows its bytes
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lowtide.analyze.captured_step import Captured, captured_step, only_loss_live
-from lowtide.analyze.gradient_sums import sums_of
+from lowtide.analyze.gradient_sums import can_hand_over, sums_of
 from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Graph, GraphRun, Kind, Node, Region, Reserve, Step, Storage, TransferSpeed
@@ -94,7 +94,9 @@ def step_of(
     is_unknown = like is None and not is_whole
     apart = sums_of(segment) if is_unknown else () if is_whole or like is None else like.apart
     traced = Trace(
-        executions=[Execution(segment, apart=frozenset(apart))],
+        executions=[
+            Execution(segment, apart=frozenset(apart), handed_over=_handed_over(segment, apart, like=like))
+        ],
         returned=frozenset((0, output) for output in returned),
         given=frozenset((0, output) for output in tangents - missing),
         num_in_model=1,
@@ -105,6 +107,14 @@ def step_of(
     besides = _besides(context.reserve, growth(step, like=planned, reserve=context.reserve), optimizer)
     state_bytes, loss_bytes = besides.optimizer_state_bytes + live_bytes, besides.loss_bytes + later_bytes
     return _with_reserve(step, replace(besides, optimizer_state_bytes=state_bytes, loss_bytes=loss_bytes))
+
+
+def _handed_over(segment: Segment, apart: Collection[int], *, like: Graph | None) -> frozenset[int]:
+    """The inputs whose gradients leave a graph as soon as they are made, as in `like`."""
+    if not can_hand_over(segment):
+        return frozenset()
+    places = (*apart, *(like.handed_over if like is not None else ()))
+    return frozenset(place for place in places if place < len(segment.gradients))
 
 
 @one_at_a_time

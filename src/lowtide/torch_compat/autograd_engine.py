@@ -19,6 +19,12 @@ def nodes_after_this() -> list[Any]:
     return [node for node, _ in torch._C._current_autograd_node().next_functions]
 
 
+def without_base(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient to which autograd can add others in place. A view refers to its base, and autograd writes
+    only over memory that nothing else refers to."""
+    return gradient.data if type(gradient) is torch.Tensor and gradient._is_view() else gradient
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

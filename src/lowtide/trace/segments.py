@@ -122,8 +122,9 @@ class Execution:
 
     `from_uncaptured`: uncaptured code made some input, and reads its gradient. `origins`: the origins of the
     inputs, where they differ from those of the traced graph. `apart`: inputs whose gradients leave the graph
-    as terms of a sum; None where the other executions decide. `in_frames`: each (execution, output) that
-    Python keeps live during this execution.
+    as terms of a sum; `handed_over`: inputs whose gradients leave as soon as they are made; both None where
+    the other executions decide. `in_frames`: each (execution, output) that Python keeps live during this
+    execution.
     """
 
     segment: Segment
@@ -131,6 +132,7 @@ class Execution:
     from_uncaptured: bool = False
     origins: list[Origin] | None = None
     apart: frozenset[int] | None = None
+    handed_over: frozenset[int] | None = None
     in_frames: frozenset[tuple[int, int]] = frozenset()
 
 
