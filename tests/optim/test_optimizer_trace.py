@@ -7,6 +7,7 @@ import pytest
 import torch
 from nets import said
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers.optimization import Adafactor
 
 import lowtide
@@ -358,9 +359,47 @@ def test_a_wrapper_is_looked_through_and_left_alone() -> None:
     assert len(inner.state) == 0
 
 
+class SharesAll(torch.optim.Adam):
+    """A wrapper that is of the class of what it wraps and has its attributes, as Fabric makes them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__dict__ = {**vars(optimizer), "optimizer": optimizer}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_a_wrapper_calls_hooks_once_after_a_capture() -> None:
+    model = small()
+    inner = make("Adam", "default", model)
+    optimizer, calls = SharesAll(inner), []
+    inner.register_step_post_hook(lambda *_: calls.append("step"))
+    capture(model, torch.randn(4, 60), optimizer=optimizer)
+    model(torch.randn(4, 60)).sum().backward()
+    optimizer.step()
+    assert calls == ["step"]
+
+
 def test_hooks_of_an_optimizer_are_not_called() -> None:
     model = small()
     optimizer = make("Adam", "default", model)
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("must not be called"))
     optimizer.register_step_post_hook(lambda *_: pytest.fail("must not be called"))
     capture(model, torch.randn(4, 60), optimizer=optimizer)
+
+
+def test_hooks_of_all_optimizers_are_not_called() -> None:
+    """Neither while the step is traced nor while it is tried whether it can be split."""
+    model = small()
+    optimizer = make("Adam", "default", model)
+    refuse = [
+        register(lambda *_: pytest.fail("must not be called"))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        lowtide.checkpoint(
+            model, torch.randn(4, 60), budget="8MiB", optimizer=optimizer, step_in_backward=True
+        )
+    finally:
+        for handle in refuse:
+            handle.remove()

@@ -164,8 +164,8 @@ class _Shadow:
         self.copies: dict[int, Any] = {}
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        shadow = copy.copy(optimizer)
-        shadow.__dict__ = {}
+        # not copy.copy: torch hooks the `step` of a copy's class, and a wrapper would call all hooks twice
+        shadow = object.__new__(type(optimizer))
         self.copies[id(optimizer)] = shadow
         # a learning-rate scheduler counts calls by wrapping `step` on the instance
         own = {name: value for name, value in vars(optimizer).items() if name != "step"}

@@ -26,7 +26,7 @@ from lowtide.optim.shadow_optimizer import (
     small_parameter,
 )
 from lowtide.optim.split_step import CHUNK_BYTES, StepChunk, chunks_of, step_for, step_in_rows, take_step
-from lowtide.torch_compat.modules import foreach_devices
+from lowtide.torch_compat.modules import foreach_devices, global_step_hooks_off
 
 Optimizer = torch.optim.Optimizer
 
@@ -182,7 +182,8 @@ def _trained(small: Optimizer, parameters: Sequence[torch.Tensor], *, mode: str)
                     rows = 1 if mode == "single rows" else max(1, len(parameter) // TRIED_CHUNKS)
                     step_in_rows(small, parameter, rows)
                 parameter.grad = None
-        small.step()
+        with global_step_hooks_off():
+            small.step()
         for parameter in parameters:
             parameter.grad = None
     settings = [{k: v for k, v in group.items() if k != "params"} for group in small.param_groups]

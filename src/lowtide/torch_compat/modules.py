@@ -130,15 +130,29 @@ def foreach_devices() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
+def global_step_hooks_off() -> Iterator[None]:
+    """No hook that is registered for all optimizers sees the steps of the block, which no loop takes."""
+    torchs: Any = import_module(Optimizer.__module__)
+    with unittest.mock.patch.multiple(
+        torchs, _global_optimizer_pre_hooks={}, _global_optimizer_post_hooks={}
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def stepping_as_real(*, on_gpu: bool) -> Iterator[None]:
     """Let optimizers over fake tensors choose between a loop and `foreach` as over real tensors; with
-    `on_gpu`, as over tensors of a GPU. torch decides by the class and the device of parameters."""
+    `on_gpu`, as over tensors of a GPU. torch decides by the class and the device of parameters. Hooks of all
+    optimizers see none of these steps."""
     torchs: Any = import_module(Optimizer.__module__)
     devices = [*foreach_devices(), *(["cpu"] if on_gpu else [])]
-    with unittest.mock.patch.multiple(
-        torchs,
-        _foreach_supported_types=[*torchs._foreach_supported_types, FakeTensor],
-        _get_foreach_kernels_supported_devices=lambda: devices,
+    with (
+        global_step_hooks_off(),
+        unittest.mock.patch.multiple(
+            torchs,
+            _foreach_supported_types=[*torchs._foreach_supported_types, FakeTensor],
+            _get_foreach_kernels_supported_devices=lambda: devices,
+        ),
     ):
         yield
 
