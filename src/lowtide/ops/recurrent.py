@@ -194,7 +194,7 @@ def _kept_bytes(call: Call, shape: Sequence[int]) -> int:
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         blocks[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # a result that its own node holds would never be freed
 
     with dispatch.real_tensors(), torch.enable_grad(), casting(autocast, once=True):
         inputs = [torch.zeros(shape, dtype=value.dtype)]

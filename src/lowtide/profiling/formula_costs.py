@@ -89,7 +89,7 @@ def _run(call: Call, formula: Formula) -> tuple[FormulaBytes, int]:
 
     def save(tensor: Tensor) -> Tensor:
         saved.add(storage_key(tensor))
-        return tensor
+        return tensor.detach()  # a result that its own node holds would never be freed
 
     leaves: list[Tensor] = []
 
