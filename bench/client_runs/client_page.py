@@ -1,7 +1,6 @@
 """The page of clients: what was run, totals, the table, and whatever is not exact and within the budget."""
 
 import platform
-import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,58 +17,76 @@ from .peak_watch import STEPS
 EXACT = (GOOD, OVER)
 
 
+PAGE = """\
+# Works with: training code that people install, {days}
+
+{loops} training loops of {libraries} libraries from PyPI, as their tutorials write them, with random
+weights and made-up data. Each trains {steps} steps without a plan and {steps} with one, in fresh processes
+with the same seeds. The budget is halfway between the lowest reachable peak and the measured peak without a
+plan.
+
+Machine: {machine}, shared with other work; one thread. Versions: python {python}, torch {torch}, and those
+of the table. Command: `make clients`, which runs `python bench/client_suite.py` in an environment of its
+own (`bench/clients/requirements.txt`). All figures: [clients.csv](clients.csv).
+
+{totals}
+
+**Exact** is every loss and all gradients of each step, and at the end parameters, buffers, optimizer state
+and random states of torch, numpy and Python, to the last bit. **Peaks** are the most bytes live in the last
+two steps: model, gradients, optimizer state, batch, activations and temporaries. A dataset or a second
+model that the process holds besides is not among them (`beside_bytes` of the CSV). **Set-up** is what
+{steps} steps took longer by a plan, nearly all of it to capture, profile and plan, on a busy machine: no
+claim.
+
+## Clients
+
+{clients}
+
+## Not exact, or not kept
+
+{bad}
+
+## Warnings seen
+
+{warnings}
+"""
+HEADER = [
+    "library",
+    "what trains",
+    "exact",
+    "kept",
+    "no plan",
+    "budget",
+    "predicted",
+    "measured",
+    "graphs",
+    "set-up",
+]
+
+
 def markdown(rows: Sequence[ClientRow]) -> str:
     ordered = sorted(rows, key=lambda row: row.client)
-    days = sorted({row.day for row in rows}) or [time.strftime("%Y-%m-%d", time.gmtime())]
     counts = Counter(row.outcome for row in rows)
-    libraries = len({row.library for row in rows})
-    lines = [
-        f"# Works with: training code that people install, {' and '.join(days)}",
-        "",
-        f"{len(rows)} training loops of {libraries} libraries from PyPI, as their tutorials write them, with random weights and",
-        f"synthetic data. Each trains {STEPS} steps without a plan and {STEPS} with one, in fresh processes with the same seeds. The budget is",
-        "halfway between the lowest reachable peak and the measured peak without a plan.",
-        "",
-        f"Machine: {device_for(torch.device('cpu')).identity.rpartition(',')[0]}, shared with other work, one thread. Versions: python {platform.python_version()},",
-        f"torch {torch.__version__}, and those of the table. Command: `make clients`, which runs `python bench/client_suite.py` in an environment",
-        "of its own with `bench/clients/requirements.txt`. All figures: [clients.csv](clients.csv).",
-        "",
-        *markdown_table(
-            ["outcome", "loops"], [[each, str(counts[each])] for each in OUTCOMES if counts[each]]
-        ),
-        "",
-        "**Exact** is every loss and all gradients of each step, and at the end parameters, buffers, optimizer state and random states (torch,",
-        "numpy, Python), to the last bit. **Peaks** are the most bytes live in the last two steps, of model, gradients, optimizer state, batch",
-        "and activations; a dataset or a second model that the process holds besides is not among them (`beside_bytes` of the CSV). **Set-up** is what",
-        f"{STEPS} steps took longer by a plan, nearly all of it to capture, profile and plan, on a busy machine: no claim.",
-        "",
-        "## Clients",
-        "",
-        *markdown_table(
-            [
-                "library",
-                "what trains",
-                "exact",
-                "kept",
-                "no plan",
-                "budget",
-                "predicted",
-                "measured",
-                "graphs",
-                "set-up",
-            ],
-            [_cells(row) for row in ordered],
-        ),
-        "",
-        "## Not exact, or not kept",
-        "",
-        *_bad(ordered),
-        "",
-        "## Warnings seen",
-        "",
-        *_warnings(ordered),
-    ]
-    return "\n".join(lines) + "\n"
+    totals = [[outcome, str(counts[outcome])] for outcome in OUTCOMES if counts[outcome]]
+    bad = [[row.client, row.outcome, _cause(row)] for row in ordered if row.outcome != GOOD]
+    warned = [[row.client, row.warnings] for row in ordered if row.warnings]
+    return PAGE.format(
+        days=" and ".join(sorted({row.day for row in rows})),
+        loops=len(rows),
+        libraries=len({row.library for row in rows}),
+        steps=STEPS,
+        machine=device_for(torch.device("cpu")).identity.rpartition(",")[0],
+        python=platform.python_version(),
+        torch=torch.__version__,
+        totals=_table(["outcome", "loops"], totals),
+        clients=_table(HEADER, [_cells(row) for row in ordered]),
+        bad=_table(["client", "outcome", "cause"], bad),
+        warnings=_table(["client", "words"], warned),
+    )
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(markdown_table(header, lines)) if lines else "None."
 
 
 def _cells(row: ClientRow) -> list[str]:
@@ -82,11 +99,6 @@ def _cells(row: ClientRow) -> list[str]:
     return [name, row.loop, exact, kept, *sizes, str(row.num_graphs or ""), set_up]
 
 
-def _bad(rows: Sequence[ClientRow]) -> list[str]:
-    found = [[row.client, row.outcome, _cause(row)] for row in rows if row.outcome != GOOD]
-    return markdown_table(["client", "outcome", "cause"], found) if found else ["None."]
-
-
 def _cause(row: ClientRow) -> str:
     if row.outcome != OVER:
         return row.words
@@ -94,8 +106,3 @@ def _cause(row: ClientRow) -> str:
         f"{format_size(row.peak_bytes - row.budget_bytes)} over ({row.peak_bytes / row.budget_bytes - 1:.1%})"
     )
     return f"{over}; {'warned: ' + row.warnings if row.warnings else 'without a warning'}"
-
-
-def _warnings(rows: Sequence[ClientRow]) -> list[str]:
-    found = [[row.client, row.warnings] for row in rows if row.warnings]
-    return markdown_table(["client", "words"], found) if found else ["None."]

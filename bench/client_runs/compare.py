@@ -39,10 +39,11 @@ def run_client(client: Client, *, limit_seconds: float, logs: Path) -> ClientRow
         if eager.error:
             row.outcome, row.words = "does not train eagerly", eager.error
             return row
-        row.eager_peak_bytes, row.eager_seconds = eager.peak_bytes, eager.seconds
-        planned = train("planned", eager.peak_bytes)
+        row.eager_peak_bytes = eager.peak_bytes - eager.beside_bytes
+        row.eager_seconds = eager.seconds
+        planned = train("planned", row.eager_peak_bytes)
         if planned.error and planned.floor_bytes:  # a callback, whose refusal tells the floor
-            planned = train("planned", eager.peak_bytes, planned.floor_bytes)
+            planned = train("planned", row.eager_peak_bytes, planned.floor_bytes)
         judge(row, eager, planned)
         if row.outcome == "differs" and first_difference(eager, train("again")):
             row.outcome = "does not repeat in eager"
@@ -60,7 +61,8 @@ def judge(row: ClientRow, eager: Trained, planned: Trained) -> None:
         return
     row.compared = len(eager.entries)
     row.budget_bytes, row.predicted_bytes = planned.budget_bytes, planned.predicted_bytes
-    row.peak_bytes, row.beside_bytes = planned.peak_bytes, planned.beside_bytes
+    row.beside_bytes = eager.beside_bytes  # what lowtide keeps of its own is not taken off
+    row.peak_bytes = max(0, planned.peak_bytes - row.beside_bytes)
     row.num_graphs = planned.num_graphs
     row.set_up_seconds = planned.seconds - eager.seconds
     row.words = first_difference(eager, planned)

@@ -45,7 +45,7 @@ class Trained:
 
 
 def train_client(
-    name: str, eager_peak_bytes: int = 0, floor_bytes: int = 0, log: Path | None = None
+    name: str, eager_peak_bytes: int = 0, floor_bytes: int = 0, *, log: Path | None = None
 ) -> Trained:
     """Train the client `name`, by a plan where eager's peak is given; what it prints goes to `log`."""
     run = Run(eager_peak_bytes=eager_peak_bytes, floor_bytes=floor_bytes)
@@ -70,7 +70,7 @@ def train_client(
             result.floor_bytes = error.floor_bytes
         return result
     result.entries = journal.entries
-    result.peak_bytes = watch.peak_bytes - watch.beside_bytes
+    result.peak_bytes = watch.peak_bytes
     result.beside_bytes = watch.beside_bytes
     result.floor_bytes, result.budget_bytes = run.floor_bytes, run.budget_bytes
     if (plan := run.made) is not None:

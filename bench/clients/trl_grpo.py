@@ -1,0 +1,44 @@
+"""TRL: GRPO, which generates with the model that it trains; the reward is a function."""
+
+from datasets import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
+from trl import GRPOConfig, GRPOTrainer
+
+from client_runs.run import Run
+from client_runs.tokenizer import random_words, word_tokenizer
+from lowtide.integrations.transformers import Lowtide
+
+LIBRARY = "trl"
+LOOP = "GPT-2, GRPOTrainer, generates as it trains"
+
+
+def many_words(completions: list[str], **columns: object) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def train(run: Run) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2, n_positions=64))
+    model.generation_config.pad_token_id = 0
+    data = Dataset.from_dict({"prompt": [random_words(300, 8) for _ in range(run.steps * 4)]})
+    settings = GRPOConfig(
+        output_dir="out",
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=12,
+        max_steps=run.steps,
+        logging_steps=1,
+        save_strategy="no",
+        gradient_checkpointing=False,
+        bf16=False,
+        report_to=[],
+        use_cpu=True,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=many_words,
+        args=settings,
+        train_dataset=data,
+        processing_class=word_tokenizer(300),
+        callbacks=run.callbacks(Lowtide, model),
+    )
+    trainer.train()
