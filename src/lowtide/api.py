@@ -18,13 +18,14 @@ from lowtide.facts.gpus import GPUS, Gpu
 from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
 from lowtide.facts.serial import solution_to_dict
 from lowtide.facts.sizes import is_auto, parse_size
+from lowtide.lever_search import LeverSearch, lever_search
 from lowtide.offload.offload_store import open_store
 from lowtide.optim.joined_optimizers import join_optimizers
 from lowtide.parallel.ranks import Ranks, count_buckets, plan_together, ranks_of
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding
 from lowtide.plans import Plan, expectation, with_note
 from lowtide.profiles import Profile
-from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, measure_costs
+from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, KnownCosts, estimate_costs, measure_costs
 from lowtide.profiling.free_memory import free_memory
 from lowtide.profiling.roofline import estimated_costs
 from lowtide.profiling.transfer_speed import measure_transfer_speed
@@ -233,7 +234,8 @@ def profile(
         line.stage("measuring its ops")
         count = progress or line.count
         if gpu is not None:
-            return Profile(count_buckets(estimated_costs(captured, gpu), model, group), loop=loop)
+            step = count_buckets(estimated_costs(captured, gpu), model, group)
+            return Profile(step, loop=loop, lever_search=_lever_search(captured, gpu, model, group))
         if mode == "run":
             tensors = user_tensors(model, batch)
             step, known = run_costs(
@@ -244,7 +246,28 @@ def profile(
                 captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
         step = training.with_link(step, cache=cache)
-    return Profile(count_buckets(step, model, group), known, loop=loop, traced=captured.traced)
+    return Profile(
+        count_buckets(step, model, group),
+        known,
+        loop=loop,
+        traced=captured.traced,
+        lever_search=_lever_search(captured, known, model, group),
+    )
+
+
+def _lever_search(
+    captured: Captured, known: KnownCosts | Gpu, model: nn.Module, ranks: Ranks | None
+) -> LeverSearch | None:
+    """What finds levers of a captured step with known costs, or with those of an absent GPU."""
+    is_absent = isinstance(known, Gpu)
+
+    def cost(other: Captured) -> Step:
+        return estimated_costs(other, known) if isinstance(known, Gpu) else estimate_costs(other, known)
+
+    def count(step: Step, alive: nn.Module) -> Step:
+        return count_buckets(step, alive, ranks)
+
+    return lever_search(captured, model, cost, count, one_process=ranks is None, stores=not is_absent)
 
 
 def _gpu_named(name: str) -> Gpu:
@@ -312,7 +335,13 @@ def checkpoint(
             step, known = measure_costs(captured, progress=line.count)
             step = count_buckets(training.with_link(step), model, ranks)
             line.stage("planning")
-            found = Profile(step, known, loop=training.loop(model, batch), traced=captured.traced)
+            found = Profile(
+                step,
+                known,
+                loop=training.loop(model, batch),
+                traced=captured.traced,
+                lever_search=_lever_search(captured, known, model, ranks),
+            )
             told = [FreeMemory(**memory) for memory in memories if memory is not None]
             if not told:
                 return found.plan(budget, planner, executor=executor)

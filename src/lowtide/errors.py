@@ -19,7 +19,13 @@ LowtideError
 `NotApplicable`, `NotEnoughMemory` and `UsageError` are defined in the code that raises them.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from lowtide.units import size_and_bytes
+
+if TYPE_CHECKING:
+    from lowtide.facts.levers import Lever
 
 
 class LowtideError(Exception):
@@ -88,12 +94,26 @@ class UnsupportedTorch(LowtideError, ImportError):
 
 class BudgetTooSmall(LowtideError):
     """No plan fits into the budget. `floor_bytes` is the lowest reachable peak, set at `node`; for a budget
-    `of` reserved bytes, the least that any plan was found to reserve."""
+    `of` reserved bytes, the least that any plan was found to reserve.
+
+    `levers` are changes of the loop that lower the floor, the lowest floor first. The message is one line:
+    what sets the floor (`hint`), and a `remedy`. Levers follow as notes of the exception (PEP 678), which a
+    traceback shows; the remedy is then the last of them.
+    """
 
     def __init__(
-        self, *, budget_bytes: int, floor_bytes: int, node: str, hint: str = "", of: str = ""
+        self,
+        *,
+        budget_bytes: int,
+        floor_bytes: int,
+        node: str,
+        hint: str = "",
+        remedy: str = "Try that budget, or a smaller batch.",
+        of: str = "",
     ) -> None:
         self.budget_bytes, self.floor_bytes, self.node, self.of = budget_bytes, floor_bytes, node, of
+        self.remedy = remedy
+        self.levers: tuple[Lever, ...] = ()
         if of:
             super().__init__(
                 f"cannot fit in {size_and_bytes(budget_bytes)} {of}: the least that a plan was found to "
@@ -101,7 +121,17 @@ class BudgetTooSmall(LowtideError):
                 "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment."
             )
             return
-        super().__init__(
+        self._cause = (
             f"cannot fit in {size_and_bytes(budget_bytes)}: the lowest reachable peak is "
-            f"{size_and_bytes(floor_bytes)}, at '{node}'. {hint or 'Try that budget, or a smaller batch.'}"
+            f"{size_and_bytes(floor_bytes)}, at '{node}'.{f' {hint}' if hint else ''}"
         )
+        super().__init__(f"{self._cause}{f' {remedy}' if remedy else ''}")
+
+    def name_levers(self, levers: "Sequence[Lever]", lines: "Sequence[str]") -> None:
+        """Add levers to the error, with the `lines` that say them in Python; none change nothing."""
+        if not levers:
+            return
+        self.levers = tuple(levers)
+        self.args = (self._cause,)
+        for line in (*lines, *([self.remedy] if self.remedy else [])):
+            self.add_note(line)

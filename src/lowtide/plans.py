@@ -225,7 +225,7 @@ def expectation(plan: Plan) -> str:
 
 def load_plan(path: str | Path) -> Plan:
     """A plan from `plan.json`."""
-    return Plan(solution_from_dict(load_json(Path(path))))
+    return Plan(solution_from_dict(load_json(Path(path)), path=Path(path)))
 
 
 def check_identity(plan: Plan, found: tuple[tuple[str, str], ...]) -> None:

@@ -6,11 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.errors import LowtideError
+from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import UPDATE, Activation, Node, Solution, Step
 from lowtide.facts.auto_budget import AutoBudget, auto_budget, gpu_budget, host_memory
 from lowtide.facts.files import write_atomic
 from lowtide.facts.gpus import ESTIMATED, gpu_behind
+from lowtide.facts.levers import lever_lines
 from lowtide.facts.serial import load_step, save_step
 from lowtide.facts.sizes import is_auto, split_reserved, step_budget
 from lowtide.planning.activations import activations
@@ -28,6 +29,7 @@ from lowtide.stage_log import say
 from lowtide.units import format_size
 
 if TYPE_CHECKING:
+    from lowtide.lever_search import LeverSearch
     from lowtide.profiling.costing import KnownCosts
     from lowtide.trace.model_call import Loop
     from lowtide.trace.segments import TracedModel
@@ -45,6 +47,7 @@ class Profile:
     known: "KnownCosts | None" = field(default=None, repr=False, compare=False)
     loop: "Loop | None" = field(default=None, repr=False, compare=False)
     traced: "TracedModel | None" = field(default=None, repr=False, compare=False)
+    lever_search: "LeverSearch | None" = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         """One line; the floor is left out, since it takes a search."""
@@ -108,6 +111,9 @@ class Profile:
         an accelerator, `"20GiB reserved"` bounds the bytes that the device's allocator reserves, which run
         out first; a share is then one of what the baseline reserves. `executor`: what runs the graphs; with
         `"inductor"` they are compiled here, and the peak is that of the compiled code.
+
+        `BudgetTooSmall` where no plan fits. Its `levers` say what would lower the floor, as long as model,
+        batch and optimizer of the profile are alive.
         """
         if split_reserved(budget)[1]:
             check_reserves(self.step.device, budget)
@@ -117,11 +123,22 @@ class Profile:
             return with_note(self.plan(found.text(budget), planner, executor=executor), found.line)
         if executor != "eager":
             return self._compiled_plan(self._budget_bytes(budget, executor), planner, executor)
-        solution = self._solved(budget, planner)
+        try:
+            solution = self._solved(budget, planner)
+        except BudgetTooSmall as error:
+            self._name_levers(error)
+            raise
         notes = self.step.notes
         if gpu_behind(self.step.device) is not None:
             notes = (*notes, self._allocator_note(solution))
         return self._as_plan(replace(solution, notes=notes))
+
+    def _name_levers(self, error: BudgetTooSmall) -> None:
+        """Add what lowers the floor to a refusal, unless planner 'auto' meets the budget as it is."""
+        if self.lever_search is None or error.of or self._planner.floor().floor_bytes <= error.budget_bytes:
+            return
+        found = self.lever_search.find(self._planner, floor_bytes=self.floor_bytes)
+        error.name_levers(found, lever_lines(found, budget_bytes=error.budget_bytes))
 
     def _budget_bytes(self, budget: str | int, executor: str = "eager") -> int:
         """Bytes of a budget; a share is one of the baseline's peak, or of what the baseline reserves."""

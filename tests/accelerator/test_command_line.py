@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.cli.terminal import Exit
+from lowtide.cli.exit_codes import Exit
 
 FACTORY = """
 import torch

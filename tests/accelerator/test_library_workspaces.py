@@ -12,6 +12,7 @@ from accelerator_cases import CASES, on, trained
 
 import lowtide
 from lowtide.ops import packing
+from lowtide.planning.decisions import LIBRARY_WORKSPACES
 from lowtide.profiling import library_workspaces
 from lowtide.verification.measure_step import train_step
 from lowtide.verification.verify_plan import verify
@@ -50,9 +51,7 @@ def planned(target: Target) -> lowtide.Plan:
 def kept_bytes(plan: lowtide.Plan) -> int:
     step = plan.step
     assert step is not None
-    return sum(
-        storage.nbytes for storage in step.storages if storage.name == library_workspaces.LIBRARY_WORKSPACES
-    )
+    return sum(storage.nbytes for storage in step.storages if storage.name == LIBRARY_WORKSPACES)
 
 
 @pytest.mark.parametrize("trains_before", [False, True])

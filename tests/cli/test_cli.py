@@ -10,7 +10,8 @@ import pytest
 import typer
 
 from lowtide import __version__
-from lowtide.cli.terminal import Exit, Terminal, claim_folder, session, table
+from lowtide.cli.exit_codes import Exit
+from lowtide.cli.terminal import Terminal, claim_folder, session, table
 from lowtide.errors import BudgetTooSmall, FreshProcessError, LowtideError, TargetError
 from lowtide.facts.sizes import BadSize
 from lowtide.zoo import CATALOG

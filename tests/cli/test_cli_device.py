@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lowtide.cli.terminal import Exit
+from lowtide.cli.exit_codes import Exit
 
 pytestmark = pytest.mark.slow
 

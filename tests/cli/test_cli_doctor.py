@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.cli.terminal import Exit
+from lowtide.cli.exit_codes import Exit
 from lowtide.experiments import checkup, machine
 from lowtide.experiments.checkup import CaptureCheckup, OffloadCheckup, PlanCheckup
 from lowtide.experiments.machine import Note

@@ -11,9 +11,9 @@ from report_cases import make_case
 
 from lowtide.cli import options as completion
 from lowtide.cli import sources
+from lowtide.cli.exit_codes import Exit
 from lowtide.cli.output_files import after_run, save_profile
 from lowtide.cli.sweep_command import sweep_exit
-from lowtide.cli.terminal import Exit
 from lowtide.experiments import compare_methods, machine, measured, sweep_rows
 from lowtide.experiments.compare_methods import MethodResult
 from lowtide.profiles import Profile

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.cli.terminal import Exit
+from lowtide.cli.exit_codes import Exit
 from lowtide.experiments import fit
 from lowtide.experiments.fit import Check, Fit, FitRow
 

@@ -7,9 +7,10 @@ import pytest
 from offloadable import with_offload
 from report_cases import make_case
 
+from lowtide.cli.exit_codes import Exit
 from lowtide.cli.output_files import load_plan, load_profile, save_profile
 from lowtide.cli.tables import NUM_LARGEST, profile_summary, profile_tables
-from lowtide.cli.terminal import Exit, Terminal, table
+from lowtide.cli.terminal import Terminal, table
 from lowtide.errors import LowtideError
 from lowtide.facts import TransferSpeed
 from lowtide.planning.activations import activations

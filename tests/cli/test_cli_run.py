@@ -16,9 +16,9 @@ from budgets import between
 from rich.console import Console
 
 from lowtide.api import profile
+from lowtide.cli.exit_codes import Exit
 from lowtide.cli.output_files import load_plan, load_profile
 from lowtide.cli.tables import outcome_data, outcome_exit, outcome_tables, verdict
-from lowtide.cli.terminal import Exit
 from lowtide.errors import BudgetTooSmall, FreshProcessError
 from lowtide.experiments import machine, measured
 from lowtide.experiments.measured import Outcome
@@ -153,13 +153,53 @@ def test_run_with_a_budget_that_cannot_be_met_leaves_the_profile(run_lowtide, tm
     arguments = ("run", "users_model.py:make", "-b", "512", "--budget", "1KiB", "-o", str(out))
     code, _, stderr = run_lowtide(*arguments)
     assert code == Exit.DOES_NOT_FIT
-    assert {p.name for p in out.iterdir()} == {"profile.json", "node_stats.csv", "activation_stats.csv"}
-    wrote, command, error = stderr.splitlines()[-3:]
-    assert str(out / "profile.json") in wrote and error.startswith(
-        "error: cannot fit in 1.0 KiB (1024 bytes)"
-    )
-    code, stdout, _ = run_lowtide(*shlex.split(command.removeprefix("next: lowtide ")))
+    files = {"profile.json", "node_stats.csv", "activation_stats.csv", "report.html"}
+    assert {p.name for p in out.iterdir()} == files
+    wrote, report, error, *_, lever, command = stderr.splitlines()
+    assert str(out / "profile.json") in wrote and report == f"report: {out / 'report.html'}"
+    assert error.startswith("error: cannot fit in 1.0 KiB (1024 bytes)")
+    assert "no plan fits 1.0 KiB" in (out / "report.html").read_text()
+    code, stdout, _ = run_lowtide(*shlex.split(command.strip())[1:])
     assert code == 0 and "predicted peak" in stdout and (out / "plan.json").exists()
+    words = shlex.split(lever.removeprefix("next: "), comments=True)
+    assert words[:2] == ["lowtide", "run"] and words[-1] == "--force"
+    assert {"--step-in-backward", "--offload"} & set(words)
+    assert words[words.index("--budget") + 1] != "1KiB"
+
+
+def test_a_refusal_in_json_is_one_value_with_its_figures(run_lowtide):
+    code, stdout, stderr = run_lowtide(
+        "plan", "users_model.py:make", "-b", "512", "--budget", "1KiB", "--json"
+    )
+    error = json.loads(stdout)["error"]
+    assert code == Exit.DOES_NOT_FIT and "error: cannot fit" in stderr
+    assert (error["type"], error["budget_bytes"]) == ("BudgetTooSmall", 1024)
+    floors = [lever["floor_bytes"] for lever in error["levers"]]
+    assert floors and max(floors) < error["floor_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code"),
+    [
+        (("plan", "nowhere.py:make", "-b", "2", "--budget", "60%"), "TargetError", Exit.ERROR),
+        (("plan", "users_model.py:make", "-b", "two", "--budget", "60%"), "UsageError", Exit.USAGE),
+        (("plan", "users_model.py:make", "-b", "2", "--budget", "lots"), "UsageError", Exit.USAGE),
+    ],
+)
+def test_every_failure_in_json_is_one_value(run_lowtide, arguments, kind, code):
+    found, stdout, stderr = run_lowtide(*arguments, "--json")
+    error = json.loads(stdout)["error"]
+    assert (found, error["type"]) == (code, kind)
+    assert error["message"] in stderr
+
+
+@pytest.mark.parametrize(("command", "wanted"), [("verify", "a plan"), ("explain", "a plan")])
+def test_a_profile_in_place_of_a_plan_is_called_so(run_lowtide, ran, command, wanted):
+    out, _, _ = ran
+    more = ("relu",) if command == "explain" else ()
+    code, _, stderr = run_lowtide(command, str(out / "profile.json"), *more)
+    assert code == Exit.ERROR
+    assert f"'{out / 'profile.json'}' is a profile, and {wanted} is wanted" in stderr
 
 
 @pytest.mark.parametrize(("floor_bytes", "budget"), [(500, "60%"), (601, "601"), (123 << 20, "123MiB")])
@@ -398,7 +438,8 @@ def test_a_budget_that_compiled_code_does_not_meet_is_not_asked_of_the_profile(
     arguments = ("users_model.py:make", "-b", "4", "--budget", "1MiB", "--executor", "inductor")
     code, _, stderr = run_lowtide("run", *arguments, "-o", str(tmp_path))
     assert code == Exit.DOES_NOT_FIT
-    assert "next: the same command with --budget 3072KiB --force\n" in stderr
+    command = f"lowtide run {' '.join(arguments)} -o {tmp_path}".replace("1MiB", "3072KiB")
+    assert f"next: {command} --force\n" in stderr
 
 
 def test_a_folder_that_cannot_be_written_to_is_found_before_any_work(run_lowtide, monkeypatch):

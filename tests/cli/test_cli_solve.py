@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lowtide.cli.terminal import Exit
+from lowtide.cli.exit_codes import Exit
 
 # A chain 0..5 whose ends are joined: node 0 is large and waits for the last node to read it.
 CHAIN = {

@@ -7,7 +7,7 @@ from budgets import between
 from report_cases import make_case
 
 from lowtide.cli.compare_command import compare_exit
-from lowtide.cli.terminal import Exit
+from lowtide.cli.exit_codes import Exit
 from lowtide.errors import FreshProcessError, TargetError
 from lowtide.experiments import compare_methods, measured, sweep_rows, trial
 from lowtide.experiments.measured import distinct_plans, measure_points, spread_over

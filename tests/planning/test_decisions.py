@@ -31,16 +31,21 @@ SENTENCES = re.compile(
 
 @pytest.mark.parametrize(("region", "held"), COMBINATIONS)
 def test_every_hint_is_whole_sentences(region, held):
-    text = hint(region, held)
+    text = " ".join(hint(region, held))
     assert SENTENCES.fullmatch(text) and text[0].isupper(), text
 
 
 @pytest.mark.parametrize(("region", "held"), COMBINATIONS)
 def test_only_what_is_held_is_blamed(region, held):
-    text = hint(region, held)
+    text = " ".join(hint(region, held))
     assert ("SGD" in text) <= bool(held.get(Kind.OPTIMIZER_STATE))
     blamed = text.partition(" set it")[0].lower() if " set it" in text else ""
     assert all(held.get(kind) for kind, words in LASTING.items() if words in blamed)
+
+
+def test_workspaces_of_libraries_have_their_own_name():
+    cause, _ = hint(Region.FORWARD, {Kind.OTHER: 18 << 20}, libraries={"cuBLAS workspaces": 17 << 20})
+    assert cause == "It holds 17.0 MiB cuBLAS workspaces, 1.0 MiB other."
 
 
 def test_lists_are_joined_as_people_do():

@@ -1,6 +1,8 @@
 """From traced graphs to the facts of one training step: ranked nodes, storages, remats.
 
 - `captured_step`: the entry, `capture`: trace, analyze, add the optimizer
+- `capture_warnings`: what a capture cannot count, or cannot promise
+- `analyze_again`: the same graphs in a loop with other settings
 - `graph_facts`: nodes and storages of the graphs, forward and backward
 - `analysis`: the facts while they are collected
 - `gradient_sums`: which gradients leave a graph as terms, so that autograd adds them in eager's order

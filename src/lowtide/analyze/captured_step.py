@@ -10,14 +10,16 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from lowtide.analyze.analysis import Analysis, GraphNode
+from lowtide.analyze.analyze_again import AnalyzeAgain, StepSettings
+from lowtide.analyze.capture_warnings import COUNTED, HOOKS, NOT_COUNTED, UNCAPTURED, warn_of
 from lowtide.analyze.formulas import Formula, find_formulas
-from lowtide.analyze.gradient_sums import shares_gradients, summed_inside_op
 from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.analyze.optimizer_facts import add_optimizer, chunks_of_step
 from lowtide.errors import CaptureError
@@ -39,16 +41,9 @@ from lowtide.trace.failures import refuse_several_graphs, refuse_what_cannot_be_
 from lowtide.trace.identity import identify, identify_inputs, name_tensors, user_tensors
 from lowtide.trace.model_call import split_batch, tensors_in
 from lowtide.trace.segments import Segment, Trace, TracedModel
-from lowtide.trace.tangents import GRADIENT_HAS_OTHER_STRIDES, has_other_strides
 from lowtide.trace.trace_model import trace
 
 SCALARS_BYTES = 1024
-UNCAPTURED = (
-    "the model or its loss runs differentiable code outside of its graphs that torch.compile does not follow"
-)
-NOT_COUNTED = "; what autograd keeps of it is counted, what it holds while its backward pass runs is not"
-COUNTED = "; what it holds is counted as it was seen when the step was captured"
-
 logger = logging.getLogger("lowtide")
 
 Values = Mapping[fx.Node, Any]
@@ -59,7 +54,8 @@ class Captured:
     """A step whose times are still zero, the op behind every rank, and the graphs themselves.
 
     `calls` has the op of every first run, and of rematerializations that run a different op. `traced` is the
-    model as torch compiled it, for its first planned step. `uncaptured_calls`: see `Analysis`.
+    model as torch compiled it, for its first planned step. `uncaptured_calls`: see `Analysis`. `again`
+    analyzes the same graphs for a loop with other settings; None for a model that is sharded over processes.
     """
 
     step: Step
@@ -69,6 +65,7 @@ class Captured:
     traced: TracedModel | None = None
     uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
     formulas: tuple[Formula, ...] = ()
+    again: "AnalyzeAgain[Captured] | None" = None
 
 
 @one_at_a_time
@@ -100,81 +97,71 @@ def capture(
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
     refuse_what_cannot_be_traced(model, (args, kwargs))
+    settings = StepSettings(
+        accumulate=accumulate,
+        reserve_bytes=reserve_bytes,
+        step_in_backward=step_in_backward,
+        holds_outputs=holds_outputs,
+        offload=offload,
+    )
     with rarely_collected():
         traced = trace(model, args, kwargs, loss=loss, simulated=simulated, gpu=gpu)
-        if not holds_outputs:
-            traced = only_loss_live(traced)
-        updates: dict[int, int] = {}
-        if step_in_backward:
-            updates = update_bytes(optimizer)
-            refuse_several_graphs(traced)
-        analysis = analyze_graphs(
-            traced,
-            accumulate=accumulate,
-            updates=updates,
-            offload=offload,
-            tensors=user_tensors(model, (args, kwargs)),
+        captured = analyzed(
+            traced, model, (args, kwargs), settings, optimizer=optimizer, simulated=simulated, gpu=gpu
         )
-        if reserve_bytes:
-            analysis.add_storage(nbytes=reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
-        captured = captured_step(
-            analysis,
-            traced,
-            model,
-            batch=(args, kwargs),
-            optimizer=optimizer,
-            simulated=simulated,
-            offload=offload,
-            on_gpu=gpu is not None,
-        )
-        captured = replace(captured, step=replace(captured.step, holds_outputs=holds_outputs))
-        if gpu is not None:
-            captured = replace(captured, traced=None)  # the compiled model calls kernels that a CPU lacks
     if has_backward_hooks(model):
         logger.warning(HOOKS)
-        captured = replace(captured, step=replace(captured.step, notes=(*captured.step.notes, HOOKS)))
-    _warn(captured.step, traced)
+    warn_of(captured.step, traced)
+    if simulated is None and traced.sharding is None:
+        again = partial(analyzed, traced, gpu=gpu)
+        captured.again = AnalyzeAgain(again, model, (args, kwargs), settings, optimizer=optimizer)
     return captured
 
 
-HOOKS = "backward hooks of modules do not run while a step is planned: what they keep live is not counted"
-
-
-def _warn(step: Step, traced: Trace) -> None:
-    """Warn of parts of a captured step that are not counted, or may not be exact."""
-    if UNCAPTURED + NOT_COUNTED in step.notes:
-        logger.warning(
-            "%s, so budgets are kept only for the rest: lowtide.verify says what the whole takes",
-            UNCAPTURED + NOT_COUNTED,
-        )
-    elif UNCAPTURED + COUNTED in step.notes:
-        logger.warning(
-            "%s. Another batch may take more there, and gradients of what it shares with the graphs may be "
-            "summed in another order than in eager: lowtide.verify says what a step takes and whether it is "
-            "exact",
-            UNCAPTURED + COUNTED,
-        )
-    if shared := summed_inside_op(traced):
-        logger.warning(
-            "the model breaks into %d graphs, and one of them uses %s in a recurrent layer before a later "
-            "one uses it again: its gradients are summed in another order than in eager, so that the last "
-            "bits can differ. lowtide.verify says whether; torch._dynamo.explain shows where graphs end",
-            traced.num_in_model,
-            shared,
-        )
-    elif shares_gradients(traced, [graph.missing for graph in step.graphs]):
-        logger.warning(
-            "the model returns several views of one value that it also uses itself: the gradients of that "
-            "value are summed in another order than in eager, so that the last bits can differ. "
-            "lowtide.verify says whether they do; return a copy of the views (`.clone()`) to be exact"
-        )
-    if has_other_strides(traced):
-        logger.warning(
-            "%s, but not for all outputs with these strides: torch copies such a gradient to the output's "
-            "strides, eager does not, so that the last bits can differ. lowtide.verify says whether they do; "
-            "return outputs `.contiguous()`, or compute the loss in the model's forward, to be exact",
-            GRADIENT_HAS_OTHER_STRIDES,
-        )
+@one_at_a_time
+def analyzed(
+    traced: Trace,
+    model: nn.Module,
+    batch: Any,
+    settings: StepSettings,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    simulated: SimulatedSharding | None = None,
+    gpu: Gpu | None = None,
+) -> Captured:
+    """The step of traced graphs in a loop with these settings."""
+    if not settings.holds_outputs:
+        traced = only_loss_live(traced)
+    updates: dict[int, int] = {}
+    if settings.step_in_backward:
+        updates = update_bytes(optimizer)
+        refuse_several_graphs(traced)
+    analysis = analyze_graphs(
+        traced,
+        accumulate=settings.accumulate,
+        updates=updates,
+        offload=settings.offload,
+        tensors=user_tensors(model, batch),
+    )
+    if settings.reserve_bytes:
+        analysis.add_storage(nbytes=settings.reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
+    captured = captured_step(
+        analysis,
+        traced,
+        model,
+        batch=batch,
+        optimizer=optimizer,
+        simulated=simulated,
+        offload=settings.offload,
+        on_gpu=gpu is not None,
+    )
+    notes = (*captured.step.notes, HOOKS) if has_backward_hooks(model) else captured.step.notes
+    return replace(
+        captured,
+        step=replace(captured.step, holds_outputs=settings.holds_outputs, notes=notes),
+        # for a GPU, the compiled model calls kernels that a CPU lacks
+        traced=None if gpu is not None else captured.traced,
+    )
 
 
 def only_loss_live(traced: Trace) -> Trace:

@@ -5,7 +5,10 @@ Commands import torch only when they need it.
 
 - `app`: the command `lowtide` and its subcommands
 - `options`: the options that commands share, and the decorator `command`
-- `terminal`: one command's stdout and stderr, tables, exit codes
+- `terminal`: one command's stdout and stderr, and its tables
+- `exit_codes`: exit codes, and errors as a line and as data
+- `encoding`: text for terminals that lack characters
+- `refusals`: the commands to type after a refused budget
 - `sources`: from the typed options to a profile
 - `step_commands`: profile, plan, verify, run
 - `tradeoff_command`, `sweep_command`, `compare_command`, `fit_command`: experiments

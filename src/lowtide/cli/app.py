@@ -1,5 +1,6 @@
 """The `lowtide` command and its subcommands."""
 
+import json
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
@@ -9,12 +10,13 @@ import typer
 from lowtide import __version__
 from lowtide.cli.compare_command import compare
 from lowtide.cli.doctor_command import doctor
+from lowtide.cli.encoding import write_what_can_be_read
+from lowtide.cli.exit_codes import Exit, UsageError
 from lowtide.cli.file_commands import explain, models, solve
 from lowtide.cli.fit_command import fit
 from lowtide.cli.launch_command import LaunchCommand, launch
 from lowtide.cli.step_commands import plan, profile, run, verify
 from lowtide.cli.sweep_command import sweep
-from lowtide.cli.terminal import Exit
 from lowtide.cli.tradeoff_command import tradeoff
 
 app = typer.Typer(
@@ -59,7 +61,8 @@ def lowtide(
 
 
 def main() -> None:
-    """Run the command line and exit. A usage error is one line, too."""
+    """Run the command line and exit. A usage error is one line, too, and with `--json` a value as well."""
+    write_what_can_be_read()
     try:
         code = app(standalone_mode=False)
     except Exception as error:
@@ -69,5 +72,7 @@ def main() -> None:
         command = getattr(getattr(error, "ctx", None), "command_path", "lowtide")
         message = " ".join(error.format_message().split())
         typer.echo(f"error: {message} ({command} --help shows what can be said)", err=True)
+        if "--json" in sys.argv:
+            typer.echo(json.dumps({"error": {"type": UsageError.__name__, "message": message}}, indent=2))
         code = Exit.USAGE
     sys.exit(code)

@@ -8,6 +8,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.cli.exit_codes import Exit, UsageError
 from lowtide.cli.options import (
     BatchSize,
     Executor,
@@ -18,7 +19,7 @@ from lowtide.cli.options import (
     command,
 )
 from lowtide.cli.sources import StepOptions, offers, on_device, profile_target, title_of
-from lowtide.cli.terminal import Exit, Terminal, UsageError, table
+from lowtide.cli.terminal import Terminal, table
 from lowtide.report.results import CompareRow, Results
 from lowtide.report.style import UNKNOWN, is_noisy, percent, size
 

@@ -8,9 +8,10 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.cli.exit_codes import Exit, UsageError
 from lowtide.cli.options import OptionalBatchSize, TargetText, bytes_budgets, command
 from lowtide.cli.sources import StepOptions, offers, on_device, profile_target
-from lowtide.cli.terminal import Exit, Terminal, UsageError, table
+from lowtide.cli.terminal import Terminal, table
 from lowtide.report.style import UNKNOWN, duration, percent, size
 from lowtide.zoo.targets import TargetSpec, check_target
 

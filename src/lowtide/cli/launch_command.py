@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from lowtide.cli.exit_codes import Exit, exit_code, one_line
 from lowtide.cli.options import (
     Budget,
     Executor,
@@ -26,7 +27,6 @@ from lowtide.cli.options import (
     StepInBackward,
     optional_size,
 )
-from lowtide.cli.terminal import Exit, exit_code, one_line
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:

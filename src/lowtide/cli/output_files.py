@@ -33,7 +33,7 @@ from lowtide.report.exports import write_trace, write_tradeoff, write_transfers
 from lowtide.report.html import render_report
 from lowtide.report.results import Environment, environment_here
 from lowtide.report.times import store_use
-from lowtide.units import round_up_size
+from lowtide.units import format_size, round_up_size
 from lowtide.zoo.targets import TargetSpec
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def save_profile(path: Path, profile: Profile, spec: TargetSpec | None) -> None:
 
 def load_profile(path: Path) -> tuple[Profile, TargetSpec | None]:
     data = load_json(path)
-    return Profile(step_from_dict(data)), _spec(path, data)
+    return Profile(step_from_dict(data, path=path)), _spec(path, data)
 
 
 def save_plan(path: Path, plan: Plan, spec: TargetSpec | None) -> None:
@@ -63,7 +63,7 @@ def save_plan(path: Path, plan: Plan, spec: TargetSpec | None) -> None:
 
 def load_plan(path: Path) -> tuple[Plan, TargetSpec | None]:
     data = load_json(path)
-    return Plan(solution_from_dict(data)), _spec(path, data)
+    return Plan(solution_from_dict(data, path=path)), _spec(path, data)
 
 
 def _target(spec: TargetSpec | None) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def plan_command(out: Path, *, budget: str, planner: str = "auto") -> str:
     """How to plan from the profile in `out`."""
     where, file = (shlex.quote(str(path)) for path in (out, out / PROFILE))
     other = "" if planner == "auto" else f" --planner {planner}"
-    return f"next: lowtide plan {file} --budget {shlex.quote(budget)}{other} -o {where}"
+    return f"lowtide plan {file} --budget {shlex.quote(budget)}{other} -o {where}"
 
 
 def after_run(
@@ -103,10 +103,10 @@ def after_run(
     given = "model, optimizer=optimizer" if step_in_backward else "model"
     profile, plan = (shlex.quote(str(out / name)) for name in (PROFILE, PLAN))
     return [
-        f"next: lowtide plan {profile} --budget {floor_bytes}   # {floor}, at once",
-        f"      lowtide tradeoff {profile} --measure 0   # what every budget costs",
-        f"      lowtide verify {plan}   # again",
-        f"      model = lowtide.load_plan({str(out / PLAN)!r}).apply({given})   # in your own script",
+        f"lowtide plan {profile} --budget {floor_bytes}   # {floor}, at once",
+        f"lowtide tradeoff {profile} --measure 0   # what every budget costs",
+        f"lowtide verify {plan}   # again",
+        f"model = lowtide.load_plan({str(out / PLAN)!r}).apply({given})   # in your own script",
     ]
 
 
@@ -178,6 +178,18 @@ def write_plan(folder: Path, *, spec: TargetSpec | None, plan: Plan) -> list[Pat
     """The files that are known before any run."""
     save_plan(folder / PLAN, plan, spec)
     return [folder / PLAN, *plan.to_csv(folder)]
+
+
+def write_refusal(folder: Path, *, profile: Profile, name: str, budget_bytes: int) -> list[Path]:
+    """The report of a step for which no plan fits."""
+    page = render_report(
+        title=f"{name}: no plan fits {format_size(budget_bytes)}",
+        environment=environment(profile.step.device),
+        step=profile.step,
+        before=profile.timeline,
+        activations=profile.activations,
+    )
+    return [write_atomic(folder / REPORT, page)]
 
 
 def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outcome", name: str) -> list[Path]:

@@ -1,10 +1,11 @@
 """From the typed options to a profile: capture and measure a target, or read a file."""
 
 import gc
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowtide.cli.exit_codes import UsageError
 from lowtide.cli.options import (
     Device,
     ImageSize,
@@ -24,10 +25,10 @@ from lowtide.cli.options import (
     StepInBackward,
     Swap,
 )
-from lowtide.cli.terminal import Terminal, UsageError
+from lowtide.cli.terminal import Terminal
 from lowtide.errors import TargetError
 from lowtide.facts.gpus import gpu_behind
-from lowtide.zoo.targets import TargetSpec
+from lowtide.zoo.targets import Target, TargetSpec
 
 if TYPE_CHECKING:
     from lowtide.profiles import Profile
@@ -92,21 +93,35 @@ def offers(*names: str) -> Offered:
     return Offered((*always, *names, *(("swap",) if "offload" in names else ())))
 
 
-def profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> "Profile":
+def profile_target(
+    spec: TargetSpec, terminal: Terminal, step: StepOptions, *, held: "list[Target] | None" = None
+) -> "Profile":
     """Load the target and profile one step of it; in mode `run` by running it, if it fits.
 
-    Afterwards this process has nothing of it on an accelerator: fresh processes need that memory.
+    A refused plan of the profile names levers as long as the target is alive: `held` gets it, and the caller
+    calls `release` after planning. Without `held` the target is freed.
     """
-    found = _profile_target(spec, terminal, step)
-    if found.step.device != "cpu" and gpu_behind(found.step.device) is None:
+    found, target = _profile_target(spec, terminal, step)
+    if held is not None:
+        held.append(target)
+        return found
+    del target
+    release([], found)
+    return replace(found, lever_search=None)
+
+
+def release(held: "list[Target]", profile: "Profile") -> None:
+    """Free the targets that were held. Afterwards this process has nothing of them on an accelerator: fresh
+    processes need that memory."""
+    held.clear()
+    if profile.step.device != "cpu" and gpu_behind(profile.step.device) is None:
         import torch
 
         gc.collect()
         torch.accelerator.empty_cache()
-    return found
 
 
-def _profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> "Profile":
+def _profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> "tuple[Profile, Target]":
     offload = step.store
     with terminal.working(f"loading {spec.text}"):
         from lowtide import api
@@ -123,12 +138,13 @@ def _profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> 
         from lowtide.experiments.measured import profile_by_running
 
         with terminal.counting(f"running {spec.text}") as progress:
-            return profile_by_running(
+            found = profile_by_running(
                 target, memory_limit=step.memory_limit, cache=not step.no_cache, progress=progress
             )
+        return found, target
     # capture has no progress; the bar moves when ops are measured
     with terminal.counting(f"profiling {spec.text}") as progress:
-        return api.profile(
+        found = api.profile(
             target.model,
             target.batch,
             optimizer=target.optimizer,
@@ -142,12 +158,19 @@ def _profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> 
             device=step.device,
             progress=progress,
         )
+    return found, target
 
 
 def open_source(
-    source: str, terminal: Terminal, step: StepOptions, *, batch_size: int | None
+    source: str,
+    terminal: Terminal,
+    step: StepOptions,
+    *,
+    batch_size: int | None,
+    held: "list[Target] | None" = None,
 ) -> tuple["Profile", TargetSpec | None, str]:
-    """A profile from a `profile.json`, or of a TARGET; its target, where known; and its title."""
+    """A profile from a `profile.json`, or of a TARGET; its target, where known; and its title. `held`: see
+    `profile_target`."""
     if source.endswith(".json"):
         from lowtide.cli.output_files import load_profile
 
@@ -161,7 +184,7 @@ def open_source(
         raise TargetError(f"how large a batch of '{source}'? Say --batch-size N")
     else:
         spec = step.spec(source, batch_size)
-        profile = profile_target(spec, terminal, step)
+        profile = profile_target(spec, terminal, step, held=held)
     title = title_of(spec) if spec else source
     if step.ranks is not None:
         title += f", one of {step.ranks} processes ({step.shard})"

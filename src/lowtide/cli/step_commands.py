@@ -7,12 +7,14 @@
 """
 
 import shlex
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lowtide.cli.exit_codes import UsageError
 from lowtide.cli.options import (
     BatchSize,
     Budget,
@@ -28,12 +30,21 @@ from lowtide.cli.options import (
     TimedRuns,
     command,
 )
-from lowtide.cli.sources import StepOptions, offers, on_device, open_source, profile_target, title_of
-from lowtide.cli.terminal import Terminal, UsageError
+from lowtide.cli.refusals import again, remedies
+from lowtide.cli.sources import (
+    StepOptions,
+    offers,
+    on_device,
+    open_source,
+    profile_target,
+    release,
+    title_of,
+)
+from lowtide.cli.terminal import Terminal
 from lowtide.errors import BudgetTooSmall, TargetError
 from lowtide.facts.gpus import gpu_behind
 from lowtide.units import round_up_size
-from lowtide.zoo.targets import TargetSpec
+from lowtide.zoo.targets import Target, TargetSpec
 
 
 @command
@@ -65,7 +76,7 @@ def profile(
         with terminal.working("looking for the lowest reachable peak"):
             floor_bytes = measured.floor_bytes
         budget = files.budget_to_try(peak_bytes=measured.peak_bytes, floor_bytes=floor_bytes)
-        terminal.note(files.plan_command(out, budget=budget))
+        terminal.next_commands(files.plan_command(out, budget=budget))
 
 
 @command
@@ -92,8 +103,9 @@ def plan(
 
         executor_named(executor)  # checked before any work
     out = output.claim(files.PLAN, files.DECISIONS)
-    profile, spec, name = open_source(source, terminal, step, batch_size=batch_size)
-    with terminal.working("planning"):
+    held: list[Target] = []
+    profile, spec, name = open_source(source, terminal, step, batch_size=batch_size, held=held)
+    with terminal.working("planning"), remedies(terminal, sys.argv):
         made = profile.plan(budget, planner=planner, executor=executor)
     written = [] if out is None else files.write_plan(out, spec=spec, plan=made)
     terminal.data(plan_summary(made.solution, name=name))
@@ -101,7 +113,7 @@ def plan(
     if out is not None:
         terminal.note(f"wrote {', '.join(map(str, written))}")
     if out is not None and step.ranks is None and step.device is None:
-        terminal.note(f"next: lowtide verify {shlex.quote(str(out / files.PLAN))}")
+        terminal.next_commands(f"lowtide verify {shlex.quote(str(out / files.PLAN))}")
 
 
 @command
@@ -183,8 +195,8 @@ def run(
     """Profile a step, plan it for a budget, verify the plan in fresh processes, and write a report.
 
     A step that only the plan makes small enough for this machine runs with the plan alone, and is not
-    compared. A budget that cannot be met leaves the profile. Exits with 3 when the budget or this
-    machine's memory cannot be met, with 4 when results differ.
+    compared. A budget that cannot be met leaves the profile and its report. Exits with 3 when the budget or
+    this machine's memory cannot be met, with 4 when results differ.
     """
     from lowtide.cli import output_files as files
     from lowtide.cli import tables
@@ -194,22 +206,26 @@ def run(
     out = output.claim(*files.FILES)
     assert out is not None
     spec = step.spec(target, batch_size)
-    profile = profile_target(spec, terminal, step)
+    held: list[Target] = []
+    profile = profile_target(spec, terminal, step, held=held)
     name = on_device(title_of(spec), profile.step.device)
     summary = tables.profile_summary(profile, name=name)
     terminal.show(*tables.profile_tables(summary))
     written = files.write_profile(out, spec=spec, profile=profile)
     try:
-        with terminal.working("planning"):
+        with terminal.working("planning"), remedies(terminal, sys.argv, folder=out):
             plan = profile.plan(budget, planner=planner, executor=executor)
     except BudgetTooSmall as error:
+        written += files.write_refusal(out, profile=profile, name=name, budget_bytes=error.budget_bytes)
         terminal.note(f"wrote {', '.join(map(str, written))}; there is no plan")
+        terminal.note(f"report: {out / files.REPORT}")
         lowest = round_up_size(error.floor_bytes) + (f" {error.of}" if error.of else "")
         if executor is ExecutorName.EAGER:
-            terminal.note(files.plan_command(out, budget=lowest, planner=planner))
+            terminal.after_failure.append(files.plan_command(out, budget=lowest, planner=planner))
         else:
-            terminal.note(f"next: the same command with --budget {shlex.quote(lowest)} --force")
+            terminal.after_failure.append(again(sys.argv, budget=lowest, force=True))
         raise
+    release(held, profile)
     written += files.write_plan(out, spec=spec, plan=plan)
     terminal.show(*tables.plan_tables(plan.solution, name=name))
     with terminal.working("verifying in fresh processes"):
@@ -228,11 +244,12 @@ def run(
         }
     )
     terminal.note(f"report: {out / files.REPORT}")
-    for line in files.after_run(
-        out,
-        floor_bytes=profile.floor_bytes,
-        step_in_backward=plan.solution.step_in_backward,
-        executor=executor,
-    ):
-        terminal.note(line)
+    terminal.next_commands(
+        *files.after_run(
+            out,
+            floor_bytes=profile.floor_bytes,
+            step_in_backward=plan.solution.step_in_backward,
+            executor=executor,
+        )
+    )
     raise typer.Exit(tables.outcome_exit(outcome, budget_bytes=plan.budget_bytes))

@@ -10,9 +10,10 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.cli.exit_codes import Exit
 from lowtide.cli.options import LiveBudget, OutputOptions, Planner, TargetText, TimedRuns, command
 from lowtide.cli.sources import StepOptions, offers, on_device, profile_target
-from lowtide.cli.terminal import Exit, Terminal, table
+from lowtide.cli.terminal import Terminal, table
 from lowtide.errors import LowtideError
 from lowtide.report.results import Results, StepMeasurement, SweepRow, SweepStatus
 from lowtide.report.style import HOW_TIMED, UNKNOWN, added, duration, percent, size

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.cli.terminal import Dotted, Exit, table
+from lowtide.cli.exit_codes import Exit
+from lowtide.cli.terminal import Dotted, table
 from lowtide.facts import Action, Activation, Decision, Kind, Solution, Step
 from lowtide.facts.gpus import gpu_behind
 from lowtide.facts.serial import to_dict

@@ -1,17 +1,17 @@
 """The output of one command: data on stdout, progress and errors on stderr.
 
-Also the exit code of each error, tables, and the output folder of a command.
+Also tables, and the output folder of a command.
 """
 
 import json
 import logging
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -26,54 +26,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide import display
+from lowtide.cli.exit_codes import error_data, exit_code, one_line
 from lowtide.errors import BudgetTooSmall, FreshProcessError, LowtideError
-from lowtide.experiments.machine import NotEnoughMemory
-from lowtide.facts.sizes import BadSize
-
-
-class UsageError(LowtideError):
-    """Options that contradict each other."""
-
-
-class Exit(IntEnum):
-    DONE = 0
-    ERROR = 1
-    USAGE = 2
-    DOES_NOT_FIT = 3
-    RESULTS_DIFFER = 4
-    INTERRUPTED = 130
-
-
-def exit_code(error: BaseException) -> Exit:
-    match error:
-        case KeyboardInterrupt():
-            return Exit.INTERRUPTED
-        case BudgetTooSmall() | NotEnoughMemory():
-            return Exit.DOES_NOT_FIT
-        case _ if _is_out_of_memory(error):
-            return Exit.DOES_NOT_FIT
-        case BadSize() | UsageError():
-            return Exit.USAGE
-        case _:
-            return Exit.ERROR
-
-
-def one_line(error: BaseException) -> str:
-    """The text about an error without `-v`."""
-    text = " ".join(str(error).split())
-    if isinstance(error, LowtideError):
-        return text
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    if _is_out_of_memory(error):
-        return f"{'. '.join(text.split('. ')[:3])}: try a smaller batch, or end what else is on the device"
-    return f"{type(error).__name__}: {text} (this should not happen; -v shows where)"
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether an accelerator's allocator had no memory left; a command without torch never asks torch."""
-    kind = error.kind if isinstance(error, FreshProcessError) else type(error).__name__
-    return kind == "OutOfMemoryError"
+from lowtide.facts.levers import lever_lines
 
 
 class Dotted:
@@ -115,6 +70,28 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     return result
 
 
+def folded(text: str, width: int, *, start: str = "", is_command: bool = False) -> list[str]:
+    """Text as lines of at most `width` columns in which no word is broken; a longer word has its own line.
+
+    A command goes on after a backslash, so that all lines can be pasted; a comment behind a long one comes
+    first. A text that begins with a space is laid out already.
+    """
+    if len(start) + len(text) <= width or text.startswith(" "):
+        return [start + text]
+    rest, lines = " " * len(start), []
+    if is_command and (comment := text.partition("   # ")[2]):
+        lines, text, start = [f"{start}# {comment}"], text.partition("   # ")[0], rest
+    wrapped = textwrap.wrap(
+        text,
+        width - 2 * is_command,
+        initial_indent=start,
+        subsequent_indent=rest + "    " * is_command,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines + (" \\\n".join(wrapped).split("\n") if is_command else wrapped)
+
+
 def claim_folder(folder: Path | None, names: Sequence[str], *, force: bool) -> Path | None:
     """The output folder, made if missing; an error where files exist, unless `force`.
 
@@ -152,13 +129,17 @@ def _stderr() -> Console:
 
 @dataclass(slots=True, kw_only=True)
 class Terminal:
-    """`as_json`: one JSON value on stdout instead of tables. `quiet`: nothing on stderr but errors."""
+    """`as_json`: one JSON value on stdout instead of tables. `quiet`: nothing on stderr but errors.
+
+    `after_failure` are commands to type next if the command fails.
+    """
 
     as_json: bool = False
     quiet: bool = False
     verbose: bool = False
     out: Console = field(default_factory=_stdout)
     err: Console = field(default_factory=_stderr)
+    after_failure: list[str] = field(default_factory=list)
     logged: set[str] = field(default_factory=set)
     shown: set[str] = field(default_factory=set)
 
@@ -182,12 +163,37 @@ class Terminal:
     def data(self, value: Any) -> None:
         """The same for programs; nothing without `--json`."""
         if self.as_json:
-            self.out.file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+            is_unicode = (self.out.encoding or "").lower().startswith("utf")
+            self.out.file.write(json.dumps(value, indent=2, ensure_ascii=not is_unicode) + "\n")
+
+    def fail(self, error: BaseException) -> None:
+        """One line on stderr about an error, after a refusal one more for each lever; with `--json` also the
+        error as the command's one value."""
+        prefix = "" if isinstance(error, KeyboardInterrupt) else "error: "
+        self.say(f"{prefix}{one_line(error)}")
+        if isinstance(error, BudgetTooSmall) and error.levers:
+            for line in lever_lines(error.levers, budget_bytes=error.budget_bytes, as_options=True):
+                self.say(line)
+            self.say(error.remedy)
+        self.next_commands(*self.after_failure)
+        self.data(error_data(error))
 
     def note(self, text: str) -> None:
         """A line on stderr about finished work."""
         if not self.quiet:
-            self.err.print(text, markup=False, soft_wrap=True)
+            self.say(text)
+
+    def next_commands(self, *commands: str) -> None:
+        """Commands to type next, on stderr; `   # why` behind one says what for."""
+        for number, command in enumerate(commands):
+            if not self.quiet:
+                self.say(command, start="      " if number else "next: ", is_command=True)
+
+    def say(self, text: str, *, start: str = "", is_command: bool = False) -> None:
+        """Text on stderr; on a terminal, over as many lines as it needs."""
+        lines = folded(text, self.err.width, start=start, is_command=is_command)
+        for line in lines if self.err.is_terminal else [start + text]:
+            self.err.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
@@ -227,8 +233,7 @@ def session(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Terminal]:
                 terminal.err.print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
                 if isinstance(error, FreshProcessError):
                     terminal.err.print(error.details, markup=False, soft_wrap=True)
-            prefix = "" if isinstance(error, KeyboardInterrupt) else "error: "
-            terminal.err.print(f"{prefix}{one_line(error)}", markup=False, soft_wrap=True)
+            terminal.fail(error)
             raise typer.Exit(exit_code(error)) from None
 
 

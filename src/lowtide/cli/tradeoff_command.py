@@ -7,9 +7,10 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.cli.exit_codes import Exit
 from lowtide.cli.options import OptionalBatchSize, OutputOptions, Source, TimedRuns, command
 from lowtide.cli.sources import StepOptions, offers, open_source
-from lowtide.cli.terminal import Exit, Terminal, table
+from lowtide.cli.terminal import Terminal, table
 from lowtide.errors import TargetError
 from lowtide.experiments.machine import why_not
 from lowtide.facts.gpus import gpu_behind

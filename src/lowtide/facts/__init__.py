@@ -2,6 +2,7 @@
 
 - `step`: one training step: nodes, storages, remats, graphs, activations
 - `plan`: a planner's answer: schedule, decisions, solution; names of planners and executors
+- `levers`: changes of a loop that lower the floor of its step
 - `sharding`: how parameters are divided among processes
 - `gpus`: published figures of GPUs
 - `sizes`: sizes and budgets as people write them

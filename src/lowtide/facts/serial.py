@@ -96,7 +96,7 @@ def save_step(path: str | Path, step: Step) -> None:
 
 
 def load_step(path: str | Path) -> Step:
-    return step_from_dict(load_json(Path(path)))
+    return step_from_dict(load_json(Path(path)), path=Path(path))
 
 
 def step_to_dict(step: Step) -> dict[str, Any]:
@@ -107,23 +107,38 @@ def solution_to_dict(solution: Solution) -> dict[str, Any]:
     return {"format": SOLUTION_FORMAT, **to_dict(solution)}
 
 
-def step_from_dict(data: dict[str, Any]) -> Step:
-    with _reading(data, STEP_FORMAT):
+def step_from_dict(data: dict[str, Any], *, path: Path | None = None) -> Step:
+    """The step of `data`, which come from a file at `path`, if any."""
+    with _reading(data, STEP_FORMAT, path):
         step: Step = _read_record(Step, data)
         check_step(step)
         return step
 
 
-def solution_from_dict(data: dict[str, Any]) -> Solution:
-    with _reading(data, SOLUTION_FORMAT):
+def solution_from_dict(data: dict[str, Any], *, path: Path | None = None) -> Solution:
+    """The solution of `data`, which come from a file at `path`, if any."""
+    with _reading(data, SOLUTION_FORMAT, path):
         solution: Solution = _read_record(Solution, data)
         return solution
 
 
+FILES = {
+    STEP_FORMAT: ("a profile", "profile.json", "lowtide profile TARGET -b N -o DIR"),
+    SOLUTION_FORMAT: ("a plan", "plan.json", "lowtide plan PROFILE.json --budget SIZE -o DIR"),
+}
+"""By format: what it is, its usual file name, and the command that writes one."""
+
+
 @contextmanager
-def _reading(data: dict[str, Any], expected: str) -> Iterator[None]:
+def _reading(data: dict[str, Any], expected: str, path: Path | None) -> Iterator[None]:
     """LowtideError of one line for data of another format, and for damaged data."""
     found = data.get("format")
+    if found != expected and found in FILES:
+        name, file, command = FILES[expected]
+        subject = "this" if path is None else f"'{path}'"
+        raise LowtideError(
+            f"{subject} is {FILES[found][0]}, and {name} is wanted, such as the {file} of `{command}`"
+        )
     if found != expected:
         raise LowtideError(f"expected data of the format '{expected}', found {found!r}: make the file again")
     try:

@@ -130,6 +130,7 @@ def solve_graph(graph: AbstractGraph, *, budget_bytes: int, moves: int | None = 
             floor_bytes=figures.peak_bytes,
             node=str(int(order[int(live.argmax())]) % size),
             hint=f"No order holds less than {size_and_bytes(graph.floor_bytes)}.",
+            remedy="",
         )
     nodes = tuple(int(op) % size for op in order)
     return GraphSolution(

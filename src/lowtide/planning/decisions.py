@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Mapping, Sequence
 from math import fsum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -231,35 +232,67 @@ LASTING = {
 """Kinds that are live to the end of a step: no recompute lowers them."""
 
 
-def floor_hint(step: Step, timeline: Timeline) -> str:
+LIBRARY_WORKSPACES = "library workspaces"
+WORKSPACE_OF = "workspace of "
+"""Names of storages that libraries keep in a device's memory, of kind `other`. The second is the start of one
+that names its library: `workspace of cuBLAS, forward`."""
+
+
+class Hint(NamedTuple):
+    """What sets the lowest peak, and a remedy for it."""
+
+    cause: str
+    remedy: str
+
+
+def floor_hint(step: Step, timeline: Timeline) -> Hint:
     """The largest kinds that are live at the lowest peak, and remedies."""
     at = timeline.peak_position
     live = {kind: int(series[at]) for kind, series in timeline.bytes_by_kind.items()}
-    return hint(step.nodes[timeline.peak_rank].region, live)
+    return hint(step.nodes[timeline.peak_rank].region, live, libraries=library_bytes(step, timeline))
 
 
-def hint(region: Region, live: Mapping[Kind, int]) -> str:
-    """The hint from the region of the lowest peak, and the live bytes there by kind."""
+def library_bytes(step: Step, timeline: Timeline) -> dict[str, int]:
+    """The bytes of libraries' workspaces that are live at the peak, by their name: `cuBLAS workspaces`."""
+    found: dict[str, int] = {}
+    at = timeline.peak_position
+    for storage, start, end in timeline.blocks:
+        record = step.storages[storage]
+        if start <= at <= end and record.name.startswith((WORKSPACE_OF, LIBRARY_WORKSPACES)):
+            words = record.name.partition(",")[0]
+            if words.startswith(WORKSPACE_OF):
+                words = f"{words.removeprefix(WORKSPACE_OF)} workspaces"
+            found[words] = found.get(words, 0) + record.nbytes
+    return found
+
+
+def hint(region: Region, live: Mapping[Kind, int], *, libraries: Mapping[str, int] | None = None) -> Hint:
+    """The hint from the region of the lowest peak, and the live bytes there by kind; of the kind `other`,
+    the workspaces of `libraries` have their own names."""
+    named = {kind.value.replace("_", " "): nbytes for kind, nbytes in live.items()}
+    for words, nbytes in (libraries or {}).items():
+        named[words] = nbytes
+        named[Kind.OTHER.value] -= nbytes
     largest = ", ".join(
-        f"{format_size(nbytes)} {kind.value.replace('_', ' ')}"
-        for kind, nbytes in sorted(live.items(), key=lambda item: -item[1])[:3]
+        f"{format_size(nbytes)} {words}"
+        for words, nbytes in sorted(named.items(), key=lambda item: -item[1])[:3]
         if nbytes
     )
     lighter = ["an optimizer with less state such as SGD"] if live.get(Kind.OPTIMIZER_STATE) else []
     if region is Region.OPTIMIZER:
         remedies = ["fused=True", "foreach=False", *lighter]
-        return (
-            f"The optimizer step sets it ({largest}), which no recompute lowers. "
-            f"Try {listed(remedies, 'or')}."
+        return Hint(
+            f"The optimizer step sets it ({largest}), which no recompute lowers.",
+            f"Try {listed(remedies, 'or')}.",
         )
     lasting = {words: live[kind] for kind, words in LASTING.items() if live.get(kind)}
     if lasting and 2 * sum(lasting.values()) > sum(live.values()):
         remedies = [*lighter, "a smaller model", "lower precision"]
-        return (
-            f"{listed(list(lasting), 'and').capitalize()} set it ({largest}), which no recompute lowers. "
-            f"Try {listed(remedies, 'or')}."
+        return Hint(
+            f"{listed(list(lasting), 'and').capitalize()} set it ({largest}), which no recompute lowers.",
+            f"Try {listed(remedies, 'or')}.",
         )
-    return f"It holds {largest}. Try that budget, or a smaller batch."
+    return Hint(f"It holds {largest}.", "Try that budget, or a smaller batch.")
 
 
 def listed(items: Sequence[str], last: str) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import UPDATE, Activation, Graph, GraphRun, Offload, Reserve, Schedule, Solution, Step
 from lowtide.garbage import rarely_collected
-from lowtide.planning.decisions import decide, floor_hint
+from lowtide.planning.decisions import Hint, decide, floor_hint
 from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planning_problem import PlanningProblem
 from lowtide.planning.registry import call_planner
@@ -43,7 +43,7 @@ class Floor:
 
     floor_bytes: int
     node: str
-    hint: str
+    hint: Hint
 
 
 class StepSchedules(NamedTuple):
@@ -180,15 +180,24 @@ class Planner:
             lowest = replace(lowest, floor_bytes=min(lowest.floor_bytes, self.eager_peak_bytes))
         if planner == "auto":
             return BudgetTooSmall(
-                budget_bytes=budget_bytes, floor_bytes=lowest.floor_bytes, node=lowest.node, hint=lowest.hint
+                budget_bytes=budget_bytes,
+                floor_bytes=lowest.floor_bytes,
+                node=lowest.node,
+                hint=lowest.hint.cause,
+                remedy=lowest.hint.remedy,
             )
-        hint = f"This is what planner '{planner}' reaches; "
+        hint, remedy = f"This is what planner '{planner}' reaches; ", ""
         if lowest.floor_bytes <= budget_bytes:
             hint += "planner 'auto' meets this budget."
         else:
-            hint += f"planner 'auto' reaches {size_and_bytes(lowest.floor_bytes)}. {lowest.hint}"
+            hint += f"planner 'auto' reaches {size_and_bytes(lowest.floor_bytes)}. {lowest.hint.cause}"
+            remedy = lowest.hint.remedy
         return BudgetTooSmall(
-            budget_bytes=budget_bytes, floor_bytes=reached.peak_bytes, node=reached.peak_node, hint=hint
+            budget_bytes=budget_bytes,
+            floor_bytes=reached.peak_bytes,
+            node=reached.peak_node,
+            hint=hint,
+            remedy=remedy,
         )
 
     def _solution(self, planner: str, timeline: Timeline, budget_bytes: int) -> Solution:

@@ -159,14 +159,11 @@ def _too_small(
 ) -> BudgetTooSmall:
     if reserved_budget_bytes is None:
         solution, found = min(seen, key=lambda pair: pair[1].allocated_bytes)
-        hint = (
-            "The allocator's blocks are larger than the tensors in them. Try that budget, or a smaller batch."
-        )
         return BudgetTooSmall(
             budget_bytes=budget_bytes,
             floor_bytes=found.allocated_bytes,
             node=solution.peak_node,
-            hint=hint,
+            hint="The allocator's blocks are larger than the tensors in them.",
         )
     solution, found = min(seen, key=lambda pair: pair[1].least_bytes)
     return BudgetTooSmall(

@@ -200,7 +200,7 @@ def offload_mixed(problem: PlanningProblem) -> Archive[Offloading]:
     search = without.once(Auto)
     runs = [without.search_problem.runs(entry.order) for entry in search.archive.entries]
     seeds = [problem.search_problem.sequence_of(some) for some in runs]
-    priced = PlanningProblem(_with_remats(problem.step, lambda node: _priced(problem.step, node)))
+    priced = PlanningProblem(with_priced_fetches(problem.step))
     seeds += [entry.order for entry in priced.once(Auto).archive.entries]
     low, high = search.floor_bytes, problem.baseline.peak_bytes
     levels = {high - (high - low) * i // NUM_MU_TWO for i in range(1, NUM_MU_TWO + 1)}
@@ -211,6 +211,12 @@ def offload_mixed(problem: PlanningProblem) -> Archive[Offloading]:
 def step_without_offload(step: Step) -> Step:
     """The same step without a store."""
     return _with_remats(step, lambda n: tuple(r for r in n.remats if r.action is not Action.OFFLOAD))
+
+
+def with_priced_fetches(step: Step) -> Step:
+    """The same step without a store, where a fetch is a remat that costs the seconds of both transfers. A
+    search for its floor places no transfers, and is many times faster."""
+    return _with_remats(step, lambda node: _priced(step, node))
 
 
 def _with_remats(step: Step, remats: Callable[[Node], tuple[Remat, ...]]) -> Step:

@@ -27,6 +27,7 @@ from torch import Tensor
 from lowtide.facts import Kind, Region, Run, Step, Storage
 from lowtide.ops.calls import Call, storages_bytes
 from lowtide.ops.schema import is_view, talks_to_others
+from lowtide.planning.decisions import LIBRARY_WORKSPACES
 from lowtide.profiling.devices import Accelerator, Device, in_new_thread
 from lowtide.profiling.op_costs import as_a_step_runs
 from lowtide.profiling.op_trials import in_one_line
@@ -34,9 +35,6 @@ from lowtide.profiling.samples import make_sample
 from lowtide.profiling.work import shrink, work_of
 
 _log = logging.getLogger(__name__)
-
-LIBRARY_WORKSPACES = "library workspaces"
-"""The name of the storage."""
 
 _SAMPLE_BYTES = 16 << 20
 """The largest inputs and outputs of a call that runs here."""

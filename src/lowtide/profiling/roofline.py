@@ -23,6 +23,7 @@ from lowtide.ops.loss_chunks import LOSS_GRADIENTS, log_probabilities, rows_per_
 from lowtide.ops.random_ops import eager_dropout
 from lowtide.ops.schema import argument_names, writes_inputs
 from lowtide.planning.allocator import cut_by_allocator
+from lowtide.planning.decisions import WORKSPACE_OF
 from lowtide.profiling.work import fake_result, visible_work_of
 from lowtide.remat import rule_named
 from lowtide.units import format_size
@@ -188,7 +189,7 @@ def _as_on(gpu: Gpu, step: Step, *, multiplies: bool) -> Step:
                     id=len(storages),
                     nbytes=gpu.matmul_workspace_bytes,
                     kind=Kind.OTHER,
-                    name=f"workspace of cuBLAS, {pass_name}",
+                    name=f"{WORKSPACE_OF}cuBLAS, {pass_name}",
                     static=True,
                 )
             )

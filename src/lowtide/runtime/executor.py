@@ -193,6 +193,7 @@ def solve_compiled(
         node=found.peak_node,
         hint=f"Inductor's code keeps that much live; executor 'eager' reaches "
         f"{size_and_bytes(step_planner.floor_bytes)}.",
+        remedy="",
     )
 
 

@@ -1,0 +1,55 @@
+"""What a capture says about parts of a step that are not counted, or may not be exact."""
+
+import logging
+
+from lowtide.analyze.gradient_sums import shares_gradients, summed_inside_op
+from lowtide.facts import Step
+from lowtide.trace.segments import Trace
+from lowtide.trace.tangents import GRADIENT_HAS_OTHER_STRIDES, has_other_strides
+
+UNCAPTURED = (
+    "the model or its loss runs differentiable code outside of its graphs that torch.compile does not follow"
+)
+NOT_COUNTED = "; what autograd keeps of it is counted, what it holds while its backward pass runs is not"
+COUNTED = "; what it holds is counted as it was seen when the step was captured"
+
+logger = logging.getLogger("lowtide")
+
+HOOKS = "backward hooks of modules do not run while a step is planned: what they keep live is not counted"
+
+
+def warn_of(step: Step, traced: Trace) -> None:
+    """Warn of parts of a captured step that are not counted, or may not be exact."""
+    if UNCAPTURED + NOT_COUNTED in step.notes:
+        logger.warning(
+            "%s, so budgets are kept only for the rest: lowtide.verify says what the whole takes",
+            UNCAPTURED + NOT_COUNTED,
+        )
+    elif UNCAPTURED + COUNTED in step.notes:
+        logger.warning(
+            "%s. Another batch may take more there, and gradients of what it shares with the graphs may be "
+            "summed in another order than in eager: lowtide.verify says what a step takes and whether it is "
+            "exact",
+            UNCAPTURED + COUNTED,
+        )
+    if shared := summed_inside_op(traced):
+        logger.warning(
+            "the model breaks into %d graphs, and one of them uses %s in a recurrent layer before a later "
+            "one uses it again: its gradients are summed in another order than in eager, so that the last "
+            "bits can differ. lowtide.verify says whether; torch._dynamo.explain shows where graphs end",
+            traced.num_in_model,
+            shared,
+        )
+    elif shares_gradients(traced, [graph.missing for graph in step.graphs]):
+        logger.warning(
+            "the model returns several views of one value that it also uses itself: the gradients of that "
+            "value are summed in another order than in eager, so that the last bits can differ. "
+            "lowtide.verify says whether they do; return a copy of the views (`.clone()`) to be exact"
+        )
+    if has_other_strides(traced):
+        logger.warning(
+            "%s, but not for all outputs with these strides: torch copies such a gradient to the output's "
+            "strides, eager does not, so that the last bits can differ. lowtide.verify says whether they do; "
+            "return outputs `.contiguous()`, or compute the loss in the model's forward, to be exact",
+            GRADIENT_HAS_OTHER_STRIDES,
+        )

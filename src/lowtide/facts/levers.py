@@ -1,0 +1,69 @@
+"""Changes of a training loop that lower the floor of its step, as a refusal names them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lowtide.units import format_size
+
+WIDTH = 80
+"""Columns of a terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """One change or several, and the lowest peak that a plan reaches with them.
+
+    `keywords` as in Python, `options` as on the command line, one for each keyword; an empty option where the
+    command line has none. `is_estimate`: the floor was not searched for, or for a store of unknown speed.
+    `caution`: for which loops the change is wrong.
+    """
+
+    keywords: tuple[str, ...]
+    options: tuple[str, ...]
+    floor_bytes: int
+    is_estimate: bool = False
+    caution: str = ""
+
+    @property
+    def floor(self) -> str:
+        return f"{'about ' if self.is_estimate else ''}{format_size(self.floor_bytes)}"
+
+
+def lever_lines(levers: Sequence[Lever], *, budget_bytes: int, as_options: bool = False) -> list[str]:
+    """A line for each lever, and one for each caution; none without levers."""
+    if not levers:
+        return []
+    width = max(len(lever.floor) for lever in levers)
+    lines = ["lowest reachable peak with"]
+    for lever in levers:
+        fits = "fits" if lever.floor_bytes <= budget_bytes else "    "
+        start = f"  {lever.floor:>{width}}  {fits}  "
+        changes = _options(lever) if as_options else [f"{each}," for each in lever.keywords]
+        changes[-1] = changes[-1].removesuffix(",")
+        lines += _folded(start, changes)
+    cautions = dict.fromkeys(lever.caution for lever in levers if lever.caution)
+    return [*lines, *cautions]
+
+
+def _options(lever: Lever) -> list[str]:
+    pairs = zip(lever.options, lever.keywords, strict=True)
+    return [option or f"{keyword} (in Python)" for option, keyword in pairs]
+
+
+def _folded(start: str, parts: Sequence[str]) -> list[str]:
+    """The parts behind `start`, on as many lines as they need."""
+    lines = [start + parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 1 + len(part) > WIDTH:
+            lines.append(" " * len(start) + part)
+        else:
+            lines[-1] += f" {part}"
+    return lines
+
+
+def lowering(levers: Iterable[Lever], *, floor_bytes: int) -> tuple[Lever, ...]:
+    """The levers that lower a floor, the lowest first; of several with one floor, those of fewest changes."""
+    useful = [lever for lever in levers if lever.floor_bytes < floor_bytes]
+    single = {lever.floor_bytes for lever in useful if len(lever.keywords) == 1}
+    kept = [lever for lever in useful if len(lever.keywords) == 1 or lever.floor_bytes not in single]
+    return tuple(sorted(kept, key=lambda lever: (lever.floor_bytes, len(lever.keywords), lever.keywords)))
