@@ -47,6 +47,32 @@ class Asks(nn.Module):
         return result.square().mean()
 
 
+def _is_of_torchao(x: torch.Tensor) -> bool:
+    return type(x).__module__.startswith("torchao.") or type(x).__name__ == "AffineQuantizedTensor"
+
+
+QUESTIONS: dict[str, Callable[[torch.Tensor], bool]] = {
+    "the name of a parameter's class": _is_of_torchao,
+    "tensor.is_inference": torch.Tensor.is_inference,
+    "torch.is_inference_mode_enabled": lambda _: torch.is_inference_mode_enabled(),
+}
+
+
+class AsksOfTensors(nn.Module):
+    def __init__(self, ask: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.ask = ask
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x.clone())
+        with torch.no_grad():
+            scale = hidden.abs().amax()
+        asked = [self.ask(tensor) for tensor in (x, hidden, scale, self.last.weight)]
+        result: torch.Tensor = self.last(hidden.sin() if any(asked) else hidden.tanh() / scale)
+        return result.square().mean()
+
+
 def _check(model: nn.Module) -> None:
     torch.manual_seed(0)
     target = Target("asks", model, torch.randn(8, WIDTH), torch.optim.SGD(model.parameters(), lr=0.1))
@@ -56,6 +82,22 @@ def _check(model: nn.Module) -> None:
     planned = twin(target)
     found.plan(between(found, 0.5)).apply(planned.model)
     assert differences(expected, train(planned)) == []
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_questions_with_a_known_answer_end_no_graph(name: str) -> None:
+    _check(AsksOfTensors(QUESTIONS[name]))
+
+
+def test_a_tensor_of_inference_mode_is_one() -> None:
+    """Its own answer, and a graph without it has another."""
+    model, x = AsksOfTensors(torch.Tensor.is_inference), torch.randn(8, WIDTH)
+    with torch.inference_mode():
+        of_inference = x + 0
+    expected = [model(batch).detach() for batch in (x, of_inference)]
+    lowtide.checkpoint(model, x, budget="100%")
+    found = [model(batch).detach() for batch in (x, of_inference, x)]
+    assert list(map(torch.equal, found, [*expected, expected[0]])) == [True] * 3
 
 
 @pytest.mark.parametrize("name", ASKS)

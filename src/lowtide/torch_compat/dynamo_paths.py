@@ -9,6 +9,7 @@
 - `masked_writes_between_graphs`: a graph ends before `x[mask] = value` where the value is trained. The
   gradient of the value has as many rows as the mask picks. torch would fail only in the backward pass of the
   whole graph, and then again in every function that calls this one.
+- `known_answers`: the names of torch's classes, and whether a tensor is one of inference mode, end no graph.
 - `log_lines_after_graphs`: a forward may log a line without a graph break; the line comes after the graph.
 """
 
@@ -34,6 +35,7 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX, Contin
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import builtin as builtins_of_dynamo
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.iter import DictViewIterator, IteratorVariable
@@ -276,6 +278,72 @@ def _is_tensor(variable: Any, name: str, wanted: Any) -> bool:
         return False
     example = variable.proxy.node.meta.get("example_value")
     return isinstance(example, torch.Tensor) and bool(getattr(example, name) == wanted)
+
+
+NAMES = ("__module__", "__name__", "__qualname__")
+GETATTR = "_call_getattr"
+GETTER: Any = getattr(builtins_of_dynamo, "GetAttrBuiltinVariable", None)
+TORCHS_GETATTR: Any = getattr(GETTER, GETATTR, None)
+"""None where torch knows the names itself."""
+INFERENCE = "is_inference"
+IS_INFERENCE = f"method_{INFERENCE}"
+TORCHS_METHODS: dict[str, Any] = getattr(TensorVariable, "tp_methods", {})
+"""Methods of tensors by name, where torch has a table of them."""
+TORCHS_IS_INFERENCE: Any = getattr(TensorVariable, IS_INFERENCE)
+
+
+@contextlib.contextmanager
+def known_answers() -> Iterator[None]:
+    """Answer questions of model code while torch traces, where torch would end the graph."""
+    handlers: dict[Any, Handler] = TorchInGraphFunctionVariable._get_handlers()
+    mode = torch.is_inference_mode_enabled
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(unittest.mock.patch.object(TensorVariable, IS_INFERENCE, _is_inference))
+        patches.enter_context(unittest.mock.patch.dict(handlers, {mode: _inference_mode(handlers[mode])}))
+        if INFERENCE in TORCHS_METHODS:
+            method = type(TORCHS_METHODS[INFERENCE])(_is_inference)
+            patches.enter_context(unittest.mock.patch.dict(TORCHS_METHODS, {INFERENCE: method}))
+        if TORCHS_GETATTR is not None:
+            patches.enter_context(unittest.mock.patch.object(GETTER, GETATTR, _named))
+        yield
+
+
+def _named(builtin: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """An attribute of a variable; a name of a class of torch is a constant."""
+    if isinstance(args[0], TorchInGraphFunctionVariable) and args[1].is_python_constant():
+        name = args[1].as_python_constant()
+        found = getattr(args[0].value, name, None) if name in NAMES else None
+        if isinstance(found, str):
+            return VariableTracker.build(tx, found)
+    return TORCHS_GETATTR(builtin, tx, args, kwargs)
+
+
+def _is_inference(variable: Any, tx: Any) -> Any:
+    """Whether a tensor was made in inference mode: an input's own answer, else False outside of that mode."""
+    argument = variable.proxy.node.meta.get("grapharg")
+    example = None if argument is None else argument.example
+    if isinstance(example, torch.Tensor):
+        return VariableTracker.build(tx, example.is_inference())
+    if _is_outside_of_inference_mode(tx):
+        return VariableTracker.build(tx, False)
+    return TORCHS_IS_INFERENCE(variable, tx)
+
+
+def _inference_mode(torchs: Handler) -> Handler:
+    def answer(asked: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_outside_of_inference_mode(tx):
+            return VariableTracker.build(tx, False)
+        return torchs(asked, tx, *args, **kwargs)
+
+    return answer
+
+
+def _is_outside_of_inference_mode(tx: Any) -> bool:
+    """Whether all ops of the graph so far run outside of inference mode."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    entered = torch.autograd.grad_mode._enter_inference_mode
+    return not tx.output.graph.find_nodes(op="call_function", target=entered)
 
 
 TORCHS_LOG = LoggingLoggerVariable.call_method

@@ -57,6 +57,7 @@ def tracing() -> Iterator[None]:
         dynamo_paths.torchs_own_code(),
         dynamo_paths.resumed_loops(),
         dynamo_paths.masked_writes_between_graphs(),
+        dynamo_paths.known_answers(),
     ):
         yield
 
