@@ -1,5 +1,6 @@
 """Ranks, regions, kinds, storages and remats of captured steps."""
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from lowtide.analyze.captured_step import Captured, capture
 from lowtide.facts import Kind, Node, Region, Step, Storage
+from lowtide.facts.serial import step_from_dict, step_to_dict
 from lowtide.ops.calls import target_name
 
 WIDTH = 8
@@ -172,6 +174,32 @@ def test_modules_and_source_lines(step: Step) -> None:
             continue
         path, _, line = node.source.rpartition(":")
         assert path == __file__ and first <= int(line) <= last, node
+        assert step.stack_of(node)[-1] == node.source
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).sum()
+
+
+class Inner(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp().sin()
+
+
+def test_call_stacks_go_from_the_models_forward_to_the_op() -> None:
+    step = capture(Outer(), torch.randn(3, requires_grad=True)).step
+    exp = next(node for node in step.nodes if node.op == "aten.exp.default")
+    outer, inner = (module.forward.__code__.co_firstlineno + 1 for module in (Outer, Inner))
+    assert step.stack_of(exp) == (f"{__file__}:{outer}", f"{__file__}:{inner}")
+    sin = next(node for node in step.nodes if node.op == "aten.sin.default")
+    assert sin.stack == exp.stack, "the same lines are one stack"
+    again = step_from_dict(json.loads(json.dumps(step_to_dict(step))))
+    assert again == step and again.stacks[0] == ()
 
 
 def test_batch_norm_is_run_again_without_its_statistics(step: Step) -> None:

@@ -1,5 +1,6 @@
 """Everything a report can show, made up around `report_steps.residual_step`."""
 
+import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -236,3 +237,16 @@ def tradeoff_points(solutions: Iterable[Solution]) -> list[TradeoffPoint]:
         for solution in solutions
     }
     return sorted(points.values(), key=lambda point: (-point.peak_bytes, point.recompute_seconds))
+
+
+def unpack(text: str) -> list[int]:
+    """What `templates/decode.js` does."""
+    values, previous, rest, scale = [], 0, 0, 1
+    for byte in base64.b64decode(text):
+        rest += (byte & 127) * scale
+        scale *= 128
+        if byte < 128:
+            previous += -(rest + 1) // 2 if rest % 2 else rest // 2
+            values.append(previous)
+            rest, scale = 0, 1
+    return values

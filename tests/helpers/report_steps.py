@@ -11,6 +11,7 @@ MIB = 2**20
 class _Builder:
     nodes: list[Node] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
+    stacks: dict[tuple[str, ...], int] = field(default_factory=lambda: {(): 0})
 
     def storage(
         self, nbytes: int, kind: Kind, name: str, *, static: bool = False, pinned: bool = False
@@ -45,6 +46,8 @@ class _Builder:
             workspace_bytes=workspace_bytes,
         )
         rank = len(self.nodes)
+        source = f"models/residual.py:{40 + rank % 60}, in forward" if module else ""
+        stack = ("models/main.py:7", source) if source else ()
         self.nodes.append(
             Node(
                 rank=rank,
@@ -53,7 +56,8 @@ class _Builder:
                 region=region,
                 kind=kind,
                 module=module,
-                source=f"models/residual.py:{40 + rank % 60}, in forward" if module else "",
+                source=source,
+                stack=self.stacks.setdefault(stack, len(self.stacks)),
                 reads=reads,
                 makes=makes,
                 holds=makes + holds,
@@ -95,6 +99,7 @@ def residual_step(num_layers: int = 12, *, module: str = "encoder.stages.{stage}
         storages=tuple(b.storages),
         fingerprint="0f" * 8,
         notes=("one graph, no graph breaks",),
+        stacks=tuple(b.stacks),
         copy_bytes_per_second=8e9,
         rules=(("again", "recomputed"), ("no_stats", "recomputed without counting statistics")),
     )

@@ -6,7 +6,9 @@ import pytest
 from browsers import browsing, needs_chromium
 from report_cases import ENVIRONMENT, compare_rows, make_case, store_case, sweep_rows
 
+from lowtide.report import style
 from lowtide.report.html import render_report
+from lowtide.report.payload import with_made
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (pip install lowtide[dev])")
@@ -215,7 +217,9 @@ def test_timeline_by_op_goes_from_run_to_run_by_keys(open_page, case):
 def test_slider_shows_what_changes(open_page, case):
     browser = open_page("run")
     slider = centre(browser, "#tradeoff-slider")
-    points = sorted(case.tradeoff, key=lambda p: p.peak_bytes)
+    points = with_made(case.tradeoff, case.solution, None)
+    made = points.index(next(p for p in points if p.peak_bytes == case.solution.peak_bytes))
+    assert find(browser, "#tradeoff-text").text.startswith(f"this plan, plan {made + 1} of {len(points)}: ")
     slider.send_keys("\ue011")
     assert f"plan 1 of {len(points)}" in find(browser, "#tradeoff-text").text
     added = set(points[0].recomputed) - set(points[1].recomputed)
@@ -227,6 +231,8 @@ def test_slider_shows_what_changes(open_page, case):
     )
     slider.send_keys("\ue010")
     assert f"plan {len(points)} of" in find(browser, "#tradeoff-text").text
+    centre(browser, "#tradeoff-made").click()
+    assert find(browser, "#tradeoff-text").text.startswith("this plan, ")
 
 
 def test_a_click_on_the_curve_moves_the_slider(open_page):
@@ -301,6 +307,115 @@ def test_a_chosen_row_shows_the_graph_around_it(open_page, case):
     for picture in pictures:
         titles = [t.get_attribute("textContent") for t in picture.find_elements("css selector", "g title")]
         assert recomputed.name in titles and len(titles) >= 3
+
+
+def live(browser):
+    """Sizes by kind that the section of live tensors shows, once it has drawn them."""
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    return [text.rsplit(" ", 2)[-2:] for text in texts(browser, "#live-kinds li")]
+
+
+def sizes_at(timeline, position):
+    """From the timeline, as the page writes them."""
+    parts = (int(timeline.bytes_by_kind[kind][position]) for kind in style.STACK)
+    return [style.size(nbytes).split() for nbytes in parts if nbytes]
+
+
+def test_what_is_live_follows_the_cursor_and_the_switch(open_page, case):
+    browser = open_page("run")
+    assert live(browser) == sizes_at(case.after, case.after.peak_position)
+    assert "its peak" in find(browser, "#live-when").text
+    chart = centre(browser, "#timeline-chart")
+    centre(browser, "[data-axis=order]").click()
+    for keys, position in (("\ue011", 0), ("\ue014" * 9, 9), ("\ue010", len(case.after.runs) - 1)):
+        chart.send_keys(keys)
+        assert live(browser) == sizes_at(case.after, position)
+    browser.execute_script("document.querySelector('#holders [data-stack=before]').click()")
+    assert live(browser) == sizes_at(case.before, case.before.peak_position)
+    pressed = "#timeline [data-stack=before][aria-pressed=true]"
+    assert len(browser.find_elements("css selector", pressed)) == 1, "both switches are one"
+    assert "in the baseline" in find(browser, "#live-when").text
+
+
+def test_a_click_pins_the_time_point(open_page, case):
+    browser = open_page("run")
+    chart = centre(browser, "#timeline-chart .u-over")
+    actions = webdriver.ActionChains(browser)
+    actions.move_to_element_with_offset(chart, -200, 0).click().perform()
+    there = live(browser)
+    assert there != sizes_at(case.after, case.after.peak_position)
+    actions.move_by_offset(300, 0).perform()
+    assert live(browser) == there and find(browser, "#live-follow").is_displayed()
+    centre(browser, "#live-follow").click()
+    assert live(browser) != there and not find(browser, "#live-follow").is_displayed()
+    centre(browser, "#live-peak").click()
+    assert live(browser) == sizes_at(case.after, case.after.peak_position)
+
+
+def test_the_flame_graph_zooms_by_pointer_and_by_keys(open_page):
+    browser = open_page("run")
+    live(browser)
+    crumbs = "#live-crumbs button"
+    assert texts(browser, crumbs) == ["model"] and not find(browser, "#live-reset").is_enabled()
+    stage = "#flame [data-path='encoder.stages.0.layers']"
+    whole = centre(browser, stage).size["width"]
+    find(browser, stage).click()
+    assert find(browser, stage).size["width"] > 1.1 * whole
+    assert texts(browser, crumbs)[0] == "model" and find(browser, "#live-reset").is_enabled()
+    assert find(browser, "#live-inside-head").text.startswith("encoder.stages.0.layers, ")
+    assert browser.switch_to.active_element.get_attribute("data-path") == "encoder.stages.0.layers"
+    browser.switch_to.active_element.send_keys("\ue015")  # down, into the first module of the stage
+    inner = browser.switch_to.active_element
+    assert inner.get_attribute("data-parent") == "encoder.stages.0.layers"
+    path = inner.get_attribute("data-path")
+    inner.send_keys("\ue007")  # Enter
+    assert find(browser, "#live-inside-head").text.startswith(f"{path}, ")
+    browser.switch_to.active_element.send_keys("\ue00c")  # Escape
+    assert texts(browser, crumbs) == ["model"]
+    find(browser, stage).click()
+    centre(browser, "#live-reset").click()
+    assert texts(browser, crumbs) == ["model"] and find(browser, stage).size["width"] == whole
+
+
+def test_the_flame_graph_can_be_searched(open_page, case):
+    browser = open_page("run")
+    search = centre(browser, "#live-search")
+    search.send_keys("stages.0 CONV")
+    live(browser)
+    found = find(browser, "#live-found").text
+    assert " found, " in found and " % of what is live, in " in found
+    assert browser.find_elements("css selector", "#flame .dim")
+    assert "dim" not in find(browser, "#flame [data-path='encoder.stages.0.layers']").get_attribute("class")
+    search.clear()
+    search.send_keys("nothing is called this")
+    live(browser)
+    assert find(browser, "#live-found").text.startswith("0 B found")
+
+
+def test_a_frame_shows_its_tensors_and_the_stack_that_made_them(open_page):
+    browser = open_page("run")
+    live(browser)
+    leaf = browser.execute_script(
+        "return [...document.querySelectorAll('#flame .leaf')].find(f => f.title.includes('activations'))"
+    )
+    browser.execute_script("arguments[0].click()", leaf)
+    assert "activations" in find(browser, "#live-inside-head").text
+    line = centre(browser, "#live-stacks summary")
+    assert "models/residual.py:" in line.text
+    line.click()
+    assert texts(browser, "#live-stacks .caller")[0] == "called by models/main.py:7"
+    browser.execute_script("document.getElementById('live-tensors').open = true")
+    WebDriverWait(browser, 5).until(lambda b: texts(b, "#live-tensors tbody tr"))
+    assert all("activations" in row for row in texts(browser, "#live-tensors tbody tr"))
+
+
+def test_the_lines_that_use_the_plan_are_copied(open_page):
+    browser = open_page("run")
+    grant = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    browser.execute_cdp_cmd("Browser.grantPermissions", grant)
+    button = centre(browser, ".copy")
+    button.click()
+    WebDriverWait(browser, 5).until(lambda b: button.text in ("Copied", "Selected"))
 
 
 def test_light_and_dark(open_page):

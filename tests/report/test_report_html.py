@@ -6,12 +6,31 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_cases import ENVIRONMENT, compare_rows, make_case, measurement_of, sweep_rows, tradeoff_points
+from report_cases import (
+    ENVIRONMENT,
+    compare_rows,
+    make_case,
+    measurement_of,
+    sweep_rows,
+    tradeoff_of,
+    tradeoff_points,
+    unpack,
+)
 
+from lowtide.facts import Action
 from lowtide.report import style, times
-from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict
+from lowtide.report.answer import (
+    compare_verdict,
+    free_peak,
+    free_text,
+    plan_tiles,
+    plan_verdict,
+    sweep_verdict,
+)
 from lowtide.report.html import render_report
-from lowtide.report.payload import pack_integers, script_json
+from lowtide.report.module_summary import RECOMPUTED, by_module, fate_of, module_lines, pattern_of
+from lowtide.report.packing import pack_integers, script_json
+from lowtide.report.payload import made_index, with_made
 from lowtide.report.results import Environment, SweepStatus
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'<!--"
@@ -67,21 +86,6 @@ def case():
     return make_case(6)
 
 
-def unpack(text: str) -> list[int]:
-    """What `templates/decode.js` does."""
-    import base64
-
-    values, previous, rest, scale = [], 0, 0, 1
-    for byte in base64.b64decode(text):
-        rest += (byte & 127) * scale
-        scale *= 128
-        if byte < 128:
-            previous += -(rest + 1) // 2 if rest % 2 else rest // 2
-            values.append(previous)
-            rest, scale = 0, 1
-    return values
-
-
 @given(st.lists(st.integers(min_value=-(2**51), max_value=2**51)))
 def test_integers_come_back(values):
     assert unpack(pack_integers(values)) == values
@@ -96,7 +100,8 @@ def test_json_in_a_script_is_only_data(text):
 
 def test_all_sections_are_there(case):
     page = Page(render(case, sweep=sweep_rows(), compare=compare_rows()))
-    wanted = {"answer", "sweep", "compare", "timeline", "breakdown", "tradeoff", "decisions", "time", "how"}
+    wanted = {"answer", "sweep", "compare", "timeline", "holders", "breakdown", "tradeoff", "modules"}
+    wanted |= {"decisions", "time", "how"}
     assert wanted <= page.ids
 
 
@@ -268,6 +273,65 @@ def test_times_add_up(case):
     recompute = times.by_region(case.step, order)[-1]
     assert recompute.name == "recompute"
     assert recompute.seconds == pytest.approx(case.after.added_seconds)
+
+
+def test_the_curve_opens_on_the_plan_that_was_made(case):
+    """The nearest plan of the curve is above the budget: the plan itself stands beside the curve."""
+    near = replace(case.tradeoff[3], peak_bytes=case.solution.budget_bytes + 1)
+    for curve, on_curve in (((*case.tradeoff, near), False), (tradeoff_points([case.solution]), True)):
+        points = with_made(curve, case.solution, case.measurement)
+        made = made_index(points, case.solution)
+        assert made is not None and points[made].peak_bytes == case.solution.peak_bytes
+        assert len(points) == len(curve) + (not on_curve)
+        assert points[made].measured_peak_bytes == case.measurement.planned.measured_peak_bytes
+        data = next(s for s in Page(render(case, tradeoff=curve)).scripts if '"kinds"' in s[:20])
+        found = json.loads(data)["tradeoff"]
+        assert (found["selected"], found["made"], found["made_on_curve"]) == (made, made, on_curve)
+    assert made_index(case.tradeoff, None) is None and with_made((), case.solution, None) == []
+
+
+def test_what_costs_nothing_is_told(case):
+    baseline, points = case.solution.baseline_peak_bytes, tradeoff_of(case.step, case.solution, 40)
+    text = free_text(points, case.solution, case.step.seconds)
+    lowest = free_peak(points, case.step.seconds)
+    cost = {point.peak_bytes: point.recompute_seconds for point in points}
+    assert lowest < baseline and 0 < cost[lowest] <= 0.001 * case.step.seconds
+    assert all(s > 0.001 * case.step.seconds for peak, s in cost.items() if peak < lowest)
+    assert text.startswith(f"{style.size(baseline).split()[0]} → {style.size(lowest)} for free")
+    assert text.partition(":")[0] in render(case, tradeoff=points)
+    dear = [replace(point, recompute_seconds=1.0) for point in points]
+    assert free_text(dear, case.solution, 1.0) == "" == free_text((), None, 1.0)
+    assert "for free" not in render(case, tradeoff=dear)
+
+
+def test_the_page_says_how_to_use_the_plan(case):
+    text = render(case, plan_file="out/it's.json")
+    assert "lowtide.load_plan(&#34;out/it&#39;s.json&#34;).apply(model)" in text
+    stepping = replace(case.solution, step_in_backward=True)
+    assert ".apply(model, optimizer=optimizer)" in render(case, solution=stepping, plan_file="p.json")
+    again = f"lowtide.checkpoint(model, batch, budget={case.solution.budget_bytes}, optimizer=optimizer)"
+    assert again in render(case)
+
+
+def test_modules_that_differ_in_their_numbers_are_one_row(case):
+    rows = by_module(case.solution.decisions)
+    assert sum(row.total_bytes for row in rows) == sum(d.nbytes for d in case.solution.decisions)
+    assert sum(row.seconds for row in rows) == pytest.approx(sum(d.seconds for d in case.solution.decisions))
+    relus = next(row for row in rows if row.changed_bytes)
+    assert "*" in relus.path and len(relus.members) > 1 and relus.fates[0][0] == RECOMPUTED
+    assert relus.nbytes == tuple(map(sum, zip(*(member.nbytes for member in relus.members), strict=True)))
+    assert [row.changed_bytes for row in rows] == sorted((row.changed_bytes for row in rows), reverse=True)
+    lines = module_lines(case.solution.decisions, limit=1)
+    assert lines[0].startswith(relus.path) and "recomputed" in lines[0]
+
+
+def test_a_packed_activation_is_neither_kept_nor_recomputed(case):
+    first = case.solution.decisions[0]
+    packed = replace(first, action=Action.RETAINED, held_bytes=first.nbytes // 8, method="bits")
+    away = replace(first, action=Action.OFFLOAD, held_bytes=0)
+    fates = [fate_of(decision) for decision in (packed, away, replace(packed, held_bytes=first.nbytes))]
+    assert fates == ["packed", "offloaded", "kept"]
+    assert pattern_of("layers.0.block10.1") == "layers.*.block10.*"
 
 
 def test_modules_are_told_apart_at_a_useful_depth(case):

@@ -1,61 +1,57 @@
-"""Who holds the peak: rows that add up, a tree, lines of source, boxes that do not overlap."""
+"""The packed live ranges: at every time point they add up to the timeline, kind by kind."""
 
-from itertools import pairwise
+from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
-from report_cases import make_case
+from report_cases import make_case, unpack
 from strategies import steps
 
 from lowtide.facts import Step
-from lowtide.planning.simulate import baseline_runs, simulate
+from lowtide.planning.schedules import eager_timeline
+from lowtide.planning.simulate import Timeline, simulate
 from lowtide.profiles import Profile
-from lowtide.report.live_tensors import NARROWEST, by_module, by_source, flame, live_at_peak
+from lowtide.report.live_tensors import pack_blocks, pack_storages
+from lowtide.report.style import STACK
+
+
+def live_bytes(stored: dict[str, Any], run: dict[str, Any], at: int) -> list[int]:
+    """Bytes by kind at a position, as `templates/live.js` adds them up."""
+    kinds, sizes = unpack(stored["kind"]), unpack(run["bytes"])
+    found = [0] * len(STACK)
+    for storage in unpack(stored["static"]):
+        found[kinds[storage]] += sizes[storage]
+    blocks = zip(*(unpack(run[key]) for key in ("storage", "start", "end")), strict=True)
+    for storage, start, end in blocks:
+        if start <= at <= end:
+            found[kinds[storage]] += sizes[storage]
+    found[-1] += unpack(run["inside"])[at]
+    return found
 
 
 @settings(max_examples=15, deadline=None)
 @given(steps())
-def test_the_rows_add_up_to_the_peak(step: Step) -> None:
-    found = Profile(step)
-    for timeline in (
-        simulate(step, baseline_runs(step)),
-        simulate(step, found.plan(max(found.floor_bytes, 1)).solution.schedule.runs),
-    ):
-        rows = live_at_peak(step, timeline)
-        assert sum(row.nbytes for row in rows) == timeline.peak_bytes
-        assert all(row.kept for row in rows)
-        assert by_module(rows).nbytes == timeline.peak_bytes
+def test_live_ranges_add_up_to_the_timeline(step: Step) -> None:
+    profile = Profile(step)
+    planned = simulate(step, profile.plan(f"{max(profile.floor_bytes, 1)}B").solution.schedule.runs)
+    stored = pack_storages(step)
+    for timeline, is_baseline in ((eager_timeline(step), True), (planned, False)):
+        run = pack_blocks(step, timeline, is_baseline=is_baseline)
+        for at in range(len(timeline.runs)):
+            assert live_bytes(stored, run, at) == by_kind(timeline, at)
 
 
-def test_a_tree_holds_what_its_branches_hold() -> None:
+def by_kind(timeline: Timeline, at: int) -> list[int]:
+    return [int(timeline.bytes_by_kind[kind][at]) for kind in STACK]
+
+
+def test_names_and_call_stacks_are_stored_once() -> None:
     case = make_case(4)
-    root = by_module(live_at_peak(case.step, case.after))
-
-    def check(branch) -> None:
-        inside = [child.nbytes for child in branch.largest_first]
-        assert branch.nbytes == sum(inside) + sum(held.nbytes for held in branch.tensors)
-        assert inside == sorted(inside, reverse=True)
-        for child in branch.branches.values():
-            check(child)
-
-    check(root)
-    assert len(root.branches) > 1
-    assert all(len(b.branches) != 1 or b.tensors for b in root.branches.values()), "chains are folded"
-
-
-def test_boxes_stand_below_their_parent_and_beside_each_other() -> None:
-    case = make_case(4)
-    boxes = flame(by_module(live_at_peak(case.step, case.after)))
-    assert boxes[0].width == 100
-    for depth in {box.depth for box in boxes}:
-        row = sorted((box for box in boxes if box.depth == depth), key=lambda box: box.left)
-        for one, other in pairwise(row):
-            assert one.left + one.width <= other.left + 1e-6
-    assert all(box.width >= NARROWEST for box in boxes)
-
-
-def test_lines_of_source_are_ranked() -> None:
-    case = make_case(4)
-    rows = live_at_peak(case.step, case.before)
-    lines = by_source(rows)
-    assert [nbytes for _, nbytes, _ in lines] == sorted((n for _, n, _ in lines), reverse=True)
-    assert sum(n for _, n, _ in by_source(rows, limit=1000)) == sum(row.nbytes for row in rows if row.source)
+    stacks = ((), ("models/main.py:5", "models/residual.py:9"), ("models/main.py:5",))
+    nodes = tuple(replace(node, stack=node.rank % 3) for node in case.step.nodes)
+    stored = pack_storages(replace(case.step, nodes=nodes, stacks=stacks))
+    names = [case.step.nodes[n].name if n >= 0 else stored["names"][-1 - n] for n in unpack(stored["name"])]
+    assert names == [storage.name for storage in case.step.storages]
+    assert stored["lines"]["table"] == ["models/main.py:5", "models/residual.py:9"]
+    assert unpack(stored["depths"]) == [0, 2, 1]
+    assert unpack(stored["stack"]) == [node.rank % 3 for node in case.step.nodes]

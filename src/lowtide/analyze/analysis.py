@@ -4,6 +4,7 @@ and the source line of a graph node."""
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from lowtide.trace.segments import Segment
 
 NO_GRAPH = -1
 """The segment of nodes that belong to no graph."""
+OWN_FOLDER = str(Path(__file__).parents[1])
+"""lowtide's own code; the built-in models in it are a user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Analysis:
 
     nodes: list[Node] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
+    stacks: dict[tuple[str, ...], int] = field(default_factory=lambda: {(): 0})
     graph_nodes: dict[int, GraphNode] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     gradients: dict[int, int] = field(default_factory=dict)
@@ -78,6 +82,15 @@ class Analysis:
     def add_node(self, *, kind: Kind = Kind.OTHER, **fields: Any) -> int:
         self.nodes.append(Node(rank=len(self.nodes), kind=kind, **fields))
         return len(self.nodes) - 1
+
+    def place_in_code(self, node: fx.Node) -> dict[str, Any]:
+        """The fields of a node that say which code made it."""
+        lines = source_lines(node)
+        return {
+            "module": module_path(node),
+            "source": lines[-1] if lines else "",
+            "stack": self.stacks.setdefault(lines, len(self.stacks)),
+        }
 
     def renumber(self, rank: Mapping[int, int]) -> None:
         """Give nodes their new ranks, after nodes of no graph were inserted among them."""
@@ -142,8 +155,11 @@ def module_path(node: fx.Node) -> str:
     return ".".join(part for part in parts[2:] if part)
 
 
-def source_line(node: fx.Node) -> str:
-    """`file:line` of the user's code that made a node: the deepest frame outside of torch."""
+def source_lines(node: fx.Node) -> tuple[str, ...]:
+    """`file:line` of each call that led to a node, the outermost first: frames outside of torch and of us."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [frame for frame in frames if "/torch/" not in frame[0]]
-    return "{}:{}".format(*outside[-1]) if outside else ""
+    return tuple(f"{file}:{line}" for file, line in frames if "/torch/" not in file and not _is_own(file))
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith(f"{OWN_FOLDER}/") and not file.startswith(f"{OWN_FOLDER}/zoo/")

@@ -217,6 +217,7 @@ def captured_step(
         rules=tuple((rule.name, rule.words) for rule in rules_for(offload=offload)),
         optimizer_chunks=chunks,
         gradient_strides=tuple(sorted(traced.orders.items())),
+        stacks=tuple(analysis.stacks),
     )
     return Captured(
         step=step,

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lowtide.analyze.analysis import Analysis, GraphAnalysis, GraphNode, module_path, source_line
+from lowtide.analyze.analysis import Analysis, GraphAnalysis, GraphNode
 from lowtide.analyze.backward_facts import (
     BackwardOrder,
     add_chunked_remats,
@@ -279,8 +279,7 @@ def _add_op(
         name=name,
         op=target_name(node.target),
         region=region,
-        module=module_path(node),
-        source=source_line(node),
+        **analysis.place_in_code(node),
         segment=state.index,
         reads=tuple(state.rank[source] for source in node.all_input_nodes),
         holds=tuple(holds),
@@ -315,8 +314,7 @@ def _add_kept(analysis: Analysis, state: GraphAnalysis, node: fx.Node, kept: Kep
         name=name,
         op=kept.name,
         region=Region.FORWARD,
-        module=module_path(node),
-        source=source_line(node),
+        **analysis.place_in_code(node),
         segment=state.index,
         reads=tuple(state.rank[source] for source in _nodes_in((kept.call.args, kept.call.kwargs))),
         holds=(made,),

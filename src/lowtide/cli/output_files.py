@@ -225,5 +225,6 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outco
         # the curve has searched for the floor, for any planner
         solution=replace(plan.solution, floor_bytes=profile.floor_bytes),
         measurement=outcome.measurement,
+        plan_file=str(folder / PLAN),
         **shown,
     )

@@ -13,6 +13,7 @@ from lowtide.facts.gpus import gpu_behind
 from lowtide.facts.serial import to_dict
 from lowtide.planning.simulate import Timeline
 from lowtide.profiles import Profile
+from lowtide.report.module_summary import FATES, by_module
 from lowtide.report.results import relative_increase
 from lowtide.report.style import (
     HOW_TIMED,
@@ -141,13 +142,34 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
         ),
         *_offload(solution, offloaded),
     ]
-    tables: list[RenderableType] = [table(f"Plan for {name} ({solution.planner})", ("", ">", ""), figures)]
+    head = table(f"Plan for {name} ({solution.planner})", ("", ">", ""), figures)
+    tables: list[RenderableType] = [head, *_modules(solution)]
     columns = ("name", "bytes>", "time>", "module", "why")
     for action, found in (("recomputed", recomputed), ("offloaded", offloaded)):
         if found:
             title = f"Largest activations that are {action} ({min(NUM_LARGEST, len(found))} of {len(found)})"
             tables.append(table(title, columns, [_decision(d) for d in found[:NUM_LARGEST]]))
     return [*tables, *(Text(f"note: {note}") for note in solution.notes)]
+
+
+def _modules(solution: Solution) -> list[RenderableType]:
+    """The modules whose activations do not all stay; a column for each fate that some activation has."""
+    rows = by_module(solution.decisions)
+    changed = [row for row in rows if row.changed_bytes]
+    if not changed:
+        return []
+    shown = [i for i in range(len(FATES)) if any(row.nbytes[i] for row in changed)]
+    title = f"By module ({min(NUM_LARGEST, len(changed))} of {len(changed)} that change)"
+    columns = ("module", *(f"{FATES[i]}>" for i in shown), "time added>")
+    cells = [
+        (
+            Dotted(row.path),
+            *(size(row.nbytes[i]) if row.nbytes[i] else "" for i in shown),
+            duration(row.seconds) if row.seconds else "",
+        )
+        for row in changed[:NUM_LARGEST]
+    ]
+    return [table(title, columns, cells)]
 
 
 def _reserved_budget(solution: Solution) -> str:

@@ -58,7 +58,8 @@ ALWAYS = {
 """Fields with a default that every file has nevertheless. Older files lack some of the others."""
 
 WHERE_SET = {
-    Step: ("transfer_speed", "optimizer_chunks", "gradient_strides"),
+    Step: ("transfer_speed", "optimizer_chunks", "gradient_strides", "stacks"),
+    Node: ("stack",),
     Solution: ("offload", "reserved"),
     Graph: ("releases",),
     Storage: ("host_bytes",),
@@ -321,6 +322,8 @@ def check_step(step: Step) -> None:
 def _check_node(step: Step, position: int, node: Node) -> None:
     if node.rank != position or not all(0 <= read < position for read in node.reads):
         raise ValueError(f"node {position} is out of order")
+    if not 0 <= node.stack < max(1, len(step.stacks)):
+        raise ValueError(f"node {position} has a call stack that does not exist")
     again = [read for remat in node.remats for read in remat.reads]
     if not all(0 <= read < len(step.nodes) for read in (*again, *node.eager_reads)):
         raise ValueError(f"node {position} is rematerialized from a node that does not exist")

@@ -98,7 +98,7 @@ class Node:
     from a smaller or similar op instead of measured. `extra_eager_bytes`: how much more is live inside
     eager PyTorch's own version; negative for less. `eager_reads`: ranks whose values stay live until here
     in eager, as inside an autograd formula. `eager_place`: eager runs the backward ops of a segment that
-    have one in this order; a plan, by rank.
+    have one in this order; a plan, by rank. `stack`: the number of its call stack among the step's `stacks`.
     """
 
     rank: int
@@ -122,6 +122,7 @@ class Node:
     extra_eager_bytes: int = 0
     eager_reads: tuple[int, ...] = ()
     eager_place: int = 0
+    stack: int = 0
 
     def remat(self, rule: str) -> Remat | None:
         """Its remat by that rule."""
@@ -223,7 +224,8 @@ class Step:
     values may be offloaded. `optimizer_chunks` are (bytes of a chunk, bytes live inside the step) for each
     chunk size of a split optimizer step, smallest first; the optimizer's nodes describe the smallest.
     `gradient_strides` are pairs of dimension orders in memory, outermost first: that of an output, and that
-    of its gradient where the two differ.
+    of its gradient where the two differ. `stacks` are the distinct call stacks of its nodes in the model's
+    code, lines from the outermost to the innermost; the first is empty. Older files have none.
     """
 
     nodes: tuple[Node, ...]
@@ -239,6 +241,7 @@ class Step:
     transfer_speed: TransferSpeed | None = None
     optimizer_chunks: tuple[tuple[int, int], ...] = ()
     gradient_strides: tuple[tuple[str, str], ...] = ()
+    stacks: tuple[tuple[str, ...], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -248,6 +251,10 @@ class Step:
     def static_bytes(self) -> int:
         """Bytes that are live from the start of the step to its end."""
         return sum(storage.nbytes for storage in self.storages if storage.static)
+
+    def stack_of(self, node: Node) -> tuple[str, ...]:
+        """The lines of the model's code that led to a node, its own last; empty where unknown."""
+        return self.stacks[node.stack] if self.stacks else ()
 
     def bytes_of(self, storages: Iterable[int]) -> int:
         """The bytes of some storages."""

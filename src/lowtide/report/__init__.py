@@ -5,10 +5,12 @@ Nothing here imports torch: a report can be made on another machine than the one
 - `results`: records of measurements and of their environment, for any command
 - `style`: labels, colours and numbers; figures for plots
 - `times`: the time of a step by op and module; transfers to a store and back
-- `live_tensors`: which tensors are live at the peak, by module and by line of source
+- `module_summary`: by module, what a plan keeps, packs, recomputes and offloads
+- `live_tensors`: the live ranges of all tensors, packed
 - `explanation`: what a plan does with one activation, and the graph around it
 - `answer`: the first lines of the page: fit, cost, exactness
-- `payload`: the data of the page's charts, packed
+- `packing`: numbers, strings and JSON inside of a page
+- `payload`: the data of the page's charts
 - `html`: the page
 - `step_plots`, `experiment_plots`, `plots`: static plots of a step, of experiments, all into a folder
 - `exports`: CSV files and the Chrome trace, for other programs

@@ -8,8 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.facts import Action, Solution
-from lowtide.report.results import CompareRow, Measurement, Results, SweepRow, SweepStatus
-from lowtide.report.style import NOT_BY_RECOMPUTING, added, duration, how_good, is_noisy, percent, size
+from lowtide.report.results import CompareRow, Measurement, Results, SweepRow, SweepStatus, TradeoffPoint
+from lowtide.report.style import (
+    NOT_BY_RECOMPUTING,
+    added,
+    duration,
+    how_good,
+    is_noisy,
+    is_too_noisy,
+    percent,
+    size,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +123,28 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
         ),
     ]
     return [*tiles, *_offloaded(solution), _exactness(measurement)]
+
+
+FREE = 0.001
+"""The share of a step's time below which nobody sees a difference."""
+
+
+def free_peak(points: Sequence[TradeoffPoint], step_seconds: float) -> int | None:
+    """The lowest peak of a plan that adds next to no time; None without such a plan."""
+    peaks = [point.peak_bytes for point in points if point.recompute_seconds <= FREE * step_seconds]
+    return min(peaks, default=None)
+
+
+def free_text(points: Sequence[TradeoffPoint], solution: Solution | None, step_seconds: float) -> str:
+    """`100.8 → 81.5 MiB for free`, where the lowest such peak is below the baseline's."""
+    lowest = free_peak(points, step_seconds)
+    baseline = solution.baseline_peak_bytes if solution else max((p.peak_bytes for p in points), default=0)
+    if lowest is None or size(lowest) == size(baseline) or lowest > baseline:
+        return ""
+    before, unit = size(baseline).rsplit(" ", 1)
+    after = size(lowest)
+    before = before if after.endswith(f" {unit}") else f"{before} {unit}"
+    return f"{before} → {after} for free: that plan adds less than {100 * FREE:.1f} % to the step (simulated)"
 
 
 def _stalls(solution: Solution) -> float:

@@ -15,23 +15,30 @@ from jinja2 import FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
-from lowtide.planning.schedules import as_eager
 from lowtide.planning.simulate import Timeline
 from lowtide.report import style, times
-from lowtide.report.answer import compare_verdict, plan_tiles, plan_verdict, sweep_verdict, unfinished_verdict
+from lowtide.report.answer import (
+    compare_verdict,
+    free_text,
+    plan_tiles,
+    plan_verdict,
+    sweep_verdict,
+    unfinished_verdict,
+)
 from lowtide.report.explanation import pack_around
-from lowtide.report.live_tensors import LiveTensor, by_module, by_source, flame, live_at_peak
-from lowtide.report.payload import WITH, WITHOUT, page_data, script_json
+from lowtide.report.module_summary import FATES, by_module
+from lowtide.report.packing import script_json
+from lowtide.report.payload import WITH, WITHOUT, made_index, page_data, with_made
 from lowtide.report.results import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
 from lowtide.report.times import store_use
 
 STORE_PICTURE = (1000, 180)
 """Width and height of the picture of transfers."""
 
-MOST_TENSORS = 60
-"""Rows of the table of tensors at the peak."""
-
-_SCRIPTS = ("theme.js", "decode.js", "timeline.js", "tradeoff.js", "table.js", "around.js")
+_SCRIPTS = (
+    *("theme.js", "decode.js", "copy.js", "live.js", "timeline.js", "tradeoff.js"),
+    *("table.js", "around.js"),
+)
 
 
 def render_report(
@@ -51,6 +58,7 @@ def render_report(
     step_seconds: float | None = None,
     notes: Sequence[str] = (),
     unfinished: str = "",
+    plan_file: str = "",
 ) -> str:
     """The page for the given data; a section without data is left out.
 
@@ -58,10 +66,11 @@ def render_report(
     give the sizes of the activations in `tradeoff`; a solution's decisions serve as well.
     `without_offload` is the curve of the same step without its store.
     `step_seconds` is only needed for a trade-off curve without `step` and `solution`. `unfinished` says
-    what is missing on a page that is written before the end of the work.
+    what is missing on a page that is written before the end of the work. `plan_file` is the plan's own file,
+    for the lines that apply it.
     """
     baseline_seconds = step_seconds or (solution.step_seconds if solution else step.seconds if step else 0.0)
-    points = sorted(tradeoff, key=lambda point: (point.peak_bytes, point.recompute_seconds))
+    points = with_made(tradeoff, solution, measurement)
     decisions = sorted(solution.decisions, key=_decision_order) if solution else []
     data = page_data(
         step=step,
@@ -72,6 +81,7 @@ def render_report(
         without_offload=without_offload,
         activations=activations or decisions,
         step_seconds=baseline_seconds,
+        made_on_curve=made_index(tradeoff, solution) is not None,
     )
     if step is not None and before is not None and solution:
         data["around"] = pack_around(step, solution.schedule.runs, decisions)
@@ -83,8 +93,7 @@ def render_report(
     if compare:
         verdicts.append(compare_verdict(compare))
     use = store_use(step, after) if step is not None else None
-    live = _live(step, before, after)
-    live_tree = by_module(live)
+    modules = by_module(decisions)
     sheet = Markup(_text("vendor/uplot/uPlot.min.css") + _text("templates/style.css"))
     scripts = [_text("vendor/uplot/uPlot.iife.min.js"), *(_text(f"templates/{name}") for name in _SCRIPTS)]
     return (
@@ -124,11 +133,12 @@ def render_report(
             decisions=decisions,
             offloads=any(decision.action is Action.OFFLOAD for decision in decisions),
             breakdown=_breakdown(before, after),
-            live=live[:MOST_TENSORS],
-            num_live=len(live),
-            live_tree=live_tree,
-            live_sources=by_source(live),
-            live_boxes=flame(live_tree),
+            made=made_index(points, solution),
+            free=free_text(tradeoff, solution, baseline_seconds),
+            modules=modules,
+            fates=FATES,
+            shown_fates=[i for i in range(len(FATES)) if any(row.nbytes[i] for row in modules)],
+            apply_lines=_apply_lines(solution, plan_file) if solution else "",
             time_groups=_time_groups(step, after if after is not None else before) if step else [],
             time_parts=[(str(part), _PART_COLOURS[part]) for part in times.PARTS],
             notes=list(
@@ -189,11 +199,16 @@ def _regions(step: Step) -> list[str]:
     return [str(region) for region in Region if region in present]
 
 
-def _live(step: Step | None, before: Timeline | None, after: Timeline | None) -> list[LiveTensor]:
-    """The live tensors at the peak of the plan, else of the baseline as eager runs it."""
-    if step is not None and after is not None:
-        return live_at_peak(step, after)
-    return live_at_peak(as_eager(step), before) if step is not None and before is not None else []
+def _apply_lines(solution: Solution, plan_file: str) -> str:
+    """Python that trains by the plan: from its file, else planned again for the same budget."""
+    optimizer = ", optimizer=optimizer" if solution.step_in_backward or not plan_file else ""
+    if plan_file:
+        made = f"model = lowtide.load_plan({plan_file!r}).apply(model{optimizer})"
+    else:
+        budget, planner = solution.budget_bytes, solution.planner
+        chosen = "" if planner == "auto" else f", planner={planner!r}"
+        made = f"model = lowtide.checkpoint(model, batch, budget={budget}{chosen}{optimizer})"
+    return f"import lowtide\n\n{made}  # then train as before"
 
 
 def _largest(values: Sequence[float | None]) -> float:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from lowtide.facts import Action, Kind, Solution, Step
 from lowtide.planning.simulate import Bytes, Timeline
 from lowtide.report import style
+from lowtide.report.module_summary import module_lines
 from lowtide.report.style import LABELS, STACK, duration, how_good, percent, reserved_text, size
 
 Rows = list[tuple[str, str]]
@@ -42,6 +43,7 @@ def plan_rows(solution: Solution) -> Rows:
             f"{how_good(solution.gap)}",
         ),
         ("activations", counts or "none"),
+        *(("by module" if not i else "", line) for i, line in enumerate(module_lines(solution.decisions))),
         *(("note", note) for note in solution.notes),
     ]
 

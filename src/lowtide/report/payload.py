@@ -1,58 +1,17 @@
-"""The data of the page's charts, packed so that the page stays small and no data can run as code.
+"""The data of the page's charts."""
 
-Series of whole numbers change little from one run to the next: they are stored as differences, in bytes of
-seven bits, as base64. Repeated strings are stored once and referred to by index. `templates/decode.js` is the
-other half.
-"""
-
-import base64
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from markupsafe import Markup
-
-from lowtide.facts import Activation, Decision, Region, Solution, Step
+from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
 from lowtide.planning.simulate import Timeline, source_of
 from lowtide.report import style
-from lowtide.report.results import TradeoffPoint
+from lowtide.report.live_tensors import pack_blocks, pack_storages
+from lowtide.report.packing import pack_integers, pack_strings
+from lowtide.report.results import Measurement, TradeoffPoint
 from lowtide.report.style import COLOURS, DIRECTIONS, LABELS, STACK
 from lowtide.report.times import run_waits, traffic_of
-
-
-def pack_integers(values: Iterable[int]) -> str:
-    """Base64 of the zigzag-encoded differences of `values`."""
-    packed = bytearray()
-    previous = 0
-    for value in values:
-        difference = value - previous
-        previous = value
-        rest = 2 * difference if difference >= 0 else -2 * difference - 1
-        while rest >= 128:
-            packed.append(rest & 127 | 128)
-            rest >>= 7
-        packed.append(rest)
-    return base64.b64encode(packed).decode("ascii")
-
-
-def pack_strings(values: Sequence[str]) -> dict[str, object]:
-    """Distinct strings in order of appearance, and an index into them per value."""
-    table: dict[str, int] = {}
-    indices = [table.setdefault(value, len(table)) for value in values]
-    return {"table": list(table), "index": pack_integers(indices)}
-
-
-def script_json(data: object) -> Markup:
-    """JSON for a `<script type="application/json">`; no name in it can end the element.
-
-    Inside a script element, HTML ends at `</script` and changes state at `<!--`, whatever the
-    quotes; `<` is therefore written as an escape, and so are `>`, `&` and JavaScript's line ends.
-    """
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
-
 
 WITHOUT, WITH = "baseline", "with the plan"
 
@@ -67,15 +26,19 @@ def page_data(
     without_offload: Sequence[TradeoffPoint],
     activations: Sequence[Activation | Decision],
     step_seconds: float,
+    made_on_curve: bool = True,
 ) -> dict[str, Any]:
     """The data of all scripts; sections without data are None."""
     budget = solution.budget_bytes if solution else None
+    made = made_index(tradeoff, solution)
     timeline = None
     if step is not None and before is not None:
         timeline = _timeline(step, before, after) | {"budget": budget}
     points = _tradeoff(tradeoff, activations, step_seconds) | {
         "budget": budget,
-        "selected": _nearest(tradeoff, solution),
+        "selected": len(tradeoff) // 2 if made is None else made,
+        "made": made,
+        "made_on_curve": made_on_curve,
         "without_offload": [
             [point.peak_bytes, point.recompute_seconds / step_seconds]
             for point in without_offload
@@ -100,8 +63,11 @@ def _timeline(step: Step, before: Timeline, after: Timeline | None) -> dict[str,
         "sources": pack_strings([style.short_source(node.source) for node in nodes]),
         "regions": pack_integers(regions.index(node.region) for node in nodes),
         "region_names": [str(region) for region in regions],
-        "before": _way(step, before, WITHOUT),
-        "after": _way(step, after, WITH) if after is not None else None,
+        "storages": pack_storages(step),
+        "before": _way(step, before, WITHOUT) | {"blocks": pack_blocks(step, before, is_baseline=True)},
+        "after": None
+        if after is None
+        else _way(step, after, WITH) | {"blocks": pack_blocks(step, after, is_baseline=False)},
     }
 
 
@@ -170,10 +136,39 @@ def _tradeoff(
     }
 
 
-def _nearest(points: Sequence[TradeoffPoint], solution: Solution | None) -> int:
-    """The point to show first: the one closest to the plan, or the middle of the curve."""
+def made_index(points: Sequence[TradeoffPoint], solution: Solution | None) -> int | None:
+    """Where the plan that was made stands among the points; None where it does not."""
     if solution is None:
-        return len(points) // 2
-    return min(
-        range(len(points)), key=lambda i: (abs(points[i].peak_bytes - solution.peak_bytes), i), default=0
+        return None
+    same = (solution.peak_bytes, solution.recompute_seconds)
+    return next((i for i, at in enumerate(points) if (at.peak_bytes, at.recompute_seconds) == same), None)
+
+
+def with_made(
+    points: Sequence[TradeoffPoint], solution: Solution | None, measurement: Measurement | None
+) -> list[TradeoffPoint]:
+    """The points of a curve by rising peak, the plan that was made and its measurement among them."""
+    found = sorted(points, key=lambda point: (point.peak_bytes, point.recompute_seconds))
+    if solution is None or not points:
+        return found
+    at = made_index(found, solution)
+    made = found[at] if at is not None else _point_of(solution)
+    if measurement is not None and measurement.overhead is not None:
+        made = replace(
+            made,
+            measured_peak_bytes=measurement.planned.measured_peak_bytes,
+            measured_overhead=measurement.overhead,
+            measured_noise=measurement.noise,
+        )
+    others = [point for point in found if point is not (found[at] if at is not None else None)]
+    return sorted([*others, made], key=lambda point: (point.peak_bytes, point.recompute_seconds))
+
+
+def _point_of(solution: Solution) -> TradeoffPoint:
+    return TradeoffPoint(
+        peak_bytes=solution.peak_bytes,
+        recompute_seconds=solution.recompute_seconds,
+        recomputed=tuple(d.name for d in solution.decisions if d.action is Action.RECOMPUTE),
+        offloaded=tuple(d.name for d in solution.decisions if d.action is Action.OFFLOAD),
+        lower_bound_seconds=solution.lower_bound_seconds,
     )

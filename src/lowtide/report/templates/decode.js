@@ -1,4 +1,4 @@
-// The other half of embed.py, and how numbers are written.
+// The other half of packing.py, and how numbers are written.
 "use strict";
 const Decode = {
   // Base64 of zigzag-encoded differences, seven bits to a byte. Bytes of memory pass 2^32, so no shifts.
@@ -24,13 +24,18 @@ const Decode = {
   },
 };
 const Format = {
+  // Ties go to the even digit, as in the figures that Python writes.
+  fixed(n, digits) {
+    const whole = n * 10 ** digits;
+    return (whole % 1 === 0.5 && Math.floor(whole) % 2 === 0 ? Math.floor(whole) / 10 ** digits : n).toFixed(digits);
+  },
   bytes(n) {
     const digits = { B: 0, KiB: 1, MiB: 1, GiB: 2 };
     for (const unit in digits) {
-      if (Math.abs(n) < 1024) return n.toFixed(digits[unit]) + " " + unit;
+      if (Math.abs(n) < 1024) return Format.fixed(n, digits[unit]) + " " + unit;
       n /= 1024;
     }
-    return n.toFixed(3) + " TiB";
+    return Format.fixed(n, 3) + " TiB";
   },
   seconds(s) {
     if (s >= 1) return s.toFixed(2) + " s";

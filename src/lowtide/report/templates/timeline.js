@@ -46,7 +46,7 @@ addEventListener("DOMContentLoaded", () => {
     order: { before: aligned(), after: after && after.order.map((_, i) => i), end: longest.order.length },
   };
 
-  let axis = "time", stacked = after || before, shown = null, current = 0;
+  let axis = "time", stacked = after || before, shown = null, current = 0, pinned = null;
   let xs, positionBefore, positionAfter;
   const other = () => (stacked === before ? after : before);
   const merge = () => {
@@ -161,6 +161,13 @@ addEventListener("DOMContentLoaded", () => {
         ctx.fillText(words, side, base);
       }
     }
+    if (pinned !== null) {
+      const x = u.valToPos(xs[pinned], "x", true);
+      if (x >= left && x <= left + width) {
+        ctx.strokeStyle = Theme.colour("--ink"); ctx.lineWidth = 2 * devicePixelRatio;
+        ctx.beginPath(); ctx.moveTo(x, top); ctx.lineTo(x, top + height); ctx.stroke();
+      }
+    }
     written = [];
     for (const run of [before, after].filter(Boolean)) {
       const x = axes[axis][run === before ? "before" : "after"][run.peak];
@@ -187,7 +194,7 @@ addEventListener("DOMContentLoaded", () => {
   }] : [];
   merge();
   const chart = new uPlot({
-    width: box.clientWidth, height: height(), padding: [26, 20, 0, 0], legend: { show: false },
+    width: box.clientWidth, height: height(), padding: [26, 32, 0, 0], legend: { show: false },
     scales: { x: { time: false }, y: { range: () => [lowest, highest] } },
     cursor: { drag: { x: true, y: false }, y: false, points: { show: false } },
     series: [{}, ...kindSeries, ...lineSeries],
@@ -238,6 +245,7 @@ addEventListener("DOMContentLoaded", () => {
   const show = (i) => {
     if (i === shown) return;
     shown = current = i;
+    if (pinned === null) tell();
     const runs = after ? [["before", before, positionBefore[i]], ["after", after, positionAfter[i]]] : [["before", before, positionBefore[i]]];
     const [first, second] = runs.map(([, run, p]) => ({ run, p }));
     const same = second && first.run.order[first.p] === second.run.order[second.p] && !second.run.again[second.p];
@@ -249,6 +257,13 @@ addEventListener("DOMContentLoaded", () => {
       cell.textContent = Format.bytes(cell.dataset.kind === "total" ? run.total[p] : run.kinds[cell.dataset.kind][p]);
     }
   };
+  // The section of live tensors follows the cursor, or stays at the pinned time point.
+  const tell = () => {
+    const position = positions(stacked)[pinned ?? current];
+    const detail = { key: stacked === before ? "before" : "after", position, seconds: stacked.start[position], isPinned: pinned !== null, isPeak: position === stacked.peak };
+    document.dispatchEvent(new CustomEvent("lowtide:time", { detail }));
+  };
+  const pin = (i) => { pinned = i; tell(); chart.redraw(false); };
   const range = document.getElementById("timeline-range");
   const describe = (u) => {
     const { min, max } = u.scales.x, whole = axes[axis].end;
@@ -272,27 +287,30 @@ addEventListener("DOMContentLoaded", () => {
       show(i);
     });
   };
-  const reset = () => { shown = null; zoom(0, axes[axis].end); show(peakIndex(stacked)); };
+  const reset = () => { shown = null; pinned = null; zoom(0, axes[axis].end); show(peakIndex(stacked)); };
   // What is in sight stays in sight: the same ops, wherever they stand on the other axis.
   const redo = (change) => {
     const { min, max } = chart.scales.x;
     const all = min <= 0 && max >= axes[axis].end * 0.9999;
-    const [from, to, at] = [floor(min), floor(max), current].map((i) => positions(longest)[i]);
+    const [from, to, at, pin] = [floor(min), floor(max), current, pinned ?? 0].map((i) => positions(longest)[i]);
     change();
     merge();
     chart.setData(series(), false);
-    if (all) return reset();
+    if (all && pinned === null) return reset();
     const index = (p) => positions(longest).findIndex((q) => q >= p);
     shown = null;
-    zoom(xs[index(from)], xs[Math.min(xs.length - 1, index(to) + 1)]);
+    if (pinned !== null) pinned = index(pin);
+    if (all) zoom(0, axes[axis].end);
+    else zoom(xs[index(from)], xs[Math.min(xs.length - 1, index(to) + 1)]);
     show(index(at));
+    tell();
   };
 
   const press = (name, act) => {
     const buttons = [...document.querySelectorAll(`[data-${name}]`)];
     for (const button of buttons) {
       button.addEventListener("click", () => {
-        for (const each of buttons) each.setAttribute("aria-pressed", String(each === button));
+        for (const each of buttons) each.setAttribute("aria-pressed", String(each.dataset[name] === button.dataset[name]));
         act(button.dataset[name]);
       });
     }
@@ -312,7 +330,21 @@ addEventListener("DOMContentLoaded", () => {
       if (span) zoom(span.from, span.to);
     });
   }
+  // A click pins the time point; a drag zooms, and a second click lets it go.
+  let downAt = null;
+  box.addEventListener("mousedown", (event) => { downAt = event.clientX; });
+  box.addEventListener("click", (event) => {
+    if (downAt === null || Math.abs(event.clientX - downAt) > 3 || chart.cursor.left < 0) return;
+    pin(pinned === current ? null : current);
+  });
+  document.getElementById("live-follow").addEventListener("click", () => pin(null));
+  document.getElementById("live-peak").addEventListener("click", () => {
+    pinned = null;
+    moveTo(peakIndex(stacked));
+    queueMicrotask(() => { tell(); chart.redraw(false); });
+  });
   box.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") return pin(pinned === current ? null : current);
     const moves = { ArrowLeft: current - 1, ArrowRight: current + 1, Home: 0, End: xs.length - 2 };
     if (!(event.key in moves)) return;
     event.preventDefault();

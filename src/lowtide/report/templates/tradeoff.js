@@ -14,6 +14,8 @@ addEventListener("DOMContentLoaded", () => {
   const sizes = Decode.integers(data.sizes);
   const slider = document.getElementById("tradeoff-slider");
   let selected = data.selected;
+  // The plan that was made stands beside the curve where the curve does not have it.
+  const made = data.made === null ? null : points[data.made], curve = points.filter((p) => p !== made || data.made_on_curve);
 
   const measured = points.filter((point) => point.measured);
   const plain = data.without_offload;
@@ -22,8 +24,8 @@ addEventListener("DOMContentLoaded", () => {
     const values = new Map(pairs);
     return xs.map((x) => (values.has(x) ? values.get(x) : null));
   };
-  const columns = [xs, column(points.map((p) => [p.peak, p.overhead * 100])), column(measured.map((p) => [p.measured[0], p.measured[1] * 100])),
-    column(points.filter((p) => p.least !== null).map((p) => [p.peak, p.least * 100])), column(plain.map(([peak, overhead]) => [peak, overhead * 100]))];
+  const columns = [xs, column(curve.map((p) => [p.peak, p.overhead * 100])), column(measured.map((p) => [p.measured[0], p.measured[1] * 100])),
+    column(curve.filter((p) => p.least !== null).map((p) => [p.peak, p.least * 100])), column(plain.map(([peak, overhead]) => [peak, overhead * 100]))];
   const top = Math.max(1, ...columns[1], ...columns[2], ...columns[4]) * 1.12;
   const bottom = Math.min(0, ...columns[2]) * 1.12 - top * 0.06;
   const margin = (xs.at(-1) - xs[0]) * 0.04 || xs[0] * 0.1 || 1;
@@ -44,6 +46,16 @@ addEventListener("DOMContentLoaded", () => {
         ctx.fillText("budget", x + (fits ? 5 : -5) * ratio, y0 + 12 * ratio);
         ctx.setLineDash([]);
       }
+    }
+    if (made) {
+      const x = u.valToPos(made.peak, "x", true), y = u.valToPos(made.overhead * 100, "y", true), r = 6 * ratio;
+      ctx.fillStyle = Theme.colour("--recompute");
+      ctx.beginPath(); ctx.moveTo(x, y - r); ctx.lineTo(x + r, y); ctx.lineTo(x, y + r); ctx.lineTo(x - r, y); ctx.fill();
+      const words = "this plan", wide = ctx.measureText(words).width, fits = x + wide + 20 * ratio < left + width;
+      ctx.textAlign = "left"; ctx.strokeStyle = Theme.colour("--card"); ctx.lineWidth = 4 * ratio;
+      const place = [fits ? x + 12 * ratio : x - wide - 12 * ratio, Math.max(y - 10 * ratio, y0 + 26 * ratio)];
+      ctx.strokeText(words, ...place);
+      ctx.fillText(words, ...place);
     }
     const at = points[selected];
     ctx.strokeStyle = Theme.colour("--recompute"); ctx.lineWidth = 3 * ratio;
@@ -89,7 +101,7 @@ addEventListener("DOMContentLoaded", () => {
     const at = points[index], from = index + 1 < points.length ? points[index + 1] : { gone: new Set() };
     slider.value = String(index);
     const total = [...at.recomputed].reduce((sum, i) => sum + sizes[i], 0);
-    const words = `plan ${index + 1} of ${points.length}: peak ${Format.bytes(at.peak)}, time ${Format.percent(at.overhead)}, ` +
+    const words = `${at === made ? "this plan, " : ""}plan ${index + 1} of ${points.length}: peak ${Format.bytes(at.peak)}, time ${Format.percent(at.overhead)}, ` +
       `${at.recomputed.size} activations recomputed (${Format.bytes(total)})` +
       (at.offloaded.length ? `, ${at.offloaded.length} offloaded (${Format.bytes(at.offloaded.reduce((sum, i) => sum + sizes[i], 0))})` : "") +
       (at.least === null ? "" : `; no plan adds less than ${Format.percent(at.least)} (dashed, proven)`) +
@@ -111,6 +123,8 @@ addEventListener("DOMContentLoaded", () => {
     const near = points.reduce((best, p, i) => (distance(p) < distance(points[best]) ? i : best), 0);
     select(near);
   });
+  const back = byId("tradeoff-made");
+  if (back) back.addEventListener("click", () => select(data.made));
   Theme.onChange(() => chart.redraw(false));
   fitChart(chart, box, height);
   select(selected);
