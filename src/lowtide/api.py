@@ -380,12 +380,14 @@ def verify(
     *,
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
-    timed_runs: int = 5,
+    timed_runs: int | None = None,
 ) -> Verification:
     """Compare training with and without `plan` to the last bit, and measure both peaks and times.
 
     Works on copies in fresh processes; the model here is not trained. Where the model cannot be sent
-    to another process, copies in this one are used and `fresh_process` is False. Of a
+    to another process, copies in this one are used and `fresh_process` is False. Steps of both are timed in
+    turn until the noise of the time added is below two points or half a minute is spent; `timed_runs` is an
+    exact number of them instead, 0 for none. Of a
     DistributedDataParallel the model inside is verified, in one process and without buckets. Called inside of
     a block of autocast, every forward pass that is compared runs in such a block.
     """

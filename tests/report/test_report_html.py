@@ -225,7 +225,7 @@ def noisy(measurement, *, noise):
     ("noise", "value", "note"),
     [
         (None, "+5.0 %", "measured; "),
-        (0.04, "+5.0 %", "measured; "),
+        (0.04, "+5.0 %", "measured ± 4.0 points; "),
         (0.06, "too noisy to tell", "measured +5.0 % (noise: ± 6.0 %)"),
     ],
 )
@@ -234,6 +234,17 @@ def test_the_time_added_says_when_it_is_noise(case, noise, value, note):
     tile = next(tile for tile in plan_tiles(case.solution, found) if tile.label == "Time added")
     assert tile.value == value and tile.note.startswith(note)
     assert style.HOW_TIMED in render(case, measurement=found)
+
+
+def test_little_time_added_is_told_where_the_noise_is_small(case):
+    """Nobody needs to know whether it is +0.5 % or +1.5 %."""
+    slower = replace(
+        case.measurement.planned, seconds_median=1.005 * case.measurement.baseline.seconds_median
+    )
+    tiles = plan_tiles(case.solution, replace(case.measurement, planned=slower, noise=0.012))
+    tile = next(tile for tile in tiles if tile.label == "Time added")
+    assert tile.value == "+0.5 %" and "± 1.2 points" in tile.note and not tile.tone
+    assert style.added(0.005, 0.012) == "+0.5 % (noise: ± 1.2 %)"
 
 
 def test_a_large_change_does_not_excuse_any_noise():

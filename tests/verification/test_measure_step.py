@@ -4,7 +4,9 @@ import subprocess
 import sys
 import time
 import types
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import fresh_cases
 import pytest
@@ -16,9 +18,14 @@ from torch import nn
 
 from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, LowtideError
 from lowtide.measure import measure_here, measure_step, static_bytes, train_step
+from lowtide.report.style import QUIET
 from lowtide.trace.model_call import call, loss_of
+from lowtide.verification import measure_step as measuring
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.verification.measure_step import (
+    LEAST_PAIRS,
+    MOST_SECONDS,
+    USUAL_PAIRS,
     Timing,
     can_measure_resident,
     peak_above_start,
@@ -193,6 +200,60 @@ def test_steps_are_timed_in_turn():
     timings = time_steps(steps, device=torch.device("cpu"), warm_up=1, runs=2)
     assert "".join(ran) == "ababab"
     assert [len(timing.runs) for timing in timings.values()] == [2, 2]
+
+
+class FakeClock:
+    """Each step takes the seconds that it returns, and nothing else takes any."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def timed(self, step):
+        seconds = step()
+        self.now += seconds
+        return None, SimpleNamespace(seconds=seconds)
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = FakeClock()
+    monkeypatch.setattr(measuring, "device_for", lambda device: found)
+    monkeypatch.setattr(measuring, "time", found)
+    return found
+
+
+def timed_in_turn(planned, **settings):
+    """Pairs that were timed, and their noise, of an eager step of one second beside a planned one."""
+    steps = {"eager": lambda: 1.0, "planned": planned}
+    eager, timing = time_steps(steps, device=torch.device("cpu"), warm_up=0, **settings).values()
+    return len(timing.runs), timing.noise_beside(eager)
+
+
+@pytest.mark.parametrize("seconds", [1.05, 0.9])
+def test_a_quiet_machine_needs_few_runs(clock, seconds):
+    assert timed_in_turn(lambda: seconds, runs=None) == (USUAL_PAIRS, pytest.approx(0))
+
+
+def test_noise_asks_for_more_runs_until_it_is_small(clock):
+    seconds = cycle([1.0, 1.2, 1.1, 1.05, 1.15, 1.1])
+    pairs, noise = timed_in_turn(lambda: next(seconds), runs=None, most_seconds=1000.0)
+    assert USUAL_PAIRS < pairs < 100 and noise <= QUIET
+
+
+def test_noise_that_stays_ends_with_the_time_for_it(clock):
+    seconds = cycle([1.0, 3.0])
+    pairs, noise = timed_in_turn(lambda: next(seconds), runs=None)
+    assert noise > QUIET and clock.now == pytest.approx(MOST_SECONDS, abs=4.0) and pairs == 10
+    assert timed_in_turn(lambda: 60.0, runs=None)[0] == LEAST_PAIRS, "and three pairs at least"
+
+
+def test_a_number_of_runs_is_that_number(clock):
+    seconds = cycle([1.0, 3.0])
+    assert timed_in_turn(lambda: next(seconds), runs=2)[0] == 2
+    assert timed_in_turn(lambda: 1.0, runs=40)[0] == 40
 
 
 # fresh processes

@@ -112,7 +112,9 @@ def _device(terminal: Terminal, name: str) -> dict[str, Any]:
         return {"capture": captured}
     capture, made, profile = captured
     terminal.show_lines(f"{name}: {capture.identity}", *_capture_lines(capture))
-    plan = _try(terminal, f"checking {name}: a plan", checkup.check_plan, made, profile)
+    plan = _try(
+        terminal, f"checking {name}: a plan, timed for 30 s at most", checkup.check_plan, made, profile
+    )
     terminal.show_lines(*_plan_lines(plan))
     offload = _try(terminal, f"checking {name}: offload", checkup.check_offload, name, made)
     terminal.show_lines(*_offload_lines(offload))

@@ -299,6 +299,16 @@ Executor = Annotated[
         "C++ compiler."
     ),
 ]
+TimedPairs = Annotated[
+    int | None,
+    typer.Option(
+        "--timed-runs",
+        min=0,
+        help="Steps to time, of the baseline and of the plan in turn. Without it: until the noise is below "
+        "two points, or half a minute is spent.",
+        show_default=False,
+    ),
+]
 TimedRuns = Annotated[
     int, typer.Option(min=0, help="Steps to time, of the baseline and of the plan in turn.")
 ]

@@ -27,7 +27,7 @@ from lowtide.cli.options import (
     RunFolder,
     Source,
     TargetText,
-    TimedRuns,
+    TimedPairs,
     command,
 )
 from lowtide.cli.refusals import again, remedies
@@ -123,7 +123,7 @@ def verify(
         Path, typer.Argument(metavar="PLAN", help="A plan.json of `lowtide plan`.", show_default=False)
     ],
     *,
-    timed_runs: TimedRuns = 5,
+    timed_runs: TimedPairs = None,
     on: On = None,
     output: OutputOptions,
 ) -> None:
@@ -143,7 +143,7 @@ def verify(
     if spec is None:
         raise TargetError(f"'{plan}' does not say what it was made for: make it with `lowtide plan`")
     spec = _on_its_kind(spec, made.solution.device, on=on)
-    with terminal.working(f"verifying {spec.text}"):
+    with terminal.working(f"verifying {spec.text}, {_timing(timed_runs)}"):
         from lowtide.experiments.measured import run_plan
 
         outcome = run_plan(spec, made, timed_runs=timed_runs)
@@ -156,6 +156,13 @@ def verify(
     if out is not None:
         terminal.note(f"wrote {out / VERIFICATION}")
     raise typer.Exit(outcome_exit(outcome, budget_bytes=made.budget_bytes))
+
+
+def _timing(timed_runs: int | None) -> str:
+    """How long the steps are timed, for the line about progress."""
+    if timed_runs is None:
+        return "timing steps until the noise is below 2 points, for 30 s at most (--timed-runs N: N steps)"
+    return f"timing {timed_runs} steps of each" if timed_runs else "timing none"
 
 
 def _on_its_kind(spec: TargetSpec, planned: str, *, on: str | None) -> TargetSpec:
@@ -189,7 +196,7 @@ def run(
     planner: Planner = "auto",
     step: Annotated[StepOptions, offers("step_in_backward", "offload")],
     executor: Executor = ExecutorName.EAGER,
-    timed_runs: TimedRuns = 5,
+    timed_runs: TimedPairs = None,
     output: RunOutput,
 ) -> None:
     """Profile a step, plan it for a budget, verify the plan in fresh processes, and write a report.
@@ -228,7 +235,7 @@ def run(
     release(held, profile)
     written += files.write_plan(out, spec=spec, plan=plan)
     terminal.show(*tables.plan_tables(plan.solution, name=name))
-    with terminal.working("verifying in fresh processes"):
+    with terminal.working(f"verifying in fresh processes, {_timing(timed_runs)}"):
         from lowtide.experiments.measured import run_plan
 
         outcome = run_plan(spec, plan, timed_runs=timed_runs)

@@ -118,7 +118,7 @@ def check_offload(name: str, made: Built) -> OffloadCheckup:
         link = found.step.transfer_speed
         assert link is not None
         free = replace(link, write_bytes_per_second=FREE, read_bytes_per_second=FREE, latency_seconds=0.0)
-        plan, result = _verified(made, Profile(replace(found.step, transfer_speed=free)))
+        plan, result = _verified(made, Profile(replace(found.step, transfer_speed=free)), timed_runs=0)
     return OffloadCheckup(
         link=replace(link, store=offload.partition(":")[0]),
         num_offloaded=sum(decision.action is Action.OFFLOAD for decision in plan.decisions),
@@ -130,9 +130,9 @@ def check_offload(name: str, made: Built) -> OffloadCheckup:
     )
 
 
-def _verified(made: Built, profile: Profile) -> tuple[Plan, Verification]:
+def _verified(made: Built, profile: Profile, *, timed_runs: int | None = None) -> tuple[Plan, Verification]:
     plan = profile.plan((profile.peak_bytes + profile.floor_bytes) // 2)
-    return plan, api.verify(made.model, made.batch, plan, optimizer=made.optimizer)
+    return plan, api.verify(made.model, made.batch, plan, optimizer=made.optimizer, timed_runs=timed_runs)
 
 
 def _noise(first: Step, second: Step) -> float:

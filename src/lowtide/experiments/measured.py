@@ -34,7 +34,9 @@ class Outcome:
     reason: str = ""
 
 
-def run_plan(spec: TargetSpec | Target, plan: Plan, *, timed_runs: int, resident: bool = True) -> Outcome:
+def run_plan(
+    spec: TargetSpec | Target, plan: Plan, *, timed_runs: int | None, resident: bool = True
+) -> Outcome:
     """Verify a plan against eager; where only the planned step fits into this machine, measure it alone.
 
     Without `resident`, peaks are torch's own count.

@@ -9,16 +9,7 @@ from dataclasses import dataclass
 
 from lowtide.facts import Action, Solution
 from lowtide.report.results import CompareRow, Measurement, Results, SweepRow, SweepStatus, TradeoffPoint
-from lowtide.report.style import (
-    NOT_BY_RECOMPUTING,
-    added,
-    duration,
-    how_good,
-    is_noisy,
-    is_too_noisy,
-    percent,
-    size,
-)
+from lowtide.report.style import NOT_BY_RECOMPUTING, added, duration, how_good, is_too_noisy, percent, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,13 +164,13 @@ def _time_added(solution: Solution, measurement: Measurement | None) -> Tile:
     simulated = percent(solution.overhead)
     if measurement is None or measurement.overhead is None:
         return Tile(label="Time added", value=simulated, note="simulated, recompute over the baseline")
-    if is_noisy(measurement.overhead, measurement.noise):
+    if is_too_noisy(measurement.overhead, measurement.noise):
         value = added(measurement.overhead, measurement.noise)
         note = f"measured {value}: the machine was too busy; {simulated} simulated"
         return Tile(label="Time added", value="too noisy to tell", note=note, tone="warn")
-    return Tile(
-        label="Time added", value=percent(measurement.overhead), note=f"measured; {simulated} simulated"
-    )
+    noise = "" if measurement.noise is None else f" ± {100 * measurement.noise:.1f} points"
+    note = f"measured{noise}; {simulated} simulated"
+    return Tile(label="Time added", value=percent(measurement.overhead), note=note)
 
 
 def _exactness(measurement: Measurement | None) -> Tile:

@@ -65,6 +65,9 @@ UNKNOWN = "–"
 HOW_TIMED = "Times are medians of runs in turn, baseline and plan; time added is the second over the first."
 MOST_NOISE = 0.25
 """The largest noise of a useful figure, as a share of the step's time."""
+QUIET = 0.02
+"""The noise, as a share of the step's time, below which any figure is good enough: steps are timed until
+then."""
 
 NOT_BY_RECOMPUTING = (
     "the captured graph gives these results without any recompute, too: the model takes another path of "
@@ -121,8 +124,13 @@ def is_noisy(share: float | None, noise: float | None) -> bool:
     return share is not None and noise is not None and noise > min(abs(share), MOST_NOISE)
 
 
+def is_too_noisy(share: float | None, noise: float | None) -> bool:
+    """Whether nothing can be said of the change, not even that it is small."""
+    return is_noisy(share, noise) and (noise or 0.0) > QUIET
+
+
 def added(share: float | None, noise: float | None) -> str:
-    """The time added: `+6.2 %`, or `+0.6 % (noise: ± 9.0 %)` where that is too noisy to tell."""
+    """The time added: `+6.2 %`, or `+0.6 % (noise: ± 9.0 %)` where the noise is larger than that."""
     if not is_noisy(share, noise):
         return percent(share)
     return f"{percent(share)} (noise: ± {(noise or 0.0) * 100:.1f} %)"

@@ -28,7 +28,7 @@ from lowtide.trace.identity import identify
 from lowtide.trace.model_call import split_batch
 from lowtide.trace.step_device import device_of
 from lowtide.verification.eager_noise import Judgement, judge
-from lowtide.verification.measure_step import Timing, time_steps, train_step
+from lowtide.verification.measure_step import MOST_SECONDS, Timing, time_steps, train_step
 from lowtide.verification.trained_steps import Difference, Start, differences, record, results_in
 from lowtide.zoo.targets import Target, TargetSpec
 
@@ -70,9 +70,17 @@ def looped(target: Target, *, solution: dict[str, Any]) -> Target:
 
 
 def compare(
-    *, source: Target | TargetSpec, solution: dict[str, Any], timed_runs: int, steps: int = COMPARED_STEPS
+    *,
+    source: Target | TargetSpec,
+    solution: dict[str, Any],
+    timed_runs: int | None,
+    most_seconds: float = MOST_SECONDS,
+    steps: int = COMPARED_STEPS,
 ) -> Comparison:
-    """Train eagerly and by the plan, from the same start, and compare every step; then time both in turn."""
+    """Train eagerly and by the plan, from the same start, and compare every step; then time both in turn.
+
+    `timed_runs` and `most_seconds` are those of `time_steps`; none for 0 runs.
+    """
     target = source.load() if isinstance(source, TargetSpec) else source
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         make_first_calls()
@@ -94,7 +102,7 @@ def compare(
     return Comparison(
         differences=tuple(map(str, judged.differences)),
         recompute_exact=judged.recompute_exact,
-        timings=_time(target, timed_runs) if timed_runs else {},
+        timings={} if timed_runs == 0 else _time(target, timed_runs, most_seconds),
         from_eager=from_eager,
         eager_differences=tuple(map(str, noise)),
         nondeterministic_ops=judged.ops,
@@ -200,7 +208,7 @@ def _check_graphs(target: Target, solution: dict[str, Any]) -> None:
         )
 
 
-def _time(target: Target, runs: int) -> dict[str, Timing]:
+def _time(target: Target, runs: int | None, most_seconds: float) -> dict[str, Timing]:
     model, runner = target.model, runner_of(target.model)
     assert runner is not None
 
@@ -216,6 +224,7 @@ def _time(target: Target, runs: int) -> dict[str, Timing]:
         return step()
 
     device = device_of(model, target.batch)
-    timings = time_steps({"eager": eager, "planned": planned}, device=device, runs=runs)
+    steps = {"eager": eager, "planned": planned}
+    timings = time_steps(steps, device=device, runs=runs, most_seconds=most_seconds)
     attach(remove(model), runner)
     return timings

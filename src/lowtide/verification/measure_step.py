@@ -13,12 +13,15 @@ step's: those that were live when it started count too, such as workspaces that 
 import copy
 import gc
 import importlib
+import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch import nn
 from lowtide.generators import generators_kept
 from lowtide.ops.device_memory import bytes_of_storages, common_device
 from lowtide.profiling.devices import device_for, page_fault_seconds, page_faults
+from lowtide.report.style import QUIET
 from lowtide.trace.model_call import Loss, call, loss_of, tensors_in
 from lowtide.trace.step_device import device_of, devices_of
 from lowtide.verification.fresh_process import run_fresh
@@ -121,19 +125,39 @@ class Timing:
     def noise_beside(self, baseline: "Timing") -> float | None:
         """The uncertainty of `added_to`; None for a single run.
 
-        Consecutive runs are compared, since a slow phase of the machine hits both of a pair: half the
-        distance between the quartiles of their ratios, plus the distance of their median from `added_to`.
+        Consecutive runs are compared, since a slow phase of the machine hits both of a pair: the half-width
+        of the 95 % interval of the median of their ratios (the notch of a box plot: McGill, Tukey and
+        Larsen 1978), which more pairs make smaller, plus the distance of that median from `added_to`.
         """
         if len(self.runs) < 2:
             return None
         ratios = Timing(tuple(mine / other for mine, other in zip(self.runs, baseline.runs, strict=True)))
-        return ratios.spread_seconds / 2 + abs(ratios.median_seconds - 1 - self.added_to(baseline))
+        notch = NOTCH * ratios.spread_seconds / math.sqrt(len(ratios.runs))
+        return notch + abs(ratios.median_seconds - 1 - self.added_to(baseline))
+
+
+NOTCH = 1.57
+"""Half the 95 % interval of a median, in units of the distance between the quartiles over the root of the
+number of values."""
+LEAST_PAIRS, USUAL_PAIRS = 3, 5
+"""Fewer pairs of runs tell nothing; fewer than usual may look quiet by chance."""
+MOST_SECONDS = 30.0
+"""The time for more pairs of runs where the noise is not yet small."""
 
 
 def time_steps(
-    steps: Mapping[str, Callable[[], object]], *, device: torch.device, warm_up: int = 1, runs: int = 5
+    steps: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device,
+    warm_up: int = 1,
+    runs: int | None = 5,
+    most_seconds: float = MOST_SECONDS,
 ) -> dict[str, Timing]:
-    """Time several steps in turn (a, b, a, b, ...), so that a slow phase of the machine hits all alike."""
+    """Time several steps in turn (a, b, a, b, ...), so that a slow phase of the machine hits all alike.
+
+    `runs` None: until the noise of each step beside the first is at most `QUIET`, or `most_seconds` are
+    spent.
+    """
     for _ in range(warm_up):
         for step in steps.values():
             step()
@@ -142,13 +166,34 @@ def time_steps(
     fault_seconds = page_fault_seconds() if on_cpu else 0.0
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     faults: dict[str, list[int]] = {name: [] for name in steps}
-    for _ in range(runs):
+    for _ in _rounds(seconds, runs, most_seconds):
         for name, step in steps.items():
             before = page_faults()
             seconds[name].append(clock.timed(step)[1].seconds)
             if on_cpu:
                 faults[name].append(page_faults() - before)
     return {name: Timing(tuple(seconds[name]), tuple(faults[name]), fault_seconds) for name in steps}
+
+
+def _rounds(seconds: Mapping[str, Sequence[float]], runs: int | None, most_seconds: float) -> Iterator[None]:
+    """One item per round of runs, whose times are in `seconds` before the next is asked for.
+
+    The noise is looked at after every tenth more of the rounds: looked at after each, it would be small by
+    chance sooner.
+    """
+    if runs is not None:
+        yield from repeat(None, runs)
+        return
+    begin, look_at = time.perf_counter(), USUAL_PAIRS
+    for done in count():
+        if done >= LEAST_PAIRS and time.perf_counter() - begin >= most_seconds:
+            return
+        if done >= look_at:
+            first, *others = (Timing(tuple(timed)) for timed in seconds.values())
+            if all((each.noise_beside(first) or 0.0) <= QUIET for each in others):
+                return
+            look_at = done + 1 + done // 10
+        yield
 
 
 WARM_UP_STEPS = 2
@@ -181,12 +226,13 @@ def measure_step(
     with_optimizer: bool = True,
     prepare: str | None = None,
     payload: Mapping[str, Any] | None = None,
-    timed_runs: int = 0,
+    timed_runs: int | None = 0,
     resident: bool = True,
 ) -> Measured:
     """Measure a step of `source` in fresh processes; this process does not change it.
 
     Without `resident`, memory is measured by torch's own count alone, in about half of the time.
+    `timed_runs` None: the usual number, since a step alone has no partner to tell its noise by.
 
     A `TargetSpec` is loaded there; the live objects of a `Target` are sent, which raises
     `CannotMoveToFreshProcess` where they cannot be (see `measure_here`).
@@ -206,9 +252,10 @@ def measure_step(
         resident=resident,
         **arguments,
     )
-    if not timed_runs:
+    if timed_runs == 0:
         return measured
-    timing: Timing = run_fresh("lowtide.verification.measure_step:measure_time", runs=timed_runs, **arguments)
+    runs = USUAL_PAIRS if timed_runs is None else timed_runs
+    timing: Timing = run_fresh("lowtide.verification.measure_step:measure_time", runs=runs, **arguments)
     return replace(measured, timing=timing)
 
 

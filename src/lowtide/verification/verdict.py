@@ -10,7 +10,7 @@
 from typing import TYPE_CHECKING
 
 from lowtide.report.results import Measurement, StepMeasurement
-from lowtide.report.style import NOT_BY_RECOMPUTING, is_noisy, size
+from lowtide.report.style import NOT_BY_RECOMPUTING, is_too_noisy, size
 from lowtide.units import format_size
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def verdict(result: "Verification") -> list[str]:
         lines += [f"  {difference}" for difference in result.differences[:MAX_DIFFERENCES]]
         if result.recompute_exact:
             lines.append(f"note: {NOT_BY_RECOMPUTING}")
-    if is_noisy(result.overhead, result.noise):
+    if is_too_noisy(result.overhead, result.noise):
         lines.append(
             "note: the time added is too noisy to tell: the machine is busy, or the plan adds next to none"
         )
@@ -157,8 +157,15 @@ def measurement_of(result: "Verification") -> Measurement:
         differences=result.differences,
         eager_differences=result.eager_differences,
         notes=result.notes,
-        method="torch's count of bytes, " + ("fresh processes" if result.fresh_process else "in one process"),
+        method=_method(result),
     )
+
+
+def _method(result: "Verification") -> str:
+    where = "fresh processes" if result.fresh_process else "in one process"
+    timing = result.step_timing
+    pairs = f"; {len(timing.runs)} pairs of steps timed in turn" if timing else ""
+    return f"torch's count of bytes, {where}{pairs}"
 
 
 def step_measurement(

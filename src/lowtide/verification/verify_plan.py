@@ -21,7 +21,7 @@ from lowtide.trace.step_device import devices_of
 from lowtide.units import format_size
 from lowtide.verification.comparison import Comparison, compare, looped, planned
 from lowtide.verification.fresh_process import run_fresh
-from lowtide.verification.measure_step import Measured, Timing, measure_here, measure_step
+from lowtide.verification.measure_step import MOST_SECONDS, Measured, Timing, measure_here, measure_step
 from lowtide.verification.verdict import (
     agreement_note,
     fault_note,
@@ -175,18 +175,20 @@ class Verification:
 
 
 def verify(
-    source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 5, resident: bool = True
+    source: Target | TargetSpec, plan: Plan, *, timed_runs: int | None = None, resident: bool = True
 ) -> Verification:
     """Compare and measure in fresh processes; in this process for a live model that cannot be pickled.
 
-    Without `resident`, peaks are torch's own count.
+    `timed_runs` None: eager and planned steps are timed in turn until the noise is small, or half a minute is
+    spent. Without `resident`, peaks are torch's own count.
     """
     payload = {"solution": solution_to_dict(plan.solution)}
+    timed: dict[str, Any] = {"timed_runs": timed_runs, "most_seconds": MOST_SECONDS}
     if isinstance(source, Target):
         check_identity(plan, identify(source.model, split_batch(source.batch)))
     try:
         comparison: Comparison = run_fresh(
-            "lowtide.verification.comparison:compare", source=source, timed_runs=timed_runs, **payload
+            "lowtide.verification.comparison:compare", source=source, **timed, **payload
         )
         baseline = measure_step(
             source, prepare="lowtide.verification.comparison:looped", payload=payload, resident=resident
@@ -195,7 +197,7 @@ def verify(
     except CannotMoveToFreshProcess:
         if isinstance(source, TargetSpec):
             raise
-        comparison, baseline, planned = _verify_here(source, payload["solution"], timed_runs)
+        comparison, baseline, planned = _verify_here(source, payload["solution"], timed)
     except FreshProcessError as error:
         if error.kind == PlanMismatch.__name__:
             raise PlanMismatch(str(error)) from error
@@ -231,7 +233,7 @@ def verify(
 
 
 def measure_plan(
-    source: Target | TargetSpec, plan: Plan, *, timed_runs: int = 0, resident: bool = True
+    source: Target | TargetSpec, plan: Plan, *, timed_runs: int | None = 0, resident: bool = True
 ) -> Measured:
     """Measure the planned step alone, in fresh processes: the baseline may be too large for this machine."""
     payload = {"solution": solution_to_dict(plan.solution)}
@@ -245,13 +247,13 @@ def measure_plan(
 
 
 def _verify_here(
-    source: Target, solution: dict[str, Any], timed_runs: int
+    source: Target, solution: dict[str, Any], timed: dict[str, Any]
 ) -> tuple[Comparison, Measured, Measured]:
     """The same in this process, on a copy, for models that cannot be pickled."""
     with generators_kept(devices_of(source.model, source.batch)):
         model, batch, optimizer = copy.deepcopy((source.model, source.batch, source.optimizer))
         copied = replace(source, model=model, batch=batch, optimizer=optimizer)
-        comparison = compare(source=copied, solution=solution, timed_runs=timed_runs)
+        comparison = compare(source=copied, solution=solution, **timed)
         remove(model)
         baseline = measure_here(copied, prepare=lambda t: looped(t, solution=solution))
         return comparison, baseline, measure_here(copied, prepare=lambda t: planned(t, solution=solution))
