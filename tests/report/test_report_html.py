@@ -29,7 +29,7 @@ from lowtide.report.answer import (
 )
 from lowtide.report.html import render_report
 from lowtide.report.module_summary import RECOMPUTED, by_module, fate_of, module_lines, pattern_of
-from lowtide.report.packing import pack_integers, script_json
+from lowtide.report.page_packing import pack_integers, script_json
 from lowtide.report.payload import made_index, with_made
 from lowtide.report.results import Environment, SweepStatus
 

@@ -9,7 +9,7 @@ Nothing here imports torch: a report can be made on another machine than the one
 - `live_tensors`: the live ranges of all tensors, packed
 - `explanation`: what a plan does with one activation, and the graph around it
 - `answer`: the first lines of the page: fit, cost, exactness
-- `packing`: numbers, strings and JSON inside of a page
+- `page_packing`: numbers, strings and JSON inside of a page
 - `payload`: the data of the page's charts
 - `html`: the page
 - `step_plots`, `experiment_plots`, `plots`: static plots of a step, of experiments, all into a folder

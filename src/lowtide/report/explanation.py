@@ -10,7 +10,7 @@ from lowtide.errors import LowtideError
 from lowtide.facts import Action, Activation, Decision, Region, Run, Solution, Step
 from lowtide.planning.activations import activations
 from lowtide.planning.simulate import is_remat, source_of
-from lowtide.report.packing import pack_integers
+from lowtide.report.page_packing import pack_integers
 from lowtide.report.style import duration, short_source, size
 
 

@@ -27,7 +27,7 @@ from lowtide.report.answer import (
 )
 from lowtide.report.explanation import pack_around
 from lowtide.report.module_summary import FATES, by_module
-from lowtide.report.packing import script_json
+from lowtide.report.page_packing import script_json
 from lowtide.report.payload import WITH, WITHOUT, made_index, page_data, with_made
 from lowtide.report.results import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
 from lowtide.report.times import store_use

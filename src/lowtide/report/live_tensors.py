@@ -9,7 +9,7 @@ from typing import Any
 from lowtide.facts import Step
 from lowtide.planning.schedules import as_eager
 from lowtide.planning.simulate import Timeline
-from lowtide.report.packing import pack_integers, pack_strings
+from lowtide.report.page_packing import pack_integers, pack_strings
 from lowtide.report.style import STACK, short_source
 
 

@@ -8,7 +8,7 @@ from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
 from lowtide.planning.simulate import Timeline, source_of
 from lowtide.report import style
 from lowtide.report.live_tensors import pack_blocks, pack_storages
-from lowtide.report.packing import pack_integers, pack_strings
+from lowtide.report.page_packing import pack_integers, pack_strings
 from lowtide.report.results import Measurement, TradeoffPoint
 from lowtide.report.style import COLOURS, DIRECTIONS, LABELS, STACK
 from lowtide.report.times import run_waits, traffic_of

@@ -1,4 +1,4 @@
-// The other half of packing.py, and how numbers are written.
+// The other half of page_packing.py, and how numbers are written.
 "use strict";
 const Decode = {
   // Base64 of zigzag-encoded differences, seven bits to a byte. Bytes of memory pass 2^32, so no shifts.
