@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lowtide.facts import Activation, Decision, Node
     from lowtide.plans import Plan, load_plan
     from lowtide.profiles import Profile, load_profile
+    from lowtide.profiling.peak_counter import peak_bytes
     from lowtide.runtime.apply import plan_of
     from lowtide.runtime.runner import remove
     from lowtide.verification.measure_step import Measured, Timing
@@ -70,6 +71,7 @@ __all__ = [
     "load_plan",
     "load_profile",
     "measure_step",
+    "peak_bytes",
     "plan_of",
     "profile",
     "remove",
@@ -82,6 +84,7 @@ _HOMES = {
     "facts": ("Activation", "Decision", "Node"),
     "plans": ("Plan", "load_plan"),
     "profiles": ("Profile", "load_profile"),
+    "profiling.peak_counter": ("peak_bytes",),
     "runtime.apply": ("plan_of",),
     "runtime.runner": ("remove",),
     "verification.measure_step": ("Measured", "Timing"),

@@ -34,3 +34,13 @@ def test_auto_is_what_the_device_has(standin: ModuleType, device: torch.device) 
     reserved = found.plan("auto reserved")
     assert reserved.reserved_budget_bytes is not None
     assert abs(reserved.reserved_budget_bytes - plan.budget_bytes) <= SMALL_SEGMENT_BYTES
+
+
+def test_the_peak_since_the_last_reading_is_that_of_torchs_counter(device: torch.device) -> None:
+    target = on(CASES["mlp"](), device)
+    lowtide.peak_bytes(target.model)
+    block = torch.empty(32 * MIB, dtype=torch.uint8, device=device)
+    live = torch.accelerator.memory_allocated(device)
+    del block
+    assert lowtide.peak_bytes(target.model) == live
+    assert lowtide.peak_bytes(target.model) == torch.accelerator.memory_allocated(device) <= live - 32 * MIB

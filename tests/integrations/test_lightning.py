@@ -81,12 +81,11 @@ def fit(
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_epochs=2,
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=callbacks,
-        **settings,
+        **{"logger": False} | settings,
     )
     trainer.fit(module, DataLoader(data, batch_size=BATCH, shuffle=True), DataLoader(data, batch_size=BATCH))
     return module, callbacks[0].plan if callbacks else None
@@ -113,6 +112,26 @@ def test_as_without_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
     if calls == "a part":
         teacher = sum(t.nbytes for t in (*plain.teacher.parameters(), *plain.teacher.buffers()))
         assert plan.solution.static_bytes > static_bytes(plain.parts, []) + teacher
+
+
+class Memory(lightning.loggers.logger.DummyLogger):
+    """Keeps what it is given, as TensorBoard's logger would write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.seen.append(dict(metrics))
+
+
+@pytest.mark.parametrize("log_peak", [True, False])
+def test_loggers_get_the_measured_peak_beside_the_loss(log_peak: bool) -> None:
+    logger = Memory()
+    fit("itself", "auto", options={"log_peak": log_peak}, logger=logger, log_every_n_steps=2)
+    trained = [metrics for metrics in logger.seen if "loss" in metrics]
+    assert trained and all(("lowtide/resident_peak_gib" in metrics) is log_peak for metrics in trained)
+    assert not log_peak or all(0.05 < metrics["lowtide/resident_peak_gib"] < 100 for metrics in trained)
 
 
 @pytest.mark.long

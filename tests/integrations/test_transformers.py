@@ -97,8 +97,8 @@ class Log(TrainerCallback):
         self.lines: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        timed = ("runtime", "per_second")
-        self.lines.append({k: v for k, v in kwargs["logs"].items() if not k.endswith(timed)})
+        other = ("runtime", "per_second", "peak_gib")
+        self.lines.append({k: v for k, v in kwargs["logs"].items() if not k.endswith(other)})
 
 
 class MeasuringTrainer(Trainer):
@@ -224,6 +224,39 @@ def test_accumulated_gradients_are_within_the_budget(
     (line,) = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
     assert line.startswith("predicted peak ") and "without a plan" in line and "% more time" in line
     assert f"input_ids int64[2x{LENGTH}]" in line and "labels int64[2]" in line
+
+
+class Reporter(TrainerCallback):
+    """A reporter as that of TensorBoard, which a Trainer calls before the user's callbacks."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(dict(kwargs["logs"]))
+
+
+@pytest.mark.parametrize("log_peak", [True, False])
+def test_reporters_get_the_measured_peak_beside_the_loss(tmp_path: Path, log_peak: bool) -> None:
+    reporter, callback = Reporter(), Lowtide(log_peak=log_peak)
+    trainer = Trainer(
+        bert(),
+        TrainingArguments(
+            str(tmp_path), max_steps=3, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no"
+        ),
+        train_dataset=sentences(),
+        callbacks=[reporter, callback],
+    )
+    before = trainer.callback_handler.callbacks[:]
+    trainer.train()
+    assert callback.plan is not None and "budget auto" in callback.plan.solution.notes[-1]
+    with_loss = [logs for logs in reporter.seen if "loss" in logs]
+    assert len(with_loss) == 3
+    for logs in (*with_loss, *(logs for logs in trainer.state.log_history if "loss" in logs)):
+        assert ("lowtide/resident_peak_gib" in logs) is log_peak
+        assert not log_peak or 0.05 < logs["lowtide/resident_peak_gib"] < 100
+    others = [one for one in trainer.callback_handler.callbacks if one is not callback]
+    assert others == [one for one in before if one is not callback], "all others have their turns as before"
 
 
 class HoldingTrainer(MeasuringTrainer):

@@ -1,8 +1,11 @@
 """Memory of this machine that a process can still take: the kernel's figure, and the limits of containers."""
 
+import resource
 import socket
+import sys
 from pathlib import Path
 
+HIGH_WATER = Path("/proc/self/clear_refs")
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """The limit and its use, for control groups of version 2 and 1."""
@@ -21,9 +24,32 @@ def host_bytes() -> int | None:
 
 def resident_bytes() -> int | None:
     """Bytes of this process that are in memory and in no file; None where the system does not tell."""
+    return status_bytes("RssAnon", "RssShmem")
+
+
+def resident_peak_bytes() -> int:
+    """The most resident bytes of this process since it began, or since they were last reset."""
+    found = status_bytes("VmHWM")
+    if found is None:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+    return found
+
+
+def reset_resident_peak() -> bool:
+    """Let the high-water mark begin anew, for all readers in this process; False where that is impossible."""
+    try:
+        HIGH_WATER.write_text("5")
+    except OSError:  # no Linux, or a sandbox
+        return False
+    return True
+
+
+def status_bytes(*fields: str) -> int | None:
+    """The sum of these fields of the kernel's page about this process; None where there is none of them."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
+    found = [int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in fields]
     return sum(found) if found else None
 
 

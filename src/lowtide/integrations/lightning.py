@@ -10,6 +10,7 @@ accumulation of gradients, and one line says what to expect. Losses and paramete
 without it.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from lowtide.integrations.first_call import (
     checked_offload,
     no_longer_await,
 )
+from lowtide.integrations.logged_peak import logged_peak
 from lowtide.parallel.ranks import ranks_of, together
 from lowtide.plans import Plan
 from lowtide.runtime.apply import plan_of
@@ -49,7 +51,8 @@ class Lowtide(Callback):
     Whether the network's outputs (logits, say) stay live through the backward pass is seen in the first step:
     where `training_step` lets go of it, on all processes, the second batch is planned anew, with less to
     hold. `holds_outputs=True` or `False` says it beforehand. `offload="disk:FOLDER"`: activations may also
-    wait there. `executor="inductor"`: what is planned is compiled by Inductor.
+    wait there. `executor="inductor"`: what is planned is compiled by Inductor. `log_peak`: the measured peak
+    is logged beside the loss, to the Trainer's own loggers; `False` leaves torch's counter of it alone.
 
     Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
     """
@@ -63,13 +66,16 @@ class Lowtide(Callback):
         offload: str = "",
         swap: str = "",
         executor: str = "eager",
+        log_peak: bool = True,
     ) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
         self.offload = checked_offload(offload, swap)
         self.executor = checked_executor(executor)
+        self.log_peak = log_peak
         self.plan: Plan | None = None
+        self._peaks: dict[str, deque[float]] = {}
         self._planned: nn.Module | None = None
         self._lets_go = False
 
@@ -102,6 +108,19 @@ class Lowtide(Callback):
         self._lets_go = _on_all(self._planned, is_gone=is_gone, wins=wins)
         if not self._lets_go:
             self._planned = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the largest peak of the last `log_every_n_steps` batches: Lightning keeps the last value."""
+        if not self.log_peak or self.plan is None:
+            return
+        for name, peak in logged_peak(pl_module).items():
+            peaks = self._peaks.setdefault(
+                name, deque(maxlen=max(1, getattr(trainer, "log_every_n_steps", 1)))
+            )
+            peaks.append(peak)
+            pl_module.log(name, max(peaks))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _release(pl_module)
@@ -137,6 +156,9 @@ class Lowtide(Callback):
                 raise
             checkpoint(module, call, holds_outputs=False, **options)  # warns if that is not so
         self.plan = plan_of(module)
+        if self.log_peak:
+            logged_peak(module)  # what planning took is not logged
+            self._peaks = {}
         self._planned = module if first else None
 
 

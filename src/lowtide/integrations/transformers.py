@@ -8,6 +8,8 @@ The step is planned at the first batch, with the Trainer's own optimizer, precis
 gradients, and one line says what to expect. Losses and parameters are those of training without it.
 """
 
+import inspect
+from types import FrameType
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -23,6 +25,7 @@ from lowtide.integrations.first_call import (
     checked_offload,
     no_longer_await,
 )
+from lowtide.integrations.logged_peak import logged_peak
 from lowtide.plans import Plan
 from lowtide.runtime.apply import plan_of
 from lowtide.runtime.runner import remove
@@ -41,7 +44,8 @@ class Lowtide(TrainerCallback):
     `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` keeps the model's
     outputs (logits, say) live through the backward pass. Trainer itself does not; one that does is warned.
     `offload="disk:FOLDER"`: activations may also wait there. `executor="inductor"`: what is planned is
-    compiled by Inductor.
+    compiled by Inductor. `log_peak`: the peak that was measured since the last logging stands beside the
+    loss, and reaches whatever the Trainer reports to; `False` leaves torch's counter of it alone.
     """
 
     def __init__(
@@ -53,12 +57,14 @@ class Lowtide(TrainerCallback):
         offload: str = "",
         swap: str = "",
         executor: str = "eager",
+        log_peak: bool = True,
     ) -> None:
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
         self.offload = checked_offload(offload, swap)
         self.executor = checked_executor(executor)
+        self.log_peak = log_peak
         self.plan: Plan | None = None
 
     def on_train_begin(
@@ -89,11 +95,38 @@ class Lowtide(TrainerCallback):
                 executor=self.executor,
             )
             self.plan = plan_of(module)
+            if self.log_peak:
+                logged_peak(module)  # what planning took is not logged
 
+        if self.log_peak:
+            _log_first(self, inspect.currentframe())
         self.plan = None
         await_first_call(kwargs["model"], meet)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the measured peak beside the loss: into the dict that reporters get, and into the history."""
+        logs: dict[str, float] = kwargs.get("logs") or {}
+        if self.log_peak and self.plan is not None and "loss" in logs:
+            found = logged_peak(kwargs["model"])
+            logs.update(found)
+            state.log_history[-1].update(found)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         no_longer_await(remove(kwargs["model"]))
+
+
+def _log_first(callback: Lowtide, frame: FrameType | None) -> None:
+    """Let `callback` have its turn before the reporters (TensorBoard, W&B), which a Trainer puts first.
+
+    No event tells a callback of the handler that calls it: `frame` is that of the event, and the handler is
+    the caller's `self`. Where it is not, the peak is in the history and in what is printed alone.
+    """
+    caller = None if frame is None or frame.f_back is None else frame.f_back.f_locals.get("self")
+    callbacks = getattr(caller, "callbacks", None)
+    if isinstance(callbacks, list) and callback in callbacks:
+        callbacks.remove(callback)
+        callbacks.insert(0, callback)

@@ -14,6 +14,6 @@ graphs, in the memory of the step.
 - `whole_run`: real runs of whole graphs
 - `roofline`: costs on an absent GPU, from its published rates
 - `transfer_speed`: the measured speed of an offload store
-- `free_memory`: the memory that a device has free
+- `free_memory`: the memory that a device has free; `peak_counter`: the most that it had in use
 - `devices`: the clock and the allocator of a device; `device_clock`: times without launches, by events
 """

@@ -136,6 +136,10 @@ class Device(ABC):
         """The peak of `run` and the op that ran at it; empty where only the allocator counts."""
         return self.measured(run)[1], ""
 
+    def next_peak_bytes(self) -> int | None:
+        """The most live bytes since the counter was last reset, which this resets; None for the processor."""
+        return None
+
     def reserved_peak_bytes(self) -> int | None:
         """The most that the device's allocator has reserved; None for the processor, whose has no cache."""
         return None
@@ -255,6 +259,11 @@ class Accelerator(Device):
         result = run()
         torch.accelerator.synchronize(self.index)
         return result, torch.accelerator.max_memory_allocated(self.index) - before
+
+    def next_peak_bytes(self) -> int | None:
+        peak_bytes = torch.accelerator.max_memory_allocated(self.index)
+        torch.accelerator.reset_peak_memory_stats(self.index)
+        return peak_bytes
 
     def reserved_peak_bytes(self) -> int | None:
         return torch.accelerator.max_memory_reserved(self.index)

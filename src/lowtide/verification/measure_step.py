@@ -22,12 +22,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, repeat
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.facts.host_memory import HIGH_WATER, reset_resident_peak, resident_peak_bytes, status_bytes
 from lowtide.generators import generators_kept
 from lowtide.ops.device_memory import bytes_of_storages, common_device
 from lowtide.profiling.devices import device_for, page_fault_seconds, page_faults
@@ -354,7 +354,7 @@ def peak_and_op(step: Callable[[], object], *, device: torch.device = CPU) -> tu
 
 def can_measure_resident() -> bool:
     """Whether this system reports and resets the resident high-water mark (Linux)."""
-    return sys.platform == "linux" and Path("/proc/self/clear_refs").exists()
+    return sys.platform == "linux" and HIGH_WATER.exists()
 
 
 def resident_peak(step: Callable[[], object]) -> int:
@@ -364,14 +364,8 @@ def resident_peak(step: Callable[[], object]) -> int:
     would count as well.
     """
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
+    reset_resident_peak()
+    before = status_bytes("VmRSS")
+    assert before is not None, "a system without it is not measured so"
     step()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {field}")
+    return resident_peak_bytes() - before
