@@ -180,7 +180,8 @@ def profile(
 
     `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final, and frees the
     gradient; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or accumulation.
-    `holds_outputs=False`: the loop frees the model's outputs, but for the loss, before backward. `offload`:
+    `holds_outputs=False`: the loop frees the model's outputs, but for the loss, before backward; by default
+    they count until the next forward pass has ended, since the loop gives them a name. `offload`:
     activations may also wait outside of device memory: `"disk:FOLDER"` for a folder on a local disk, whose
     speed is then measured; or `"host"`, the host's memory, where the model is on an accelerator. `swap` is
     the earlier name of `offload`.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowtide.trace.model_call import call, loss_of
-from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
+from lowtide.verification.measure_step import peak_above_start, static_bytes, train_steps
 from lowtide.zoo.targets import Target
 
 Results = list[tuple[str, torch.Tensor | None]]
@@ -55,10 +55,10 @@ def twin(target: Target) -> Target:
 
 
 def measured_peak(target: Target) -> int:
-    """The true peak of one step, all state there, after a warm-up."""
+    """The true peak of a loop, all state there, after a warm-up."""
 
     def step() -> Any:
-        return train_step(
+        return train_steps(
             target.model, target.batch, target.optimizer, target.loss, holds_outputs=target.holds_outputs
         )
 

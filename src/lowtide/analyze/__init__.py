@@ -8,6 +8,7 @@
 - `gradient_sums`: which gradients leave a graph as terms, so that autograd adds them in eager's order
 - `backward_facts`: the order of backward ops, writes over inputs, chains in chunks
 - `gradient_facts`: gradients that arrive at a graph, leave it, and accumulate
+- `last_outputs`: outputs of the last step, which the loop keeps live through the forward pass
 - `formulas`: eager's formulas of gradients, of which captured ops do not tell the bytes
 - `uncaptured_facts`: code between the graphs
 - `optimizer_facts`: the optimizer's step, in backward, whole or split

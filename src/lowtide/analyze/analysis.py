@@ -41,7 +41,8 @@ class Analysis:
     gradient leaves the graph as terms, and those whose gradient leaves as soon as it is made.
     `uncaptured_calls` has the ops of uncaptured code by the rank of the code's
     node, each with the bytes that stay live when the op ends. `ends` has the last rank of each pass of a
-    graph, and `earlier` is the rank of the gradients of earlier micro-batches. `device` is the step's.
+    graph, `earlier` is the rank of the gradients of earlier micro-batches, `last_outputs` that of the outputs
+    of the last step. `device` is the step's.
     `has_stand_in_loss`: see `Trace`.
     """
 
@@ -60,6 +61,7 @@ class Analysis:
     uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
     ends: dict[tuple[Region, int], int] = field(default_factory=dict)
     earlier: int | None = None
+    last_outputs: int | None = None
     has_stand_in_loss: bool = False
     device: torch.device = CPU
 
@@ -109,6 +111,7 @@ class Analysis:
         self.kept = {rank[old]: kept for old, kept in self.kept.items()}
         self.ends = {key: rank[old] for key, old in self.ends.items()}
         self.earlier = None if self.earlier is None else rank[self.earlier]
+        self.last_outputs = None if self.last_outputs is None else rank[self.last_outputs]
 
 
 class GraphAnalysis:

@@ -88,7 +88,7 @@ def capture(
     - `accumulate`: the step begins with gradients of earlier micro-batches
     - `reserve_bytes`: bytes that are live throughout, besides the step's own
     - `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final
-    - `holds_outputs`: the loop keeps all outputs live to the end of the step, not the loss alone
+    - `holds_outputs`: the loop keeps all outputs live until the next forward pass ends, not the loss alone
     - `simulated`: as one of many processes would run the step
     - `offload`: the step has a store for offloaded values
     - `gpu`: with the kernels that torch has on that GPU; such a step can be planned here, but not run
@@ -139,6 +139,7 @@ def analyzed(
     analysis = analyze_graphs(
         traced,
         accumulate=settings.accumulate,
+        last_output_bytes=0 if settings.holds_outputs else None,
         updates=updates,
         offload=settings.offload,
         tensors=user_tensors(model, batch),

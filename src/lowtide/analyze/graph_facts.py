@@ -32,6 +32,7 @@ from lowtide.analyze.gradient_facts import (
     pin_returned,
 )
 from lowtide.analyze.gradient_sums import first_terms, hand_over_shared, with_terms_apart
+from lowtide.analyze.last_outputs import begin_with_last_outputs, free_last_outputs
 from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
 from lowtide.analyze.uncaptured_facts import add_frames, add_uncaptured_bytes, add_uncaptured_code
 from lowtide.errors import CaptureError
@@ -57,13 +58,16 @@ def analyze_graphs(
     trace: Trace,
     *,
     accumulate: bool = False,
+    last_output_bytes: int | None = None,
     updates: Mapping[int, int] | None = None,
     offload: bool = False,
     tensors: Iterable[torch.Tensor] = (),
 ) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read.
 
-    With `accumulate`, gradients of earlier micro-batches are live when the step begins. `updates` are
+    With `accumulate`, gradients of earlier micro-batches are live when the step begins. The outputs of the
+    last step are live until the forward pass ends, and take at least `last_output_bytes`; None where the loop
+    has freed them. `updates` are
     parameters (by identity) that are updated in the backward pass, each with the workspace of its update.
     With `offload`, the step has a store for offloaded values. `tensors` are the user's own, read by graphs or
     not: the step is on their device, or on that of the graphs' values.
@@ -86,6 +90,8 @@ def analyze_graphs(
         GraphAnalysis(index, execution.segment, in_model=index < trace.num_in_model)
         for index, execution in enumerate(executions)
     ]
+    if last_output_bytes is not None:
+        begin_with_last_outputs(analysis, states, trace, at_least_bytes=last_output_bytes)
     if accumulate:
         add_earlier_gradients(analysis)
     repeated = _repeated(trace)
@@ -105,6 +111,7 @@ def analyze_graphs(
     pin_returned(analysis, states, trace)
     _classify_activations(analysis)
     add_up_gradients(analysis)
+    free_last_outputs(analysis, states, trace)
     return analysis
 
 

@@ -87,7 +87,8 @@ def _next_rank(analysis: Analysis, point: UncapturedPoint) -> int:
         return end + 1
     if point.region is Region.BACKWARD:
         return len(analysis.nodes)
-    return 0 if analysis.earlier is None else analysis.earlier + 1
+    before = [rank for rank in (analysis.earlier, analysis.last_outputs) if rank is not None]
+    return 1 + max(before, default=-1)
 
 
 def _add_point(

@@ -27,12 +27,13 @@ from lowtide.torch_compat import dynamo
 from lowtide.trace.step_device import device_of
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.verification.measure_step import (
+    STEPS_IN_LOOP,
     WARM_UP_STEPS,
     Timing,
     peak_above_start,
     static_bytes,
     time_steps,
-    train_step,
+    train_steps,
 )
 from lowtide.verification.trained_steps import (
     BUFFER,
@@ -262,9 +263,9 @@ def _peak(target: Target) -> int:
     for _ in range(WARM_UP_STEPS):
         _step(target)
     device = device_of(target.model, target.batch)
-    above = peak_above_start(lambda: _step(target), device=device)
+    above = peak_above_start(lambda: _step(target, STEPS_IN_LOOP), device=device)
     return static_bytes(target.model, target.batch, target.optimizer) + above
 
 
-def _step(target: Target) -> None:
-    train_step(target.model, target.batch, target.optimizer, target.loss)
+def _step(target: Target, steps: int = 1) -> None:
+    train_steps(target.model, target.batch, target.optimizer, target.loss, steps=steps)

@@ -15,6 +15,7 @@
 from lowtide.facts.plan import Decision, Offload, Reserve, ReservedBytes, Schedule, Solution
 from lowtide.facts.step import (
     FRAMES,
+    LAST_OUTPUTS,
     UPDATE,
     Action,
     Activation,
@@ -32,6 +33,7 @@ from lowtide.facts.step import (
 
 __all__ = [
     "FRAMES",
+    "LAST_OUTPUTS",
     "UPDATE",
     "Action",
     "Activation",

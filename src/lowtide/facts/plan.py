@@ -97,6 +97,7 @@ class Reserve:
     the step, the gradients of the model's outputs not counted.
     `loss_input_bytes` are live all along: the targets of the loss, and inputs that nothing reads.
     `batch_bytes`: what the model reads of the batch that these figures were found for.
+    `last_output_bytes`: outputs of the last step, live until the forward pass ends.
     `earlier_gradient_bytes`: gradients of earlier micro-batches, live until the backward pass ends.
     `bucket_bytes`: buckets in which gradients go to other processes. Where `gradients_in_buckets`, no other
     memory holds gradients.
@@ -109,6 +110,7 @@ class Reserve:
     loss_input_bytes: int = 0
     batch_bytes: int = 0
     earlier_gradient_bytes: int = 0
+    last_output_bytes: int = 0
     bucket_bytes: int = 0
     gradients_in_buckets: bool = False
 

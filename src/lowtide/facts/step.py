@@ -11,6 +11,9 @@ from typing import NamedTuple
 UPDATE = "update"
 """The op of a node that is the optimizer's step for one parameter, inside the backward pass."""
 
+LAST_OUTPUTS = "outputs of the last step"
+"""A node and its storage: what the loop keeps live until the forward pass ends."""
+
 FRAMES = "frames"
 """The op of a node that stands for frames of Python, which keep its reads live; eager has no such frames."""
 
@@ -220,7 +223,7 @@ class Step:
     forward node is rematerialized only inside the backward part of its own segment.
     `identity` says what the step was captured from, as (what, value) pairs: a plan is for that alone.
     `rules` are (name, description) of the remat rules of its remats. `holds_outputs`: the loop keeps the
-    model's outputs live, besides the loss, to the end of the backward pass. `transfer_speed` is set where
+    model's outputs live, besides the loss, until the next forward pass ends. `transfer_speed` is set where
     values may be offloaded. `optimizer_chunks` are (bytes of a chunk, bytes live inside the step) for each
     chunk size of a split optimizer step, smallest first; the optimizer's nodes describe the smallest.
     `gradient_strides` are pairs of dimension orders in memory, outermost first: that of an output, and that

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.facts import Action, Activation, Decision, Kind, Region, Remat, Run, Step
+from lowtide.facts import LAST_OUTPUTS, Action, Activation, Decision, Kind, Region, Remat, Run, Step
 from lowtide.planning.search.table import Table
 from lowtide.planning.simulate import Timeline, extra_seconds, is_remat, remat_of, replaced_ranks, source_of
 from lowtide.planning.transfer_model import is_fetch, released_after, value_of
@@ -249,7 +249,18 @@ def floor_hint(step: Step, timeline: Timeline) -> Hint:
     """The largest kinds that are live at the lowest peak, and remedies."""
     at = timeline.peak_position
     live = {kind: int(series[at]) for kind, series in timeline.bytes_by_kind.items()}
-    return hint(step.nodes[timeline.peak_rank].region, live, libraries=library_bytes(step, timeline))
+    found = hint(step.nodes[timeline.peak_rank].region, live, libraries=library_bytes(step, timeline))
+    last_bytes = sum(
+        step.storages[storage].nbytes
+        for storage, start, end in timeline.blocks
+        if start <= at <= end and step.storages[storage].name == LAST_OUTPUTS
+    )
+    if 100 * last_bytes < timeline.peak_bytes:
+        return found
+    words = f"{format_size(last_bytes)} of it are {LAST_OUTPUTS}, which a loop keeps that gives them a name"
+    return found._replace(
+        cause=f"{found.cause} {words}: where yours frees them before backward(), plan with holds_outputs=False."
+    )
 
 
 def library_bytes(step: Step, timeline: Timeline) -> dict[str, int]:

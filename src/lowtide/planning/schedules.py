@@ -6,7 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lowtide.facts import FRAMES, UPDATE, Graph, GraphRun, Kind, Node, Region, Reserve, Run, Step, Storage
+from lowtide.facts import (
+    FRAMES,
+    LAST_OUTPUTS,
+    UPDATE,
+    Graph,
+    GraphRun,
+    Kind,
+    Node,
+    Region,
+    Reserve,
+    Run,
+    Step,
+    Storage,
+)
 from lowtide.planning.simulate import (
     Timeline,
     baseline_runs,
@@ -201,6 +214,7 @@ def reserve(step: Step) -> Reserve:
         optimizer_peak_bytes=_temporary_peak(step, [n for n in step.nodes if n.region is Region.OPTIMIZER]),
         batch_bytes=batch_bytes(step),
         earlier_gradient_bytes=_earlier_gradient_bytes(step),
+        last_output_bytes=sum(s.nbytes for s in step.storages if s.name == LAST_OUTPUTS),
         bucket_bytes=bucket_bytes(step),
         gradients_in_buckets=bucket_bytes(step) > 0 and not any(map(_is_own_gradient, step.storages)),
     )

@@ -14,5 +14,6 @@
 - `backward`: backward passes, by the outputs that got a gradient
 - `observer`: events of the user's loop, and warnings where the loop departs from the plan
 - `loop_watch`: the bytes that the loop makes between forward and backward pass
+- `kept_outputs`: the bytes of earlier outputs that the loop keeps live through the forward pass
 - `compile_backend`: `torch.compile(backend="lowtide")`
 """

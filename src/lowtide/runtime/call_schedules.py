@@ -75,6 +75,20 @@ class Schedules:
         """Whether schedules were dropped, because the optimizer has more state than the plan counts."""
         return False
 
+    @property
+    def last_output_bytes(self) -> int:
+        """Of earlier outputs, which the plan counts as live through the forward pass."""
+        return 0
+
+    def count_outputs(self, nbytes: int) -> bool:
+        """Whether schedules were dropped, because the loop keeps `nbytes` of earlier outputs live."""
+        return False
+
+    @property
+    def pays_for_outputs(self) -> bool:
+        """Whether the plan could cost less time, or have a lower peak, if the loop kept no outputs."""
+        return False
+
     def count_buckets(self, buckets: ddp.Buckets) -> bool:
         """Whether schedules were dropped, because the plan does not count the buckets of gradients."""
         return False

@@ -8,7 +8,7 @@ loss_reserve_for   bytes reserved for an unknown loss, until the first step show
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -18,7 +18,18 @@ from lowtide.analyze.captured_step import Captured, captured_step, only_loss_liv
 from lowtide.analyze.gradient_sums import can_hand_over, sums_of
 from lowtide.analyze.graph_facts import analyze_graphs
 from lowtide.errors import BudgetTooSmall
-from lowtide.facts import Graph, GraphRun, Kind, Node, Region, Reserve, Step, Storage, TransferSpeed
+from lowtide.facts import (
+    LAST_OUTPUTS,
+    Graph,
+    GraphRun,
+    Kind,
+    Node,
+    Region,
+    Reserve,
+    Step,
+    Storage,
+    TransferSpeed,
+)
 from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import batch_bytes, graph_schedules, reserve, runs_of_schedules, with_buckets
@@ -56,6 +67,7 @@ class StepContext:
         facts = analyze_graphs(
             traced,
             accumulate=accumulate,
+            last_output_bytes=self.reserve.last_output_bytes if self.loop.holds_outputs else None,
             updates=self.update_bytes,
             offload=offload,
             tensors=user_tensors(self.model, options.get("batch", ())),
@@ -292,6 +304,18 @@ def leaves_for_loss(plan: Plan, loss_bytes: int) -> bool:
     step, own = _with_loss(plan.step, loss_bytes), _own_graphs(plan)
     runs = runs_of_schedules(step, schedules_of(step, own), [graph.releases for graph in own])
     return simulate(step, runs).peak_bytes <= plan.budget_bytes
+
+
+def peak_with_outputs(plan: Plan, nbytes: int, graphs: Mapping[str, Graph]) -> float:
+    """The peak of a plan by the schedules of `graphs`, where the loop keeps `nbytes` of the last outputs;
+    infinite where that is unknown."""
+    step = plan.step
+    if step is None or not any(storage.name == LAST_OUTPUTS for storage in step.storages):
+        return inf
+    storages = tuple(replace(s, nbytes=nbytes) if s.name == LAST_OUTPUTS else s for s in step.storages)
+    step, own = replace(step, storages=storages), [graphs[g.fingerprint] for g in _own_graphs(plan)]
+    runs = runs_of_schedules(step, schedules_of(step, own), [graph.releases for graph in own])
+    return simulate(step, runs).peak_bytes
 
 
 def _own_graphs(plan: Plan) -> tuple[Graph, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import Unsupported
 from lowtide.optim.updated_parameter import gradient_bytes
+from lowtide.runtime.kept_outputs import KeptOutputs
 from lowtide.runtime.loop_watch import LiveLoss, LoopWatch, node_behind, weakly
 from lowtide.torch_compat import autograd_engine
 from lowtide.torch_compat.aot_autograd import has_gaps, in_another_order, order_of
@@ -41,6 +42,16 @@ OUTPUTS_LIVE = (
     "the loop keeps %s (%d bytes) of the model's outputs live through the backward pass, but the plan was "
     "made with holds_outputs=False: the peak is higher by that much. Drop the outputs before backward(), as "
     "in loss = model(...).loss, or plan with holds_outputs=True"
+)
+OUTPUTS_COUNTED = (
+    "the loop keeps %s (%d bytes) of the last step's outputs live through the next forward pass, which the "
+    "plan counts and pays for with recompute: `del` them before backward() and plan with holds_outputs=False "
+    "to save these bytes"
+)
+OUTPUTS_COLLECTED = (
+    "the loop keeps %s (%d bytes) of earlier outputs live besides those of the last call, and the plan does "
+    "not count them: the peak is higher by that much, and by more with every step where a list collects "
+    "them. Keep numbers (`.item()`) or a file instead, `del` what is not needed, or plan with reserve=%d"
 )
 GRAPH_KEPT = (
     "backward(retain_graph=True) keeps saved activations live to its end, and another pass adds to the "
@@ -153,6 +164,7 @@ class LoopObserver:
         own_tensors: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._own_tensors = own_tensors
+        self._kept = KeptOutputs(own_tensors)
         self.spare_bytes = spare_bytes
         self.may_keep_outputs = may_keep_outputs
         self.orders = {} if orders is None else orders
@@ -171,6 +183,7 @@ class LoopObserver:
         self._storages = WeakStorages(())
         self._batch: list[weakref.ref[Tensor]] = []
         self._backwards_at_call = -1
+        self._is_second_call = False  # before the backward pass of an earlier one
         self._pending_node: Callable[[], Any] = weakly(None)
         self._watch: LoopWatch | None = None
         self._used: dict[str, set[int]] = {}
@@ -196,7 +209,8 @@ class LoopObserver:
             nbytes = sum(map(gradient_bytes, parameters))
             if nbytes and self._exceeds(nbytes - self.earlier_gradient_bytes):
                 self.say(EARLIER_GRADIENTS, format_size(nbytes))
-        if self.has_pending_call:
+        self._is_second_call = self.has_pending_call
+        if self._is_second_call:
             if self._exceeds(self.saved_bytes):
                 self.say(TWO_CALLS_LIVE, format_size(self.saved_bytes), self.saved_bytes)
             weight = self.summed_in_cast or self.summed_weight
@@ -211,6 +225,7 @@ class LoopObserver:
         self.saved_bytes += saved_bytes
 
     def call_ends(self, output: Any, batch: Any) -> None:
+        self.returned_outputs(output)
         self._backwards_at_call = self.num_backwards
         self._pending_node = weakly(node_behind(output))
         if OUTPUTS_LIVE not in self._said:
@@ -219,6 +234,26 @@ class LoopObserver:
             if not self.may_keep_outputs:
                 self._storages = WeakStorages(outputs)
                 self._batch = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+
+    def returned_outputs(self, output: Any) -> None:
+        """A call has returned, one without gradients included."""
+        if self.spare_bytes is not None and OUTPUTS_COLLECTED not in self._said:
+            self._kept.call_returned(output)
+
+    def live_last_outputs(self, batch: Any, *, counted_bytes: int) -> int:
+        """The bytes of the last outputs that are live when a call with `batch` begins; 0 where outputs of
+        more calls are, which is said, or where a backward pass of them can still come."""
+        if self.spare_bytes is None or self.has_pending_call or OUTPUTS_COLLECTED in self._said:
+            return 0
+        live = self._kept.live_bytes(batch, counted_bytes=counted_bytes)
+        if len(live) > 1:
+            self._say_collected(sum(live) - counted_bytes)
+            return 0
+        return sum(live)
+
+    def _say_collected(self, nbytes: int) -> None:
+        if self._exceeds(nbytes):
+            self.say(OUTPUTS_COLLECTED, format_size(nbytes), nbytes, nbytes)
 
     def graphs_planned(self, number: int, time_share: float) -> None:
         """`time_share` of the time since the plan was applied went into planning `number` graphs."""
@@ -236,7 +271,10 @@ class LoopObserver:
 
     def backward_begins(self, gradients: Callable[[], Sequence[Any]]) -> None:
         """A graph's backward pass begins, with the gradients of its outputs."""
+        is_first = self.num_backwards == self._backwards_at_call and not self._is_second_call
         self.num_backwards += 1
+        if is_first and self.spare_bytes is not None and OUTPUTS_COLLECTED not in self._said:
+            self._say_collected(self._kept.live_bytes_before())
         if GRAPH_KEPT not in self._said and autograd_engine.graph_is_kept():
             trained_bytes = sum(tensor.nbytes for tensor in self._own_tensors() if tensor.requires_grad)
             nbytes = self.saved_bytes + max(0, trained_bytes - self.earlier_gradient_bytes)

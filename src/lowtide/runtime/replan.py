@@ -4,7 +4,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,7 @@ from lowtide.runtime.incomplete_steps import (
     leaves_for_loss,
     lowest_schedules,
     optimizer_of,
+    peak_with_outputs,
     schedules_of,
     step_of,
     step_of_call,
@@ -231,6 +232,32 @@ class Replanner(Schedules):
         self._peak_bytes = 0
         self._drop(cause)
         return True
+
+    @property
+    def last_output_bytes(self) -> int:
+        return self._context.reserve.last_output_bytes
+
+    def count_outputs(self, nbytes: int) -> bool:
+        more_bytes = nbytes - self.last_output_bytes
+        if more_bytes <= UNCOUNTED_BYTES or not self._context.loop.holds_outputs:
+            return False
+        self._reserve(last_output_bytes=nbytes)
+        if not self.later and peak_with_outputs(self.plan, nbytes, self.graphs) <= self.budget_bytes:
+            return False
+        return self._outgrown(
+            more_bytes,
+            f"the loop keeps {size_and_bytes(nbytes)} of earlier outputs live through the forward pass, "
+            f"{size_and_bytes(more_bytes)} more than the plan counts",
+            "Free outputs after their last use (`del`)",
+        )
+
+    @property
+    def pays_for_outputs(self) -> bool:
+        nbytes = self.last_output_bytes
+        if not nbytes or 100 * nbytes < self.budget_bytes or not self.plan.recompute_seconds:
+            return False
+        with_more = peak_with_outputs(self.plan, nbytes + UNCOUNTED_BYTES, _by_fingerprint(self.first))
+        return self.plan.peak_bytes < with_more < inf
 
     def count_buckets(self, buckets: Buckets) -> bool:
         counted = self._context.reserve

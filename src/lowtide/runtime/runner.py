@@ -28,7 +28,9 @@ from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.observer import (
     EARLIER_GRADIENTS,
+    OUTPUTS_COUNTED,
     PROFILER_IS_ON,
+    SMALL_BYTES,
     LoopObserver,
     mark,
     ran_without_plan,
@@ -36,7 +38,7 @@ from lowtide.runtime.observer import (
 )
 from lowtide.torch_compat import autograd_engine, ddp, dynamo
 from lowtide.torch_compat.allocation_record import users_profiler_is_active
-from lowtide.torch_compat.dispatch import make_first_calls
+from lowtide.torch_compat.dispatch import in_transform, make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.torch_compat.modules import call_model, route_of, set_route
 from lowtide.trace import failures
@@ -44,6 +46,7 @@ from lowtide.trace.identity import Origin, describe_inputs, layouts, name_tensor
 from lowtide.trace.model_call import entrance, tensors_in
 from lowtide.trace.segments import Segment, TracedModel
 from lowtide.trace.step_device import device_of
+from lowtide.units import format_size
 
 PLANNED_KINDS = 1024
 """Kinds of calls that are known to be planned; an older kind is checked again."""
@@ -112,6 +115,7 @@ class Runner:
         self.guard: Guard | None = None
         self._graphs_before = 0
         self._watches_left = 0
+        self._told_of_outputs = False
         self._batch: Any = ()
         self._may_start_over = True
         self.wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
@@ -135,8 +139,13 @@ class Runner:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leave()
-        if not torch.is_grad_enabled() or not self._is_trained(args, kwargs) or torch.compiler.is_exporting():
+        if torch.compiler.is_exporting():
             return call_model(self.model, args, kwargs)
+        if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
+            output = call_model(self.model, args, kwargs)
+            if not in_transform():
+                self.observer.returned_outputs(output)
+            return output
         refuse_transforms()
         self._meet_wrapper()
         if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
@@ -145,6 +154,7 @@ class Runner:
         is_repeated = autograd_engine.in_backward()
         if not is_repeated:
             self._learn()
+            self._count_outputs((args, kwargs))
         self._plan_ahead(args, kwargs)
         autograd_engine.finish_recomputation()
         self.observer.call_begins(self._parameters)
@@ -191,6 +201,20 @@ class Runner:
         is_learned = (news.loss is not None or bool(news.used)) and self.schedules.learn(news.loss, news.used)
         if is_learned or news.has_new_strides:
             self._forget()
+
+    def _count_outputs(self, batch: Any) -> None:
+        """Plan again where the loop keeps more of earlier outputs live than the plan counts."""
+        counted_bytes = self.schedules.last_output_bytes
+        nbytes = self.observer.live_last_outputs(batch, counted_bytes=counted_bytes)
+        if nbytes <= SMALL_BYTES:
+            return
+        if nbytes > counted_bytes:
+            if self.schedules.count_outputs(nbytes):
+                self._forget()
+        elif not self._told_of_outputs:
+            self._told_of_outputs = True
+            if self.schedules.pays_for_outputs:
+                self.observer.say(OUTPUTS_COUNTED, format_size(nbytes), nbytes)
 
     def _forget(self) -> None:
         """Compile all graphs anew, by new schedules."""

@@ -145,8 +145,8 @@ class Loop:
     """The loss and the optimizers that a step was captured with, its tensors, and reserved bytes. References
     to optimizers and tensors are weak.
 
-    `holds_outputs`: whether the model's outputs, besides the loss, stay live until backward is over.
-    `origins`: parameters, buffers and tensors of the batch.
+    `holds_outputs`: whether the model's outputs, besides the loss, stay live until the next forward pass
+    ends. `origins`: parameters, buffers and tensors of the batch.
     """
 
     loss: Loss | None = None

@@ -49,20 +49,42 @@ def train_step(
 ) -> torch.Tensor:
     """Forward, loss, backward, optimizer step, gradients dropped. Returns the loss, detached.
 
-    `holds_outputs`: the model's output stays live to the end, as in a loop that logs it. Forward pass and
-    loss run inside of the context `within()`. Gradients must be None at the start. A dict is passed as
-    keywords, a tuple or list as positional arguments.
+    See `train_steps`.
     """
-    with within():
-        output = call(model, batch)
-        value = loss_of(output, loss)
-    if not holds_outputs:
-        del output
-    value.backward()  # type: ignore[no-untyped-call]
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    model.zero_grad(set_to_none=True)
+    return train_steps(model, batch, optimizer, loss, steps=1, holds_outputs=holds_outputs, within=within)
+
+
+STEPS_IN_LOOP = 2
+"""A step begins with the outputs of the last one."""
+
+
+def train_steps(
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    *,
+    steps: int = STEPS_IN_LOOP,
+    holds_outputs: bool = True,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> torch.Tensor:
+    """The canonical loop; returns the last loss, detached.
+
+    `holds_outputs`: the model's output stays live until the next call has returned another, as in every loop
+    that gives it a name. Forward pass and loss run inside of the context `within()`. Gradients must be None
+    at the start. A dict is passed as keywords, a tuple or list as positional arguments.
+    """
+    for _ in range(steps):
+        with within():
+            output = call(model, batch)
+            value = loss_of(output, loss)
+        if not holds_outputs:
+            del output
+        value.backward()  # type: ignore[no-untyped-call]
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
     return value.detach()
 
 
@@ -304,10 +326,11 @@ def _measure(target: Target, *, resident: bool, fresh_process: bool = False) -> 
     for _ in range(WARM_UP_STEPS):
         _step(target)
     device = device_of(target.model, target.batch)
-    above = resident_peak(lambda: _step(target)) if resident and device.type == "cpu" else None
+    steps = STEPS_IN_LOOP if target.holds_outputs else 1
+    above = resident_peak(lambda: _step(target, steps)) if resident and device.type == "cpu" else None
     gc.collect()
     before = device_for(device).live_bytes() if fresh_process else None
-    peak, op = peak_and_op(lambda: _step(target), device=device)
+    peak, op = peak_and_op(lambda: _step(target, steps), device=device)
     static = static_bytes(target.model, target.batch, target.optimizer)
     return Measured(
         peak_bytes=(static if before is None else before) + peak,
@@ -320,12 +343,13 @@ def _measure(target: Target, *, resident: bool, fresh_process: bool = False) -> 
     )
 
 
-def _step(target: Target) -> None:
-    train_step(
+def _step(target: Target, steps: int = 1) -> None:
+    train_steps(
         target.model,
         target.batch,
         target.optimizer,
         target.loss,
+        steps=steps,
         holds_outputs=target.holds_outputs,
         within=target.within,
     )

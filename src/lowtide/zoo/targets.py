@@ -128,7 +128,8 @@ CATALOG: dict[str, Entry] = {entry.name: entry for entry in (*_FULL, *map(_tiny,
 class Target:
     """The parts of a training step. `batch`: a tensor or tuple (positional) or a dict (keywords).
 
-    `holds_outputs`: whether the loop keeps the model's outputs besides the loss live to the end of the step.
+    `holds_outputs`: whether the loop keeps the model's outputs besides the loss live until the next forward
+    pass ends.
     `within` makes the context of each forward pass, such as a block of autocast.
     """
 
