@@ -9,6 +9,7 @@
 - `backward_facts`: the order of backward ops, writes over inputs, chains in chunks
 - `gradient_facts`: gradients that arrive at a graph, leave it, and accumulate
 - `last_outputs`: outputs of the last step, which the loop keeps live through the forward pass
+- `own_checkpoints`: the user's own calls of torch.utils.checkpoint, by node
 - `formulas`: eager's formulas of gradients, of which captured ops do not tell the bytes
 - `uncaptured_facts`: code between the graphs
 - `optimizer_facts`: the optimizer's step, in backward, whole or split

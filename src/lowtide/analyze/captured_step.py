@@ -274,8 +274,8 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
     nodes = (node for segment in analysis.segments for node in segment.joint.graph.nodes)
     if any(map(aot_autograd.has_own_checkpoint, nodes)):
         notes.append(
-            "the model calls torch.utils.checkpoint: its activations are planned like all others, and the "
-            "peak without a plan is that of a model without these calls"
+            "the model calls torch.utils.checkpoint (gradient_checkpointing): a share of the peak is one of "
+            "the step with these calls, and a plan takes their place"
         )
     if traced.num_in_model > 1:
         notes.append(f"the model breaks into {traced.num_in_model} graphs; nothing is recomputed across them")

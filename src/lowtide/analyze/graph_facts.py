@@ -34,6 +34,7 @@ from lowtide.analyze.gradient_facts import (
 from lowtide.analyze.gradient_sums import first_terms, hand_over_shared, with_terms_apart
 from lowtide.analyze.last_outputs import begin_with_last_outputs, free_last_outputs
 from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
+from lowtide.analyze.own_checkpoints import mark_own_checkpoints
 from lowtide.analyze.uncaptured_facts import add_frames, add_uncaptured_bytes, add_uncaptured_code
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Kind, Region, Remat
@@ -105,6 +106,7 @@ def analyze_graphs(
         _backward(analysis, state, executions, states, updates=updates or {})
         keep_live_in_formulas(analysis, state, only_eager=state.in_model)
     add_first_sums(analysis, states, first_terms(executions))
+    mark_own_checkpoints(analysis, states)
     add_uncaptured_bytes(analysis, states, trace)
     if trace.uncaptured is not None:
         add_uncaptured_code(analysis, states, trace.uncaptured)

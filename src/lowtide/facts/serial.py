@@ -59,7 +59,7 @@ ALWAYS = {
 
 WHERE_SET = {
     Step: ("transfer_speed", "optimizer_chunks", "gradient_strides", "stacks"),
-    Node: ("stack",),
+    Node: ("stack", "own_checkpoint"),
     Solution: ("offload", "reserved"),
     Graph: ("releases",),
     Storage: ("host_bytes",),

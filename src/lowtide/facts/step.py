@@ -102,6 +102,8 @@ class Node:
     eager PyTorch's own version; negative for less. `eager_reads`: ranks whose values stay live until here
     in eager, as inside an autograd formula. `eager_place`: eager runs the backward ops of a segment that
     have one in this order; a plan, by rank. `stack`: the number of its call stack among the step's `stacks`.
+    `own_checkpoint` numbers the user's own calls of torch.utils.checkpoint: forward nodes that such a call
+    runs again in eager's backward pass, and backward nodes of ops inside of it.
     """
 
     rank: int
@@ -126,6 +128,7 @@ class Node:
     eager_reads: tuple[int, ...] = ()
     eager_place: int = 0
     stack: int = 0
+    own_checkpoint: int = 0
 
     def remat(self, rule: str) -> Remat | None:
         """Its remat by that rule."""

@@ -4,6 +4,7 @@ What a schedule is, and what it costs:
 
 - `simulate`: the live bytes and seconds of a schedule; `transfer_model`: its transfers to a store and back
 - `schedules`: the schedule of a step as one schedule for each graph, and the bytes besides the graphs
+- `eager_checkpoints`: the user's own calls of torch.utils.checkpoint, as eager runs them
 - `activations`: the forward storages that backward reads again
 
 From a step to a solution:

@@ -257,10 +257,9 @@ def floor_hint(step: Step, timeline: Timeline) -> Hint:
     )
     if 100 * last_bytes < timeline.peak_bytes:
         return found
-    words = f"{format_size(last_bytes)} of it are {LAST_OUTPUTS}, which a loop keeps that gives them a name"
-    return found._replace(
-        cause=f"{found.cause} {words}: where yours frees them before backward(), plan with holds_outputs=False."
-    )
+    words = f"{format_size(last_bytes)} of it are {LAST_OUTPUTS}, which a loop keeps that names them"
+    cause = f"{found.cause} {words}: where yours frees them before backward(), say holds_outputs=False."
+    return Hint(cause, found.remedy)
 
 
 def library_bytes(step: Step, timeline: Timeline) -> dict[str, int]:

@@ -20,6 +20,7 @@ from lowtide.facts import (
     Step,
     Storage,
 )
+from lowtide.planning.eager_checkpoints import with_own_checkpoints
 from lowtide.planning.simulate import (
     Timeline,
     baseline_runs,
@@ -56,8 +57,8 @@ def as_eager(step: Step) -> Step:
 
 
 def eager_timeline(step: Step) -> Timeline:
-    """A step as eager PyTorch runs it."""
-    return simulate_unchecked(as_eager(step), eager_runs(step))
+    """A step as eager PyTorch runs it, with the user's own calls of torch.utils.checkpoint."""
+    return simulate_unchecked(as_eager(step), with_own_checkpoints(step, eager_runs(step)))
 
 
 def without_needless_runs(step: Step, runs: Sequence[Run]) -> tuple[Run, ...]:

@@ -16,7 +16,7 @@ import os
 import threading
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
@@ -35,6 +35,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _forward_from_src
 from torch.fx.node import has_side_effect
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide.torch_compat.autograd_engine import in_backward
 from lowtide.torch_compat.dispatch import FakeTensorMode, whole_ops
@@ -295,6 +296,22 @@ def has_inner_graphs(node: fx.Node) -> bool:
 def has_own_checkpoint(node: fx.Node) -> bool:
     """Whether `node` comes from inside a call of torch.utils.checkpoint."""
     return "recompute" in node.meta
+
+
+class OwnCheckpoint(NamedTuple):
+    """A call of torch.utils.checkpoint around a node, which `runs_again` unless a policy says otherwise."""
+
+    call: int
+    runs_again: bool
+
+
+def own_checkpoint_of(node: fx.Node) -> OwnCheckpoint | None:
+    """The user's checkpoint that a forward node is inside of; None outside."""
+    policy = node.meta.get("recompute")
+    if policy is None:
+        return None
+    saved = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    return OwnCheckpoint(node.meta.get("ac_graph_id", 0), policy not in saved)
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
