@@ -30,6 +30,7 @@ from lowtide.errors import (
 if TYPE_CHECKING:
     from lowtide.api import checkpoint, measure_step, profile, verify
     from lowtide.experiments.fit import Check, Fit, FitRow, fit
+    from lowtide.experiments.out_of_memory import explain_out_of_memory
     from lowtide.facts import Activation, Decision, Node
     from lowtide.plans import Plan, load_plan
     from lowtide.profiles import Profile, load_profile
@@ -67,6 +68,7 @@ __all__ = [
     "Verification",
     "__version__",
     "checkpoint",
+    "explain_out_of_memory",
     "fit",
     "load_plan",
     "load_profile",
@@ -81,6 +83,7 @@ __all__ = [
 _HOMES = {
     "api": ("checkpoint", "measure_step", "profile", "verify"),
     "experiments.fit": ("Check", "Fit", "FitRow", "fit"),
+    "experiments.out_of_memory": ("explain_out_of_memory",),
     "facts": ("Activation", "Decision", "Node"),
     "plans": ("Plan", "load_plan"),
     "profiles": ("Profile", "load_profile"),

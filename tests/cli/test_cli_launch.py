@@ -87,6 +87,15 @@ def test_a_script_that_trains_nothing_is_told_so_and_fails_by_itself(folder):
     assert "ZeroDivisionError: its own" in failed.stderr and "lowtide: nothing was planned" in failed.stderr
 
 
+def test_running_out_of_memory_is_explained_below_the_scripts_own_error(folder):
+    (folder / "full.py").write_text(SCRIPT + '    raise MemoryError("its own")\n')
+    failed = run("-m", "lowtide", "launch", "full.py", folder=folder)
+    assert (
+        failed.returncode == 1
+        and "MemoryError: its own\nlowtide: the model trains by a plan" in failed.stderr
+    )
+
+
 def test_a_missing_script_is_named(folder):
     missing = run("-m", "lowtide", "launch", "absent.py", "--budget", "1GiB", folder=folder)
     assert missing.returncode == 2 and "there is no file absent.py" in missing.stderr

@@ -10,7 +10,7 @@ Options of `launch` stand before the script, or right behind it; the rest is the
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,7 +93,7 @@ def _leading_options(words: Sequence[str], takes_value: dict[str, bool]) -> tupl
 def launch(
     words: Words,
     *,
-    budget: Budget,
+    budget: Budget = "auto",
     is_module: IsModule = False,
     planner: Planner = "auto",
     accumulate: Accumulate = False,
@@ -136,8 +136,9 @@ def launch(
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
-    except LowtideError as error:
+    except Exception as error:
         if error is not launched.refusal:
+            launched.explain(error)
             raise
         _say(f"error: {one_line(error)}")
         raise typer.Exit(exit_code(error)) from None
@@ -153,11 +154,14 @@ class Launched:
         self.options = options
         self.model: nn.Module | None = None
         self.refusal: LowtideError | None = None
+        self.explain: Callable[[BaseException], None] = lambda _: None
 
     def plan(self, found: "TrainedModel") -> None:
         from lowtide.api import checkpoint
+        from lowtide.experiments.out_of_memory import explainer
         from lowtide.runtime.apply import plan_of
 
+        self.explain = explainer(found.module, found.optimizers)
         self.model, name = found.module, type(found.module).__name__
         if plan_of(found.module) is not None:
             _say(f"not planned: {name}, which the script itself gave a plan")

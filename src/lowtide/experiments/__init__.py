@@ -5,5 +5,6 @@
   `profiled_sizes`: the profiled sizes; `interpolate`: sizes that were not captured
 - `compare_methods`: other methods to save memory; `contenders`: these methods; `trial`: a trial of one method
 - `measured`: plans, and points of a trade-off curve, measured in real runs
+- `out_of_memory`: why a loop ran out of memory, and what would fit
 - `checkup`: a small model on this machine; `machine`: its memory, and the dependencies of lowtide
 """

@@ -40,7 +40,7 @@ from lowtide.torch_compat import autograd_engine, ddp, dynamo
 from lowtide.torch_compat.allocation_record import users_profiler_is_active
 from lowtide.torch_compat.dispatch import in_transform, make_first_calls
 from lowtide.torch_compat.fsdp2 import units_of
-from lowtide.torch_compat.modules import call_model, route_of, set_route
+from lowtide.torch_compat.modules import call_model, route_of, runs_own_code, set_route
 from lowtide.trace import failures
 from lowtide.trace.identity import Origin, describe_inputs, layouts, name_tensors
 from lowtide.trace.model_call import entrance, tensors_in
@@ -346,7 +346,7 @@ def install(runner: Runner) -> None:
     """Route the calls of the runner's model through its plan, in place of another plan."""
     model = runner.model
     current = route_of(model)
-    if current is not None and not isinstance(current, Runner):
+    if not runs_own_code(current) and not isinstance(current, Runner):
         raise LowtideError("this model is already compiled by model.compile(): plan the plain model instead")
     make_first_calls()
     remove(model)

@@ -66,9 +66,16 @@ def set_route(model: nn.Module, route: Any) -> None:
         vars(model)[ROUTE] = route
 
 
+def runs_own_code(route: Any) -> bool:
+    """Whether a route ends in the model's own code: it only looks at the calls, and says so itself."""
+    return route is None or getattr(route, "runs_own_code", False)
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether something runs instead of the model's own code, or torch.compile instead of its forward."""
-    return route_of(model) is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable")
+    return not runs_own_code(route_of(model)) or hasattr(
+        vars(model).get("forward"), "_torchdynamo_orig_callable"
+    )
 
 
 Meeting = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
