@@ -1,6 +1,7 @@
 """What cannot be captured is refused in one line that says why, and where in the user's code."""
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from nets import ROWS, WIDTH, Net, rows
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.analyze.captured_step import capture
 from lowtide.errors import CaptureError
@@ -132,3 +134,75 @@ def test_sparse_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(WIDTH, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(CaptureError, match=r"layout torch.sparse_coo, and only dense"):
         capture(model, torch.randint(0, WIDTH, (ROWS,)))
+
+
+class _Restarts(nn.Module):
+    """Cuts autograd's graph, and goes on from a leaf of its own; `last` is behind the cut."""
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH) if last else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).detach().requires_grad_()).sum()
+
+
+def test_a_loss_that_ends_in_tensors_of_the_forward_pass() -> None:
+    with pytest.raises(CaptureError, match="the loss of _Restarts does not depend on any parameter"):
+        capture(_Restarts(last=False), rows())
+
+
+LATENT = nn.Parameter(torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss"),
+    [
+        (_Restarts(last=True), rows(), None),
+        (Net().requires_grad_(False), rows().requires_grad_(), None),
+        (Net(lambda x: x + LATENT).requires_grad_(False), rows(), None),
+        (Net(lambda x: x.detach()), rows(), lambda out: (out * LATENT).sum()),
+    ],
+    ids=["behind a cut", "the input", "a latent in a variable", "of the loss"],
+)
+def test_a_loss_that_reaches_something_to_train_is_not_refused(
+    model: nn.Module, batch: Any, loss: Any
+) -> None:
+    assert capture(model, batch, loss=loss).step.nodes
+
+
+class _Checkpointed(nn.Module):
+    """A block that breaks into graphs, inside of torch's checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._block, x, use_reentrant=False).sum()
+
+    def _block(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.first(x).relu()
+
+
+def _reads_a_number(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (_Checkpointed(), "a checkpointed block"),
+        (Net(_reads_a_number), "a number is read from a tensor, at /"),
+    ],
+)
+def test_torchs_words_about_fake_tensors_are_for_the_log(
+    model: nn.Module, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="lowtide"):
+        capture(model, rows())
+    said = {record.levelno: record.getMessage() for record in reversed(caplog.records)}
+    assert words in said[logging.WARNING]
+    assert "FakeTensor" not in said[logging.WARNING] and "Exception" not in said[logging.WARNING]
+    assert any("torch said: " in record.getMessage() for record in caplog.records)

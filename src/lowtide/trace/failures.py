@@ -3,6 +3,7 @@
 `explained` turns errors of tracing into a `CaptureError`; the `refuse_...` functions check before tracing.
 """
 
+import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from lowtide.torch_compat import dispatch, dynamo
 from lowtide.trace.batch_arguments import refuse_other_arguments
 from lowtide.trace.model_call import tensors_in
 from lowtide.trace.segments import Segment, Trace
+
+logger = logging.getLogger("lowtide")
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 LOOP_HINT = (
@@ -35,6 +38,14 @@ HINTS = {
 """What to do next, by a part of torch's message."""
 NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 """torch's messages where code asks for an absent GPU."""
+
+ON_FAKE_TENSORS = {
+    "convert all Tensors to FakeTensors": "a function with a backward pass of its own, such as a "
+    "checkpointed block or a torch.autograd.Function, mixes results of graphs with tensors of its own",
+    "DataDependentOutputException": "a number is read from a tensor",
+    "DynamicOutputShapeException": "the shape of a result depends on values",
+}
+"""What code does that fake tensors cannot do, by a part of torch's message."""
 
 
 class NeedsValues(Exception):
@@ -75,6 +86,18 @@ def describe(error: BaseException) -> str:
     where = _user_line(error)
     words = f"{type(cause).__name__} at {where}" if where else type(cause).__name__
     return f"{words}: {lines[0].rstrip('.')}"
+
+
+def in_plain_words(error: BaseException) -> str:
+    """Why code between two graphs does not run on fake tensors, with the line where it fails; torch's own
+    text, which reads like a crash, goes to the log at level DEBUG. Any other error as in `describe`."""
+    said = describe(error)
+    words = next((words for part, words in ON_FAKE_TENSORS.items() if part in said), "")
+    if not words:
+        return said
+    logger.debug("torch said: %s", said)
+    where = _user_line(error)
+    return f"{words}, at {where}" if where else words
 
 
 def nothing_captured(reasons: Iterable[str]) -> str:

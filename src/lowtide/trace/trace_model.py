@@ -31,7 +31,13 @@ from lowtide.trace.model_call import own_loss, sum_of_floats, tensors_in
 from lowtide.trace.segments import Execution, Trace, TracedModel
 from lowtide.trace.step_device import device_of
 from lowtide.trace.tangents import new_orders
-from lowtide.trace.uncaptured import UncapturedCode, UncapturedWatch, bytes_saved_by_autograd, hook_stand_in
+from lowtide.trace.uncaptured import (
+    UncapturedCode,
+    UncapturedWatch,
+    bytes_saved_by_autograd,
+    hook_stand_in,
+    leaves_behind,
+)
 from lowtide.trace.user_state import user_state_restored
 from lowtide.units import format_size
 
@@ -191,10 +197,11 @@ def _trace(call: _Call, collector: Collector) -> Trace:
         is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
         uncaptured, is_counted = _uncaptured_code(collector, [value] if is_scalar else [])
         returned |= collector.live_in_autograd
-    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+    if not isinstance(value, torch.Tensor) or not value.requires_grad or _trains_nothing(value, collector):
         raise CaptureError(
-            "the loss does not depend on any parameter that requires a gradient: "
-            "pass `loss=` a function of the model's output that returns a scalar"
+            f"the loss of {type(model).__name__} does not depend on any parameter that requires a gradient: "
+            "pass `loss=` a function of the model's output that returns a scalar, and look for detach() or "
+            "no_grad() in its forward"
         )
     if value.numel() != 1:
         raise CaptureError(
@@ -216,6 +223,15 @@ def _trace(call: _Call, collector: Collector) -> Trace:
     )
 
 
+def _trains_nothing(loss: torch.Tensor, collector: Collector) -> bool:
+    """Whether a backward pass from the loss ends in tensors that the forward pass made itself, as in
+    `x.detach().requires_grad_()`. Any other leaf may be trained: a parameter, a latent in the batch or in a
+    variable, a parameter of the loss."""
+    leaves = leaves_behind([loss])
+    made = (isinstance(leaf, dispatch.FakeTensor) or collector.where(leaf) is not None for leaf in leaves)
+    return bool(leaves) and all(made)
+
+
 def _uncaptured_code(
     collector: Collector, roots: Sequence[torch.Tensor]
 ) -> tuple[UncapturedCode | None, bool]:
@@ -231,7 +247,7 @@ def _uncaptured_code(
             gradients = collector.run_backward(roots)
         except Exception as error:
             if not collector.real and collector.gpu is None:
-                raise failures.NeedsValues(failures.describe(error)) from error
+                raise failures.NeedsValues(failures.in_plain_words(error)) from error
             is_counted = False
     return collector.uncaptured.result(gradients), is_counted
 
@@ -275,7 +291,7 @@ def _values_if_needed(collector: Collector) -> Iterator[None]:
     except Exception as error:
         if collector.real or not collector.executions:
             raise
-        raise failures.NeedsValues(failures.describe(error)) from error
+        raise failures.NeedsValues(failures.in_plain_words(error)) from error
 
 
 def _compiled(function: Callable[..., Any], backend: Callable[..., Any]) -> dynamo.Compiled:
