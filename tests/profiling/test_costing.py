@@ -16,6 +16,8 @@ from lowtide.profiling import work as work_module
 from lowtide.profiling.costing import KnownCosts, estimate_costs, measure_costs
 from lowtide.profiling.devices import OpTiming
 from lowtide.profiling.work import Work, work_making, work_of
+from lowtide.verification.measure_step import measure_here
+from lowtide.zoo.targets import Target
 
 
 @pytest.mark.busy
@@ -114,3 +116,19 @@ def test_only_what_has_flops_is_run_on_fake_tensors_and_once(monkeypatch):
 def test_the_work_of_a_call_is_the_same_from_the_blocks_that_it_makes():
     call = Call(aten.relu.default, (fake(512, 64),))
     assert work_making(call, (512 * 64 * 4,)) == work_of(call)
+
+
+@pytest.mark.parametrize("mode", ["ops", "run"])
+@pytest.mark.parametrize("rows", [256, 2048])
+def test_the_copies_of_masks_are_not_eagers(rows, mode):
+    """Eager's mask has the dtype of its value: no peak of the baseline has a copy of a mask."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+    batch, optimizer = torch.randn(rows, 32), torch.optim.AdamW(model.parameters())
+    found = profile(model, batch, optimizer=optimizer, loss=_squares, mode=mode)
+    measured = measure_here(Target("dropout", model, batch, optimizer, _squares))
+    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+def _squares(output):
+    return output.square().mean()

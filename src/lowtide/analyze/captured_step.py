@@ -26,7 +26,8 @@ from lowtide.errors import CaptureError
 from lowtide.facts import Action, Graph, Kind, Run, Step
 from lowtide.facts.gpus import Gpu
 from lowtide.garbage import rarely_collected
-from lowtide.ops.calls import Call, call_of, value_of
+from lowtide.ops.calls import Call, call_of, target_name, value_of
+from lowtide.ops.random_ops import apply_mask, eager_dropout
 from lowtide.optim.optimizer_trace import trace_optimizer
 from lowtide.optim.split_check import update_bytes
 from lowtide.parallel.sharded_step import shard
@@ -359,6 +360,12 @@ def _filled(call: Call, values: Values) -> Call:
     return Call(call.target, tuple(args), dict(kwargs))
 
 
+def own_workspace_bytes(op: str, workspace_bytes: int) -> int:
+    """As much of an op's workspace as eager does not have: dropouts here copy their mask of bytes, chunk by
+    chunk, into the dtype of the value, which eager's mask has from the start."""
+    return workspace_bytes if op in map(target_name, (eager_dropout, apply_mask)) else 0
+
+
 Cost = tuple[float, int, bool]
 """Seconds, workspace bytes, and whether they are estimated."""
 
@@ -382,6 +389,7 @@ def with_costs(step: Step, costs: Mapping[Run, Cost]) -> Step:
                 node,
                 seconds=seconds,
                 workspace_bytes=node.workspace_bytes + workspace,
+                extra_eager_bytes=node.extra_eager_bytes - own_workspace_bytes(node.op, workspace),
                 estimated=estimated or node.estimated,
                 remats=tuple(remats),
             )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.analyze.captured_step import Captured
+from lowtide.analyze.captured_step import Captured, own_workspace_bytes
 from lowtide.errors import LowtideError
 from lowtide.facts import Run, Step
 from lowtide.planning.simulate import eager_runs, simulate_unchecked
@@ -196,6 +196,8 @@ def run_costs(
                 seconds=seen.seconds,
                 # negative where the plan's graphs overwrite an input that these keep
                 workspace_bytes=seen.workspace_bytes + captured.step.nodes[rank].workspace_bytes,
+                extra_eager_bytes=captured.step.nodes[rank].extra_eager_bytes
+                - own_workspace_bytes(nodes[rank].op, seen.workspace_bytes),
                 remats=tuple(remats),
                 estimated=False,
             )
