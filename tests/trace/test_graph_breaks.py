@@ -7,6 +7,7 @@ from torch import nn
 from trouble import BATCH, EqualBlocks
 from trouble import WIDTH as TROUBLE_WIDTH
 
+import lowtide
 from lowtide.analyze.captured_step import capture
 from lowtide.facts import FRAMES, Region
 from lowtide.torch_compat.dispatch import FakeTensor
@@ -17,7 +18,10 @@ def test_a_graph_break_needs_no_real_forward(caplog: pytest.LogCaptureFixture) -
     step = capture(Net(middle=breaks), rows()).step
     assert [graph.in_model for graph in step.graphs] == [True, True, True, False]
     assert said(caplog) == []
-    assert step.notes == ("the model breaks into 3 graphs; nothing is recomputed across them",)
+    first = f"{breaks.__code__.co_filename}:{breaks.__code__.co_firstlineno + 1}"
+    assert step.first_break == first
+    words = f"the model breaks into 3 graphs, first at {first}; nothing is recomputed across them"
+    assert step.notes == (words,)
 
 
 def test_code_between_two_graphs_gets_fake_tensors() -> None:
@@ -170,3 +174,35 @@ def test_a_graph_that_runs_twice_is_planned_for_all_that_either_run_gives() -> N
     first, second, *_ = capture(SameGraphTwice(), batch).step.graphs
     assert first.fingerprint == second.fingerprint
     assert first.missing == second.missing
+
+
+def test_a_budget_that_is_too_small_names_the_first_break() -> None:
+    with pytest.raises(lowtide.BudgetTooSmall, match="The model breaks into 3 graphs, first at ") as refused:
+        lowtide.profile(Net(middle=breaks), rows()).plan("1%")
+    first = f"{breaks.__code__.co_filename}:{breaks.__code__.co_firstlineno + 1}"
+    assert f"{first}, and nothing is recomputed across them" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class EndsOutside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _outside(self.layer(x))
+
+
+@torch._dynamo.disable
+def _outside(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().sum()
+
+
+def test_one_graph_beside_uncaptured_code_is_not_several() -> None:
+    model = EndsOutside()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        lowtide.CaptureError, match="runs differentiable code outside of its graph"
+    ) as refused:
+        lowtide.profile(model, rows(), optimizer=optimizer, step_in_backward=True)
+    assert "breaks into" not in str(refused.value)

@@ -220,6 +220,7 @@ def captured_step(
         optimizer_chunks=chunks,
         gradient_strides=tuple(sorted(traced.orders.items())),
         stacks=tuple(analysis.stacks),
+        first_break=traced.first_break,
     )
     return Captured(
         step=step,
@@ -279,7 +280,10 @@ def _notes(analysis: Analysis, traced: Trace) -> tuple[str, ...]:
             "the step with these calls, and a plan takes their place"
         )
     if traced.num_in_model > 1:
-        notes.append(f"the model breaks into {traced.num_in_model} graphs; nothing is recomputed across them")
+        where = f", first at {traced.first_break}" if traced.first_break else ""
+        notes.append(
+            f"the model breaks into {traced.num_in_model} graphs{where}; nothing is recomputed across them"
+        )
     if traced.loss_is_uncaptured or any(execution.from_uncaptured for execution in traced.executions):
         notes.append(UNCAPTURED + (COUNTED if traced.uncaptured_is_counted else NOT_COUNTED))
     if traced.real_forward:

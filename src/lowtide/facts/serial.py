@@ -58,10 +58,10 @@ ALWAYS = {
 """Fields with a default that every file has nevertheless. Older files lack some of the others."""
 
 WHERE_SET = {
-    Step: ("transfer_speed", "optimizer_chunks", "gradient_strides", "stacks"),
+    Step: ("transfer_speed", "optimizer_chunks", "gradient_strides", "stacks", "first_break"),
     Node: ("stack", "own_checkpoint"),
     Solution: ("offload", "reserved"),
-    Graph: ("releases",),
+    Graph: ("releases", "handed_over"),
     Storage: ("host_bytes",),
     Decision: ("released_after", "fetched_before"),
 }

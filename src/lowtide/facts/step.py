@@ -232,6 +232,7 @@ class Step:
     `gradient_strides` are pairs of dimension orders in memory, outermost first: that of an output, and that
     of its gradient where the two differ. `stacks` are the distinct call stacks of its nodes in the model's
     code, lines from the outermost to the innermost; the first is empty. Older files have none.
+    `first_break`: `file:line` of the code that ends the first graph of several.
     """
 
     nodes: tuple[Node, ...]
@@ -248,6 +249,7 @@ class Step:
     optimizer_chunks: tuple[tuple[int, int], ...] = ()
     gradient_strides: tuple[tuple[str, str], ...] = ()
     stacks: tuple[tuple[str, ...], ...] = ()
+    first_break: str = ""
 
     @property
     def seconds(self) -> float:

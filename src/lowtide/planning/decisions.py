@@ -255,10 +255,14 @@ def floor_hint(step: Step, timeline: Timeline) -> Hint:
         for storage, start, end in timeline.blocks
         if start <= at <= end and step.storages[storage].name == LAST_OUTPUTS
     )
-    if 100 * last_bytes < timeline.peak_bytes:
-        return found
-    words = f"{format_size(last_bytes)} of it are {LAST_OUTPUTS}, which a loop keeps that names them"
-    cause = f"{found.cause} {words}: where yours frees them before backward(), say holds_outputs=False."
+    cause = found.cause
+    if 100 * last_bytes >= timeline.peak_bytes:
+        words = f"{format_size(last_bytes)} of it are {LAST_OUTPUTS}, which a loop keeps that names them"
+        cause += f" {words}: where yours frees them before backward(), say holds_outputs=False."
+    if step.first_break:
+        num_graphs = sum(graph.in_model for graph in step.graphs)
+        breaks = f"The model breaks into {num_graphs} graphs, first at {step.first_break}"
+        cause += f" {breaks}, and nothing is recomputed across them."
     return Hint(cause, found.remedy)
 
 

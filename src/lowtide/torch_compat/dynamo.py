@@ -391,6 +391,17 @@ def reaches_the_end(graph: fx.GraphModule) -> bool:
     return not graph.compile_subgraph_reason.graph_break  # type: ignore[union-attr]
 
 
+def break_line(graph: fx.GraphModule, *, besides: tuple[str, ...]) -> str:
+    """`file:line` of the graph break that ends a Dynamo graph: the deepest frame outside of the folders
+    `besides`; empty where the graph reaches the end of its function."""
+    if reaches_the_end(graph):
+        return ""
+    reason: Any = graph.compile_subgraph_reason
+    frames = reason.user_stack
+    own = [frame for frame in frames if not frame.filename.startswith((*besides, "<"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
 def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor | None]:
     """The user's own tensor behind each input of a Dynamo graph; None where it is not a tensor."""
     examples = []

@@ -25,6 +25,7 @@ from lowtide.torch_compat import aot_autograd, dispatch, dynamo
 from lowtide.torch_compat.aot_autograd import Orders
 from lowtide.torch_compat.autograd_engine import version_of
 from lowtide.torch_compat.dispatch import iter_tensors, storage_key
+from lowtide.trace.failures import NOT_THE_USERS
 from lowtide.trace.identity import (
     Origin,
     describe_inputs,
@@ -81,6 +82,7 @@ class Collector:
         self.segments: list[Segment] = []
         self.executions: list[Execution] = []
         self.forward_bytes = 0
+        self.first_break = ""
         self.traced: TracedGraph | None = None
         """the last graph with a backward pass, if it reaches the end of the traced function"""
         self._made: dict[int, tuple[int, int]] = {}
@@ -102,6 +104,7 @@ class Collector:
             use_gpu_autocast(graph)
         casts_once = dynamo.casts_weights_once(graph)
         is_whole, key = dynamo.reaches_the_end(graph), key_of(graph)
+        self.first_break = self.first_break or dynamo.break_line(graph, besides=NOT_THE_USERS)
         segment: Segment | None = None
         fakes: Sequence[Any] = ()
         binding: GraphBinding | None = None

@@ -169,10 +169,13 @@ def refuse_several_graphs(traced: Trace) -> None:
         or traced.loss_is_uncaptured
         or any(e.from_uncaptured for e in traced.executions)
     ):
+        where = f", first at {traced.first_break}" if traced.first_break else ""
+        parts = f"the model breaks into {traced.num_in_model} graphs{where}"
+        if traced.num_in_model == 1:
+            parts = "the model or its loss runs differentiable code outside of its graph"
         raise CaptureError(
-            f"the model breaks into {traced.num_in_model} graphs, or runs code outside of them, so that a "
-            "gradient is final only when all have run: leave step_in_backward out, or remove the graph "
-            "breaks (torch._dynamo.explain shows them)"
+            f"{parts}, so that a gradient is final only when all have run: leave step_in_backward out, or "
+            "remove the graph breaks (torch._dynamo.explain shows them)"
         )
 
 

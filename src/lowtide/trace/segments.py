@@ -155,7 +155,7 @@ class Trace:
     `sharding` says how parameters are sharded over processes, `passages` when they were gathered. `orders`
     are the memory orders of gradients whose strides differ from their output's. `real_forward`: the capture
     ran the forward pass on real values. `has_stand_in_loss`: the loss is not the user's, but the sum of the
-    model's outputs.
+    model's outputs. `first_break`: `file:line` of the code that ends the model's first graph.
     """
 
     executions: list[Execution]
@@ -173,6 +173,7 @@ class Trace:
     sharding: Sharding | None = None
     passages: list[Passage] = field(default_factory=list)
     orders: dict[str, str] = field(default_factory=dict)
+    first_break: str = ""
 
 
 def results_of(graph: fx.GraphModule) -> tuple[fx.Node | None, ...]:

@@ -127,7 +127,9 @@ def _trace_for(call: _Call, orders: Orders) -> Trace:
             format_size(own),
             format_size(collector.forward_bytes),
         )
+    first_break = collector.first_break
     with call.collector(orders, real=True) as collector:
+        collector.first_break = first_break
         return _trace(call, collector)
 
 
@@ -174,6 +176,7 @@ def _trace(call: _Call, collector: Collector) -> Trace:
             real_forward=collector.real,
             sharding=simulated.sharding if simulated is not None else fsdp2.sharding_of(model),
             passages=collector.passages,
+            first_break=collector.first_break if num_in_model > 1 else "",
         )
         value = own_loss(output) if call.loss is None else None
         if value is None and call.any_loss:
