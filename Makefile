@@ -27,7 +27,7 @@ OTHER := .venv-torch-$(VERSION)
 TORCH_TESTS := $(addprefix tests/,analyze end_to_end experiments/test_trial.py ops optim profiling remat runtime \
 	torch_compat trace verification)
 
-.PHONY: install demo test quick soak test-long test-kernels test-torch test-accelerator check format docs wheels bench clean
+.PHONY: install demo test quick soak test-long test-kernels test-torch test-accelerator check format docs wheels bench clients clean
 
 install: $(STAMP)
 
@@ -112,6 +112,18 @@ bench: install
 	$(BIN)/python bench/results.py --only "$(ONLY)"
 	$(BIN)/python bench/peaks.py -o bench/out/peaks.csv
 	$(BIN)/python bench/profile_modes.py transformer:8 bert-base:4 resnet152:4 -o bench/out/modes.csv
+
+# Training code that people install, with and without a plan, in an environment of its own; an hour. It goes on where
+# it was stopped. `make clients ONLY=trl` runs those whose names have this text.
+CLIENTS := .venv-clients
+
+$(CLIENTS)/.clients: pyproject.toml bench/clients/requirements.txt
+	$(call environment,$(CLIENTS),$(TORCH))
+	$(CLIENTS)/bin/python -m pip install --quiet -r bench/clients/requirements.txt
+	@touch $@
+
+clients: $(CLIENTS)/.clients
+	$(QUIETLY) $(CLIENTS)/bin/python bench/client_suite.py --only "$(ONLY)" --markdown bench/out/clients.md
 
 clean:
 	rm -rf .venv .venv-* build dist docs/_build lowtide-out .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -41,12 +41,12 @@ class Run:
         self._made = lambda: lowtide.plan_of(model) or plan
         return plan.apply(model)
 
-    def callbacks(self, lowtide_callback: Callable[..., Any], model: nn.Module) -> list[Any]:
+    def callbacks(self, lowtide_callback: Callable[..., Any], *models: nn.Module) -> list[Any]:
         """One of `lowtide.integrations`, where there is a plan."""
-        self.models.append(model)
+        self.models += models
         if not self.eager_peak_bytes:
             return []
-        callback = lowtide_callback(self._budget() if self.floor_bytes else 1)
+        callback = lowtide_callback(self._budget() if self.floor_bytes else "1B")
         self._made = lambda: callback.plan
         return [callback]
 

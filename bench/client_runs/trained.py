@@ -83,6 +83,8 @@ def _own_surroundings(log: Path) -> None:
     """One thread, no network, an empty folder, nothing remembered of earlier profiles."""
     from lowtide.profiling import op_costs
 
+    sys.modules["coverage"] = None  # type: ignore[assignment]  # bench/coverage.py is not the library of this name
+
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
