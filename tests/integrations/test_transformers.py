@@ -221,7 +221,8 @@ def test_accumulated_gradients_are_within_the_budget(
     assert plan.solution.reserve.earlier_gradient_bytes == sum(
         parameter.nbytes for parameter in planned.trainer.model.parameters()
     )
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
+    told = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
+    (line,) = [line for line in told if "tensors besides the step" not in line]  # this process has a twin
     assert line.startswith("predicted peak ") and "without a plan" in line and "% more time" in line
     assert f"input_ids int64[2x{LENGTH}]" in line and "labels int64[2]" in line
 

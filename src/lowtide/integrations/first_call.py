@@ -12,7 +12,7 @@ from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.facts.plan import offload_text, parse_offload
-from lowtide.facts.sizes import check_budget
+from lowtide.facts.sizes import check_budget, parse_size
 from lowtide.runtime.executor import executor_named
 from lowtide.runtime.runner import remove
 from lowtide.torch_compat.modules import call_model, is_compiled, route_of, set_route
@@ -61,6 +61,11 @@ def checked_offload(offload: str, swap: str) -> str:
     """Where to offload to, if anywhere; refused at once where it cannot be read."""
     text = offload_text(offload, swap)
     return str(parse_offload(text)) if text else ""
+
+
+def checked_reserve(reserve: str | int) -> int:
+    """Bytes that can be read; BadSize at once where they cannot."""
+    return parse_size(reserve) if reserve else 0
 
 
 def checked_executor(executor: str) -> str:

@@ -23,8 +23,10 @@ from lowtide.integrations.first_call import (
     checked_budget,
     checked_executor,
     checked_offload,
+    checked_reserve,
     no_longer_await,
 )
+from lowtide.integrations.held_besides import held_besides, planned_in_trainer, tell_of
 from lowtide.integrations.logged_peak import logged_peak
 from lowtide.parallel.ranks import ranks_of, together
 from lowtide.plans import Plan
@@ -54,6 +56,10 @@ class Lowtide(Callback):
     wait there. `executor="inductor"`: what is planned is compiled by Inductor. `log_peak`: the measured peak
     is logged beside the loss, to the Trainer's own loggers; `False` leaves torch's counter of it alone.
 
+    `reserve`: bytes that are live besides the step, such as those of an averaged copy; what the
+    LightningModule has besides the network counts anyway. Without it, what the process holds besides is said,
+    and counts on an accelerator.
+
     Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
     """
 
@@ -63,6 +69,7 @@ class Lowtide(Callback):
         *,
         planner: str = "auto",
         holds_outputs: bool | None = None,
+        reserve: str | int = 0,
         offload: str = "",
         swap: str = "",
         executor: str = "eager",
@@ -71,6 +78,7 @@ class Lowtide(Callback):
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
+        self.reserve = checked_reserve(reserve)
         self.offload = checked_offload(offload, swap)
         self.executor = checked_executor(executor)
         self.log_peak = log_peak
@@ -138,12 +146,14 @@ class Lowtide(Callback):
                     f"training_step calls a {type(module).__name__}, and '{name}' outside of it is trained "
                     "as well: put all that is trained into one module, and call that in training_step"
                 )
+        besides = held_besides(pl_module, call, trainer.optimizers)
+        own_bytes = _state_bytes(pl_module) - _state_bytes(module)
         options: dict[str, Any] = {
             "budget": self.budget,
             "planner": self.planner,
             "optimizer": trainer.optimizers,
             "accumulate": trainer.accumulate_grad_batches > 1,
-            "reserve": _state_bytes(pl_module) - _state_bytes(module),
+            "reserve": own_bytes + besides.counted_bytes(self.reserve, self.budget),
             "offload": self.offload,
             "executor": self.executor,
         }
@@ -156,6 +166,9 @@ class Lowtide(Callback):
                 raise
             checkpoint(module, call, holds_outputs=False, **options)  # warns if that is not so
         self.plan = plan_of(module)
+        planned_in_trainer(module)
+        if self.plan is not None and first and trainer.is_global_zero:
+            tell_of(self.plan, besides, self.reserve)
         if self.log_peak:
             logged_peak(module)  # what planning took is not logged
             self._peaks = {}

@@ -23,9 +23,12 @@ from lowtide.integrations.first_call import (
     checked_budget,
     checked_executor,
     checked_offload,
+    checked_reserve,
     no_longer_await,
 )
+from lowtide.integrations.held_besides import held_besides, planned_in_trainer, tell_of
 from lowtide.integrations.logged_peak import logged_peak
+from lowtide.optim.joined_optimizers import inner_optimizers
 from lowtide.plans import Plan
 from lowtide.runtime.apply import plan_of
 from lowtide.runtime.runner import remove
@@ -43,6 +46,8 @@ class Lowtide(TrainerCallback):
 
     `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` keeps the model's
     outputs (logits, say) live through the backward pass. Trainer itself does not; one that does is warned.
+    `reserve`: bytes that are live besides the step, such as those of an averaged copy or a reference model.
+    Without it, what the process holds besides is said, and counts on an accelerator.
     `offload="disk:FOLDER"`: activations may also wait there. `executor="inductor"`: what is planned is
     compiled by Inductor. `log_peak`: the peak that was measured since the last logging stands beside the
     loss, and reaches whatever the Trainer reports to; `False` leaves torch's counter of it alone.
@@ -54,6 +59,7 @@ class Lowtide(TrainerCallback):
         *,
         planner: str = "auto",
         holds_outputs: bool = False,
+        reserve: str | int = 0,
         offload: str = "",
         swap: str = "",
         executor: str = "eager",
@@ -62,6 +68,7 @@ class Lowtide(TrainerCallback):
         self.budget = checked_budget(budget)
         self.planner = planner
         self.holds_outputs = holds_outputs
+        self.reserve = checked_reserve(reserve)
         self.offload = checked_offload(offload, swap)
         self.executor = checked_executor(executor)
         self.log_peak = log_peak
@@ -83,10 +90,12 @@ class Lowtide(TrainerCallback):
             optimizer = optimizer.optimizer  # the wrapper takes no step while gradients are accumulated
 
         def meet(module: nn.Module, call: Arguments) -> None:
+            besides = held_besides(module, call, inner_optimizers(optimizer))
             checkpoint(
                 module,
                 call,
                 budget=self.budget,
+                reserve=besides.counted_bytes(self.reserve, self.budget),
                 planner=self.planner,
                 optimizer=optimizer,
                 accumulate=args.gradient_accumulation_steps > 1,
@@ -95,6 +104,9 @@ class Lowtide(TrainerCallback):
                 executor=self.executor,
             )
             self.plan = plan_of(module)
+            planned_in_trainer(module)
+            if self.plan is not None and state.is_world_process_zero:
+                tell_of(self.plan, besides, self.reserve)
             if self.log_peak:
                 logged_peak(module)  # what planning took is not logged
 

@@ -37,6 +37,8 @@ class Schedules:
     """
 
     spare_bytes: int | None = None
+    in_trainer = False
+    """whether a trainer has the loop, which takes no `loss=`"""
     earlier_gradient_bytes = 0
     """of earlier passes, which the plan counts"""
 

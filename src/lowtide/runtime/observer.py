@@ -60,8 +60,7 @@ GRAPH_KEPT = (
 )
 OTHER_STRIDES = (
     f"{GRADIENT_HAS_OTHER_STRIDES}: the last bits of this step can differ, since torch copies the gradient "
-    "into the output's order first, and eager does not. The gradient is planned for from the next step on; "
-    "pass `loss=` to plan for it from the first step"
+    "into the output's order first, and eager does not. The gradient is planned for from the next step on"
 )
 WITH_GAPS = (
     "a gradient reaches a graph of the model with gaps between its elements in memory, as that of the real "
@@ -108,9 +107,17 @@ CAST_OUTSIDE = (
 )
 PROFILER_IS_ON = (
     "a profiler is on, so that the bytes that the loop makes between the forward and the backward pass "
-    "cannot be measured: they are counted from the first step on that runs without it. Pass `loss=` the "
-    "function that your loop uses, to have it counted now"
+    "cannot be measured: they are counted from the first step on that runs without it"
 )
+IN_OWN_LOOP = {
+    OTHER_STRIDES: "; pass `loss=` to plan for it from the first step",
+    PROFILER_IS_ON: ". Pass `loss=` the function that your loop uses, to have it counted now",
+}
+"""What else to do in a loop of one's own."""
+IN_TRAINER = {
+    PROFILER_IS_ON: ". Begin to profile after the first step, or leave as much free with reserve=",
+}
+"""What to do where a trainer has the loop."""
 BYPASSED = (
     "the model got gradients, but %s, so that the budget is not kept: call model(...) itself, not "
     "model.forward(...), and not from inside of torch.compile"
@@ -164,6 +171,8 @@ class LoopObserver:
         own_tensors: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._own_tensors = own_tensors
+        self.in_trainer = False
+        """whether a trainer has the loop"""
         self._kept = KeptOutputs(own_tensors)
         self.spare_bytes = spare_bytes
         self.may_keep_outputs = may_keep_outputs
@@ -197,7 +206,8 @@ class LoopObserver:
         """Warn, once for each text."""
         if text not in self._said:
             self._said.add(text)
-            logger.warning(text, *values)
+            advice = IN_TRAINER if self.in_trainer else IN_OWN_LOOP
+            logger.warning(text + advice.get(text, ""), *values)
 
     def never_say(self, text: str) -> None:
         self._said.add(text)

@@ -182,14 +182,15 @@ class Replanner(Schedules):
         if not causes:
             return False
         cause = "; ".join(causes)
-        logger.warning(
-            "%s: graphs are planned again. Pass `loss=` the function that your loop uses, to have it counted "
-            "from the start; a trainer's callback learns the loss from the first step, so leave as much free "
-            "there for that step",
-            cause,
-        )
+        logger.warning("%s: graphs are planned again. %s", cause, self._advice_for_loss(more_bytes))
         self._drop(cause)
         return True
+
+    def _advice_for_loss(self, more_bytes: int) -> str:
+        if not self.in_trainer:
+            return "Pass `loss=` the function that your loop uses, to have it counted from the start"
+        first = f": give Lowtide a reserve={more_bytes} for the first step, if that matters"
+        return f"The trainer's loss is counted from now on{first if more_bytes else ''}"
 
     def _reserve(self, **amounts: Any) -> None:
         """Count other bytes besides the graphs from now on."""

@@ -132,20 +132,21 @@ def is_wrapper(tensor: Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-def _has_storage(tensor: Tensor) -> bool:
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor has one storage of its own."""
     return tensor.layout is torch.strided and not is_wrapper(tensor)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """The storages of these tensors, without tensors that have none of their own."""
-    return [tensor.untyped_storage() for tensor in tensors if _has_storage(tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if has_storage(tensor)]
 
 
 class WeakStorages:
     """The storages of some tensors; refers to them weakly."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = [(tensor, tensor.untyped_storage()) for tensor in tensors if _has_storage(tensor)]
+        found = [(tensor, tensor.untyped_storage()) for tensor in tensors if has_storage(tensor)]
         self._sizes = {storage_key(tensor): (StorageWeakRef(one), one.nbytes()) for tensor, one in found}  # type: ignore[no-untyped-call]
 
     def live_bytes(self, *, besides: Iterable[Tensor] = ()) -> int:
