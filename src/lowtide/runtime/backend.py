@@ -263,7 +263,11 @@ class _ScheduledGraph:
     def forward(self, inputs: Sequence[Any]) -> Function:
         run = self.executor(self.rewritten.forward, inputs, is_backward=False)
         return _forward(
-            run, self.observer, saved_bytes=self.rewritten.saved_bytes, first_calls=self.first_calls
+            run,
+            self.observer,
+            fingerprint=self.segment.fingerprint,
+            saved_bytes=self.rewritten.saved_bytes,
+            first_calls=self.first_calls,
         )
 
     def backward(self) -> Function:
@@ -325,14 +329,19 @@ def _handover_in_ddp(in_ddp: Callable[..., Any], alone: Callable[..., Any]) -> C
 
 
 def _forward(
-    run: Function, observer: LoopObserver, *, saved_bytes: int = 0, first_calls: FirstCalls | None = None
+    run: Function,
+    observer: LoopObserver,
+    *,
+    fingerprint: str = "",
+    saved_bytes: int = 0,
+    first_calls: FirstCalls | None = None,
 ) -> Function:
     def call(args: list[Any]) -> Any:
         start = first_calls.start_of(args) if first_calls is not None else None
         result = run(args)
         if first_calls is not None:
             first_calls.note(start)
-        observer.graph_ran(saved_bytes)
+        observer.graph_ran(saved_bytes, fingerprint=fingerprint, results=result)
         return result
 
     return call

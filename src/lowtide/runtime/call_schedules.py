@@ -91,6 +91,21 @@ class Schedules:
         """Whether the plan could cost less time, or have a lower peak, if the loop kept no outputs."""
         return False
 
+    num_calls: int | None = None
+    """the calls of a step that are planned together; None where calls are not planned together"""
+
+    def expect_calls(self, number: int, between_bytes: int) -> bool:
+        """Whether schedules were dropped, because a step has more calls of the model before its backward
+        pass, or others, than were planned together. The loop keeps `between_bytes` live after each call."""
+        return False
+
+    def begin_call(self, position: int, live_bytes: int) -> None:
+        """A call begins, after `position` others of its step, which keep `live_bytes` live."""
+
+    def excess_bytes(self, fingerprints: Iterable[str]) -> int:
+        """By how many bytes these graphs of the present call do not fit beside the earlier calls."""
+        return 0
+
     def count_buckets(self, buckets: ddp.Buckets) -> bool:
         """Whether schedules were dropped, because the plan does not count the buckets of gradients."""
         return False

@@ -31,6 +31,7 @@ from lowtide.facts import (
     TransferSpeed,
 )
 from lowtide.planning.planner import Planner, StepSchedules
+from lowtide.planning.repeated_calls import LOSS, LOSS_INPUTS
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import batch_bytes, graph_schedules, reserve, runs_of_schedules, with_buckets
 from lowtide.planning.simulate import simulate
@@ -231,10 +232,10 @@ def _with_reserve(step: Step, reserve: Reserve) -> Step:
             id=inputs,
             nbytes=reserve.loss_input_bytes,
             kind=Kind.INPUT,
-            name="inputs of the loss",
+            name=LOSS_INPUTS,
             static=True,
         ),
-        Storage(id=kept, nbytes=reserve.loss_kept_bytes, kind=Kind.OTHER, name="loss", pinned=True),
+        Storage(id=kept, nbytes=reserve.loss_kept_bytes, kind=Kind.OTHER, name=LOSS, pinned=True),
         Storage(id=temporaries, nbytes=reserve.optimizer_peak_bytes, kind=Kind.OTHER, name="optimizer"),
     )
     optimizer = Node(

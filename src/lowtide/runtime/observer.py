@@ -22,13 +22,14 @@ from lowtide.errors import Unsupported
 from lowtide.optim.updated_parameter import gradient_bytes
 from lowtide.runtime.kept_outputs import KeptOutputs
 from lowtide.runtime.loop_watch import LiveLoss, LoopWatch, node_behind, weakly
+from lowtide.runtime.pending_calls import PendingCalls
 from lowtide.torch_compat import autograd_engine
 from lowtide.torch_compat.aot_autograd import has_gaps, in_another_order, order_of
 from lowtide.torch_compat.dispatch import WeakStorages
 from lowtide.torch_compat.modules import route_of
 from lowtide.trace.model_call import tensors_in
 from lowtide.trace.tangents import GRADIENT_HAS_OTHER_STRIDES
-from lowtide.units import format_size
+from lowtide.units import format_size, size_and_bytes
 
 logger = logging.getLogger("lowtide")
 
@@ -71,6 +72,15 @@ TWO_CALLS_LIVE = (
     "the model is called again before the backward pass of its last call, which keeps %s live, and the plan "
     "does not count these bytes: the peak is higher by that much. Run backward() after each call, or plan "
     "for a budget that is smaller by %d bytes"
+)
+SEVERAL_CALLS = (
+    "the model is called %d times before a backward pass, and earlier calls keep up to %s live that the plan "
+    "does not count: this step may be over the budget by that much. From the next step on, graphs are "
+    "planned for all calls of a step together"
+)
+CALLS_EXCEED = (
+    "the calls of the model before this backward pass keep %s more live than they were planned for together: "
+    "the peak of this step is higher by up to that much, and graphs are planned again for such calls"
 )
 TWO_CALLS_SUMMED = (
     "the model is called twice before a backward pass and uses '%s' several times in a call: each call sums "
@@ -186,6 +196,13 @@ class LoopObserver:
         """a weight whose gradient is a sum inside a graph"""
         self.summed_in_cast = ""
         """a weight whose terms cannot leave the graph"""
+        self.pending = PendingCalls()
+        self.num_calls = 1
+        """the calls of a step that do not fit into the budget as they were planned"""
+        self.planned_calls: int | None = None
+        """the calls of a step that are planned together; None where calls are not planned together"""
+        self.fingerprints: list[str] = []
+        """of this call's graphs"""
         self._num_forwards = 0
         self._said: set[str] = set()
         self._outputs: list[weakref.ref[Tensor]] = []
@@ -214,22 +231,39 @@ class LoopObserver:
 
     # events, in the order of a step
 
-    def call_begins(self, parameters: Sequence[nn.Parameter]) -> None:
+    def call_begins(self, parameters: Sequence[nn.Parameter], batch: Any = ()) -> None:
+        is_watched = self.pending.most > 1
+        self.pending.call_begins(besides=(*self._own_tensors(), *tensors_in(batch)) if is_watched else ())
         if self.spare_bytes is not None and EARLIER_GRADIENTS not in self._said:
             nbytes = sum(map(gradient_bytes, parameters))
             if nbytes and self._exceeds(nbytes - self.earlier_gradient_bytes):
                 self.say(EARLIER_GRADIENTS, format_size(nbytes))
         self._is_second_call = self.has_pending_call
         if self._is_second_call:
-            if self._exceeds(self.saved_bytes):
+            if self.planned_calls is None and self._exceeds(self.saved_bytes):
                 self.say(TWO_CALLS_LIVE, format_size(self.saved_bytes), self.saved_bytes)
             weight = self.summed_in_cast or self.summed_weight
             if weight:
                 self.say(TWO_CALLS_SUMMED, weight)
         self.graphs_in_call = self.saved_bytes = 0
+        self.fingerprints = []
 
-    def graph_ran(self, saved_bytes: int) -> None:
-        """A graph's forward pass has ended."""
+    def several_calls(self) -> None:
+        """A call has ended, and no backward pass of an earlier one has begun."""
+        number = self.pending.position + 1
+        if self.planned_calls is None or number <= max(self.planned_calls, self.num_calls):
+            return
+        trained_bytes = sum(tensor.nbytes for tensor in self._own_tensors() if tensor.requires_grad)
+        nbytes = max(self.pending.expected_bytes, trained_bytes - self.earlier_gradient_bytes)
+        if self._exceeds(nbytes):
+            self.num_calls = number
+            self.say(SEVERAL_CALLS, number, size_and_bytes(nbytes))
+
+    def graph_ran(self, saved_bytes: int, *, fingerprint: str = "", results: Sequence[Any] = ()) -> None:
+        """A graph's forward pass has ended, with what it returns and saves as `results`."""
+        self.fingerprints.append(fingerprint)
+        if self.pending.most > 1:
+            self.pending.sees(results)
         self._num_forwards += 1
         self.graphs_in_call += 1
         self.saved_bytes += saved_bytes
@@ -238,6 +272,11 @@ class LoopObserver:
         self.returned_outputs(output)
         self._backwards_at_call = self.num_backwards
         self._pending_node = weakly(node_behind(output))
+        given = [*tensors_in(output), *tensors_in(batch)]
+        if self.pending.most > 1:
+            self.pending.sees(given)
+        given_bytes = sum(tensor.nbytes for tensor in given)
+        self.pending.call_ends(self._pending_node, self.saved_bytes + given_bytes)
         if OUTPUTS_LIVE not in self._said:
             outputs = [tensor for tensor in tensors_in(output) if tensor.dim()]
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
@@ -279,12 +318,24 @@ class LoopObserver:
         self._watch = watch if watch.begin(output) else None
         return self._watch is not None
 
+    def watch_ends_between_calls(self) -> None:
+        """Another call begins: see what the loop made of the last one's output, before its backward pass."""
+        watch = self._watch
+        if watch is None or watch.has_ended or not self.has_pending_call:
+            return
+        watch.end(())
+        watch.leave()
+        if watch.loss is not None:
+            self.pending.between_bytes = max(self.pending.between_bytes, watch.loss.kept_bytes)
+        self._watch = None
+
     def backward_begins(self, gradients: Callable[[], Sequence[Any]]) -> None:
         """A graph's backward pass begins, with the gradients of its outputs."""
         is_first = self.num_backwards == self._backwards_at_call and not self._is_second_call
         self.num_backwards += 1
         if is_first and self.spare_bytes is not None and OUTPUTS_COLLECTED not in self._said:
             self._say_collected(self._kept.live_bytes_before())
+        self.pending.backward_begins()
         if GRAPH_KEPT not in self._said and autograd_engine.graph_is_kept():
             trained_bytes = sum(tensor.nbytes for tensor in self._own_tensors() if tensor.requires_grad)
             nbytes = self.saved_bytes + max(0, trained_bytes - self.earlier_gradient_bytes)

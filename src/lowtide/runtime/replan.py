@@ -1,7 +1,7 @@
 """Plan graphs that come after a plan was applied: other batch shapes, other settings."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, inf
@@ -15,7 +15,7 @@ from lowtide.optim.shadow_optimizer import num_states, state_bytes
 from lowtide.optim.split_check import update_bytes_of
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.planning.planner import Planner, StepSchedules
-from lowtide.planning.repeated_graphs import planner_for
+from lowtide.planning.repeated_graphs import REPEATED_GRAPH_PLANNERS, planner_for
 from lowtide.plans import Plan
 from lowtide.runtime.backend import GraphSchedule
 from lowtide.runtime.call_schedules import CallSoFar, Schedules
@@ -40,6 +40,7 @@ from lowtide.runtime.incomplete_steps import (
     step_of_call,
 )
 from lowtide.runtime.loop_watch import LiveLoss
+from lowtide.runtime.pending_calls import CallsPlanner
 from lowtide.torch_compat.ddp import Buckets
 from lowtide.torch_compat.dynamo import StartOver
 from lowtide.torch_compat.fsdp2 import units_of
@@ -57,6 +58,13 @@ UNCOUNTED_BYTES = 4096
 
 PLANNED_GRAPHS = 1024
 """Schedules of later graphs that are kept; an older graph is planned again."""
+
+
+CALLS_DO_NOT_FIT = (
+    "the %d calls of the model before a backward pass take up to %s together, by the lowest plan that was "
+    "found, and the budget is %s: the peak can be higher than the budget. Call the model with smaller "
+    "batches, run backward() after each call, or plan for a budget of %d bytes"
+)
 
 
 class Replanner(Schedules):
@@ -99,13 +107,18 @@ class Replanner(Schedules):
         self._alike: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._dropped: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
         self._peak_bytes = plan.peak_bytes
-        self._told_of_executor = False
+        self._told_of_executor = self._told_of_calls = False
         self._num_states = 0
         self._growth = Fraction(1)
         self.spare_bytes: int = plan.budget_bytes - plan.peak_bytes
         self.earlier_gradient_bytes = plan.solution.reserve.earlier_gradient_bytes
         is_compiled = isinstance(executor, InductorOps)
         self._is_sharded = bool(units_of(model))
+        self._calls = CallsPlanner(plan.budget_bytes)
+        self._has_other_calls = False
+        are_alike = plan.planner in REPEATED_GRAPH_PLANNERS and updates is None and offload is None
+        if are_alike and not is_compiled and not self._is_sharded:
+            self.num_calls = 1
         has_reserve = self.loss_is_unknown and not is_compiled and not self._is_sharded
         self._loss_reserve = plan.loss_reserve if has_reserve else None
         if self._loss_reserve is not None:
@@ -222,6 +235,26 @@ class Replanner(Schedules):
             "Not every step trains all parameters of the model: plan for a budget that is smaller by "
             f"{more_bytes} bytes to have all of the state counted from the start",
         )
+
+    def expect_calls(self, number: int, between_bytes: int) -> bool:
+        if self.num_calls is None or max(number, self.num_calls) == 1:
+            return False
+        has_more = between_bytes > self._calls.between_bytes + UNCOUNTED_BYTES
+        if number <= self.num_calls and not self._has_other_calls and not has_more:
+            return False
+        self._has_other_calls = False
+        self.num_calls = max(number, self.num_calls)
+        self._calls.expect(self.num_calls, between_bytes)
+        self._drop(f"a step calls the model {self.num_calls} times before its backward pass")
+        return True
+
+    def begin_call(self, position: int, live_bytes: int) -> None:
+        self._calls.begin(position, live_bytes)
+
+    def excess_bytes(self, fingerprints: Iterable[str]) -> int:
+        nbytes = self._calls.excess_bytes(fingerprints)
+        self._has_other_calls = self._has_other_calls or nbytes > 0
+        return nbytes
 
     def _outgrown(self, more_bytes: int, cause: str, advice: str) -> bool:
         """Whether schedules are dropped, since `more_bytes` that stay live all along exceed the budget."""
@@ -382,6 +415,8 @@ class Replanner(Schedules):
         step_planner = planner_for(step)
         if segment is not None and isinstance(self._executor, InductorOps):
             return self._compiled_plan(step_planner, segment, self._executor, larger=larger)
+        if self._calls.number > 1:
+            return self._calls.plan(step, like, planner=self.plan.planner)
         adapted = (
             step_planner.adapt(schedules_of(step, like), budget_bytes=self.budget_bytes) if like else None
         )
@@ -409,7 +444,17 @@ class Replanner(Schedules):
         """`compiled`: where a compiler runs the graph, the peak is that of its code."""
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         self.spare_bytes = min(self.spare_bytes, self.budget_bytes - peak_bytes)
-        if peak_bytes > self.budget_bytes:
+        if peak_bytes > self.budget_bytes and self._calls.number > 1:
+            if not self._told_of_calls:
+                logger.warning(
+                    CALLS_DO_NOT_FIT,
+                    self._calls.number,
+                    size_and_bytes(peak_bytes),
+                    format_size(self.budget_bytes),
+                    peak_bytes,
+                )
+            self._told_of_calls = True
+        elif peak_bytes > self.budget_bytes:
             logger.warning(
                 "a new graph (%s) runs with the lowest peak found, at most %s: that it stays within the "
                 "budget of %s is not proven",

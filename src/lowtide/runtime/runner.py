@@ -27,6 +27,7 @@ from lowtide.runtime.call_schedules import CallSoFar, Schedules
 from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.observer import (
+    CALLS_EXCEED,
     EARLIER_GRADIENTS,
     OUTPUTS_COUNTED,
     PROFILER_IS_ON,
@@ -46,7 +47,7 @@ from lowtide.trace.identity import Origin, describe_inputs, layouts, name_tensor
 from lowtide.trace.model_call import entrance, tensors_in
 from lowtide.trace.segments import Segment, TracedModel
 from lowtide.trace.step_device import device_of
-from lowtide.units import format_size
+from lowtide.units import format_size, size_and_bytes
 
 PLANNED_KINDS = 1024
 """Kinds of calls that are known to be planned; an older kind is checked again."""
@@ -101,6 +102,7 @@ class Runner:
             orders=schedules.orders,
             own_tensors=_tensors_of(weakref.ref(model)),
         )
+        self.observer.planned_calls = schedules.num_calls
         if updates is not None:
             updates.spare_bytes = max(0, schedules.spare_bytes or 0)
             updates.gradients_stay = self.observer.gradients_stay
@@ -116,6 +118,7 @@ class Runner:
         self._graphs_before = 0
         self._watches_left = 0
         self._told_of_outputs = False
+        self._calls_in_watch = 0
         self._batch: Any = ()
         self._may_start_over = True
         self.wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel whose buckets are counted
@@ -138,14 +141,13 @@ class Runner:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leave()
         if torch.compiler.is_exporting():
             return call_model(self.model, args, kwargs)
         if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
-            output = call_model(self.model, args, kwargs)
-            if not in_transform():
-                self.observer.returned_outputs(output)
-            return output
+            return self._call_without_gradients(args, kwargs)
+        self._calls_in_watch = 0
+        self.observer.watch_ends_between_calls()
+        leave()
         refuse_transforms()
         self._meet_wrapper()
         if self.eager_batch is not None and self._is_left_to_eager(args, kwargs):
@@ -157,7 +159,9 @@ class Runner:
             self._count_outputs((args, kwargs))
         self._plan_ahead(args, kwargs)
         autograd_engine.finish_recomputation()
-        self.observer.call_begins(self._parameters)
+        self.observer.call_begins(self._parameters, (args, kwargs))
+        pending = self.observer.pending
+        self.schedules.begin_call(pending.position, pending.live_bytes)
         self._batch, breaks = (args, kwargs), dynamo.graph_breaks()
         try:
             output = self._call_planned(args, kwargs)
@@ -173,12 +177,27 @@ class Runner:
             self._batch, self._may_start_over = (), True
         self.observer.call_ends(output, (args, kwargs))
         self.observer.spare_bytes = self.schedules.spare_bytes
+        if pending.position:
+            self.observer.several_calls()
+        if pending.position and (excess_bytes := self.schedules.excess_bytes(self.observer.fingerprints)):
+            self.observer.say(CALLS_EXCEED, size_and_bytes(excess_bytes))
         if self.backend.num_graphs > self._graphs_before:
             self._graphs_before, self._watches_left = self.backend.num_graphs, MOST_WATCHES
             seconds = time.perf_counter() - self._start
             self.observer.graphs_planned(self.backend.num_graphs, self.compiled.seconds / seconds)
         if self._watches_left and self.schedules.counts_loop and not is_repeated:
             self._watch(output, (args, kwargs))
+        return output
+
+    def _call_without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's own code. Before a backward pass, a watch counts its bytes as those of a loss; many
+        such calls are no part of a step."""
+        self._calls_in_watch += 1
+        if self._calls_in_watch > MOST_WATCHES:
+            leave()
+        output = call_model(self.model, args, kwargs)
+        if not in_transform():
+            self.observer.returned_outputs(output)
         return output
 
     def _watch(self, output: Any, batch: Any) -> None:
@@ -194,13 +213,19 @@ class Runner:
         if self.schedules.count_state():
             self._forget()
         news = self.observer.news()
-        if news is None:
-            return
-        if news.loss is not None:
-            self._watches_left = 0
-        is_learned = (news.loss is not None or bool(news.used)) and self.schedules.learn(news.loss, news.used)
-        if is_learned or news.has_new_strides:
-            self._forget()
+        if news is not None:
+            if news.loss is not None:
+                self._watches_left = 0
+            is_learned = (news.loss is not None or bool(news.used)) and self.schedules.learn(
+                news.loss, news.used
+            )
+            if is_learned or news.has_new_strides:
+                self._forget()
+        if not self.observer.has_pending_call:
+            pending = self.observer.pending
+            if self.schedules.expect_calls(self.observer.num_calls, pending.between_bytes):
+                self._forget()
+                self.observer.planned_calls = self.schedules.num_calls
 
     def _count_outputs(self, batch: Any) -> None:
         """Plan again where the loop keeps more of earlier outputs live than the plan counts."""

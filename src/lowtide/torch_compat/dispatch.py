@@ -156,6 +156,9 @@ class WeakStorages:
             live.pop(storage_key(tensor), None)
         return sum(live.values())
 
+    def add(self, others: "WeakStorages") -> None:
+        self._sizes.update(others._sizes)
+
     def freed_bytes(self) -> int:
         return sum(nbytes for _, nbytes in self._sizes.values()) - self.live_bytes()
 

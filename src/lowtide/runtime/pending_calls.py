@@ -1,0 +1,166 @@
+"""Several calls of a model before one backward pass: which are pending, and how a graph fits beside them.
+
+    output = model(a)            the call is pending: what it saved stays live
+    other = model(b)             position 1, beside the bytes of the first call
+    loss(output, other).backward()
+
+`PendingCalls` counts and measures in the loop. `CallsPlanner` plans graphs for as many calls as a step was
+seen to have.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lowtide.errors import BudgetTooSmall
+from lowtide.facts import Graph, GraphRun, Kind, Step, Storage
+from lowtide.planning.planner import StepSchedules
+from lowtide.planning.repeated_calls import step_of_calls
+from lowtide.planning.repeated_graphs import planner_for
+from lowtide.planning.schedules import runs_of_schedules
+from lowtide.planning.simulate import simulate
+from lowtide.torch_compat.dispatch import WeakStorages
+
+UNCOUNTED_BYTES = 4096
+"""Single numbers, and blocks of a few bytes, which no plan counts."""
+OTHER_CALLS = "earlier calls of the step"
+
+
+class PendingCall(NamedTuple):
+    """A call, until its `node` of autograd dies: up to `nbytes`, and the storages that were seen."""
+
+    node: Callable[[], Any]
+    nbytes: int
+    seen: WeakStorages
+
+
+class PendingCalls:
+    """The calls since the last backward pass. Refers to their tensors weakly.
+
+    `most`: the largest number of calls that were pending or running at once. `between_bytes`: the most that
+    the loop was seen to make, and to keep live, between two calls.
+    """
+
+    def __init__(self) -> None:
+        self.most = 1
+        self.between_bytes = 0
+        self.position = 0
+        """of the present call: how many earlier ones are pending"""
+        self.live_bytes = 0
+        """of the earlier calls, when the present one began"""
+        self.expected_bytes = 0
+        """as much as the earlier calls can keep live by their graphs and tensors"""
+        self._calls: list[PendingCall] = []
+        self._seen = WeakStorages(())
+
+    def call_begins(self, *, besides: Iterable[Tensor]) -> None:
+        """A call begins; the tensors `besides` are no call's own: the model's, and those of this batch."""
+        self._calls = [call for call in self._calls if call.node() is not None]
+        self._seen = WeakStorages(())
+        self.position = len(self._calls)
+        self.most = max(self.most, self.position + 1)
+        between_bytes = self.position * self.between_bytes
+        self.expected_bytes = sum(call.nbytes for call in self._calls) + between_bytes
+        seen = WeakStorages(())
+        for call in self._calls:
+            seen.add(call.seen)
+        self.live_bytes = seen.live_bytes(besides=besides) + between_bytes
+
+    def sees(self, tensors: Iterable[Any]) -> None:
+        """Tensors of the present call that may stay live: saved, returned, or of its batch."""
+        self._seen.add(WeakStorages(tensor for tensor in tensors if isinstance(tensor, Tensor)))
+
+    def call_ends(self, node: Callable[[], Any], nbytes: int) -> None:
+        """The call is pending as long as `node`, its node of autograd, lives; it keeps up to `nbytes`."""
+        self._calls.append(PendingCall(node, nbytes, self._seen))
+
+    def backward_begins(self) -> None:
+        self._calls = []
+
+
+class CallsPlanner:
+    """Plans graphs for steps of `number` calls within `budget_bytes`.
+
+    `limits`: by fingerprint, the bytes of other calls beside which a planned graph fits; without graphs that
+    run by the lowest plan, which does not fit.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.number = 1
+        self.position = 0
+        self.live_bytes = 0
+        self.between_bytes = 0
+        self.limits: dict[str, int] = {}
+        self._beside: dict[str, tuple[int, int]] = {}
+        """by fingerprint, the bytes beside which a graph did not fit, and the position of its call then"""
+
+    def expect(self, number: int, between_bytes: int) -> None:
+        """Plan for `number` calls from now on, between which the loop makes bytes that stay live."""
+        if number > self.number:
+            self._beside.clear()  # those bytes were of graphs that are planned again
+        self.number, self.between_bytes = number, between_bytes
+        self.limits.clear()
+
+    def begin(self, position: int, live_bytes: int) -> None:
+        """A call begins, after as many others of its step, which keep `live_bytes` live."""
+        self.position, self.live_bytes = position, live_bytes
+
+    def excess_bytes(self, fingerprints: Iterable[str]) -> int:
+        """By how many bytes the graphs of the present call do not fit beside the earlier ones. Such graphs
+        are planned for more from then on."""
+        most = 0
+        for fingerprint in fingerprints:
+            limit = self.limits.get(fingerprint)
+            if limit is not None and self.live_bytes > limit + UNCOUNTED_BYTES:
+                most = max(most, self.live_bytes - limit)
+                known = self._beside.get(fingerprint, (0, 0))
+                self._beside[fingerprint] = max(known, (self.live_bytes, self.position))
+        return most
+
+    def plan(self, step: Step, like: Sequence[Graph], *, planner: str) -> StepSchedules:
+        """Schedules for the graphs of one call, `step`: for as many equal calls as a step has, and where this
+        one does not fit beside the earlier calls then, beside their bytes. The lowest where none fits."""
+        found = self._solve(step, like, number=self.number, planner=planner)
+        known = (self._beside.get(graph.fingerprint, (0, 0)) for graph in step.graphs)
+        beside_bytes, position = max([(self.live_bytes, self.position), *known])
+        limit = self._limit(step, found.graphs)
+        if beside_bytes > limit:
+            beside = _with_static(step, beside_bytes)
+            found = self._solve(beside, like, number=max(1, self.number - position), planner=planner)
+            limit = self._limit(step, found.graphs)
+        for graph in step.graphs:
+            self.limits.pop(graph.fingerprint, None)
+            if found.peak_bytes <= self.budget_bytes:
+                self.limits[graph.fingerprint] = limit
+        return found
+
+    def _limit(self, step: Step, graphs: Sequence[Graph]) -> int:
+        runs = runs_of_schedules(step, _schedules(graphs), [graph.releases for graph in graphs])
+        return self.budget_bytes - simulate(step, runs).peak_bytes
+
+    def _solve(self, step: Step, like: Sequence[Graph], *, number: int, planner: str) -> StepSchedules:
+        whole = planner_for(step_of_calls(step, number, between_bytes=self.between_bytes))
+        per_call = len(step.graphs)
+        if like:
+            blank: list[tuple[GraphRun, ...]] = [()] * (per_call - len(like))
+            schedules = (_schedules(like) + blank) * number
+            adapted = whole.adapt(schedules, budget_bytes=self.budget_bytes)
+            if adapted is not None and adapted.peak_bytes <= self.budget_bytes:
+                return StepSchedules(adapted.peak_bytes, adapted.graphs[:per_call])
+        try:
+            solved = whole.solve(budget_bytes=self.budget_bytes, planner=planner)
+        except BudgetTooSmall as error:
+            solved = whole.solve(budget_bytes=error.floor_bytes)
+        return StepSchedules(solved.peak_bytes, solved.graphs[:per_call])
+
+
+def _schedules(graphs: Sequence[Graph]) -> list[tuple[GraphRun, ...]]:
+    return [graph.schedule for graph in graphs]
+
+
+def _with_static(step: Step, nbytes: int) -> Step:
+    other = Storage(id=len(step.storages), nbytes=nbytes, kind=Kind.OTHER, name=OTHER_CALLS, static=True)
+    return replace(step, storages=(*step.storages, other))
