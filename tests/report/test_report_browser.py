@@ -7,8 +7,10 @@ from browsers import browsing, needs_chromium
 from report_cases import ENVIRONMENT, compare_rows, make_case, store_case, sweep_rows
 
 from lowtide.report import style
+from lowtide.report.diff_page import render_diff
 from lowtide.report.html import render_report
 from lowtide.report.payload import with_made
+from lowtide.report.side_by_side import ComparedRun
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (pip install lowtide[dev])")
@@ -20,6 +22,12 @@ EVIL = "</script><script>document.title='taken'</script><img src=http://localhos
 @pytest.fixture(scope="module")
 def case():
     return make_case(8)
+
+
+def compared(case):
+    """A run, and the same without a plan."""
+    a = ComparedRun(name="a", step=case.step, solution=case.solution, measurement=case.measurement)
+    return a, ComparedRun(name="b", step=make_case(4).step)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +46,7 @@ def pages(case, tmp_path_factory):
         "sweep": render_report(
             title="s", environment=ENVIRONMENT, sweep=sweep_rows(), compare=compare_rows()
         ),
+        "diff": render_diff(*compared(case), environment=ENVIRONMENT),
         "evil": render_report(
             title=EVIL, environment=ENVIRONMENT, step=evil.step, before=evil.before, after=evil.after,
             solution=evil.solution, tradeoff=evil.tradeoff,
@@ -92,7 +101,7 @@ def centre(browser, selector):
     return element
 
 
-@pytest.mark.parametrize("name", ["run", "profile", "sweep", "evil"])
+@pytest.mark.parametrize("name", ["run", "profile", "sweep", "evil", "diff"])
 @pytest.mark.parametrize("width", [1200, 390])
 def test_loads_and_fits_the_screen(browser, open_page, name, width):
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
@@ -446,3 +455,16 @@ def test_a_page_with_a_store_shows_its_transfers(open_page):
     find(browser, "[data-axis=order]").click()
     find(browser, "[data-axis=time]").click()
     assert "OFFLOAD" in texts(browser, "#decisions-table .tag")
+
+
+def test_two_runs_are_in_one_chart(open_page, case):
+    browser = open_page("diff")
+    rows = texts(browser, "#diff-readout tbody tr")
+    assert len(rows) == 3 and style.size(case.after.peak_bytes) in rows[1]
+    chart = centre(browser, "#diff-chart")
+    chart.send_keys("\ue011")  # Home
+    first = texts(browser, "#diff-readout tbody tr")
+    assert first != rows and all("convolution_0" in row for row in first)
+    centre(browser, "[data-axis=share]").click()
+    chart.send_keys("\ue010")  # End: all lines end at 100 %
+    assert all("ended" in row for row in texts(browser, "#diff-readout tbody tr"))

@@ -14,6 +14,7 @@ Commands import torch only when they need it.
 - `tradeoff_command`, `sweep_command`, `compare_command`, `fit_command`: experiments
 - `launch_command`: an unmodified script inside a budget
 - `file_commands`: explain, models, solve
+- `diff_command`: two runs side by side
 - `doctor_command`: check lowtide on this machine
 - `tables`: profiles, plans and verifications as data and as tables
 - `output_files`: the files that commands write and read

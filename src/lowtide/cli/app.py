@@ -9,6 +9,7 @@ import typer
 
 from lowtide import __version__
 from lowtide.cli.compare_command import compare
+from lowtide.cli.diff_command import diff
 from lowtide.cli.doctor_command import doctor
 from lowtide.cli.encoding import write_what_can_be_read
 from lowtide.cli.exit_codes import Exit, UsageError
@@ -26,7 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (run, profile, plan, verify, explain, fit, tradeoff, sweep, compare, solve, models, doctor):
+for command in (
+    *(run, profile, plan, verify, explain, diff, fit, tradeoff, sweep, compare, solve, models, doctor),
+):
     app.command()(command)
 app.command(cls=LaunchCommand)(launch)
 

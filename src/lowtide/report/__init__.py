@@ -11,7 +11,9 @@ Nothing here imports torch: a report can be made on another machine than the one
 - `answer`: the first lines of the page: fit, cost, exactness
 - `page_packing`: numbers, strings and JSON inside of a page
 - `payload`: the data of the page's charts
+- `page_parts`: templates, scripts and policy of all pages
 - `html`: the page
+- `side_by_side`, `diff_page`: two runs, as figures and changes, and as a page
 - `step_plots`, `experiment_plots`, `plots`: static plots of a step, of experiments, all into a folder
 - `exports`: CSV files and the Chrome trace, for other programs
 - `notebook`: a profile, a plan or a verification as text and as SVG

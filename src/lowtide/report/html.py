@@ -4,15 +4,8 @@ The template escapes all text that comes from models (names of modules, nodes, f
 page's own policy runs only the scripts shipped here.
 """
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
-
-from jinja2 import Environment as JinjaEnvironment
-from jinja2 import FunctionLoader, StrictUndefined
-from markupsafe import Markup
 
 from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
 from lowtide.planning.simulate import Timeline
@@ -28,6 +21,7 @@ from lowtide.report.answer import (
 from lowtide.report.explanation import pack_around
 from lowtide.report.module_summary import FATES, by_module
 from lowtide.report.page_packing import script_json
+from lowtide.report.page_parts import render_page
 from lowtide.report.payload import WITH, WITHOUT, made_index, page_data, with_made
 from lowtide.report.results import CompareRow, Environment, Measurement, SweepRow, TradeoffPoint
 from lowtide.report.times import store_use
@@ -94,100 +88,62 @@ def render_report(
         verdicts.append(compare_verdict(compare))
     use = store_use(step, after) if step is not None else None
     modules = by_module(decisions)
-    sheet = Markup(_text("vendor/uplot/uPlot.min.css") + _text("templates/style.css"))
-    scripts = [_text("vendor/uplot/uPlot.iife.min.js"), *(_text(f"templates/{name}") for name in _SCRIPTS)]
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            title=title,
-            environment=environment,
-            policy=_policy(scripts),
-            style=sheet,
-            licence=_text("vendor/uplot/LICENSE"),
-            scripts=[Markup(script) for script in scripts],
-            data=script_json(data),
-            verdicts=verdicts,
-            tiles=plan_tiles(solution, measurement) if solution else [],
-            solution=solution,
-            measurement=measurement,
-            before=before,
-            after=after,
-            step=step,
-            regions=_regions(step) if step else [],
-            tradeoff=points,
-            without_offload=without_offload,
-            step_seconds=baseline_seconds,
-            how_timed=style.HOW_TIMED,
-            sweep=sweep,
-            sweep_whole=_largest(
-                [
-                    peak
-                    for row in sweep
-                    for peak in (row.baseline.peak_bytes, row.planned.peak_bytes, row.budget_bytes)
-                ]
-            ),
-            sweep_slowest=_largest([s.seconds_median for row in sweep for s in (row.baseline, row.planned)]),
-            compare=compare,
-            compare_whole=_largest([row.peak_bytes for row in compare]),
-            decisions=decisions,
-            offloads=any(decision.action is Action.OFFLOAD for decision in decisions),
-            breakdown=_breakdown(before, after),
-            made=made_index(points, solution),
-            free=free_text(tradeoff, solution, baseline_seconds),
-            modules=modules,
-            fates=FATES,
-            shown_fates=[i for i in range(len(FATES)) if any(row.nbytes[i] for row in modules)],
-            apply_lines=_apply_lines(solution, plan_file) if solution else "",
-            time_groups=_time_groups(step, after if after is not None else before) if step else [],
-            time_parts=[(str(part), _PART_COLOURS[part]) for part in times.PARTS],
-            notes=list(
-                dict.fromkeys((*notes, *(solution.notes if solution else ()), *(step.notes if step else ())))
-            ),
-            kinds=[(str(kind), style.LABELS[kind], style.COLOURS[kind]) for kind in style.STACK],
-            store=use,
-            store_lines=use.lines(*STORE_PICTURE) if use else [],
-            store_picture=STORE_PICTURE,
-            directions=style.DIRECTIONS,
-            labels={"before": WITHOUT, "after": WITH},
-            colours={"before": style.BEFORE, "after": style.AFTER},
-        )
+    return render_page(
+        "report.html",
+        scripts=_SCRIPTS,
+        title=title,
+        environment=environment,
+        data=script_json(data),
+        verdicts=verdicts,
+        tiles=plan_tiles(solution, measurement) if solution else [],
+        solution=solution,
+        measurement=measurement,
+        before=before,
+        after=after,
+        step=step,
+        regions=_regions(step) if step else [],
+        tradeoff=points,
+        without_offload=without_offload,
+        step_seconds=baseline_seconds,
+        how_timed=style.HOW_TIMED,
+        sweep=sweep,
+        sweep_whole=_largest(
+            [
+                peak
+                for row in sweep
+                for peak in (row.baseline.peak_bytes, row.planned.peak_bytes, row.budget_bytes)
+            ]
+        ),
+        sweep_slowest=_largest([s.seconds_median for row in sweep for s in (row.baseline, row.planned)]),
+        compare=compare,
+        compare_whole=_largest([row.peak_bytes for row in compare]),
+        decisions=decisions,
+        offloads=any(decision.action is Action.OFFLOAD for decision in decisions),
+        breakdown=_breakdown(before, after),
+        made=made_index(points, solution),
+        free=free_text(tradeoff, solution, baseline_seconds),
+        modules=modules,
+        fates=FATES,
+        shown_fates=[i for i in range(len(FATES)) if any(row.nbytes[i] for row in modules)],
+        apply_lines=_apply_lines(solution, plan_file) if solution else "",
+        time_groups=_time_groups(step, after if after is not None else before) if step else [],
+        time_parts=[(str(part), _PART_COLOURS[part]) for part in times.PARTS],
+        notes=list(
+            dict.fromkeys((*notes, *(solution.notes if solution else ()), *(step.notes if step else ())))
+        ),
+        kinds=[(str(kind), style.LABELS[kind], style.COLOURS[kind]) for kind in style.STACK],
+        store=use,
+        store_lines=use.lines(*STORE_PICTURE) if use else [],
+        store_picture=STORE_PICTURE,
+        directions=style.DIRECTIONS,
+        labels={"before": WITHOUT, "after": WITH},
+        colours={"before": style.BEFORE, "after": style.AFTER},
     )
 
 
 _PART_COLOURS = {str(region): colour for region, colour in style.REGION_COLOURS.items()} | {
     times.RECOMPUTE: style.RECOMPUTE
 }
-
-
-def _environment() -> JinjaEnvironment:
-    environment = JinjaEnvironment(
-        loader=FunctionLoader(lambda name: _text(f"templates/{name}")),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        added=style.added,
-        breakable=style.breakable,
-        duration=style.duration,
-        noisy=style.is_noisy,
-        percent=style.percent,
-        size=style.size,
-    )
-    return environment
-
-
-def _text(path: str) -> str:
-    return files("lowtide.report").joinpath(path).read_text(encoding="utf-8")
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    """The page's policy: load nothing, run only the scripts shipped here."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
-    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
 
 
 def _decision_order(decision: Decision) -> tuple[bool, int, int, str]:
