@@ -1,11 +1,14 @@
 """What a client's `train` gets: how many steps to take, and the one line for lowtide."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 import lowtide
+from lowtide.trace.model_call import tensors_in
 
 from .peak_watch import STEPS
 
@@ -26,13 +29,13 @@ class Run:
         self.eager_peak_bytes, self.floor_bytes = eager_peak_bytes, floor_bytes
         self.budget_bytes = 0
         self.models: list[nn.Module] = []
-        self.batch: Any = None
+        self._batch: list[weakref.ref[torch.Tensor]] = []
         self._made: Callable[[], lowtide.Plan | None] = lambda: None
 
     def plan(self, model: nn.Module, batch: Any, **options: Any) -> nn.Module:
         """As `lowtide.checkpoint`, with the suite's budget."""
         self.models.append(model)
-        self.batch = batch
+        self._batch = [weakref.ref(tensor) for tensor in tensors_in([batch])]
         if not self.eager_peak_bytes:
             return model
         found = lowtide.profile(model, batch, **options)
@@ -54,6 +57,11 @@ class Run:
     def made(self) -> lowtide.Plan | None:
         """The plan that the last steps ran by."""
         return self._made()
+
+    @property
+    def batch(self) -> list[torch.Tensor]:
+        """What the loop still holds of the batch that was planned for; it may train on it again."""
+        return [tensor for each in self._batch if (tensor := each()) is not None]
 
     def _budget(self) -> int:
         room = max(0, self.eager_peak_bytes - self.floor_bytes)
