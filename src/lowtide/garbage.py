@@ -40,6 +40,18 @@ def rarely_collected() -> Iterator[None]:
                 gc.set_threshold(*_before.pop())
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect nothing: what reference cycles keep live does not depend on when the collector runs."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def set_aside() -> Callable[[], None]:
     """Keep the collector away from all objects of now, garbage among them, until the result is called.
 

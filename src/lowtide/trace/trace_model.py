@@ -18,6 +18,7 @@ from torch import nn
 
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.facts.gpus import Gpu
+from lowtide.garbage import uncollected
 from lowtide.parallel.fsdp_units import compiled_model
 from lowtide.parallel.simulated_sharding import SimulatedSharding
 from lowtide.torch_compat import dispatch, dynamo, fsdp2
@@ -143,6 +144,8 @@ def _trace(call: _Call, collector: Collector) -> Trace:
         dynamo.forgotten() as kept,
         torch.enable_grad(),
         collector.uncaptured or contextlib.nullcontext(),
+        # uncaptured code on real values: its own cycles stay live as long as they can
+        uncollected() if collector.real else contextlib.nullcontext(),
     ):
         breaks = dynamo.graph_breaks()
         fits = functools.partial(mismatch, model, call.args, call.kwargs)
