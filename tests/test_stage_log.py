@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide.cli.terminal import session
-from lowtide.stage_log import say
+from lowtide.stage_log import say, stage
 
 OWN, ROOT = logging.getLogger("lowtide"), logging.getLogger()
 
@@ -86,3 +86,54 @@ def test_checkpoint_says_one_line(capsys):
     assert said.startswith("lowtide: predicted peak ") and f"{plan.overhead:.1%} more time" in said
     assert "MiB without a plan)" in said and "for input_0 float32[512x16]" in said
     assert "of 8.0 GiB, fits without a plan, for" in fitting and "more time" not in fitting
+
+
+@stage(
+    "divide", given=lambda a, b: f"{a} by {b}", made=str, details=lambda result: [f"whole part {result // 1}"]
+)
+def divide(a: float, b: float) -> float:
+    return a / b
+
+
+@pytest.mark.parametrize(
+    ("level", "lines"),
+    [
+        (logging.WARNING, []),
+        (logging.INFO, ["divide: 3 by 2 -> 1.5 ("]),
+        (logging.DEBUG, ["divide: 3 by 2", "divide: whole part 1.0", "divide: 3 by 2 -> 1.5 ("]),
+    ],
+)
+def test_a_stage_says_what_went_in_and_what_came_out(level, lines, caplog):
+    with caplog.at_level(level, "lowtide"):
+        assert divide(3, 2) == 1.5
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(lines) and all(map(str.startswith, said, lines))
+
+
+def test_a_stage_that_fails_says_so(caplog):
+    with caplog.at_level(logging.INFO, "lowtide"), pytest.raises(ZeroDivisionError):
+        divide(1, 0)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("divide: 1 by 0 -> ZeroDivisionError (")
+
+
+def test_nothing_is_described_for_nobody():
+    def fail(*_):
+        raise AssertionError("nobody listens")
+
+    with logging_set(handler=True, root=logging.WARNING):
+        assert stage("divide", given=fail, made=fail, details=fail)(lambda: 7)() == 7
+
+
+def test_the_log_follows_a_step_from_stage_to_stage(caplog):
+    with caplog.at_level(logging.DEBUG, "lowtide"):
+        plan = lowtide.plan_of(checkpointed("80%"))
+    own = [record for record in caplog.records if record.name == "lowtide.stages"]
+    ends = [record.getMessage() for record in own if record.levelno == logging.INFO]
+    assert [line.partition(":")[0] for line in ends] == ["capture", "profile", "plan", "apply"]
+    assert (
+        ends[0].startswith("capture: a Sequential -> 1 graph, ") and "for input_0 float32[512x16]" in ends[0]
+    )
+    assert all(" -> " in line and line.endswith(" s)") for line in ends)
+    decided = [record.getMessage() for record in own if "plan: RE" in record.getMessage()]
+    assert len(decided) == len(plan.decisions) > 0

@@ -11,10 +11,12 @@ from lowtide.facts.files import write_atomic
 from lowtide.facts.gpus import gpu_behind
 from lowtide.facts.serial import load_json, save_json, solution_from_dict, solution_to_dict
 from lowtide.planning.activations import activations
+from lowtide.planning.log_lines import kind_of
 from lowtide.planning.schedules import eager_timeline
 from lowtide.planning.simulate import Timeline, simulate
 from lowtide.report.notebook import as_text, card, plan_rows, timeline_svg
 from lowtide.report.results import Measurement, environment_here
+from lowtide.stage_log import stage
 from lowtide.units import format_size
 
 if TYPE_CHECKING:
@@ -117,6 +119,7 @@ class Plan:
 
         return loss_reserve_for(self)
 
+    @stage("apply", given=lambda plan, *_, **__: repr(plan), made=kind_of)
     def apply(
         self,
         model: "nn.Module",

@@ -16,6 +16,7 @@ from lowtide.facts.serial import load_step, save_step
 from lowtide.facts.sizes import is_auto, split_reserved, step_budget
 from lowtide.planning.activations import activations
 from lowtide.planning.allocator import caches_blocks, expandable_segments, reserved_for
+from lowtide.planning.log_lines import decision_line
 from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planner import MAY_BE_EAGER, Planner
 from lowtide.planning.repeated_graphs import planner_for
@@ -25,7 +26,7 @@ from lowtide.planning.simulate import Timeline, simulate
 from lowtide.plans import Plan, with_note
 from lowtide.report.notebook import as_text, card, profile_rows, timeline_svg
 from lowtide.report.results import environment_here
-from lowtide.stage_log import say
+from lowtide.stage_log import say, stage
 from lowtide.units import format_size
 
 if TYPE_CHECKING:
@@ -121,6 +122,17 @@ class Profile:
             found = auto_budget_of(self)
             say(found.line)
             return with_note(self.plan(found.text(budget), planner, executor=executor), found.line)
+        return self._planned(budget, planner, executor)
+
+    @stage(
+        "plan",
+        given=lambda profile, budget, planner, executor: (
+            f"{profile!r}, {budget!r} by '{planner}' on {executor}"
+        ),
+        made=repr,
+        details=lambda plan: map(decision_line, plan.decisions),
+    )
+    def _planned(self, budget: str | int, planner: str, executor: str) -> Plan:
         if executor != "eager":
             return self._compiled_plan(self._budget_bytes(budget, executor), planner, executor)
         try:

@@ -32,7 +32,9 @@ from lowtide.optim.optimizer_trace import trace_optimizer
 from lowtide.optim.split_check import update_bytes
 from lowtide.parallel.sharded_step import shard
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulated_optimizer
+from lowtide.planning.log_lines import kind_of, step_line
 from lowtide.remat import Kept, rule_named, rules_for
+from lowtide.stage_log import stage
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.dispatch import is_number, map_leaves, storage_key
 from lowtide.torch_compat.fsdp2 import local
@@ -69,6 +71,7 @@ class Captured:
     again: "AnalyzeAgain[Captured] | None" = None
 
 
+@stage("capture", given=lambda model, *_, **__: kind_of(model), made=lambda found: step_line(found.step))
 @one_at_a_time
 def capture(
     model: nn.Module,

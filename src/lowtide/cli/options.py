@@ -11,7 +11,7 @@ turns such a function into one with a parameter for each option, for typer:
         step: Annotated[StepOptions, offers("mode")],             mode: Mode = ProfileMode.OPS,
         output: OutputOptions,                                    folder: Folder = None,
     ) -> None:                                                    ...
-                                                                  verbose: Verbose = False,
+                                                                  verbose: Verbose = 0,
                                                               ) -> None:
 """
 
@@ -330,7 +330,16 @@ RunFolder = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of tables.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Nothing on stderr but errors.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more, and show tracebacks.")]
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "-v",
+        "--verbose",
+        count=True,
+        help="Log each stage with its seconds, and show tracebacks; -vv: each decision, too.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +358,7 @@ class OutputOptions:
 class TerminalOptions:
     as_json: Json = False
     quiet: Quiet = False
-    verbose: Verbose = False
+    verbose: Verbose = 0
 
 
 @dataclass(frozen=True, slots=True)

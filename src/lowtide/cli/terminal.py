@@ -136,7 +136,7 @@ class Terminal:
 
     as_json: bool = False
     quiet: bool = False
-    verbose: bool = False
+    verbose: int = 0
     out: Console = field(default_factory=_stdout)
     err: Console = field(default_factory=_stderr)
     after_failure: list[str] = field(default_factory=list)
@@ -216,7 +216,7 @@ class Terminal:
 
 
 @contextmanager
-def session(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Terminal]:
+def session(*, as_json: bool, quiet: bool, verbose: int) -> Iterator[Terminal]:
     """Run a command's body. An error ends the command with one line and its exit code.
 
     With `verbose` the traceback comes before that line. The output of a model or its factory goes to stderr:
@@ -239,7 +239,7 @@ def session(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Terminal]:
 
 @contextmanager
 def _logging(terminal: Terminal) -> Iterator[None]:
-    """lowtide's own log lines, warnings and up unless `-q` or `-v` say otherwise, on stderr."""
+    """lowtide's own log lines, warnings and up unless `-q`, `-v` or `-vv` say otherwise, on stderr."""
     logger = logging.getLogger("lowtide")
     handler = RichHandler(console=terminal.err, show_time=False, show_path=False, markup=False)
     level = logger.level
@@ -250,9 +250,8 @@ def _logging(terminal: Terminal) -> Iterator[None]:
 
     handler.addFilter(remember)
     logger.addHandler(handler)
-    logger.setLevel(
-        logging.ERROR if terminal.quiet else logging.DEBUG if terminal.verbose else logging.WARNING
-    )
+    levels = (logging.WARNING, logging.INFO, logging.DEBUG)
+    logger.setLevel(logging.ERROR if terminal.quiet else levels[min(terminal.verbose, 2)])
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ What a schedule is, and what it costs:
 
 From a step to a solution:
 
+- `log_lines`: lines of the log about steps and decisions
 - `registry`: the planners by name; `planning_problem`: what each of them gets
 - `baselines`: `none`, `all`, `every-block`, `sqrt`; `mu_two`: `mu-two`
 - `variants`: `auto`, as one flat list of the forms of a step and a search over them

@@ -21,6 +21,7 @@ from lowtide.facts import Run, Step
 from lowtide.ops.calls import Call, OpCost, signature
 from lowtide.ops.recurrent import real_result_bytes, untracked_bytes
 from lowtide.planning.allocator import cut_by_allocator
+from lowtide.planning.log_lines import baseline_line, cost_line
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.devices import Device, device_for
 from lowtide.profiling.formula_costs import measure_formulas
@@ -30,6 +31,7 @@ from lowtide.profiling.op_trials import device_of
 from lowtide.profiling.real_strides import real_values
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.work import Work, work_making
+from lowtide.stage_log import stage
 from lowtide.torch_compat.dispatch import map_leaves, real_tensors
 from lowtide.trace.compile_settings import one_at_a_time
 
@@ -160,6 +162,12 @@ def _num_common(one: Shapes, other: Shapes) -> int:
     return sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True))
 
 
+@stage(
+    "profile",
+    given=lambda captured, **_: f"{len(set(map(signature, captured.calls.values())))} different calls",
+    made=lambda result: baseline_line(result[0]),
+    details=lambda result: map(cost_line, result[0].nodes),
+)
 @one_at_a_time
 def measure_costs(
     captured: Captured,

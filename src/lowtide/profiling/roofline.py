@@ -24,8 +24,10 @@ from lowtide.ops.random_ops import eager_dropout
 from lowtide.ops.schema import argument_names, writes_inputs
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.planning.decisions import WORKSPACE_OF
+from lowtide.planning.log_lines import baseline_line, cost_line
 from lowtide.profiling.work import fake_result, visible_work_of
 from lowtide.remat import rule_named
+from lowtide.stage_log import stage
 from lowtide.units import format_size
 
 SHARE_OF_PEAK = 0.75
@@ -47,6 +49,12 @@ _TEMPORARY_INDICES = 4
 """Sorted indices, their old positions, and the copies of both in the sort."""
 
 
+@stage(
+    "profile",
+    given=lambda captured, gpu: f"{len(captured.calls)} calls on the {gpu.name}, which is not here",
+    made=baseline_line,
+    details=lambda step: map(cost_line, step.nodes),
+)
 def estimated_costs(captured: Captured, gpu: Gpu) -> Step:
     """The step with the seconds and the bytes that it should have on `gpu`."""
     known: dict[str, tuple[float, int, bool]] = {}

@@ -15,6 +15,7 @@ from lowtide.generators import generators_kept
 from lowtide.plans import Plan, check_identity, timelines, write_report
 from lowtide.report.notebook import card, timeline_svg
 from lowtide.runtime.runner import remove
+from lowtide.stage_log import stage
 from lowtide.trace.identity import identify
 from lowtide.trace.model_call import split_batch
 from lowtide.trace.step_device import devices_of
@@ -174,6 +175,7 @@ class Verification:
         return self.measured_peak_bytes <= self.budget_bytes
 
 
+@stage("verify", given=lambda source, plan, **_: repr(plan), made=repr)
 def verify(
     source: Target | TargetSpec, plan: Plan, *, timed_runs: int | None = None, resident: bool = True
 ) -> Verification:
