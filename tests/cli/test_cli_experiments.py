@@ -254,7 +254,7 @@ def test_how_a_sweep_ends(rows, code):
 def methods(*last):
     """A comparison of eager, a rival that crashes, and `last`, which is a result or an interruption."""
 
-    def run(spec, profile, *, executor, timed_runs, memory_budgets, working):
+    def run(spec, profile, **options):
         yield MethodResult(method="none", kind="eager", verdict=Results.EXACT, peak_bytes=200, time_ratio=1.0)
         yield MethodResult(method="rival", kind="partitioner", verdict=Results.CRASHED, why="oh")
         for result in last:
@@ -304,6 +304,73 @@ def test_memory_budgets_of_a_comparison(run_lowtide, monkeypatch):
         assert code == Exit.USAGE and f"cannot read the memory budgets '{wrong}'" in stderr
     assert run_lowtide(*arguments)[0] == Exit.DONE
     assert seen == [(0.5, 0.0), compare_methods.MEMORY_BUDGETS]
+
+
+def test_planners_side_by_side(run_lowtide, monkeypatch, tmp_path):
+    seen = {}
+
+    def run(spec, profile, *, planners, budgets, with_rivals, **others):
+        seen.update(planners=planners, budgets=budgets, with_rivals=with_rivals, whole=profile.peak_bytes)
+        yield MethodResult(method="none", kind="eager", verdict=Results.EXACT, peak_bytes=200, time_ratio=1.0)
+        yield MethodResult(
+            method="sqrt ≤ 90 B",
+            kind="plan",
+            verdict=Results.EXACT,
+            peak_bytes=80,
+            time_ratio=1.5,
+            noise=0.01,
+            predicted_bound=0.25,
+        )
+
+    monkeypatch.setattr(compare_methods, "compare", run)
+    monkeypatch.setattr(machine, "why_busy", lambda: "")
+    arguments = ("compare", "tiny-bert-base", "-b", "4", "--planners", "auto, sqrt", "--budget", "80%,70%")
+    code, stdout, _ = run_lowtide(*arguments, "-o", str(tmp_path))
+    assert code == Exit.DONE and "no plan below" in stdout and "+25.0 %" in stdout
+    assert (seen["planners"], seen["with_rivals"]) == (("auto", "sqrt"), False)
+    assert seen["budgets"] == [int(seen["whole"] * 0.8), int(seen["whole"] * 0.7)]
+    data = json.loads((tmp_path / "compare.json").read_text())
+    assert [curve["planner"] for curve in data["planners"]] == ["auto", "sqrt"]
+    assert (tmp_path / "plots" / "pareto.svg").exists()
+    assert "times the time" not in (tmp_path / "report.html").read_text().partition("80 B with sqrt")[0]
+
+
+def test_no_time_is_claimed_on_a_busy_machine(run_lowtide, monkeypatch, tmp_path):
+    ours = MethodResult(
+        method="auto", kind="plan", verdict=Results.EXACT, peak_bytes=90, time_ratio=0.58, noise=0.001
+    )
+    monkeypatch.setattr(compare_methods, "compare", methods(ours))
+    monkeypatch.setattr(machine, "why_busy", lambda: "the machine is busy (load 9.0 on 2 processors)")
+    code, stdout, stderr = run_lowtide("compare", "tiny-bert-base", "-b", "4", "-o", str(tmp_path))
+    assert code == Exit.DONE and "× 0.58 ± ?" in stdout and "load 9.0" in stderr
+    assert "times the time" not in (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "compare.json").read_text())["busy"].startswith("the machine is busy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--planners", "auto,mine"), "there is no planner 'mine'"),
+        (("--budget", "60%,much"), "cannot read the size"),
+    ],
+)
+def test_planners_and_budgets_are_checked_before_any_work(run_lowtide, monkeypatch, arguments, told):
+    monkeypatch.setattr(TargetSpec, "load", lambda _: pytest.fail("must not be loaded"))
+    code, _, stderr = run_lowtide("compare", "tiny-bert-base", "-b", "4", *arguments)
+    assert code == Exit.USAGE and told in stderr
+
+
+def test_curves_of_planners(run_lowtide, profile_file, profile, tmp_path):
+    arguments = ("tradeoff", profile_file, "--points", "5", "--measure", "0", "--planners", "auto,none")
+    code, stdout, stderr = run_lowtide(*arguments, "-o", str(tmp_path))
+    assert code == Exit.DONE and "no plan below" in stdout and "planners.csv" in stderr
+    data = json.loads((tmp_path / "tradeoff.json").read_text())
+    assert [row["budget_bytes"] for row in data["budgets"]][-1] == profile.floor_bytes
+    last = data["budgets"][-1]
+    assert last["overheads"]["none"] is None and last["bound"] <= last["overheads"]["auto"]
+    rows = rows_of(tmp_path / "planners.csv")
+    assert {row["planner"] for row in rows} == {"auto", "none"}
+    assert (tmp_path / "plots" / "pareto.png").exists()
 
 
 def test_an_interrupted_comparison_says_so(run_lowtide, monkeypatch, tmp_path):

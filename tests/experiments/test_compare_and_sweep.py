@@ -232,7 +232,7 @@ def test_compare_gives_the_planners_the_peaks_of_the_others(profile, monkeypatch
             "eager": tried(profile.peak_bytes),
             "blocks": tried(middle, mistakes=[Mistake("buffer x", 1, 0.9)]),
             "partitioner": tried(profile.peak_bytes, mistakes=[Mistake("gradient of a", 1, 0.9)]),
-            "partitioner 0.3": tried(10),
+            "partitioner 0.3": tried(20_000),
             "partitioner 0": FreshProcessError("out of\nluck", kind="RuntimeError"),
             "plan": tried(middle),
         },
@@ -275,6 +275,21 @@ def test_rivals_of_nearly_the_same_peak_are_met_once(profile, monkeypatch):
         found = list(compared(profile, monkeypatch, answers).values())
         met = compare_methods.budgets_of(found, floor_bytes=1)
         assert met == [int(peak_bytes * share) for share in budgets]
+
+
+def test_planners_at_given_budgets_need_no_rivals(profile, monkeypatch):
+    answers = {"eager": tried(profile.peak_bytes), "plan": tried(10)}
+    monkeypatch.setattr(compare_methods, "try_method", lambda _, method, **__: answers[method.kind])
+    budgets = [profile.peak_bytes, profile.floor_bytes]
+    found = list(
+        compare_methods.compare(
+            SPEC, profile, timed_runs=2, planners=("none", "auto"), budgets=budgets, with_rivals=False
+        )
+    )
+    assert [result.kind for result in found] == ["eager", *["plan"] * 4]
+    assert found[3].verdict is Results.NOT_REACHED  # `none` at the floor
+    assert 0 <= found[4].predicted_bound <= found[4].predicted_overhead
+    assert all(result.noise is None for result in found)  # two runs have no noise
 
 
 def test_where_rivals_save_nothing_the_planners_go_to_the_floor(profile, monkeypatch):

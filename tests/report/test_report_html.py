@@ -200,6 +200,19 @@ def test_verdicts_do_not_say_more_than_was_found(case):
     assert compare_verdict(compare_rows()[2:4]).tone == "bad"
 
 
+def test_wrong_results_come_first_and_a_time_only_where_it_is_known():
+    rows = compare_rows()
+    verdict = compare_verdict(rows)
+    assert verdict.tone == "warn"
+    assert verdict.headline.startswith("Wrong results, without an error: partitioner 0.5. Lowest exact peak")
+    assert verdict.why == "Crashed: budget 0.0."
+    assert "times the time" not in verdict.headline
+    timed = [replace(row, noise=0.02) if row.method == "auto" else row for row in rows]
+    assert compare_verdict(timed).headline.endswith("with auto at 1.12 times the time")
+    noisy = [replace(row, noise=0.2) if row.method == "auto" else row for row in rows]
+    assert "times the time" not in compare_verdict(noisy).headline
+
+
 def test_a_floor_that_nobody_searched_for_is_not_told(case):
     solution = replace(case.solution, floor_bytes=None, budget_bytes=1)
     assert "lowest" not in plan_verdict(solution, None).why.lower() and "lowest peak" not in render(

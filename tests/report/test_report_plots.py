@@ -1,4 +1,5 @@
 import builtins
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -6,6 +7,8 @@ from report_cases import compare_rows, make_case, sweep_rows
 
 from lowtide.errors import LowtideError
 from lowtide.report import plots
+from lowtide.report.pareto_plot import plot_pareto
+from lowtide.report.results import CompareRow, PlannerCurve, Results
 
 matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib (pip install lowtide[plots])")
 pyplot = pytest.importorskip("matplotlib.pyplot")
@@ -74,6 +77,34 @@ def test_methods_have_their_peak_time_and_what_is_wrong():
     assert sum("(" in text and "×" in text for text in texts) == len(
         [r for r in wrong if r.time_ratio is not None]
     )
+
+
+def pareto_curves(case):
+    proven = [replace(point, lower_bound_seconds=0.8 * point.recompute_seconds) for point in case.tradeoff]
+    worse = [
+        replace(point, recompute_seconds=2 * point.recompute_seconds, peak_bytes=point.peak_bytes + 1)
+        for point in case.tradeoff
+    ]
+    return [
+        PlannerCurve(planner="auto", points=tuple(proven)),
+        PlannerCurve(planner="mine", points=tuple(worse)),
+    ]
+
+
+def test_planners_stand_above_the_bound_and_noise_is_not_drawn(case):
+    rows = [
+        CompareRow(method="mine ≤ 9 B", verdict=Results.EXACT, peak_bytes=500, time_ratio=1.2, noise=0.01),
+        CompareRow(method="rival", verdict=Results.WRONG, peak_bytes=600, time_ratio=1.1, noise=0.01),
+        CompareRow(method="one run", verdict=Results.EXACT, peak_bytes=700, time_ratio=5.0),
+    ]
+    figure = plot_pareto(pareto_curves(case), step_seconds=case.step.seconds, measured=rows, budgets=[450])
+    texts = written_texts(figure)
+    assert {"auto (simulated)", "mine (simulated)", "mine (measured)", "budget 450 B"} <= set(texts)
+    assert "no plan is below (proven)" in texts and "rival (wrong)" in texts
+    assert not any("one run" in text for text in texts)
+    lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
+    bound = lines["no plan is below (proven)"].get_ydata()
+    assert all(later <= earlier for earlier, later in itertools.pairwise(bound))
 
 
 def test_the_same_data_give_the_same_bytes(case, tmp_path):

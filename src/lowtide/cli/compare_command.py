@@ -1,7 +1,9 @@
 """`lowtide compare`: other ways to save memory next to lowtide's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,21 +16,40 @@ from lowtide.cli.options import (
     Executor,
     ExecutorName,
     OutputOptions,
+    Planners,
     TargetText,
     TimedRuns,
     command,
+    live_budgets,
+    several,
 )
 from lowtide.cli.sources import StepOptions, offers, on_device, profile_target, title_of
 from lowtide.cli.terminal import Terminal, table
-from lowtide.report.results import CompareRow, Results
+from lowtide.facts.sizes import step_budget
+from lowtide.report.results import CompareRow, PlannerCurve, Results
 from lowtide.report.style import UNKNOWN, is_noisy, percent, size
 
 if TYPE_CHECKING:
     from lowtide.experiments.compare_methods import MethodResult
 
+Budgets = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZES",
+        help="Budgets of the planners, with commas between them: 8GiB, or 60%,50% of the baseline's peak. "
+        "Without it: the peaks that other methods reach.",
+        callback=live_budgets,
+        show_default=False,
+    ),
+]
 CSV, JSON = "compare.csv", "compare.json"
 MORE = CompareRow(method="(more methods)", verdict=Results.PENDING)
-HOW_RATED = "Time is the method's median over eager's, runs in turn; a ± marks times too noisy to tell."
+CURVE_POINTS = 20
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+HOW_RATED = (
+    "Time is the method's median over eager's, runs in turn; a ± marks times too noisy to tell, "
+    "± ? those of fewer than three runs or of a busy machine."
+)
 
 
 @command
@@ -47,6 +68,8 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    planners: Planners = None,
+    budget: Budgets = None,
     timed_runs: TimedRuns = 5,
     output: OutputOptions,
 ) -> None:
@@ -58,38 +81,60 @@ def compare(
     auto on Inductor; large models compile for minutes in each of these rows, and --memory-budgets 0.5,0 takes
     fewer of them.
 
-    With -o writes compare.csv, compare.json, a plot and a report. Exits with 4 when results of lowtide's own
+    With --planners and --budget, planners alone: each at these budgets, beside eager, and the bound that no
+    plan is below. Planners of your own are those of the entry point group lowtide.planners.
+
+    With -o writes compare.csv, compare.json, plots and a report. Exits with 4 when results of lowtide's own
     differ, with 3 when one of its plans is above its budget.
     """
     from lowtide.cli.output_files import REPORT, say_written
     from lowtide.experiments import compare_methods as experiment
+    from lowtide.experiments.machine import why_busy
+    from lowtide.experiments.planner_curves import curve_of, planner_curves
     from lowtide.runtime.executor import executor_named
 
     executor_named(executor)
     shares = experiment.MEMORY_BUDGETS if memory_budgets is None else _shares(memory_budgets)
+    names = several(planners, experiment.PLANNERS)
     out = output.claim(CSV, JSON, REPORT)
     spec = step.spec(target, batch_size)
     profile = profile_target(spec, terminal, step)
     device = profile.step.device
     name = on_device(title_of(spec), device)
     found: list[MethodResult] = []
+    budgets = [step_budget(each, whole=profile.peak_bytes) for each in several(budget)]
+    curves: list[PlannerCurve] = []
+    if planners is not None:
+        with terminal.counting(f"planning with {len(names)} planners") as progress:
+            side = planner_curves(profile, names, points=CURVE_POINTS, progress=progress)
+        curves = [curve_of(each, made) for each, made in side.items()]
+    if reason := why_busy():
+        terminal.note(f"warning: {reason}: times say little")
     results = experiment.compare(
         spec,
         profile,
         executor=executor,
         timed_runs=timed_runs,
         memory_budgets=shares,
+        planners=names,
+        budgets=budgets,
+        with_rivals=planners is None or not budgets,
         working=terminal.working,
     )
     for result in results:
-        found.append(result)
+        found.append(replace(result, noise=None) if reason else result)
         terminal.note(f"{result.method}: {result.verdict_text}")
         if out is not None:
             _write(out, found, finished=False, name=name, device=device)
-    terminal.data(compare_data(found, finished=True, name=name, device=device))
+    more: dict[str, Any] = {"busy": reason} if reason else {}
+    if curves:
+        more["planners"] = [asdict(curve) for curve in curves]
+    terminal.data(compare_data(found, finished=True, name=name, device=device) | more)
     terminal.show(*compare_tables(found, name=name))
     if out is not None:
-        _write(out, found, finished=True, name=name, device=device)
+        pareto = {"planners": curves, "budgets": budgets, "step_seconds": profile.step_seconds}
+        plots = pareto if curves else {}
+        _write(out, found, finished=True, name=name, device=device, more=more, plots=plots)
         say_written(terminal, out, CSV, JSON)
     raise typer.Exit(compare_exit(found))
 
@@ -127,18 +172,27 @@ def compare_data(
 
 
 def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[RenderableType]:
+    bounded = any(result.predicted_bound is not None for result in found)
     baseline = next((result.peak_bytes for result in found if result.kind == "eager"), None)
     rows = [
         (
             result.method,
             size(result.peak_bytes),
             percent(result.peak_bytes / baseline - 1) if baseline and result.peak_bytes else UNKNOWN,
-            _time(result.time_ratio, result.noise),
+            _time(result),
+            *((percent(result.predicted_bound),) if bounded else ()),
             result.verdict_text,
         )
         for result in found
     ]
-    columns = ("method", "peak>", "memory>", "time>", "results")
+    columns = (
+        "method",
+        "peak>",
+        "memory>",
+        "time>",
+        *(("no plan below>",) if bounded else ()),
+        "results",
+    )
     wrong = [result for result in found if result.first_difference]
     return [
         table(f"{name}: methods, measured", columns, rows),
@@ -147,13 +201,28 @@ def compare_tables(found: "Sequence[MethodResult]", *, name: str) -> list[Render
     ]
 
 
-def _time(ratio: float | None, noise: float | None) -> str:
-    if ratio is None:
+def _time(result: "MethodResult") -> str:
+    """The time over eager's; nothing to claim where the noise is unknown."""
+    if result.time_ratio is None:
         return UNKNOWN
-    return f"× {ratio:.2f} ± {noise:.2f}" if is_noisy(ratio - 1, noise) else f"× {ratio:.2f}"
+    text = f"× {result.time_ratio:.2f}"
+    if result.kind == "eager":
+        return text
+    if result.noise is None:
+        return f"{text} ± ?"
+    return f"{text} ± {result.noise:.2f}" if is_noisy(result.time_ratio - 1, result.noise) else text
 
 
-def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: str, device: str) -> None:
+def _write(
+    out: Path,
+    found: "Sequence[MethodResult]",
+    *,
+    finished: bool,
+    name: str,
+    device: str,
+    more: Mapping[str, Any] = NOTHING,
+    plots: Mapping[str, Any] = NOTHING,
+) -> None:
     """Write all files for the methods so far; they say whether more follow."""
     from lowtide.cli.output_files import environment, write_experiment
     from lowtide.report.exports import write_compare
@@ -162,8 +231,8 @@ def _write(out: Path, found: "Sequence[MethodResult]", *, finished: bool, name: 
     write_compare(out / CSV, rows if finished else [*rows, MORE], device=device)
     write_experiment(
         out / JSON,
-        compare_data(found, finished=finished, name=name, device=device),
-        plots={"compare": rows, "name": name} if finished else {},
+        compare_data(found, finished=finished, name=name, device=device) | dict(more),
+        plots={"compare": rows, "name": name, **plots} if finished else {},
         title=f"{name}: methods",
         environment=environment(device),
         compare=rows,

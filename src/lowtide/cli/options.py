@@ -16,7 +16,7 @@ turns such a function into one with a parameter for each option, for typer:
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import wraps
@@ -104,6 +104,13 @@ def bytes_budgets(text: str) -> str:
     return text
 
 
+def live_budgets(text: str | None) -> str | None:
+    """Budgets of live bytes, shares among them, with commas between; or none."""
+    for one in several(text):
+        _live_budget(one)
+    return text
+
+
 def _size(text: str) -> str:
     return _read(text, lambda: parse_size(text))
 
@@ -133,6 +140,17 @@ def _planner(name: str) -> str:
     if name not in known:
         raise typer.BadParameter(f"there is no planner '{name}': choose one of {', '.join(known)}")
     return name
+
+
+def _planners(text: str | None) -> str | None:
+    for name in several(text):
+        _planner(name)
+    return text
+
+
+def several(names: str | None, default: Sequence[str] = ()) -> tuple[str, ...]:
+    """`auto, mu-two` as names, each once."""
+    return tuple(default if names is None else dict.fromkeys(name.strip() for name in names.split(",")))
 
 
 def _device(name: str | None) -> str | None:
@@ -318,6 +336,15 @@ Planner = Annotated[
         help=f"One of {', '.join(planner_names())}.",
         autocompletion=planners,
         callback=_planner,
+    ),
+]
+Planners = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help=f"Planners to set side by side, with commas between them: {', '.join(planner_names())}.",
+        callback=_planners,
+        show_default=False,
     ),
 ]
 Folder = Annotated[

@@ -6,5 +6,7 @@
 - `compare_methods`: other methods to save memory; `contenders`: these methods; `trial`: a trial of one method
 - `measured`: plans, and points of a trade-off curve, measured in real runs
 - `out_of_memory`: why a loop ran out of memory, and what would fit
+- `remat_regions`: one of these methods, the package torch_remat
+- `planner_curves`: the trade-off curves of several planners
 - `checkup`: a small model on this machine; `machine`: its memory, and the dependencies of lowtide
 """

@@ -6,6 +6,7 @@ The other methods run first; their peaks are the budgets of lowtide's planners.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from lowtide.errors import BudgetTooSmall, FreshProcessError
@@ -19,11 +20,14 @@ from lowtide.zoo.targets import TargetSpec
 
 MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
 PLANNERS = ("mu-two", "auto")
+LEAST_RUNS = 3
+"""Fewer runs have no known noise, and no time is claimed of them."""
 NEAR = 1e-5
 ALIKE = 0.005
 """Peaks of two other methods that differ by less than this share are one budget: the lower."""
 EAGER = Contender(name="none (eager)", kind="eager")
 BLOCKS = Contender(name="checkpoint per block", kind="blocks")
+REGIONS = Contender(name="torch_remat per block", kind="regions")
 COMPILED = Contender(name="torch.compile", kind="inductor")
 
 
@@ -31,7 +35,8 @@ COMPILED = Contender(name="torch.compile", kind="inductor")
 class MethodResult(CompareRow):
     """One line of the comparison. `kind` is the method's; `first_difference` names a tensor.
 
-    `budget_bytes`, `predicted_peak_bytes` and `predicted_overhead` are those of lowtide's own plans.
+    `budget_bytes`, `predicted_peak_bytes` and `predicted_overhead` are those of lowtide's own plans;
+    `predicted_bound`: no plan in that budget adds a smaller share of the baseline's time.
     """
 
     kind: str
@@ -39,10 +44,11 @@ class MethodResult(CompareRow):
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     predicted_overhead: float | None = None
+    predicted_bound: float | None = None
 
 
 def rivals(memory_budgets: Sequence[float] = MEMORY_BUDGETS, *, executor: str = "eager") -> list[Contender]:
-    """Everything but lowtide."""
+    """Everything but lowtide; torch_remat where it is installed."""
     partitioner = [
         Contender(name=f"partitioner {budget:g}", kind="partitioner", memory_budget=budget)
         for budget in memory_budgets
@@ -52,7 +58,8 @@ def rivals(memory_budgets: Sequence[float] = MEMORY_BUDGETS, *, executor: str = 
         for budget in memory_budgets
     ]
     compiled = [COMPILED, *inductor] if executor == "inductor" else []
-    return [EAGER, BLOCKS, *partitioner, *compiled]
+    regions = [REGIONS] if find_spec("torch_remat") is not None else []
+    return [EAGER, BLOCKS, *regions, *partitioner, *compiled]
 
 
 def compare(
@@ -62,17 +69,24 @@ def compare(
     executor: str = "eager",
     timed_runs: int = 5,
     memory_budgets: Sequence[float] = MEMORY_BUDGETS,
+    planners: Sequence[str] = PLANNERS,
+    budgets: Sequence[int] = (),
+    with_rivals: bool = True,
     working: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Iterator[MethodResult]:
-    """One method after the other, each in a fresh process. NotEnoughMemory where eager does not fit."""
+    """One method after the other, each in a fresh process. NotEnoughMemory where eager does not fit.
+
+    `planners` get the `budgets`; without any, the peaks that other methods reach. Without rivals, eager is
+    the only other method.
+    """
     check_memory(profile.step, peak_bytes=profile.peak_bytes, what="the step without a plan")
     found: list[MethodResult] = []
-    for method in rivals(memory_budgets, executor=executor):
+    for method in rivals(memory_budgets, executor=executor) if with_rivals else [EAGER]:
         with working(f"measuring {method.name}"):
             found.append(_try(source, method, timed_runs))
         yield found[-1]
-    for budget_bytes in budgets_of(found, floor_bytes=profile.floor_bytes):
-        pairs = [(planner, "eager") for planner in PLANNERS]
+    for budget_bytes in budgets or budgets_of(found, floor_bytes=profile.floor_bytes):
+        pairs = [(planner, "eager") for planner in planners]
         if executor != "eager":
             pairs.append(("auto", executor))
         for planner, runs_by in pairs:
@@ -92,7 +106,7 @@ def budgets_of(found: Sequence[MethodResult], *, floor_bytes: int) -> list[int]:
     """
     eager = next((result.peak_bytes for result in found if result.kind == "eager"), None)
     budgets = set()
-    for kind in ("blocks", "partitioner"):
+    for kind in ("blocks", "regions", "partitioner"):
         peaks = [result.peak_bytes for result in found if result.kind == kind and result.peak_bytes]
         if peaks and (eager is None or min(peaks) < eager):
             is_near = min(peaks) < floor_bytes <= min(peaks) * (1 + NEAR)
@@ -120,7 +134,7 @@ def _try(source: TargetSpec, method: Contender, timed_runs: int, **predicted: An
         why=why,
         peak_bytes=trial.peak_bytes,
         time_ratio=1.0 if is_eager else trial.time_ratio,
-        noise=None if is_eager else trial.noise,
+        noise=None if is_eager or timed_runs < LEAST_RUNS else trial.noise,
         first_difference=_first(trial),
         **predicted,
     )
@@ -160,7 +174,12 @@ def _plan(
         budget_bytes=budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         predicted_overhead=plan.overhead,
+        predicted_bound=_share(plan.lower_bound_seconds, profile.step_seconds),
     )
+
+
+def _share(seconds: float | None, whole: float) -> float | None:
+    return seconds / whole if seconds is not None and whole else None
 
 
 def result_to_dict(result: MethodResult) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError
+from lowtide.experiments.remat_regions import Forward, region
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.ops.direct import direct_function
 from lowtide.plans import Plan
@@ -29,12 +30,13 @@ class NotApplicable(LowtideError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """`blocks`: torch.utils.checkpoint around every repeated block. `partitioner`: torch's own, where
+    """`blocks`: torch.utils.checkpoint around every repeated block. `regions`: the same by the package
+    torch_remat, where every block is one region that is recomputed. `partitioner`: torch's own, where
     `memory_budget` is a share of the saved bytes. `inductor`: the same, compiled by Inductor. `plan`:
     lowtide's, with its `solution`."""
 
     name: str
-    kind: Literal["eager", "blocks", "partitioner", "inductor", "plan"]
+    kind: Literal["eager", "blocks", "regions", "partitioner", "inductor", "plan"]
     memory_budget: float | None = None
     solution: dict[str, Any] | None = None
 
@@ -58,7 +60,9 @@ def switch_for(method: Contender, target: Target) -> Switch:
         case "eager":
             return Switch(lambda: None, lambda: None)
         case "blocks":
-            return _around_blocks(repeated_blocks(model))
+            return _around_blocks(repeated_blocks(model), _checkpointed)
+        case "regions":
+            return _around_blocks(repeated_blocks(model), region)
         case "partitioner":
             return _route(model, _compiled(model, partitioned_by_torch, method.memory_budget))
         case "inductor":
@@ -104,10 +108,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _around_blocks(blocks: list[nn.Module]) -> Switch:
-    wrapped = [
-        partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=True) for block in blocks
-    ]
+def _checkpointed(forward: Forward) -> Forward:
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True)
+
+
+def _around_blocks(blocks: list[nn.Module], around: Callable[[Forward], Forward]) -> Switch:
+    wrapped = [around(block.forward) for block in blocks]
 
     def on() -> None:
         for block, forward in zip(blocks, wrapped, strict=True):

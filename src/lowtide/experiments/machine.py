@@ -47,6 +47,20 @@ class NotEnoughMemory(LowtideError):
     """A step needs more memory than the machine has free."""
 
 
+MOST_LOAD = 1.5
+"""Runnable processes per processor, over a minute, above which times are not trusted."""
+
+
+def why_busy() -> str:
+    """Why times of this machine say little now; empty where they are trusted, or the load is unknown."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= MOST_LOAD * processors:
+        return ""
+    return f"the machine is busy (load {load:.1f} on {processors} processors)"
+
+
 def available_bytes(device: str = "cpu") -> int | None:
     """Memory that a new process can take without paging; None where the system does not tell."""
     if device != "cpu" and gpu_behind(device) is None:

@@ -15,6 +15,7 @@ Nothing here imports torch: a report can be made on another machine than the one
 - `html`: the page
 - `side_by_side`, `diff_page`: two runs, as figures and changes, and as a page
 - `step_plots`, `experiment_plots`, `plots`: static plots of a step, of experiments, all into a folder
+- `pareto_plot`: planners against each other, above the proven bound
 - `exports`: CSV files and the Chrome trace, for other programs
 - `notebook`: a profile, a plan or a verification as text and as SVG
 """

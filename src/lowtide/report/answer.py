@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from lowtide.facts import Action, Solution
 from lowtide.report.results import CompareRow, Measurement, Results, SweepRow, SweepStatus, TradeoffPoint
-from lowtide.report.style import NOT_BY_RECOMPUTING, added, duration, how_good, is_too_noisy, percent, size
+from lowtide.report.style import (
+    NOT_BY_RECOMPUTING,
+    added,
+    duration,
+    how_good,
+    is_noisy,
+    is_too_noisy,
+    percent,
+    size,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,18 +242,40 @@ def _within(peak_bytes: int | None, budget_bytes: int | None) -> bool:
     return peak_bytes is not None and (budget_bytes is None or peak_bytes <= budget_bytes)
 
 
+_OTHERS = {
+    Results.CRASHED: "crashed",
+    Results.NOT_APPLICABLE: "not applicable",
+    Results.NOT_REACHED: "below what it reaches",
+    Results.ROUNDED: "rounds differently",
+    Results.UNLIKE_EAGER: "unlike eager, but not by recompute",
+}
+"""Verdicts besides exact and wrong, in the order to say them."""
+
+
 def compare_verdict(rows: Sequence[CompareRow]) -> Verdict:
-    """The method with the lowest peak among those whose results are exact."""
+    """Wrong results first; then the method with the lowest peak among those that are exact. A time only where
+    its noise is known and smaller."""
+    wrong = [row.method for row in rows if row.verdict is Results.WRONG]
+    others = [
+        f"{words}: {', '.join(row.method for row in rows if row.verdict is verdict)}"
+        for verdict, words in _OTHERS.items()
+        if any(row.verdict is verdict for row in rows)
+    ]
+    why = f"{'; '.join(others)}." if others else ""
+    alarm = f"Wrong results, without an error: {', '.join(wrong)}. " if wrong else ""
     exact = [row for row in rows if row.exact and row.peak_bytes is not None]
     if not exact:
-        return Verdict(tone="bad", headline="No method gave exact results")
+        return Verdict(tone="bad", headline=f"{alarm}No method gave exact results", why=why)
     best = min(exact, key=lambda row: (row.peak_bytes or 0, row.time_ratio or 0.0, row.method))
-    inexact = len(rows) - len(exact)
-    time = "" if best.time_ratio is None else f" at {best.time_ratio:.2f} times the time"
     return Verdict(
-        tone="good",
-        headline=f"Lowest exact peak: {size(best.peak_bytes)} with {best.method}{time}",
-        why=f"{inexact} of {len(rows)} methods crashed, do not apply or gave other results."
-        if inexact
-        else "All are exact.",
+        tone="warn" if wrong else "good",
+        headline=f"{alarm}Lowest exact peak: {size(best.peak_bytes)} with {best.method}{_at_time(best)}",
+        why=(why[:1].upper() + why[1:]) or ("" if wrong else "All are exact."),
     )
+
+
+def _at_time(row: CompareRow) -> str:
+    """Words about a time that can be claimed."""
+    if row.time_ratio is None or row.noise is None or is_noisy(row.time_ratio - 1, row.noise):
+        return ""
+    return f" at {row.time_ratio:.2f} times the time"

@@ -20,7 +20,7 @@ from lowtide.facts import Action, Activation, Decision, Node, Step
 from lowtide.facts.files import write_atomic
 from lowtide.planning.simulate import Timeline
 from lowtide.report import times
-from lowtide.report.results import CompareRow, SweepRow, TradeoffPoint
+from lowtide.report.results import CompareRow, PlannerCurve, SweepRow, TradeoffPoint
 from lowtide.report.style import LABELS, STACK
 from lowtide.report.times import READ, WAIT, WRITE, StoreUse, direction_of, run_waits, traffic_of
 
@@ -168,6 +168,23 @@ def write_tradeoff(
     )  # fmt: skip
     columns = (*TRADEOFF_COLUMNS, *(TRADEOFF_OFFLOAD_COLUMNS if offloads else ()))
     return _write(path, columns, cells, device=device)
+
+
+def write_planner_curves(
+    path: Path, curves: Sequence[PlannerCurve], *, step_seconds: float, device: str = "cpu"
+) -> Path:
+    """`planners.csv`: one row per plan of each planner, with the columns of `tradeoff.csv`."""
+    cells = (
+        (
+            curve.planner, point.peak_bytes, point.recompute_seconds,
+            point.recompute_seconds / step_seconds if step_seconds else None,
+            len(point.recomputed), point.measured_peak_bytes, point.measured_overhead,
+            point.measured_noise, point.lower_bound_seconds,
+        )
+        for curve in curves
+        for point in curve.points
+    )  # fmt: skip
+    return _write(path, ("planner", *TRADEOFF_COLUMNS), cells, device=device)
 
 
 def _write(

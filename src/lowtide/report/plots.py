@@ -11,7 +11,8 @@ from lowtide.report.experiment_plots import (
     plot_peak_by_batch_size,
     plot_tradeoff,
 )
-from lowtide.report.results import CompareRow, SweepRow, TradeoffPoint
+from lowtide.report.pareto_plot import plot_pareto
+from lowtide.report.results import CompareRow, PlannerCurve, SweepRow, TradeoffPoint
 from lowtide.report.step_plots import (
     plot_activation_sizes,
     plot_before_after,
@@ -38,12 +39,15 @@ def write_plots(
     step_seconds: float | None = None,
     sweep: Sequence[SweepRow] = (),
     compare: Sequence[CompareRow] = (),
+    planners: Sequence[PlannerCurve] = (),
+    budgets: Sequence[int] = (),
     name: str = "",
     formats: Iterable[str] = ("png", "svg"),
 ) -> list[Path]:
     """Write every plot that the arguments allow into `folder`; returns the files, in order.
 
-    `name` is the title: model and batch.
+    `name` is the title: model and batch. `planners` are curves to draw in one plot, with the measured methods
+    of `compare` and the `budgets`.
     LowtideError where matplotlib is not installed.
     """
     figures = {}
@@ -75,6 +79,9 @@ def write_plots(
         figures["latency_by_batch_size"] = plot_latency_by_batch_size(sweep)
     if any(row.peak_bytes is not None for row in compare):
         figures["methods"] = plot_methods(compare)
+    if planners:
+        seconds = step_seconds or (step.seconds if step is not None else 0.0)
+        figures["pareto"] = plot_pareto(planners, step_seconds=seconds, measured=compare, budgets=budgets)
     if name:
         for figure in figures.values():
             name_figure(figure, name)

@@ -187,6 +187,24 @@ class TradeoffPoint:
     measured_noise: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerCurve:
+    """The points of one planner, by falling peak."""
+
+    planner: str
+    points: tuple[TradeoffPoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetPoint:
+    """One budget: the share of the baseline's time that each planner's plan adds, None where it has no plan
+    within; and the share below which no plan is (`bound`)."""
+
+    budget_bytes: int
+    overheads: tuple[tuple[str, float | None], ...]
+    bound: float | None = None
+
+
 def relative_increase(before: float | None, after: float | None) -> float | None:
     """`after` over `before`, less one; None where either is unknown."""
     return after / before - 1 if before and after is not None else None
