@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.analyze.captured_step import Captured, with_costs, with_values
 from lowtide.analyze.formulas import Shares, by_shares, shares_of, with_formula_bytes
-from lowtide.facts import Run, Step
+from lowtide.facts import LAST_OUTPUTS, Region, Run, Step
 from lowtide.ops.calls import Call, OpCost, signature
 from lowtide.ops.recurrent import real_result_bytes, untracked_bytes
 from lowtide.planning.allocator import cut_by_allocator
@@ -339,6 +339,7 @@ def _with_uncaptured(step: Step, captured: Captured) -> Step:
 def _with_real_sizes(step: Step, calls: Mapping[Run, Call], costs: Mapping[Run, OpCost]) -> Step:
     """Correct the errors of fake tensors: sizes of results, and workspaces of opaque backward ops."""
     storages, nodes = list(step.storages), list(step.nodes)
+    in_last_outputs = 0
     for run, call in calls.items():
         if not run.is_first:
             continue
@@ -346,6 +347,8 @@ def _with_real_sizes(step: Step, calls: Mapping[Run, Call], costs: Mapping[Run, 
         if len(hidden) == len(makes):
             for storage, more in zip(makes, hidden, strict=True):
                 storages[storage] = replace(storages[storage], nbytes=storages[storage].nbytes + more)
+                if storages[storage].pinned and nodes[run.rank].region is Region.FORWARD:
+                    in_last_outputs += more
         sizes = real_result_bytes(call, make_sample)
         if sizes is not None:
             for storage, nbytes in zip(makes, sizes, strict=True):
@@ -354,4 +357,7 @@ def _with_real_sizes(step: Step, calls: Mapping[Run, Call], costs: Mapping[Run, 
         if more:
             workspace = nodes[run.rank].workspace_bytes + more
             nodes[run.rank] = replace(nodes[run.rank], workspace_bytes=workspace)
+    for last in storages:
+        if last.name == LAST_OUTPUTS:
+            storages[last.id] = replace(last, nbytes=last.nbytes + in_last_outputs)
     return replace(step, storages=tuple(storages), nodes=tuple(nodes))
