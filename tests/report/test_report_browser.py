@@ -411,8 +411,10 @@ def test_a_frame_shows_its_tensors_and_the_stack_that_made_them(open_page):
     assert "activations" in find(browser, "#live-inside-head").text
     line = centre(browser, "#live-stacks summary")
     assert "models/residual.py:" in line.text
+    caller = find(browser, "#live-stacks .caller")
+    assert caller.text == "called by models/main.py:7", "the first stack of a chosen frame is open"
     line.click()
-    assert texts(browser, "#live-stacks .caller")[0] == "called by models/main.py:7"
+    assert not caller.is_displayed()
     browser.execute_script("document.getElementById('live-tensors').open = true")
     WebDriverWait(browser, 5).until(lambda b: texts(b, "#live-tensors tbody tr"))
     assert all("activations" in row for row in texts(browser, "#live-tensors tbody tr"))

@@ -316,7 +316,7 @@ def test_the_curve_opens_on_the_plan_that_was_made(case):
 
 def test_what_costs_nothing_is_told(case):
     baseline, points = case.solution.baseline_peak_bytes, tradeoff_of(case.step, case.solution, 40)
-    text = free_text(points, case.solution, case.step.seconds)
+    text = free_text(points, case.step.seconds, baseline_bytes=baseline)
     lowest = free_peak(points, case.step.seconds)
     cost = {point.peak_bytes: point.recompute_seconds for point in points}
     assert lowest < baseline and 0 < cost[lowest] <= 0.001 * case.step.seconds
@@ -324,7 +324,7 @@ def test_what_costs_nothing_is_told(case):
     assert text.startswith(f"{style.size(baseline).split()[0]} → {style.size(lowest)} for free")
     assert text.partition(":")[0] in render(case, tradeoff=points)
     dear = [replace(point, recompute_seconds=1.0) for point in points]
-    assert free_text(dear, case.solution, 1.0) == "" == free_text((), None, 1.0)
+    assert free_text(dear, 1.0, baseline_bytes=baseline) == "" == free_text((), 1.0)
     assert "for free" not in render(case, tradeoff=dear)
 
 

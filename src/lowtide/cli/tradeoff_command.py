@@ -22,6 +22,7 @@ from lowtide.cli.terminal import Terminal, table
 from lowtide.errors import TargetError
 from lowtide.experiments.machine import why_not
 from lowtide.facts.gpus import gpu_behind
+from lowtide.report.answer import free_text
 from lowtide.report.style import HOW_TIMED, added, duration, percent, size
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ def tradeoff(
             _write(out, profile, curve, without_offload, data, curves=curves, measured=measured)
     terminal.data(data)
     terminal.show(*(_planner_tables(rows, curves, data) if rows else _tables(data)))
+    if free := free_text(curve.points, profile.step_seconds, baseline_bytes=profile.peak_bytes):
+        terminal.show(Text(free))
     say_written(terminal, out, CSV, JSON, *((PLANNERS_CSV,) if side else ()))
     failed = Exit.ERROR if curve.failed else Exit.DONE
     raise typer.Exit(Exit.RESULTS_DIFFER if curve.wrong else failed)

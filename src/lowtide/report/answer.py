@@ -135,10 +135,12 @@ def free_peak(points: Sequence[TradeoffPoint], step_seconds: float) -> int | Non
     return min(peaks, default=None)
 
 
-def free_text(points: Sequence[TradeoffPoint], solution: Solution | None, step_seconds: float) -> str:
-    """`100.8 → 81.5 MiB for free`, where the lowest such peak is below the baseline's."""
+def free_text(
+    points: Sequence[TradeoffPoint], step_seconds: float, *, baseline_bytes: int | None = None
+) -> str:
+    """`100.8 → 81.5 MiB for free`, where the lowest such peak is below the baseline's (else the curve's)."""
     lowest = free_peak(points, step_seconds)
-    baseline = solution.baseline_peak_bytes if solution else max((p.peak_bytes for p in points), default=0)
+    baseline = baseline_bytes or max((point.peak_bytes for point in points), default=0)
     if lowest is None or size(lowest) == size(baseline) or lowest > baseline:
         return ""
     before, unit = size(baseline).rsplit(" ", 1)

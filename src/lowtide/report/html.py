@@ -121,7 +121,11 @@ def render_report(
         offloads=any(decision.action is Action.OFFLOAD for decision in decisions),
         breakdown=_breakdown(before, after),
         made=made_index(points, solution),
-        free=free_text(tradeoff, solution, baseline_seconds),
+        free=free_text(
+            tradeoff,
+            baseline_seconds,
+            baseline_bytes=solution.baseline_peak_bytes if solution else None,
+        ),
         modules=modules,
         fates=FATES,
         shown_fates=[i for i in range(len(FATES)) if any(row.nbytes[i] for row in modules)],

@@ -84,7 +84,7 @@ addEventListener("DOMContentLoaded", () => {
       label: line.label, width: line.is_plan ? 2 : 1.25, dash: line.is_plan ? undefined : [5, 4], paths: stepped, points: { show: false }, stroke: () => colour(line),
     }))],
     axes: [
-      chartAxis({ values: (u, splits) => splits.map((x) => (axis === "time" ? (x ? Format.seconds(x) : "0") : `${x} %`)) }),
+      chartAxis({ space: 72, values: (u, splits) => splits.map((x) => (axis === "time" ? (x ? Format.seconds(x) : "0") : `${x} %`)) }),
       byteAxis({ size: 74 }),
     ],
     hooks: { draw: [decorate], setCursor: [(u) => u.cursor.left >= 0 && show(floor(u.posToVal(u.cursor.left, "x")))] },

@@ -5,7 +5,7 @@ addEventListener("DOMContentLoaded", () => {
   const flame = document.getElementById("flame");
   if (!flame || !page.timeline) return;
   const data = page.timeline, stored = data.storages, names = data.names;
-  const [ops, modules] = [data.ops, data.modules].map(Decode.strings);
+  const [ops, modules, sources] = [data.ops, data.modules, data.sources].map(Decode.strings);
   const regions = Decode.integers(data.regions).map((region) => data.region_names[region]);
   const labels = page.kinds.map((kind) => kind.label);
   const storageName = Decode.integers(stored.name).map((n) => (n < 0 ? stored.names[-1 - n] : names[n]));
@@ -29,7 +29,8 @@ addEventListener("DOMContentLoaded", () => {
   const liveAt = (run, at) => {
     const rows = [], last = run.order.length - 1;
     const add = (name, kind, bytes, rank, module, kept) => {
-      const stack = rank < 0 || !stacks.length ? [] : stacks[stackOf[rank]];
+      // A profile of an earlier version has one line in place of a stack.
+      const stack = rank < 0 ? [] : stacks.length ? stacks[stackOf[rank]] : [sources[rank]].filter(Boolean);
       rows.push({ name, kind, bytes, module, kept, stack, text: `${module} ${name} ${rank < 0 ? "" : ops[rank]} ${stack.join(" ")}`.toLowerCase() });
     };
     for (const id of statics) {
@@ -113,7 +114,7 @@ addEventListener("DOMContentLoaded", () => {
   const search = byId("live-search"), table = byId("live-tensors");
   const HIGH = 24, NARROWEST = 0.25, MOST_LINES = 8, MOST_INSIDE = 14, MOST_TENSORS = 60;
   let now = { key: runs.after ? "after" : "before", position: 0 };
-  const unfolded = new Set();
+  const unfolded = new Map();
   let zoomed = "", chosen = null, rows = [], root = null, tallest = 0, asked = false;
 
   const words = () => search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -259,7 +260,7 @@ addEventListener("DOMContentLoaded", () => {
     }
     const ranked = [...groups.values()].sort((a, b) => b.bytes - a.bytes || (a.stack.join() < b.stack.join() ? -1 : 1));
     const other = sum(shown) - sum(ranked);
-    byId("live-stacks").replaceChildren(...ranked.slice(0, MOST_LINES).map((group) => {
+    byId("live-stacks").replaceChildren(...ranked.slice(0, MOST_LINES).map((group, i) => {
       const item = element("li"), box = element("details"), head = element("summary", "leaf"), size = element("span");
       size.append(element("b", "", Format.bytes(group.bytes)), element("span", "muted", ` × ${group.count}`));
       head.append(element("span", "mono", group.stack.at(-1)), size);
@@ -267,12 +268,12 @@ addEventListener("DOMContentLoaded", () => {
       for (const line of group.stack.slice(0, -1).reverse()) box.append(element("p", "mono muted caller", `called by ${line}`));
       if (group.stack.length === 1) box.append(element("p", "muted caller", "the model's own forward"));
       const key = group.stack.join("\n");
-      box.open = unfolded.has(key);
-      box.addEventListener("toggle", () => (box.open ? unfolded.add(key) : unfolded.delete(key)));
+      box.open = unfolded.get(key) ?? (i === 0 && Boolean(zoomed || chosen));
+      head.addEventListener("click", () => unfolded.set(key, !box.open));
       item.append(box);
       return item;
     }), ...(ranked.length > MOST_LINES ? [element("li", "muted small", `and ${ranked.length - MOST_LINES} more lines`)] : []),
-      ...(other > 0 ? [element("li", "muted small", `${Format.bytes(other)} come from no line of the model: parameters, optimizer state, batch`)] : []));
+      ...(other > 0 ? [element("li", "muted small", `${Format.bytes(other)} come from no known line of the model, such as parameters, optimizer state and batch`)] : []));
     table.querySelector("summary").textContent = `Tensors of ${title}: the largest ${Math.min(MOST_TENSORS, shown.length)} of ${shown.length}`;
     if (table.open) tensors(shown);
     table.shown = shown;

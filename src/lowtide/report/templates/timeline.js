@@ -199,7 +199,7 @@ addEventListener("DOMContentLoaded", () => {
     cursor: { drag: { x: true, y: false }, y: false, points: { show: false } },
     series: [{}, ...kindSeries, ...lineSeries],
     axes: [
-      chartAxis({ values: (u, splits) => splits.map((x) => (axis === "time" ? (x ? Format.seconds(x) : "0") : String(x))) }),
+      chartAxis({ space: 72, values: (u, splits) => splits.map((x) => (axis === "time" ? (x ? Format.seconds(x) : "0") : String(x))) }),
       byteAxis({ size: 74 }),
     ],
     hooks: {
