@@ -1,11 +1,13 @@
 """The commands after a refused budget, and lines that no terminal breaks."""
 
+import io
 import shlex
 
 import pytest
+from rich.console import Console
 
 from lowtide.cli.refusals import again, lever_to_type
-from lowtide.cli.terminal import folded
+from lowtide.cli.terminal import Terminal, folded
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts.levers import Lever
 
@@ -71,3 +73,15 @@ def test_a_long_command_can_be_pasted():
 
 def test_a_short_command_keeps_its_comment_behind():
     assert folded("lowtide verify p   # again", 80, is_command=True) == ["lowtide verify p   # again"]
+
+
+def test_a_stage_on_a_terminal_says_its_seconds_and_its_count():
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    terminal = Terminal(err=console)
+    with terminal.working("verifying"):
+        pass
+    with terminal.counting("measuring") as progress:
+        progress(3, 8)
+    shown = screen.getvalue()
+    assert "verifying" in shown and "0 s" in shown and "3/8" in shown

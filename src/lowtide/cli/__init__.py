@@ -7,6 +7,7 @@ Commands import torch only when they need it.
 - `options`: the options that commands share, and the decorator `command`
 - `terminal`: one command's stdout and stderr, and its tables
 - `exit_codes`: exit codes, and errors as a line and as data
+- `help_texts`: examples of every command, and switches without a type
 - `encoding`: text for terminals that lack characters
 - `refusals`: the commands to type after a refused budget
 - `sources`: from the typed options to a profile

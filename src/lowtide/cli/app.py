@@ -15,6 +15,7 @@ from lowtide.cli.encoding import write_what_can_be_read
 from lowtide.cli.exit_codes import Exit, UsageError
 from lowtide.cli.file_commands import explain, models, solve
 from lowtide.cli.fit_command import fit
+from lowtide.cli.help_texts import PlainCommand, PlainGroup, epilog
 from lowtide.cli.launch_command import LaunchCommand, launch
 from lowtide.cli.step_commands import plan, profile, run, verify
 from lowtide.cli.sweep_command import sweep
@@ -22,6 +23,7 @@ from lowtide.cli.tradeoff_command import tradeoff
 
 app = typer.Typer(
     name="lowtide",
+    cls=PlainGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -30,8 +32,8 @@ app = typer.Typer(
 for command in (
     *(run, profile, plan, verify, explain, diff, fit, tradeoff, sweep, compare, solve, models, doctor),
 ):
-    app.command()(command)
-app.command(cls=LaunchCommand)(launch)
+    app.command(cls=PlainCommand, epilog=epilog(command.__name__))(command)
+app.command(cls=LaunchCommand, epilog=epilog(launch.__name__))(launch)
 
 
 def _installed(library: str) -> str:

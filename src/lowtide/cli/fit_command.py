@@ -53,13 +53,14 @@ def fit(
     multiple_of: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Look at multiples of this alone. Without it: any batch size, sequence lengths by 8, image "
             "sizes by 32.",
             show_default=False,
         ),
     ] = None,
-    most: Annotated[int | None, typer.Option(min=1, help="The largest size to look at.")] = None,
+    most: Annotated[int | None, typer.Option(metavar="N", min=1, help="The largest size to look at.")] = None,
     no_check: Annotated[bool, typer.Option("--no-check", help="Predict only: run no step.")] = False,
     batch_size: OptionalBatchSize = None,
     step: Annotated[StepOptions, offers("device")],

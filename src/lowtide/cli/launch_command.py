@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from lowtide.cli.exit_codes import Exit, exit_code, one_line
+from lowtide.cli.help_texts import PlainCommand
 from lowtide.cli.options import (
     Budget,
     Executor,
@@ -53,7 +53,7 @@ Reserve = Annotated[
 ]
 
 
-class LaunchCommand(TyperCommand):
+class LaunchCommand(PlainCommand):
     """A command whose options may also stand right behind its first word."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -205,24 +205,28 @@ Source = Annotated[
     ),
 ]
 OptionalBatchSize = Annotated[
-    int | None, typer.Option("--batch-size", "-b", min=1, help="Samples in a batch, for a TARGET.")
+    int | None,
+    typer.Option("--batch-size", "-b", metavar="N", min=1, help="Samples in a batch, for a TARGET."),
 ]
-BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples in a batch.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", min=1, help="Samples in a batch.")]
 ImageSize = Annotated[
-    int | None, typer.Option(min=1, help="Height and width of images, for built-in targets that take them.")
+    int | None,
+    typer.Option(metavar="N", min=1, help="Height and width of images, for built-in targets that take them."),
 ]
 SequenceLength = Annotated[
-    int | None, typer.Option(min=1, help="Tokens in a sequence, for built-in targets that take them.")
+    int | None,
+    typer.Option(metavar="N", min=1, help="Tokens in a sequence, for built-in targets that take them."),
 ]
 Optimizer = Annotated[
     str | None,
     typer.Option(
+        metavar="NAME",
         help="adam, adamw, sgd or none; a variant after a colon, as in adam:fused (foreach, fused, single). "
         "Without it: adam for a built-in target, the factory's own otherwise.",
         autocompletion=optimizers,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Decides random weights and data.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Decides random weights and data.")]
 Budget = Annotated[
     str,
     typer.Option(
@@ -262,6 +266,7 @@ Mode = Annotated[
 Ranks = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         min=1,
         help="Plan for one of so many processes that share the parameters of a TARGET; none has to run.",
     ),
@@ -321,6 +326,7 @@ TimedPairs = Annotated[
     int | None,
     typer.Option(
         "--timed-runs",
+        metavar="N",
         min=0,
         help="Steps to time, of the baseline and of the plan in turn. Without it: until the noise is below "
         "two points, or half a minute is spent.",
@@ -328,11 +334,12 @@ TimedPairs = Annotated[
     ),
 ]
 TimedRuns = Annotated[
-    int, typer.Option(min=0, help="Steps to time, of the baseline and of the plan in turn.")
+    int, typer.Option(metavar="N", min=0, help="Steps to time, of the baseline and of the plan in turn.")
 ]
 Planner = Annotated[
     str,
     typer.Option(
+        metavar="NAME",
         help=f"One of {', '.join(planner_names())}.",
         autocompletion=planners,
         callback=_planner,

@@ -21,7 +21,7 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.logging import RichHandler
 from rich.measure import Measurement
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -197,22 +197,43 @@ class Terminal:
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """Show on a terminal that work is going on."""
-        if self.quiet or not self.err.is_terminal:
-            yield
-            return
-        with self.err.status(text):
+        """Show on a terminal what is being done, and since when."""
+        with self.counting(text):
             yield
 
     @contextmanager
     def counting(self, text: str) -> Iterator[Callable[[int, int], None]]:
-        """A bar on a terminal for work that reports `(done, total)`."""
+        """A line on a terminal: what is being done and since when; and a bar once the work reports `(done,
+        total)`."""
         if self.quiet or not self.err.is_terminal:
             yield lambda done, total: None
             return
-        with Progress(console=self.err, transient=True) as bar:
+        with Progress(*_COLUMNS, console=self.err, transient=True) as bar:
             task = bar.add_task(text, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Count(ProgressColumn):
+    """`12/80`, once the total is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
+
+
+class _Seconds(ProgressColumn):
+    """How long the stage has run."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.elapsed or 0:.0f} s")
+
+
+_COLUMNS = (
+    SpinnerColumn("line"),
+    TextColumn("{task.description}", markup=False),
+    BarColumn(20),
+    _Count(),
+    _Seconds(),
+)
 
 
 @contextmanager

@@ -43,9 +43,14 @@ def tradeoff(
     terminal: Terminal,
     source: Source,
     *,
-    points: Annotated[int, typer.Option(min=1, help="Budgets to plan for, evenly spaced in bytes.")] = 50,
+    points: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Budgets to plan for, evenly spaced in bytes.")
+    ] = 50,
     measure: Annotated[
-        int, typer.Option(min=0, help="Plans of the curve to measure in fresh processes; 0 for none.")
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Plans of the curve to measure in fresh processes; 0 for none."
+        ),
     ] = 3,
     planners: Planners = None,
     timed_runs: TimedRuns = 5,
