@@ -92,7 +92,9 @@ def test_does_not_fit(run_lowtide, profile, step, tmp_path):
     out = tmp_path / "out"
     code, stdout, stderr = run_lowtide("plan", str(profile), "--budget", "1KiB", "-o", str(out))
     assert code == Exit.DOES_NOT_FIT and stdout == ""
-    assert str(Profile(step).floor_bytes) in stderr and stderr.count("\n") == 1
+    error, command = stderr.splitlines()
+    assert str(Profile(step).floor_bytes) in error
+    assert command.startswith("next: lowtide plan tiny-resnet152 -b 4") and "--budget 1KiB" in command
     assert list(out.iterdir()) == []
 
 

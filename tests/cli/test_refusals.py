@@ -6,10 +6,11 @@ import shlex
 import pytest
 from rich.console import Console
 
-from lowtide.cli.refusals import again, lever_to_type
+from lowtide.cli.refusals import again, lever_to_type, target_command
 from lowtide.cli.terminal import Terminal, folded
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts.levers import Lever
+from lowtide.zoo.targets import TargetSpec
 
 
 def lever(floor_bytes, *options, is_estimate=False):
@@ -50,6 +51,12 @@ def test_the_same_command_with_another_budget(budget):
 
 def test_the_budget_stays_where_the_lever_meets_it():
     assert again(["x", "plan", "t", "--budget", "50%"], ["--a"]) == "lowtide plan t --budget 50% --a"
+
+
+def test_the_target_of_a_profile_is_planned_anew():
+    spec = TargetSpec(text="tiny-unet", batch_size=4, image_size=32, optimizer="sgd")
+    command = target_command(spec, "9 MiB")
+    assert command == "lowtide plan tiny-unet -b 4 --image-size 32 --optimizer sgd --budget '9 MiB'"
 
 
 TEXT = "error: the lowest reachable peak is at 'convolution_backward_2' " + "and so on " * 12

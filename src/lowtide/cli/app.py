@@ -19,6 +19,7 @@ from lowtide.cli.help_texts import PlainCommand, PlainGroup, epilog
 from lowtide.cli.launch_command import LaunchCommand, launch
 from lowtide.cli.step_commands import plan, profile, run, verify
 from lowtide.cli.sweep_command import sweep
+from lowtide.cli.terminal import Terminal
 from lowtide.cli.tradeoff_command import tradeoff
 
 app = typer.Typer(
@@ -76,7 +77,7 @@ def main() -> None:
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "lowtide")
         message = " ".join(error.format_message().split())
-        typer.echo(f"error: {message} ({command} --help shows what can be said)", err=True)
+        Terminal().say(f"error: {message} ({command} --help shows what can be said)")
         if "--json" in sys.argv:
             typer.echo(json.dumps({"error": {"type": UsageError.__name__, "message": message}}, indent=2))
         code = Exit.USAGE

@@ -9,6 +9,7 @@ from lowtide.cli.terminal import Terminal
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts.levers import Lever
 from lowtide.units import round_up_size
+from lowtide.zoo.targets import TargetSpec
 
 FOLDER = "disk:FOLDER"
 STORE = "store"
@@ -16,13 +17,19 @@ BUDGET = "--budget"
 
 
 @contextmanager
-def remedies(terminal: Terminal, argv: Sequence[str], *, folder: Path | None = None) -> Iterator[None]:
+def remedies(
+    terminal: Terminal, argv: Sequence[str], *, folder: Path | None = None, anew: str = ""
+) -> Iterator[None]:
     """Where the block refuses a budget, let the command end with the commands that would succeed.
 
-    `folder` is the command's own, whose files are replaced then; a store is made in it."""
+    `folder` is the command's own, whose files are replaced then; a store is made in it. `anew` is the command
+    that plans a live model, for a profile from a file: only beside a model are there levers.
+    """
     try:
         yield
     except BudgetTooSmall as error:
+        if anew and error.remedy:  # else another planner meets the budget
+            terminal.after_failure.append(f"{anew}   # says what would fit")
         lever = lever_to_type(error)
         if lever is not None:
             store = f"disk:{(folder or Path()) / STORE}"
@@ -41,6 +48,20 @@ def lever_to_type(error: BudgetTooSmall) -> Lever | None:
     if fitting:
         return min(fitting, key=lambda lever: (lever.is_estimate, len(lever.options), lever.floor_bytes))
     return min(typed, key=lambda lever: (lever.is_estimate, lever.floor_bytes), default=None)
+
+
+def target_command(spec: TargetSpec, budget: str) -> str:
+    """How to plan the target of a profile anew: a refusal names levers only beside a live model."""
+    options = {
+        "--image-size": spec.image_size,
+        "--sequence-length": spec.sequence_length,
+        "--optimizer": spec.optimizer,
+        "--seed": spec.seed or None,
+        "--on": spec.device,
+    }
+    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    words = ["lowtide", "plan", spec.text, "-b", str(spec.batch_size), *given, BUDGET, budget]
+    return shlex.join(words)
 
 
 def again(

@@ -30,7 +30,7 @@ from lowtide.cli.options import (
     TimedPairs,
     command,
 )
-from lowtide.cli.refusals import again, remedies
+from lowtide.cli.refusals import again, remedies, target_command
 from lowtide.cli.sources import (
     StepOptions,
     offers,
@@ -105,7 +105,8 @@ def plan(
     out = output.claim(files.PLAN, files.DECISIONS)
     held: list[Target] = []
     profile, spec, name = open_source(source, terminal, step, batch_size=batch_size, held=held)
-    with terminal.working("planning"), remedies(terminal, sys.argv):
+    anew = "" if spec is None or not source.endswith(".json") else target_command(spec, budget)
+    with terminal.working("planning"), remedies(terminal, sys.argv, anew=anew):
         made = profile.plan(budget, planner=planner, executor=executor)
     written = [] if out is None else files.write_plan(out, spec=spec, plan=made)
     terminal.data(plan_summary(made.solution, name=name))

@@ -23,6 +23,8 @@ NO_SETTING = (
     "torch's, or for an op of your own"
 )
 PREDICTED_WITHIN = 0.01
+"""A budget is kept where the measured peak is at or below it, and the predicted peak is within this share of
+the measured one."""
 AGREE_WITHIN = 0.02
 SMALL_BYTES = 1 << 20
 """Below this, pages and the allocator's own blocks dominate the kernel's figure."""
