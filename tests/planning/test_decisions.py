@@ -1,12 +1,15 @@
 """Every combination of what is held at the floor gives sentences that read as English."""
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
+from synthetic import chain
 
-from lowtide.facts import Kind, Region
-from lowtide.planning.decisions import LASTING, hint, listed
+from lowtide.facts import Kind, Region, Storage
+from lowtide.planning.decisions import LASTING, floor_hint, hint, library_bytes, listed
+from lowtide.planning.schedules import eager_timeline
 
 COMBINATIONS = [
     (region, {kind: 100 for kind, there in zip(LASTING, present, strict=True) if there} | others)
@@ -46,6 +49,18 @@ def test_only_what_is_held_is_blamed(region, held):
 def test_workspaces_of_libraries_have_their_own_name():
     cause, _ = hint(Region.FORWARD, {Kind.OTHER: 18 << 20}, libraries={"cuBLAS workspaces": 17 << 20})
     assert cause == "It holds 17.0 MiB cuBLAS workspaces, 1.0 MiB other."
+
+
+def test_workspaces_of_libraries_are_found_by_their_storages():
+    step = chain(length=3)
+    names = ("workspace of cuBLAS, forward", "workspace of cuBLAS, backward", "library workspaces")
+    kept = [
+        Storage(id=len(step.storages) + i, nbytes=(1 + i) << 20, kind=Kind.OTHER, name=name, static=True)
+        for i, name in enumerate(names)
+    ]
+    step = replace(step, storages=(*step.storages, *kept))
+    assert library_bytes(step) == {"cuBLAS workspaces": 3 << 20, "library workspaces": 3 << 20}
+    assert "3.0 MiB cuBLAS workspaces" in floor_hint(step, eager_timeline(step)).cause
 
 
 def test_lists_are_joined_as_people_do():

@@ -249,7 +249,7 @@ def floor_hint(step: Step, timeline: Timeline) -> Hint:
     """The largest kinds that are live at the lowest peak, and remedies."""
     at = timeline.peak_position
     live = {kind: int(series[at]) for kind, series in timeline.bytes_by_kind.items()}
-    found = hint(step.nodes[timeline.peak_rank].region, live, libraries=library_bytes(step, timeline))
+    found = hint(step.nodes[timeline.peak_rank].region, live, libraries=library_bytes(step))
     last_bytes = sum(
         step.storages[storage].nbytes
         for storage, start, end in timeline.blocks
@@ -266,17 +266,15 @@ def floor_hint(step: Step, timeline: Timeline) -> Hint:
     return Hint(cause, found.remedy)
 
 
-def library_bytes(step: Step, timeline: Timeline) -> dict[str, int]:
-    """The bytes of libraries' workspaces that are live at the peak, by their name: `cuBLAS workspaces`."""
+def library_bytes(step: Step) -> dict[str, int]:
+    """The bytes of libraries' workspaces, by their name: `cuBLAS workspaces`. They are live all the time."""
     found: dict[str, int] = {}
-    at = timeline.peak_position
-    for storage, start, end in timeline.blocks:
-        record = step.storages[storage]
-        if start <= at <= end and record.name.startswith((WORKSPACE_OF, LIBRARY_WORKSPACES)):
-            words = record.name.partition(",")[0]
+    for storage in step.storages:
+        if storage.static and storage.name.startswith((WORKSPACE_OF, LIBRARY_WORKSPACES)):
+            words = storage.name.partition(",")[0]
             if words.startswith(WORKSPACE_OF):
                 words = f"{words.removeprefix(WORKSPACE_OF)} workspaces"
-            found[words] = found.get(words, 0) + record.nbytes
+            found[words] = found.get(words, 0) + storage.nbytes
     return found
 
 
