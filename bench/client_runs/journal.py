@@ -56,13 +56,19 @@ class Journal:
     def note(self, name: str, tensors: Iterable[torch.Tensor | None]) -> None:
         self.entries.append((name, digest(tensors)))
 
+    def note_in_any_order(self, name: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Libraries make groups of parameters from sets, so that their order differs between processes."""
+        each = sorted(digest([tensor]) for tensor in tensors)
+        self.entries.append((name, hashlib.sha256("".join(each).encode()).hexdigest()))
+
     def note_results(self, models: Iterable[nn.Module]) -> None:
         """Parameters, buffers, optimizer states and states of random generators, at the end."""
         for model in models:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 self.note(name, [tensor])
         for optimizer in self.optimizers:
-            self.note(f"state of {type(optimizer).__name__}", tensors_in(list(optimizer.state.values())))
+            states = tensors_in(list(optimizer.state.values()))
+            self.note_in_any_order(f"state of {type(optimizer).__name__}", states)
         self.note("torch's random state", [torch.get_rng_state()])
         states = repr((random.getstate(), numpy.random.get_state(legacy=False)))
         self.entries.append(
@@ -75,7 +81,7 @@ class Journal:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        self.note(f"gradients {self.num_steps + 1}", [each.grad for each in parameters])
+        self.note_in_any_order(f"gradients {self.num_steps + 1}", [each.grad for each in parameters])
         if optimizer is self.optimizers[0]:
             self.num_steps += 1
             self._on_step(self.num_steps)
