@@ -25,9 +25,9 @@ weights and made-up data. Each trains {steps} steps without a plan and {steps} w
 with the same seeds. The budget is halfway between the lowest reachable peak and the measured peak without a
 plan.
 
-Machine: {machine}, shared with other work; one thread. Versions: python {python}, torch {torch}, and those
-of the table. Command: `make clients`, which runs `python bench/client_suite.py` in an environment of its
-own (`bench/clients/requirements.txt`). All figures: [clients.csv](clients.csv).
+Machine: {machine}, shared with other work; one thread. Versions: python {python}, torch {torch}, and
+those of the table. Command: `python bench/client_suite.py`; `make clients` runs it in an environment of
+its own (`bench/clients/requirements.txt`). All figures: [clients.csv](clients.csv).
 
 {totals}
 

@@ -26,8 +26,7 @@ def train(run: Run) -> None:
     scheduler = DDPMScheduler(num_train_timesteps=1000)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=run.steps)
-    example = (torch.randn(8, 3, 16, 16), torch.randint(0, 1000, (8,)))
-    model = run.plan(model, example, optimizer=optimizer)
+    model = run.plan(model, (torch.randn(8, 3, 16, 16), torch.randint(0, 1000, (8,))), optimizer=optimizer)
     for _ in range(run.steps):
         images, noise = torch.rand(8, 3, 16, 16) * 2 - 1, torch.randn(8, 3, 16, 16)
         times = torch.randint(0, 1000, (8,))

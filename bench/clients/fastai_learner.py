@@ -18,9 +18,9 @@ LOOP = "perceptron, Learner.fit"
 
 
 def train(run: Run) -> None:
-    count = run.steps * 128
+    count = run.steps * 1024
     data = TensorDataset(torch.randn(count, 64), torch.randint(0, 5, (count,)))
-    loaders = DataLoaders(DataLoader(data, bs=128, shuffle=True), DataLoader(data, bs=128), device="cpu")
+    loaders = DataLoaders(DataLoader(data, bs=1024, shuffle=True), DataLoader(data, bs=1024), device="cpu")
     model = nn.Sequential(
         nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.ReLU()
     )
@@ -29,6 +29,6 @@ def train(run: Run) -> None:
         loaders, model, loss_func=nn.CrossEntropyLoss(), opt_func=partial(OptimWrapper, opt=torch.optim.Adam)
     )
     learner.create_opt()
-    run.plan(learner.model, torch.randn(128, 64), optimizer=learner.opt.opt)
+    run.plan(learner.model, torch.randn(1024, 64), optimizer=learner.opt.opt)
     learner.remove_cb(ProgressCallback)
     learner.fit(1, lr=1e-3)

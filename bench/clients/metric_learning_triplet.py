@@ -15,9 +15,9 @@ def train(run: Run) -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 32))
     mining, loss_func = MultiSimilarityMiner(epsilon=0.1), TripletMarginLoss(margin=0.2)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model = run.plan(model, torch.randn(128, 64), optimizer=optimizer)
+    model = run.plan(model, torch.randn(32, 64), optimizer=optimizer)
     for _ in range(run.steps):
-        data, labels = torch.randn(128, 64), torch.randint(0, 8, (128,))
+        data, labels = torch.randn(32, 64), torch.randint(0, 8, (32,))
         optimizer.zero_grad()
         embeddings = model(data)
         loss = loss_func(embeddings, labels, mining(embeddings, labels))

@@ -18,8 +18,7 @@ def train(run: Run) -> None:
     )
     loss_fn = ClipLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    example = (torch.rand(8, 3, 32, 32), torch.randint(1, 200, (8, 16)))
-    model = run.plan(model, example, optimizer=optimizer)
+    model = run.plan(model, (torch.rand(8, 3, 32, 32), torch.randint(1, 200, (8, 16))), optimizer=optimizer)
     for _ in range(run.steps):
         images, texts = torch.rand(8, 3, 32, 32), torch.randint(1, 200, (8, 16))
         loss = loss_fn(*model(images, texts)[:3])

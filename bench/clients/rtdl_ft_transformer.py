@@ -15,8 +15,7 @@ def train(run: Run) -> None:
         n_cont_features=8, cat_cardinalities=[4, 7], d_out=1, **FTTransformer.get_default_kwargs(n_blocks=1)
     )
     optimizer = model.make_default_optimizer()
-    example = (torch.randn(64, 8), torch.randint(0, 4, (64, 2)))
-    model = run.plan(model, example, optimizer=optimizer)
+    model = run.plan(model, (torch.randn(64, 8), torch.randint(0, 4, (64, 2))), optimizer=optimizer)
     for _ in range(run.steps):
         numbers, kinds, targets = torch.randn(64, 8), torch.randint(0, 4, (64, 2)), torch.randn(64)
         optimizer.zero_grad()

@@ -20,9 +20,9 @@ def train(run: Run) -> None:
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
     schedule = CosineLRScheduler(optimizer, t_initial=run.steps, warmup_t=2)
     mixup, loss_fn = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=10), SoftTargetCrossEntropy()
-    model = run.plan(model, torch.randn(8, 3, 64, 64), optimizer=optimizer)
+    model = run.plan(model, torch.randn(32, 3, 64, 64), optimizer=optimizer)
     for step in range(run.steps):
-        images, targets = mixup(torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,)))
+        images, targets = mixup(torch.randn(32, 3, 64, 64), torch.randint(0, 10, (32,)))
         output = model(images)
         loss = loss_fn(output, targets)
         loss.backward()
