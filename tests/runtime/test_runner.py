@@ -252,7 +252,7 @@ def test_a_saved_plan_trains_the_same(tmp_path) -> None:
 def _floor_of_the_backend(model: nn.Module, batch: torch.Tensor) -> int:
     """The lowest budget it takes, which it tells when asked for less."""
     with pytest.raises(Exception, match="lowest reachable peak is") as caught:
-        torch.compile(model, backend="lowtide", options={"budget": 1})(batch)
+        torch.compile(model, backend="lowtide", options={"budget": "1B"})(batch)
     return int(re.search(r"lowest reachable peak is \D*[\d.]+ \w+ \((\d+) bytes\)", str(caught.value))[1])
 
 
