@@ -11,7 +11,7 @@ project = "lowtide"
 author = "the lowtide authors"
 release = version = lowtide.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "commands"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "commands"]
 exclude_patterns = ["_build", "_ext"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write names as `name`

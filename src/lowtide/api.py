@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,28 +9,26 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from lowtide import display
-from lowtide.analyze.captured_step import Captured, capture
+from lowtide.analyze.captured_step import Captured
 from lowtide.errors import CannotMoveToFreshProcess, LowtideError
 from lowtide.facts import Step
 from lowtide.facts.auto_budget import FreeMemory, auto_budget
 from lowtide.facts.gpus import GPUS, Gpu
-from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
+from lowtide.facts.plan import offload_text
 from lowtide.facts.serial import solution_to_dict
 from lowtide.facts.sizes import is_auto, parse_size
 from lowtide.lever_search import LeverSearch, lever_search
-from lowtide.offload.offload_store import open_store
+from lowtide.loop_statements import SHARDED_OFFLOAD, LoopStatements
 from lowtide.optim.joined_optimizers import join_optimizers
 from lowtide.parallel.ranks import Ranks, count_buckets, plan_together, ranks_of
-from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding
+from lowtide.parallel.simulated_sharding import simulate_sharding
 from lowtide.plans import Plan, expectation, with_note
 from lowtide.profiles import Profile
 from lowtide.profiling.costing import MEMORY_LIMIT_BYTES, KnownCosts, estimate_costs, measure_costs
 from lowtide.profiling.free_memory import free_memory
 from lowtide.profiling.roofline import estimated_costs
-from lowtide.profiling.transfer_speed import measure_transfer_speed
 from lowtide.profiling.whole_run import run_costs
 from lowtide.runtime.executor import executor_named
-from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.runner import attach, remove, runner_of
 from lowtide.stage_log import say
 from lowtide.torch_compat import ddp
@@ -39,7 +36,7 @@ from lowtide.torch_compat.autograd_engine import outside_autocast
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.batch_arguments import refuse_other_arguments
 from lowtide.trace.identity import user_tensors
-from lowtide.trace.model_call import Loop, Loss, Optimizers, split_batch
+from lowtide.trace.model_call import Loss, Optimizers, split_batch
 from lowtide.trace.step_device import device_of
 from lowtide.verification.comparison import planned
 from lowtide.verification.measure_step import Measured, autocast_here, measure_here
@@ -49,100 +46,6 @@ from lowtide.verification.verify_plan import verify as verify_target
 from lowtide.zoo.targets import Target
 
 MODES = ("ops", "run")
-SHARDED_OFFLOAD = "offload is not planned for models that are sharded over processes: leave offload out"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Training:
-    """The user's statements about the loop around the model."""
-
-    optimizer: Optimizers | None
-    loss: Loss | None
-    accumulate: bool
-    reserve: str | int
-    step_in_backward: bool
-    holds_outputs: bool
-    offload: str
-
-    @property
-    def reserve_bytes(self) -> int:
-        return parse_size(self.reserve) if self.reserve else 0
-
-    def loop(self, model: nn.Module, batch: Any) -> Loop:
-        return Loop.of(
-            self.optimizer,
-            self.loss,
-            holds_outputs=self.holds_outputs,
-            reserve_bytes=self.reserve_bytes,
-            origins=user_tensors(model, batch),
-        )
-
-    @property
-    def settings(self) -> list[tuple[str, str]]:
-        """The settings that must be the same on all ranks."""
-        named = ("accumulate", "reserve_bytes", "step_in_backward", "holds_outputs", "offload")
-        return [(name, str(getattr(self, name))) for name in named]
-
-    @property
-    def offload_to(self) -> OffloadTarget | None:
-        return parse_offload(self.offload) if self.offload else None
-
-    def check(self, model: nn.Module, batch: Any, ranks: Ranks | None) -> None:
-        if not isinstance(model, nn.Module):
-            raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
-        if runner_of(model) is not None:
-            raise LowtideError(
-                "this model already runs by a plan: call lowtide.remove(model) before profiling it"
-            )
-        if self.step_in_backward and self.accumulate:
-            raise LowtideError(
-                "step_in_backward=True updates parameters in every backward pass, and accumulate=True says "
-                "that gradients of several are added up: choose one of them"
-            )
-        if self.step_in_backward and (ranks is not None or units_of(model)):
-            raise LowtideError(
-                "step_in_backward=True would update parameters before the gradients of all processes are "
-                "there: leave it out"
-            )
-        if self.offload_to is not None and units_of(model):
-            raise LowtideError(SHARDED_OFFLOAD)
-        if self.offload_to is not None:
-            open_store(self.offload_to, str(device_of(model, batch)))
-        ddp.check(model)
-
-    def capture(
-        self,
-        model: nn.Module,
-        batch: Any,
-        *,
-        simulated: SimulatedSharding | None = None,
-        gpu: Gpu | None = None,
-    ) -> Captured:
-        leave()
-        with display.shown() as line:
-            line.stage("capturing the step")
-            return capture(
-                ddp.unwrapped(model),
-                batch,
-                optimizer=join_optimizers(self.optimizer),
-                loss=self.loss,
-                accumulate=self.accumulate,
-                reserve_bytes=self.reserve_bytes,
-                step_in_backward=self.step_in_backward,
-                holds_outputs=self.holds_outputs,
-                simulated=simulated,
-                offload=self.offload_to is not None,
-                gpu=gpu,
-            )
-
-    def with_link(self, step: Step, *, cache: bool = True) -> Step:
-        """The step with the transfer speed of its store, if it has one."""
-        target = self.offload_to
-        return (
-            step
-            if target is None
-            else replace(step, transfer_speed=measure_transfer_speed(target, step, cache))
-        )
 
 
 def profile(
@@ -168,36 +71,43 @@ def profile(
 ) -> Profile:
     """Capture one training step and measure its ops, without running the step.
 
-    `batch`: a tensor or tuple (positional arguments) or a dict (keyword arguments). `optimizer`: one, or a
-    list of optimizers that step one after the other. `loss`: a function of the model's output; without it the
-    output's `.loss`, a scalar output, or the sum of its floating tensors. `accumulate`: gradients of earlier
-    micro-batches are live when the step begins, as in a loop that calls backward() several times before the
-    optimizer's step. `reserve`: bytes that are live besides, such as those of another model.
-
-    Ops are timed one at a time, within `memory_limit`, and remembered on disk unless `cache=False`. With
-    `mode="run"` the captured graphs run whole instead, which needs the memory of the step. On a terminal, a
-    line on stderr shows the progress; `progress(done, total)` is called instead, if given.
-
-    `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final, and frees the
-    gradient; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or accumulation.
-    `holds_outputs=False`: the loop frees the model's outputs, but for the loss, before backward; by default
-    they count until the next forward pass has ended, since the loop gives them a name. `offload`:
-    activations may also wait outside of device memory: `"disk:FOLDER"` for a folder on a local disk, whose
-    speed is then measured; or `"host"`, the host's memory, where the model is on an accelerator. `swap` is
-    the earlier name of `offload`.
-
-    Of a DistributedDataParallel the model inside is profiled, and its buckets are counted; buckets are also
-    counted for any other model of a process that is one of several (of `process_group`, by default of all).
-    With `ranks`, the step is that of one process among so many, with every block of the model and then the
-    model sharded (`fully_shard`): a prediction for which no other process has to run.
-
-    With `device`, the step is one on an absent GPU (`a100-40g`): all figures are estimated from its published
-    rates, and marked so. A plan of it applies on that GPU.
+    Args:
+        model: The module that the loop calls. Of a DistributedDataParallel the model inside is profiled, and
+            its buckets are counted; buckets are also counted for any other model of a process that is one of
+            several.
+        batch: What the model is called with: a tensor or a tuple (positional arguments), or a dict (keyword
+            arguments). Labels that the model does not take belong into `loss`.
+        optimizer: One, or a list of optimizers that step one after the other.
+        loss: A function of the model's output, for the memory of the loss. Without it: the output's `.loss`,
+            a scalar output, or the sum of its floating tensors.
+        accumulate: Gradients of earlier micro-batches are live when the step begins, as in a loop that calls
+            backward() several times before the optimizer's step.
+        reserve: Bytes that are live besides, such as those of another model.
+        memory_limit: Bytes that measuring may take; larger ops are scaled from smaller ones.
+        cache: Remember the times of ops on disk.
+        mode: `"ops"` times each distinct op alone. `"run"` runs the captured graphs whole, which needs the
+            memory of the step.
+        step_in_backward: The optimizer updates each parameter as soon as its gradient is final, and frees the
+            gradient; `optimizer.step()` stays in the loop. Not for clipping by norm, GradScaler or
+            accumulation.
+        holds_outputs: Whether the loop keeps the model's outputs besides the loss, until the next forward
+            pass has ended: it does where they have a name. `False`: they are freed before backward.
+        offload: Activations may also wait outside of device memory: `"disk:FOLDER"`, a folder on a local
+            disk, whose speed is then measured; or `"host"`, the host's memory, for a model on an accelerator.
+        swap: The earlier name of `offload`.
+        ranks: The step is that of one process among so many, with every block of the model and then the model
+            sharded (`fully_shard`): a prediction for which no other process has to run.
+        shard: How `ranks` share parameters.
+        device: The name of an absent GPU (`"a100-40g"`): all figures are estimated from its published rates,
+            and marked so. A plan of it applies on that GPU.
+        progress: Called with the numbers of finished and of all measurements, in place of the line on stderr
+            that a terminal shows.
+        process_group: The processes that train this model; by default all.
     """
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
     gpu = None if device is None else _gpu_named(device)
-    training = _Training(
+    training = LoopStatements(
         optimizer=optimizer,
         loss=loss,
         accumulate=accumulate,
@@ -297,18 +207,34 @@ def checkpoint(
 ) -> nn.Module:
     """Let `model` train with a peak of at most `budget` bytes: profile, plan and apply in one.
 
-    Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing.
-    `accumulate`, `reserve`, `step_in_backward`, `holds_outputs` and `offload` are those of `profile`,
-    `budget` and `executor` are those of `Profile.plan`; where several processes share a machine's memory,
-    `"auto"` is the share of one. One line says what to expect, to the logger `lowtide` at level INFO,
-    or to stderr where that shows nothing; `lowtide.plan_of(model)` is the plan.
+    Returns the same module. A budget that cannot be met raises `BudgetTooSmall` and changes nothing. One line
+    says what to expect, to the logger `lowtide` at level INFO, or to stderr where that shows nothing;
+    `lowtide.plan_of(model)` is the plan.
 
-    `model` may be a DistributedDataParallel, or become one later, or be sharded by `fully_shard`. Where
-    several processes train the model (those of `process_group`, by default of the wrapper's or the shards',
-    or all), each has to call this: rank 0 makes the plan for all ranks with batches like its own. A setting
-    that differs between ranks is an error on all of them.
+    Where several processes train the model, each has to call this: rank 0 makes the plan for all ranks with
+    batches like its own. A setting that differs between ranks is an error on all of them.
+
+    Args:
+        model: A module; it may be a DistributedDataParallel, or become one later, or be sharded by
+            `fully_shard`.
+        batch: What the model is called with, as for `profile`.
+        budget: Bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`: what the
+            device has free, and where several processes share a machine's memory the share of one.
+        optimizer: One, or a list of optimizers that step one after the other.
+        loss: A function of the model's output, for the memory of the loss, as for `profile`.
+        accumulate: Gradients of earlier micro-batches are live when the step begins.
+        reserve: Bytes that are live besides, such as those of another model.
+        planner: The name of a planner, as for `Profile.plan`.
+        step_in_backward: The optimizer updates each parameter as soon as its gradient is final, as for
+            `profile`.
+        holds_outputs: Whether the loop keeps the model's outputs besides the loss, as for `profile`.
+        offload: `"disk:FOLDER"` or `"host"`: activations may also wait there, as for `profile`.
+        swap: The earlier name of `offload`.
+        executor: `"eager"` runs a plan op by op, `"inductor"` compiles it.
+        process_group: The processes that train this model; by default those of the wrapper or the shards, or
+            all.
     """
-    training = _Training(
+    training = LoopStatements(
         optimizer=optimizer,
         loss=loss,
         accumulate=accumulate,
@@ -385,12 +311,20 @@ def verify(
 ) -> Verification:
     """Compare training with and without `plan` to the last bit, and measure both peaks and times.
 
-    Works on copies in fresh processes; the model here is not trained. Where the model cannot be sent
-    to another process, copies in this one are used and `fresh_process` is False. Steps of both are timed in
-    turn until the noise of the time added is below two points or half a minute is spent; `timed_runs` is an
-    exact number of them instead, 0 for none. Of a
-    DistributedDataParallel the model inside is verified, in one process and without buckets. Called inside of
-    a block of autocast, every forward pass that is compared runs in such a block.
+    Works on copies in fresh processes; the model here is not trained. Where the model cannot be sent to
+    another process, copies in this one are used and `fresh_process` is False. Of a DistributedDataParallel
+    the model inside is verified, in one process and without buckets. Called inside of a block of autocast,
+    every forward pass that is compared runs in such a block.
+
+    Args:
+        model: The module that was profiled.
+        batch: What the model is called with, as for `profile`.
+        plan: A plan of this step.
+        optimizer: That of the step, as for `profile`.
+        loss: That of the step, as for `profile`.
+        timed_runs: An exact number of steps to time, in turn without and with the plan; 0 for none. Without
+            it, steps are timed until the noise of the time added is below two points or half a minute is
+            spent.
     """
     with _copyable(model, batch, optimizer, loss) as target:
         return verify_target(target, plan, timed_runs=timed_runs)
@@ -410,6 +344,14 @@ def measure_step(
     Works on copies in fresh processes, as `verify` does, and compares nothing. Where the model cannot be sent
     to another process, a copy in this one is measured, by torch's own count of bytes alone and without a
     clock: `resident_peak_bytes` and `timing` are None then.
+
+    Args:
+        model: The module that the loop calls.
+        batch: What the model is called with, as for `profile`.
+        optimizer: That of the step, as for `profile`.
+        loss: That of the step, as for `profile`.
+        plan: A plan of this step; without it, the step is eager's.
+        timed_runs: The number of steps to time.
     """
     with _copyable(model, batch, optimizer, loss) as target:
         try:

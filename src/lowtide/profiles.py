@@ -107,14 +107,17 @@ class Profile:
     def plan(self, budget: str | int, planner: str = "auto", *, executor: str = "eager") -> Plan:
         """What to recompute so that the step's peak is at most `budget`.
 
-        `budget`: bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`: what the
-        device has free now, with what the step already has there, less a reserve; one line says the sum. For
-        an accelerator, `"20GiB reserved"` bounds the bytes that the device's allocator reserves, which run
-        out first; a share is then one of what the baseline reserves. `executor`: what runs the graphs; with
-        `"inductor"` they are compiled here, and the peak is that of the compiled code.
-
         `BudgetTooSmall` where no plan fits. Its `levers` say what would lower the floor, as long as model,
         batch and optimizer of the profile are alive.
+
+        Args:
+            budget: Bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`: what the
+                device has free now, with what the step already has there, less a reserve; one line says the
+                sum. For an accelerator, `"20GiB reserved"` bounds the bytes that the device's allocator
+                reserves, which run out first; a share is then one of what the baseline reserves.
+            planner: `"auto"`, or the name of another planner (`lowtide plan --help` lists them).
+            executor: What runs the graphs; with `"inductor"` they are compiled here, and the peak is that of
+                the compiled code.
         """
         if split_reserved(budget)[1]:
             check_reserves(self.step.device, budget)

@@ -9,7 +9,7 @@ from torch import nn
 
 import lowtide
 from lowtide.integrations.held_besides import Besides, held_besides, planned_in_trainer, tell_of
-from lowtide.runtime.observer import PROFILER_IS_ON
+from lowtide.runtime.loop_messages import PROFILER_IS_ON
 from lowtide.runtime.runner import runner_of
 
 

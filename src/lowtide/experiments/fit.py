@@ -151,14 +151,19 @@ def fit(
 ) -> Fit | list[Fit]:
     """The largest batch size that fits into `budget`, without and with a plan, and the fastest one.
 
-    `factory(batch_size)` returns `(model, batch)`, `(model, batch, optimizer)` or `(model, batch, optimizer,
-    loss)`; its argument may be any size that makes the step larger. Sizes are captured and profiled, not run:
-    the result is predicted. Without a plan, the largest size fits and the next does not. With one, `largest`
-    is the largest size that a plan was found for, and above `no_plan_above` there is none. A larger size is
-    assumed to need more memory. With `check`, the largest size with its plan, and the first one that does not
-    fit without, are then trained for a few steps, where they fit into this machine. Only multiples of
-    `multiple_of` up to `most` are considered; say it where a model does not take all sizes. A list of budgets
-    gives a list, and captured sizes serve all of them. `"auto"` is what the device has free now.
+    Sizes are captured and profiled, not run: the result is predicted. Without a plan, the largest size fits
+    and the next does not. With one, `largest` is the largest size that a plan was found for, and above
+    `no_plan_above` there is none. A larger size is assumed to need more memory.
+
+    Args:
+        factory: A function of a batch size that returns `(model, batch)`, `(model, batch, optimizer)` or
+            `(model, batch, optimizer, loss)`; its argument may be any size that makes the step larger.
+        budget: Bytes, a size (`"8GiB"`) or `"auto"`; a list gives a list, and captured sizes serve all of it.
+        multiple_of: Only multiples of this number are considered, where a model does not take all sizes.
+        most: The largest size to consider.
+        check: Train the largest size with its plan, and the first one that does not fit without, for a few
+            steps, where they fit into this machine.
+        seed: Decides random weights and data of the factory.
     """
     found = find_fits(
         lambda size: call_factory(factory, _name(factory), batch_size=size, seed=seed),

@@ -46,21 +46,25 @@ __all__ = ["Lowtide"]
 class Lowtide(Callback):
     """Let a LightningModule train with a peak of at most `budget` bytes.
 
-    `budget`: bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`, what the device
-    has free. One that cannot be met raises `BudgetTooSmall` before the first step. `plan` is the plan
-    that was made, None before that. The model has no plan any more when the training ends.
+    A budget that cannot be met raises `BudgetTooSmall` before the first step. `plan` is the plan that was
+    made, None before that. The model has no plan any more when the training ends. Gradients of the last step
+    are dropped before the forward pass, where Lightning drops them after it.
 
-    Whether the network's outputs (logits, say) stay live through the backward pass is seen in the first step:
-    where `training_step` lets go of it, on all processes, the second batch is planned anew, with less to
-    hold. `holds_outputs=True` or `False` says it beforehand. `offload="disk:FOLDER"`: activations may also
-    wait there. `executor="inductor"`: what is planned is compiled by Inductor. `log_peak`: the measured peak
-    is logged beside the loss, to the Trainer's own loggers; `False` leaves torch's counter of it alone.
-
-    `reserve`: bytes that are live besides the step, such as those of an averaged copy; what the
-    LightningModule has besides the network counts anyway. Without it, what the process holds besides is said,
-    and counts on an accelerator.
-
-    Gradients of the last step are dropped before the forward pass, where Lightning drops them after it.
+    Args:
+        budget: Bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`, what the
+            device has free.
+        planner: The name of a planner.
+        holds_outputs: Whether the network's outputs (logits, say) stay live through the backward pass. By
+            default this is seen in the first step: where `training_step` frees them, on all processes, the
+            second batch is planned anew, with fewer live bytes.
+        reserve: Bytes that are live besides the step, such as those of an averaged copy; what the
+            LightningModule has besides the network counts anyway. Without it, what the process holds besides
+            is said, and counts on an accelerator.
+        offload: `"disk:FOLDER"` or `"host"`: activations may also wait there.
+        swap: The earlier name of `offload`.
+        executor: `"inductor"`: what is planned is compiled by Inductor.
+        log_peak: The measured peak is logged beside the loss, to the Trainer's own loggers. `False` leaves
+            torch's counter of it alone.
     """
 
     def __init__(

@@ -40,17 +40,23 @@ __all__ = ["Lowtide"]
 class Lowtide(TrainerCallback):
     """Let a Trainer's model train with a peak of at most `budget` bytes.
 
-    `budget`: bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`, what the device
-    has free. One that cannot be met raises `BudgetTooSmall` before the first step. `plan` is the plan
-    that was made, None before that. The model has no plan any more when the training ends.
+    A budget that cannot be met raises `BudgetTooSmall` before the first step. `plan` is the plan that was
+    made, None before that. The model has no plan any more when the training ends.
 
-    `holds_outputs=True` is for a Trainer whose own `compute_loss` or `training_step` keeps the model's
-    outputs (logits, say) live through the backward pass. Trainer itself does not; one that does is warned.
-    `reserve`: bytes that are live besides the step, such as those of an averaged copy or a reference model.
-    Without it, what the process holds besides is said, and counts on an accelerator.
-    `offload="disk:FOLDER"`: activations may also wait there. `executor="inductor"`: what is planned is
-    compiled by Inductor. `log_peak`: the peak that was measured since the last logging stands beside the
-    loss, and reaches whatever the Trainer reports to; `False` leaves torch's counter of it alone.
+    Args:
+        budget: Bytes, a size (`"8GiB"`), a share of the baseline's peak (`"60%"`), or `"auto"`, what the
+            device has free.
+        planner: The name of a planner.
+        holds_outputs: `True` for a Trainer whose own `compute_loss` or `training_step` keeps the model's
+            outputs (logits, say) live through the backward pass. Trainer itself does not; one that does is
+            warned.
+        reserve: Bytes that are live besides the step, such as those of an averaged copy or a reference model.
+            Without it, what the process holds besides is said, and counts on an accelerator.
+        offload: `"disk:FOLDER"` or `"host"`: activations may also wait there.
+        swap: The earlier name of `offload`.
+        executor: `"inductor"`: what is planned is compiled by Inductor.
+        log_peak: The peak that was measured since the last logging stands beside the loss, and reaches
+            whatever the Trainer reports to. `False` leaves torch's counter of it alone.
     """
 
     def __init__(

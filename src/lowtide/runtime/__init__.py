@@ -13,6 +13,8 @@
 - `continued_sums`: sums of gradients that begin with those of later uses of an input
 - `backward`: backward passes, by the outputs that got a gradient
 - `observer`: events of the user's loop, and warnings where the loop departs from the plan
+- `loop_messages`: the texts of these warnings
+- `model_marker`: notices copies of a planned model, and gradients that bypass its plan
 - `loop_watch`: the bytes that the loop makes between forward and backward pass
 - `kept_outputs`: the bytes of earlier outputs that the loop keeps live through the forward pass
 - `pending_calls`: calls of a step before its backward pass, and graphs planned for all of them together

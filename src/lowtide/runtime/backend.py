@@ -23,7 +23,8 @@ from lowtide.runtime.graph_call import (
     with_autocast_cache,
     with_handover,
 )
-from lowtide.runtime.observer import CAST_OUTSIDE, VIEW_USED, WEIGHTS_CHANGED, LoopObserver
+from lowtide.runtime.loop_messages import CAST_OUTSIDE, VIEW_USED, WEIGHTS_CHANGED
+from lowtide.runtime.observer import LoopObserver
 from lowtide.runtime.rewrite import Rewritten, forward_only, rewrite
 from lowtide.runtime.shared_gradients import SharedGates, shared_gates_of, with_shared_gates
 from lowtide.torch_compat import aot_autograd, ddp, dynamo

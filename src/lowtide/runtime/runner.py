@@ -25,18 +25,10 @@ from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.backward import refuse_transforms
 from lowtide.runtime.call_schedules import CallSoFar, Schedules
 from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
+from lowtide.runtime.loop_messages import CALLS_EXCEED, EARLIER_GRADIENTS, OUTPUTS_COUNTED, PROFILER_IS_ON
 from lowtide.runtime.loop_watch import leave
-from lowtide.runtime.observer import (
-    CALLS_EXCEED,
-    EARLIER_GRADIENTS,
-    OUTPUTS_COUNTED,
-    PROFILER_IS_ON,
-    SMALL_BYTES,
-    LoopObserver,
-    mark,
-    ran_without_plan,
-    unmark,
-)
+from lowtide.runtime.model_marker import mark, unmark
+from lowtide.runtime.observer import SMALL_BYTES, LoopObserver, ran_without_plan
 from lowtide.torch_compat import autograd_engine, ddp, dynamo
 from lowtide.torch_compat.allocation_record import users_profiler_is_active
 from lowtide.torch_compat.dispatch import in_transform, make_first_calls

@@ -1,0 +1,121 @@
+"""The user's statements about the loop around a model: what a step is captured with."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from lowtide import display
+from lowtide.analyze.captured_step import Captured, capture
+from lowtide.errors import LowtideError
+from lowtide.facts import Step
+from lowtide.facts.gpus import Gpu
+from lowtide.facts.plan import OffloadTarget, parse_offload
+from lowtide.facts.sizes import parse_size
+from lowtide.offload.offload_store import open_store
+from lowtide.optim.joined_optimizers import join_optimizers
+from lowtide.parallel.ranks import Ranks
+from lowtide.parallel.simulated_sharding import SimulatedSharding
+from lowtide.profiling.transfer_speed import measure_transfer_speed
+from lowtide.runtime.loop_watch import leave
+from lowtide.runtime.runner import runner_of
+from lowtide.torch_compat import ddp
+from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.trace.identity import user_tensors
+from lowtide.trace.model_call import Loop, Loss, Optimizers
+from lowtide.trace.step_device import device_of
+
+SHARDED_OFFLOAD = "offload is not planned for models that are sharded over processes: leave offload out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStatements:
+    """The user's statements about the loop around the model."""
+
+    optimizer: Optimizers | None
+    loss: Loss | None
+    accumulate: bool
+    reserve: str | int
+    step_in_backward: bool
+    holds_outputs: bool
+    offload: str
+
+    @property
+    def reserve_bytes(self) -> int:
+        return parse_size(self.reserve) if self.reserve else 0
+
+    def loop(self, model: nn.Module, batch: Any) -> Loop:
+        return Loop.of(
+            self.optimizer,
+            self.loss,
+            holds_outputs=self.holds_outputs,
+            reserve_bytes=self.reserve_bytes,
+            origins=user_tensors(model, batch),
+        )
+
+    @property
+    def settings(self) -> list[tuple[str, str]]:
+        """The settings that must be the same on all ranks."""
+        named = ("accumulate", "reserve_bytes", "step_in_backward", "holds_outputs", "offload")
+        return [(name, str(getattr(self, name))) for name in named]
+
+    @property
+    def offload_to(self) -> OffloadTarget | None:
+        return parse_offload(self.offload) if self.offload else None
+
+    def check(self, model: nn.Module, batch: Any, ranks: Ranks | None) -> None:
+        if not isinstance(model, nn.Module):
+            raise LowtideError(f"profile() needs an nn.Module, not a {type(model).__name__}")
+        if runner_of(model) is not None:
+            raise LowtideError(
+                "this model already runs by a plan: call lowtide.remove(model) before profiling it"
+            )
+        if self.step_in_backward and self.accumulate:
+            raise LowtideError(
+                "step_in_backward=True updates parameters in every backward pass, and accumulate=True says "
+                "that gradients of several are added up: choose one of them"
+            )
+        if self.step_in_backward and (ranks is not None or units_of(model)):
+            raise LowtideError(
+                "step_in_backward=True would update parameters before the gradients of all processes are "
+                "there: leave it out"
+            )
+        if self.offload_to is not None and units_of(model):
+            raise LowtideError(SHARDED_OFFLOAD)
+        if self.offload_to is not None:
+            open_store(self.offload_to, str(device_of(model, batch)))
+        ddp.check(model)
+
+    def capture(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        simulated: SimulatedSharding | None = None,
+        gpu: Gpu | None = None,
+    ) -> Captured:
+        leave()
+        with display.shown() as line:
+            line.stage("capturing the step")
+            return capture(
+                ddp.unwrapped(model),
+                batch,
+                optimizer=join_optimizers(self.optimizer),
+                loss=self.loss,
+                accumulate=self.accumulate,
+                reserve_bytes=self.reserve_bytes,
+                step_in_backward=self.step_in_backward,
+                holds_outputs=self.holds_outputs,
+                simulated=simulated,
+                offload=self.offload_to is not None,
+                gpu=gpu,
+            )
+
+    def with_link(self, step: Step, *, cache: bool = True) -> Step:
+        """The step with the transfer speed of its store, if it has one."""
+        target = self.offload_to
+        return (
+            step
+            if target is None
+            else replace(step, transfer_speed=measure_transfer_speed(target, step, cache))
+        )
