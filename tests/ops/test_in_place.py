@@ -1,6 +1,7 @@
 """Results written over what an op reads have the bits that they have in memory of their own."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -59,7 +60,11 @@ def arguments(target: object, shape: tuple[int, ...], dtype: torch.dtype) -> tup
     [target for target in WITH_OUT if target not in LOSS_GRADIENTS],
     ids=lambda op: getattr(op, "__name__", str(op)),
 )
-def test_every_op_gives_the_same_bits_over_its_argument(target, dtype: torch.dtype) -> None:
+def test_every_op_gives_the_same_bits_over_its_argument(target, dtype: torch.dtype, request) -> None:
+    if target is aten.index_put.default:
+        # eager's threads add in any order, so that it differs from itself
+        request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+        torch.set_num_threads(1)
     for shape in SHAPES:
         args = arguments(target, shape, dtype)
         expected = target(*args)
