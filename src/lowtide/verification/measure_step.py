@@ -81,11 +81,13 @@ def train_steps(
         if not holds_outputs:
             del output
         value.backward()  # type: ignore[no-untyped-call]
+        # a number alone: `mse_loss` gives one in a block as large as its input, which plans count in this step
+        value = value.detach().clone()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
-    return value.detach()
+    return value
 
 
 def autocast_here(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
