@@ -81,7 +81,7 @@ def train_steps(
         if not holds_outputs:
             del output
         value.backward()  # type: ignore[no-untyped-call]
-        # a number alone: `mse_loss` gives one in a block as large as its input, which plans count in this step
+        # the number alone: `mse_loss` gives one in a block as large as its input, counted in this step
         value = value.detach().clone()
         if optimizer is not None:
             optimizer.step()
