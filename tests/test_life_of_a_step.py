@@ -11,7 +11,7 @@ from life_of_a_step import BEGIN, END, PAGE, section, stays
 pytestmark = pytest.mark.slow
 
 MOST_FILES = 135
-MOST_ENTRIES = 52
+MOST_ENTRIES = 55
 
 
 @pytest.fixture(scope="module")
