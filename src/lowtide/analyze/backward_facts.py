@@ -25,9 +25,8 @@ from lowtide.ops.pointwise_chunks import in_chunks, replaced_ops
 from lowtide.ops.random_ops import is_random
 from lowtide.ops.schema import is_view_op, talks_to_others, writes_inputs
 from lowtide.remat import RematRule, chain_rules
-from lowtide.torch_compat.dispatch import iter_tensors, storage_key
+from lowtide.torch_compat.dispatch import iter_tensors
 from lowtide.trace.segments import Segment
-from lowtide.trace.tangents import stands_for
 
 DETACH = torch.ops.aten.detach.default
 
@@ -134,7 +133,7 @@ class BackwardOrder:
         self.ops, self.forward = ops, set(segment.forward_ops)
         ordered = (*graph.find_nodes(op="placeholder"), *segment.forward_ops, *ops, *graph.nodes)
         self.position = {node: index for index, node in enumerate(dict.fromkeys(ordered))}
-        self.keys = {node: _keys(node) for node in graph.nodes}
+        self.keys = {node: list(storages_of(node)) for node in graph.nodes}
         self.returned = {key for node in segment.results if node for key in self.keys[node]}
         self.loss_gradients = [node for node in ops if node.target in LOSS_GRADIENTS]
         self.referrers: dict[int, list[fx.Node]] = {}
@@ -224,11 +223,6 @@ class BackwardOrder:
     def _referrers(self, value: fx.Node) -> list[fx.Node]:
         keys = self.keys[value]
         return list(dict.fromkeys(itertools.chain.from_iterable(self.referrers[key] for key in keys)))
-
-
-def _keys(node: fx.Node) -> list[int]:
-    """The storages of a node's value, and of the removed nodes that it replaces."""
-    return [*storages_of(node), *map(storage_key, stands_for(node))]
 
 
 def _fits_over(value: fx.Node, result: fx.Node) -> bool:

@@ -12,8 +12,8 @@ from lowtide.analyze.backward_facts import is_view_of_gradient
 from lowtide.facts import UPDATE, Kind, Region
 from lowtide.ops.gradient_terms import is_cast, terms
 from lowtide.torch_compat.dispatch import storage_key
+from lowtide.torch_compat.dtensor import LEAVES_WHOLE
 from lowtide.trace.segments import Execution, Trace
-from lowtide.trace.tangents import stands_for
 
 EARLIER = "gradients of earlier micro-batches"
 
@@ -50,16 +50,16 @@ def add_tangent(
             nbytes=nbytes,
             kind=Kind.OTHER,
             name=state.name(node),
-            # a compiled graph copies its tangents to be contiguous; eager reads them with any strides, but
+            # a reader may have to copy a gradient whose strides were not traced, and eager's need not; but
             # the user's loss gives another gradient than the sum that stands in for it
             extra_eager_bytes=-nbytes if _copies(analysis, givers) else 0,
             # `loss.backward()` keeps its first gradient live
             pinned=not givers and value.numel() == 1,
         )
-        holds = makes = (made,)
+        makes = (made,)
+        holds = (made, *(held for giver, grad in summed for held in giver.holds[grad]))
     state.holds[node] = holds
-    for same in (value, *stands_for(node)):
-        state.storage_of[storage_key(same)] = holds[0]
+    state.storage_of[storage_key(value)] = holds[0]
     state.rank[node] = analysis.add_node(
         name=state.name(node),
         op="placeholder",
@@ -73,7 +73,7 @@ def add_tangent(
 
 
 def _copies(analysis: Analysis, givers: list[tuple[GraphAnalysis, fx.Node]]) -> bool:
-    """Whether a graph copies the gradient that it gets, where eager does not."""
+    """Whether a graph may copy the gradient that it gets, where eager does not."""
     if len(givers) != 1 or _is_apart(givers[0][1]):
         return False
     return givers[0][0].in_model or not analysis.has_stand_in_loss
@@ -101,7 +101,7 @@ def add_update(
 ) -> None:
     """Add the optimizer's step for one parameter. It frees the gradient, which eager keeps to the end."""
     origin = state.segment.origins[index]
-    (storage,) = state.holds[grad]
+    storage, *_ = state.holds[grad]
     analysis.storages[storage] = replace(analysis.storages[storage], kind=Kind.GRADIENT, pinned_in_eager=True)
     analysis.gradients[origin.tensor] = storage
     analysis.updated.add(origin.tensor)
@@ -134,7 +134,8 @@ def add_gradients(analysis: Analysis, state: GraphAnalysis) -> None:
         owned = analysis.storages[state.holds[first][0]]
         # terms that leave together are all live when autograd adds them up
         alone = not _is_apart(grad) or index in analysis.handed_over[state.index]
-        dense = alone and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        is_whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        dense = LEAVES_WHOLE in first.meta or (alone and is_whole)
         if owned.pinned or owned.static or not dense:
             nbytes = value.numel() * value.element_size()
             made = analysis.add_storage_of(

@@ -24,6 +24,7 @@ from lowtide.ops.gradient_terms import (
     dtype_of_cast,
     is_cast,
     is_cast_of_sum,
+    is_part,
     return_terms,
     terms,
     terms_of,
@@ -66,7 +67,9 @@ def with_terms_apart(trace: Trace, executions: Sequence[Execution]) -> list[Exec
             wanted.setdefault(segment.fingerprint, set()).update(execution.apart)
         elif index < trace.num_in_model:
             wanted.setdefault(segment.fingerprint, set()).update(
-                place for place in sums_of(segment) if is_unknown or _tensor(execution, place) in read_later
+                place
+                for place in sums_of(segment)
+                if is_unknown or _tensor(execution, place) in read_later or is_part(segment.primals[place])
             )
         read_later.update(_tensor(execution, place) for place in _gradients(execution))
         is_unknown = is_unknown or execution.from_uncaptured
@@ -112,8 +115,9 @@ def hand_over_shared(trace: Trace, executions: Sequence[Execution]) -> list[Exec
         if execution.handed_over is not None:
             places.update(execution.handed_over)
         elif index < trace.num_in_model and trace.sharding is None and can_hand_over(execution.segment):
-            places.update(execution.apart or ())
-            places.update(p for p in _gradients(execution) if uses[_tensor(execution, p)] > 1)
+            shared = {p for p in _gradients(execution) if uses[_tensor(execution, p)] > 1}
+            either = shared.union(execution.apart or ())
+            places.update(p for p in either if not is_part(execution.segment.primals[p]))
     return [
         replace(execution, handed_over=frozenset(wanted[execution.segment.fingerprint]))
         for execution in executions

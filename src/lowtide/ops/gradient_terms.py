@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from lowtide.torch_compat.aot_autograd import OWN_SUM
+from lowtide.torch_compat.dtensor import IS_PART, edges_to
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ def with_gradient_terms(function: Callable[..., Any], num_terms: Mapping[int, in
     def call(*args: Any) -> Any:
         values = list(args)
         for place, number in num_terms.items():
-            values[place] = _GradientTerms.apply(*[args[place]] * number)  # type: ignore[no-untyped-call]
+            values[place] = _GradientTerms.apply(*edges_to(args[place], number))  # type: ignore[no-untyped-call]
         del args
         return function(*values)
 
@@ -95,6 +96,12 @@ def return_terms(module: fx.GraphModule, places: Collection[int]) -> None:
         if adds_gradients(node) and not node.users:
             graph.erase_node(node)
     module.recompile()
+
+
+def is_part(value: fx.Node) -> bool:
+    """Whether an input of a graph is this process's part of a DTensor. Other uses of the DTensor are out of
+    sight, so that the terms of its gradient always leave the graph one by one."""
+    return bool(value.meta.get(IS_PART))
 
 
 def adds_gradients(node: fx.Node) -> bool:

@@ -87,14 +87,18 @@ def widen(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype)
 
 
+def fills_storage(value: Tensor) -> bool:
+    """Whether a tensor fills its own storage densely, in whatever order of its dimensions."""
+    return (
+        value.numel() > 0
+        and value.numel() * value.itemsize == value.untyped_storage().nbytes()
+        and (value.is_contiguous() or span_elements(value) == value.numel())
+    )
+
+
 def layout_of(value: Tensor) -> Layout | None:
     """Sizes and strides of a tensor that fills its own storage densely; None for any other."""
-    nbytes = value.untyped_storage().nbytes()
-    if (
-        value.numel() == 0
-        or value.numel() * value.itemsize != nbytes
-        or span_elements(value) != value.numel()
-    ):
+    if not fills_storage(value):
         return None
     return tuple(map(int, value.shape)), tuple(map(int, value.stride()))
 

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from lowtide.facts import GraphRun
+from lowtide.offload.fetched_weight import fetched
 from lowtide.ops.gradient_terms import is_own_sum
 from lowtide.ops.recurrent_cells import CELLS_BACKWARD
 from lowtide.remat import rule_named
@@ -128,7 +129,8 @@ def _is_of_cells(grad: fx.Node, primal: fx.Node) -> bool:
     wanted, value, _sizes, hidden, weights = arguments[3:8]
     inputs = zip([value, *hidden, *weights], wanted, strict=True)
     read = [source for source, is_wanted in inputs if is_wanted]
-    return read[index] is primal
+    weight = read[index]
+    return weight is primal or (weight.target is fetched and weight.args[0] is primal)
 
 
 def _cells(grad: fx.Node) -> Any:

@@ -30,6 +30,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     TangentAOTInput,
 )
+from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -39,6 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide.torch_compat.autograd_engine import in_backward
 from lowtide.torch_compat.dispatch import FakeTensorMode, whole_ops
+from lowtide.torch_compat.dtensor import Borders, local_graph
 from lowtide.torch_compat.gradient_edges import numbers_of_terms
 
 __all__ = [
@@ -85,19 +87,22 @@ def compile_graph(
     backward: Callable[..., Callable[..., Any]],
     inference: Callable[..., Callable[..., Any]],
     orders: Orders,
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], Borders]:
     """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers, for gradients in
-    these memory `orders`.
+    these memory `orders`. The compiled graph is one of this process's parts of DTensors: `Borders.around` it
+    is what Dynamo calls.
 
     torch caches the fake results of ops, but not that two results are one tensor (the gradients of an RNN's
     biases). So the cache is cleared: earlier traces do not change this one. A random op whose result has no
     reader stays, since it advances the generator (`fallback_random`).
     """
     FakeTensorMode.cache_clear()
+    inputs, borders = local_graph(graph, inputs)
     numbers: list[list[int]] = []
 
     def partition_marked(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         _mark_sums(joint.graph, numbers)
+        borders.mark(joint.graph)
         return partition(joint, *args, **kwargs)
 
     compiler = aot_autograd(
@@ -116,10 +121,11 @@ def compile_graph(
         unprinted(),
         traced_without_tokens(),
         gradients_in(orders),
+        _gradients_as_they_are(),
         _counting_terms(numbers),
     ):
         compiled: Callable[..., Any] = compiler(graph, inputs)
-    return compiled
+    return compiled, borders
 
 
 @contextlib.contextmanager
@@ -244,20 +250,12 @@ def in_another_order(shape: Sequence[int], strides: Sequence[int], others: Seque
     return sorted(dims, key=lambda dim: -strides[dim]) != sorted(dims, key=lambda dim: -others[dim])
 
 
-def has_gaps(tensor: torch.Tensor) -> bool:
-    """Whether no two elements of a tensor are neighbours in memory. Kernels read rows with gaps between them
-    like others, and elements with gaps one by one."""
-    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-    return bool(strides) and min(strides) > 1
-
-
 @contextlib.contextmanager
 def gradients_in(orders: Orders) -> Iterator[None]:
     """Trace backward passes for gradients in these memory orders.
 
-    AOTAutograd traces a backward pass before it sees gradients. It assumes that each gradient has the strides
-    of its output, and copies a gradient with other strides. Eager PyTorch does not copy, and some kernels
-    then sum in another order.
+    AOTAutograd traces a backward pass before it sees gradients, and assumes that each gradient has the
+    strides of its output. The better the traced strides, the better known are the bytes of the step.
     """
     torchs = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
 
@@ -273,6 +271,25 @@ def gradients_in(orders: Orders) -> Iterator[None]:
         return
     name = "coerce_tangent_and_suggest_memory_format"
     with unittest.mock.patch.object(collect_metadata_analysis, name, coerced):
+        yield
+
+
+@contextlib.contextmanager
+def _gradients_as_they_are() -> Iterator[None]:
+    """Let compiled graphs give their backward pass the gradients as they are in memory, as eager does.
+
+    torch would copy a gradient whose strides differ from the traced ones, gaps included, and kernels sum a
+    copy in another order.
+    """
+    owner = runtime_wrappers.AOTDispatchAutograd
+    torchs = owner.process_runtime_tangent
+
+    def as_it_is(gradient: Any, expected: Any, *context: Any, **more: Any) -> Any:
+        if type(gradient) is torch.Tensor and isinstance(expected, PlainTensorMeta):
+            return gradient, [gradient]
+        return torchs(gradient, expected, *context, **more)
+
+    with unittest.mock.patch.object(owner, "process_runtime_tangent", staticmethod(as_it_is)):
         yield
 
 

@@ -206,19 +206,20 @@ def around_backward(context: Callable[[], AbstractContextManager[None]]) -> Proc
     return ProcessPatch(torch.autograd, "backward", wrap)
 
 
-def after_backward(call: Callable[[], None]) -> ProcessPatch:
-    """Call `call` whenever a backward pass has returned or raised, as long as an object holds the patch.
+def after_backward(call: Callable[[Sequence[Any]], None]) -> ProcessPatch:
+    """Call `call` whenever a backward pass has returned or raised, with the tensors that it began with, as
+    long as an object holds the patch.
 
     Code inside of a backward pass, even a final callback, cannot do that: torch restores the caller's modes
     after it.
     """
 
     def wrap(original: Callable[..., Any]) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             try:
-                return original(*args, **kwargs)
+                return original(outputs, *args, **kwargs)
             finally:
-                call()
+                call(outputs)
 
         return run
 

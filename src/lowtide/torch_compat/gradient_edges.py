@@ -71,11 +71,20 @@ def uses_behind(roots: Iterable[Any], *, since: int = 0) -> dict[Edge, list[Use]
 def numbers_of_terms(roots: Iterable[Any], inputs: Sequence[Tensor]) -> list[int]:
     """For each input, the number of gradients that autograd adds up in a backward pass from `roots`."""
     uses = uses_behind(roots)
-    leaves = {id(node.variable): len(users) for (node, _), users in uses.items() if is_leaf_node(node)}
-    return [
-        leaves.get(id(tensor), 0) if (edge := edge_of(tensor)) is None else len(uses.get(edge, ()))
+    leaves = {id(node.variable): users for (node, _), users in uses.items() if is_leaf_node(node)}
+    found = [
+        leaves.get(id(tensor), []) if (edge := edge_of(tensor)) is None else uses.get(edge, [])
         for tensor in inputs
     ]
+    return [
+        len(uses.get((users[0].node, 0), ())) if len(users) == 1 and passes_sum(users[0].node) else len(users)
+        for users in found
+    ]
+
+
+def passes_sum(node: Any) -> bool:
+    """Whether a node only passes a sum on to an input of a graph, whose gradient it is (`dtensor`)."""
+    return bool(getattr(node, "passes_sum", False))
 
 
 class Receiver:

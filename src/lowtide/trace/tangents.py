@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.ops.fake_values import renew_values
 from lowtide.ops.gradient_terms import terms
 from lowtide.ops.in_place import write_over
 from lowtide.ops.random_ops import is_random
@@ -25,14 +26,6 @@ from lowtide.torch_compat.aot_autograd import in_another_order, order_of
 from lowtide.trace.segments import Execution, Segment, Trace, edited, tangents_of
 
 aten = torch.ops.aten
-
-STANDS_FOR = "lowtide_stands_for"
-
-
-def stands_for(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """Fake values of the removed nodes that a node replaces."""
-    values: tuple[torch.Tensor, ...] = node.meta.get(STANDS_FOR, ())
-    return values
 
 
 def drop_zeros(module: fx.GraphModule, *, tangents: set[fx.Node], missing: set[fx.Node]) -> None:
@@ -44,7 +37,7 @@ def drop_zeros(module: fx.GraphModule, *, tangents: set[fx.Node], missing: set[f
     if not missing:
         return
     graph = module.graph
-    depends, zero = set(tangents), set(missing)
+    depends, zero, stale = set(tangents), set(missing), set[fx.Node]()
     for node in list(graph.nodes):
         if node.op == "output":
             results = node.args[0]
@@ -58,8 +51,12 @@ def drop_zeros(module: fx.GraphModule, *, tangents: set[fx.Node], missing: set[f
         if len(zeros) == len(sources):
             zero.add(node)
         elif zeros:
-            depends.add(_without_zeros(graph, node, zeros))
+            readers = list(node.users)
+            left = _without_zeros(graph, node, zeros)
+            depends.add(left)
+            stale.update(readers if left is not node else [node])
     graph.eliminate_dead_code(is_impure_node=_keeps)
+    renew_values(graph, stale)
     module.recompile()
 
 
@@ -79,11 +76,9 @@ def _without_zeros(graph: fx.Graph, node: fx.Node, zeros: list[fx.Node]) -> fx.N
         if _is_written_over(node):
             # the term may have later readers: write over a copy
             with graph.inserting_before(node):
-                other = graph.call_function(aten.clone.default, (other,))
-            other.meta = dict(node.meta)
-        else:
-            # views of the sum are now views of this term, though their fake values do not show it
-            other.meta[STANDS_FOR] = (*stands_for(other), node.meta["val"], *stands_for(node))
+                clone = graph.call_function(aten.clone.default, (other,))
+            clone.meta = {**node.meta, "val": aten.clone.default(other.meta["val"])}
+            other = clone
         node.replace_all_uses_with(other)
         return other
     with graph.inserting_before(node):
@@ -116,7 +111,7 @@ def _is_written_over(node: fx.Node) -> bool:
 
 def _same_size(one: fx.Node, other: fx.Node) -> bool:
     """Whether one gradient can replace the sum. Its strides may differ from the sum's: eager has no sum
-    either, and uses the strides of this gradient."""
+    either, and uses the strides of this gradient, as all that reads it then does."""
     a, b = one.meta.get("val"), other.meta.get("val")
     return (
         isinstance(a, torch.Tensor)
@@ -194,12 +189,6 @@ def without_tangents(segment: Segment, missing: frozenset[int]) -> Segment:
     return edited(segment, drop)
 
 
-GRADIENT_HAS_OTHER_STRIDES = (
-    "an output of the model gets a gradient whose strides differ from its own (channels last, a transposed "
-    "result)"
-)
-
-
 def seen_orders(trace: Trace) -> dict[str, set[str]]:
     """By traced memory order, the real orders of the gradients that go from one graph to another."""
     made = {
@@ -230,8 +219,3 @@ def new_orders(trace: Trace) -> dict[str, str]:
         for taken, found in seen_orders(trace).items()
         if len(found) == 1 and found != {taken}
     }
-
-
-def has_other_strides(trace: Trace) -> bool:
-    """Whether a gradient goes from one graph to another in a memory order that was not traced."""
-    return any(found != {taken} for taken, found in seen_orders(trace).items())
