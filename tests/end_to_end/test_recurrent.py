@@ -211,16 +211,49 @@ def test_packed_sequences_run_between_the_graphs_and_count(kind: type) -> None:
     assert measured_peak(planned) <= found.floor_bytes * 1.01
 
 
+RAGGED, FULL = [9, 7, 5, 5, 3, 2], [9] * 6
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"), [(nn.LSTM, {}), (nn.LSTM, {"num_layers": 2, "bidirectional": True}), (nn.GRU, {})]
+    ("kind", "options", "lengths"),
+    [
+        (nn.LSTM, {}, RAGGED),
+        (nn.LSTM, {"num_layers": 2, "bidirectional": True}, RAGGED),
+        (nn.GRU, {}, RAGGED),
+        (nn.LSTM, {"num_layers": 2, "bidirectional": True}, FULL),
+    ],
+    ids=["lstm", "lstm of two layers both ways", "gru", "sentences of one length"],
 )
-def test_packed_sequences_with_an_initial_state_are_exact(kind: type, options: dict[str, Any]) -> None:
+def test_packed_sequences_with_an_initial_state_are_exact(
+    kind: type, options: dict[str, Any], lengths: list[int]
+) -> None:
     torch.manual_seed(0)
     model = Packed(kind, **options)
     rows = options.get("num_layers", 1) * (2 if options else 1)
     states = [torch.randn(rows, 6, WIDTH) for _ in range(2 if kind is nn.LSTM else 1)]
-    batch: Any = (torch.randint(0, WORDS, (6, 9)), torch.tensor([9, 7, 5, 5, 3, 2]), *states)
+    batch: Any = (torch.randint(0, WORDS, (6, 9)), torch.tensor(lengths), *states)
     plain, planned = target_of(copy.deepcopy(model), batch), target_of(model, batch)
     found = lowtide.profile(model, batch, optimizer=planned.optimizer)
     found.plan(found.floor_bytes).apply(model)
     assert differences(train(plain), train(planned)) == []
+    if lengths is FULL:
+        ragged: Any = (batch[0], torch.tensor(RAGGED), *states)
+        results = [train(target_of(each.model, ragged)) for each in (plain, planned)]
+        assert differences(*results) == []
+
+
+class Frozen(Tagger):
+    """Its layer runs under `no_grad`, where eager's kernel of an LSTM rounds differently."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            output, _ = self.layer(self.front(x))
+        return self.loss(output)
+
+
+def test_an_lstm_under_no_grad_is_exact() -> None:
+    torch.manual_seed(0)
+    batch = torch.randint(0, WORDS, (6, 9))
+    found = check(Frozen(), batch)
+    layers = [node for node in found.nodes if node.op == "lowtide.recurrent_cells.default"]
+    assert len(layers) == 1

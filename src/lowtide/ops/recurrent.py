@@ -4,8 +4,8 @@
   `traced_layers` keeps it. The op passes a workspace to its backward op. The fake workspace is empty, and a
   backward op crashes on random bytes (`recurrent_layer`, `with_forward_results`).
 - layers on accelerators: one op of `recurrent_stack` for all layers
-- layers that eager runs cell by cell: each is traced as one op of `recurrent_cells`. Two short runs tell what
-  eager keeps live of a layer (`eager_keeps_bytes`).
+- layers that eager runs cell by cell, and an LSTM where autograd is off: each is traced as one op of
+  `recurrent_cells`. Two short runs tell what eager keeps live of a layer (`eager_keeps_bytes`).
 """
 
 from collections.abc import Callable, Sequence
@@ -163,7 +163,7 @@ def extra_inside_bytes(node: fx.Node) -> int:
     if node.target is not CELLS_BACKWARD:
         return 0
     call = call_of(node)
-    return -eager_keeps_bytes(Call(CELLS, (call.args[0], *call.args[4:11])))
+    return -eager_keeps_bytes(Call(CELLS, (call.args[0], *call.args[4:11], True)))
 
 
 _kept: dict[str, int] = {}
@@ -171,8 +171,9 @@ _kept: dict[str, int] = {}
 
 def eager_keeps_bytes(call: Call) -> int:
     """Bytes that eager's autograd keeps live of a layer from forward to backward, besides results and inputs;
-    0 for any other op. Extrapolated from two short runs on real tensors: all time steps keep equal bytes."""
-    if call.target is not CELLS:
+    0 for any other op, and where autograd is off. Extrapolated from two short runs on real tensors: all time
+    steps keep equal bytes."""
+    if call.target is not CELLS or not call.args[-1]:
         return 0
     name = signature(call)
     if name not in _kept:
@@ -189,7 +190,7 @@ def eager_keeps_bytes(call: Call) -> int:
 
 def _kept_bytes(call: Call, shape: Sequence[int]) -> int:
     """The same bytes of a real layer, whose input has this shape."""
-    kind, value, _, hidden, weights, has_biases, bidirectional, autocast = call.args
+    kind, value, _, hidden, weights, has_biases, bidirectional, autocast, _ = call.args
     blocks: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +219,8 @@ def _layers_rule(kind: str, torch_rule: Callable[..., Any], *, packed: bool) -> 
         if value.device.type != "cpu":
             states, options = list(hidden) if kind == "lstm" else [hidden], (*rest[2:], batch_first)
             return tuple(_stack(kind, value, batch_sizes, states, list(params), *options))
-        whole = kind == "lstm" and not packed and eager_runs_whole(value, hidden, [params])
+        trains = torch.is_grad_enabled()  # else eager's kernel has no workspace, and rounds differently
+        whole = kind == "lstm" and trains and not packed and eager_runs_whole(value, hidden, [params])
         if whole:
             results: tuple[torch.Tensor, ...] = torch_rule(value, *args)
             return results
@@ -241,7 +243,7 @@ def _cell_rule(torch_rule: Callable[..., Any]) -> Callable[..., Any]:
         if value.device.type != "cpu":
             options = (len(given) == 4, 1, 0.0, False, False, False)
             return _stack(GRU_CELL, value, None, [hidden], given, *options)[0]
-        cell = recurrent_cells(GRU_CELL, value, None, [hidden], given, len(given) == 4, False, _autocast())
+        cell = recurrent_cells(GRU_CELL, value, None, [hidden], given, len(given) == 4, False, *_setting())
         made: torch.Tensor = cell[0]
         return made
 
@@ -280,7 +282,7 @@ def _layers(  # noqa: PLR0917
         own = [state.narrow(0, layer * directions, directions) for state in states]
         weights = list(params[layer * per_layer : (layer + 1) * per_layer])
         value, *last, _ = recurrent_cells(
-            kind, value, batch_sizes, own, weights, has_biases, bidirectional, _autocast()
+            kind, value, batch_sizes, own, weights, has_biases, bidirectional, *_setting()
         )
         ends.append(last)
         if dropout and layer < num_layers - 1:
@@ -302,6 +304,11 @@ def _stack(
     cast = _autocast(value.device.type)
     made: Tensors = recurrent_stack(kind, value, sizes, hidden, weights, needs, *options, cast)
     return made[:-1]
+
+
+def _setting() -> tuple[torch.dtype | None, bool]:
+    """Autocast's dtype, and whether autograd is on: what a layer on the CPU depends on besides its inputs."""
+    return _autocast(), torch.is_grad_enabled()
 
 
 def _autocast(kind: str = "cpu") -> torch.dtype | None:

@@ -1,5 +1,5 @@
 """Recurrent layers that eager computes cell by cell in C++ (GRU, RNN, an LSTM with projections or of packed
-sequences), as one op per layer; and the single cell of a GRU.
+sequences), or where autograd is off, as one op per layer; and the single cell of a GRU.
 
 torch's decompositions round differently from eager's cells, which work in place, and have a thousand nodes
 for a sentence. Here one op runs eager's own layer. Its backward op recomputes that layer under autograd and
@@ -42,12 +42,14 @@ def recurrent_cells(  # noqa: PLR0917 - an op has no keywords
     has_biases: bool,
     bidirectional: bool,
     autocast: torch.dtype | None,
+    records: bool,
 ) -> list[torch.Tensor]:
     """One layer: its result, its last states, and an empty tensor for the bytes that eager keeps live.
 
-    `value` has time first; `autocast` is autocast's dtype, None where autocast is off.
+    `value` has time first; `autocast` is autocast's dtype, None where autocast is off. `records`: whether
+    autograd is on where the model calls the layer. An LSTM's kernels round differently where it is off.
     """
-    with torch.no_grad(), casting(autocast, once=False):
+    with torch.set_grad_enabled(records), dispatch.below_autograd(), casting(autocast, once=False):
         results = run_layer(kind, value, batch_sizes, hidden, weights, has_biases, bidirectional)
     return [*results, value.new_empty(0)]
 
@@ -141,7 +143,7 @@ def run_layer(  # noqa: PLR0917 - what an op of eager takes
 def _fake_cells(
     kind: str, value: torch.Tensor, sizes: Any, hidden: Tensors, weights: Tensors, *options: Any
 ) -> Tensors:
-    has_biases, bidirectional, autocast = options
+    has_biases, bidirectional, autocast, _records = options
     directions = 2 if bidirectional else 1
     dtypes = _result_types(
         kind, value, hidden, weights, packed=sizes is not None, has_biases=has_biases, autocast=autocast
@@ -186,7 +188,7 @@ def _fake_backward(_kind: str, _grads: Any, _earlier: Any, wanted: list[bool], *
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    kind, value, batch_sizes, hidden, weights, *options = inputs
+    kind, value, batch_sizes, hidden, weights, *options, _records = inputs
     ctx.set_materialize_grads(False)
     ctx.kind, ctx.options, ctx.states = kind, options, len(hidden)
     ctx.save_for_backward(value, batch_sizes, output[-1], *hidden, *weights)
@@ -198,14 +200,14 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...
     _, needs_value, _, needs_hidden, needs_weights, *_ = ctx.needs_input_grad
     wanted = [needs_value, *needs_hidden, *needs_weights]
     if all(grad is None for grad in grads[:-1]) or not any(wanted):
-        return (None,) * 8
+        return (None,) * 9
     found = iter(
         recurrent_cells_backward(
             ctx.kind, list(grads[:-1]), [], wanted, value, batch_sizes, hidden, weights, *ctx.options, kept
         )
     )
     each = [next(found) if needed else None for needed in wanted]
-    return None, each[0], None, each[1 : 1 + ctx.states], each[1 + ctx.states :], None, None, None
+    return None, each[0], None, each[1 : 1 + ctx.states], each[1 + ctx.states :], None, None, None, None
 
 
 recurrent_cells.register_autograd(_differentiate, setup_context=_remember)
