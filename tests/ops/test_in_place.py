@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lowtide.ops import loss_chunks
-from lowtide.ops.in_place import WITH_OUT, keeps_bits, overwriting
+from lowtide.ops.in_place import WITH_OUT, keeps_bits, overwriting, times
 from lowtide.ops.loss_chunks import (
     LOSS_GRADIENTS,
     log_probabilities,
@@ -17,6 +17,7 @@ from lowtide.ops.loss_chunks import (
     soft_loss_gradient,
 )
 from lowtide.ops.random_ops import apply_mask
+from lowtide.torch_compat.dispatch import FakeTensorMode
 
 aten = torch.ops.aten
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -249,3 +250,19 @@ def test_a_backward_pass_that_comes_again_finds_the_log_probabilities() -> None:
     loss.backward()
     expected = torch.autograd.grad(F.cross_entropy(logits, target), logits)[0]
     assert all(torch.equal(one, expected) for one in seen) and len(seen) == 2
+
+
+def test_a_product_with_zero_keeps_its_sign() -> None:
+    for number in (0.0, -0.0, 0.0, 2.0, -2.0):
+        value = torch.linspace(-1, 1, 5)
+        want = torch.mul(value, number)
+        found = times(value, number, out=value)
+        assert torch.equal(torch.signbit(found), torch.signbit(want)) and torch.equal(found, want)
+
+
+def test_a_product_on_fake_tensors_leaves_no_fake_number_behind() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(3)
+        times(fake, 0.123, out=fake)
+    value = torch.ones(3)
+    assert torch.equal(times(value, 0.123, out=value), torch.ones(3) * 0.123)

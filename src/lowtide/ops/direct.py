@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.ops.in_place import write_over, writer
 from lowtide.torch_compat.aot_autograd import function_from
 from lowtide.torch_compat.dispatch import OpOverload, bare_op
 
@@ -30,13 +31,23 @@ DIRECT: dict[OpOverload[..., Any], Callable[..., Any]] = {
     aten.bmm.default: torch.bmm,
     aten.clone.default: torch.clone,
     aten.detach.default: Tensor.detach,
+    aten.div.Tensor: torch.div,
+    aten.embedding.default: torch.embedding,
     aten.expand.default: Tensor.expand,
+    aten.gelu.default: torch.nn.functional.gelu,
+    aten.mean.dim: torch.mean,
     aten.mm.default: torch.mm,
     aten.mul.Tensor: torch.mul,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.neg.default: torch.neg,
     aten.permute.default: torch.permute,
+    aten.pow.Tensor_Scalar: torch.pow,
     aten.relu.default: torch.relu,
     aten.reshape.default: Tensor.reshape,
     aten.rsqrt.default: torch.rsqrt,
+    aten.select.int: torch.select,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.dim_IntList: torch.sum,
     aten.t.default: Tensor.t,
     aten.transpose.int: torch.transpose,
     aten.unsqueeze.default: torch.unsqueeze,
@@ -81,9 +92,12 @@ def _compiled(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         elif node.target is operator.getitem:
             line = f"v_{node.name} = {_text(node.args[0], names)}[{_text(node.args[1], names)}]"
         elif node.op == "call_function":
-            given = [_text(arg, names) for arg in node.args]
+            target, args = _direct(node.target), node.args
+            if target is write_over:
+                target, args = writer(args[0], args[1]), args[2:]
+            given = [_text(arg, names) for arg in args]
             given += [f"{key}={_text(value, names)}" for key, value in node.kwargs.items()]
-            line = f"v_{node.name} = {_named(_direct(node.target), names)}({', '.join(given)})"
+            line = f"v_{node.name} = {_named(target, names)}({', '.join(given)})"
         gone = f"; del {', '.join(done_after[node])}" if node in done_after else ""
         lines.append(line + gone + ("; yield" if node.target is hand_over else ""))
     return function_from("\n    ".join(("def forward(inputs):", *lines)), names)

@@ -1,25 +1,36 @@
 """Ops that can write their result over one of the values that they read, with the same bits."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from lowtide.ops.calls import Call
 from lowtide.ops.loss_chunks import loss_gradient, soft_loss_gradient
-from lowtide.ops.packing import layout_of
+from lowtide.ops.packing import fills_storage
 from lowtide.ops.random_ops import apply_mask
-from lowtide.torch_compat.dispatch import OpOverload, schema_of
+from lowtide.torch_compat.dispatch import OpOverload, bare_op, real_tensors, schema_of
 
 aten = torch.ops.aten
 
 
 def times(value: Tensor, number: Any, *, out: Tensor | None = None) -> Tensor:
     """A product with a number. `mul_` would first round the number to the dtype of a half-precision value."""
-    if out is None or layout_of(out) is None:
+    if out is None or not fills_storage(out):
         return torch.mul(value, number)
-    return torch.mul(value, torch.tensor(number, dtype=torch.float64), out=out)
+    # 0.0 and -0.0 are equal; fake tensors stay apart from real ones
+    is_known = type(number) is float and number != 0 and type(out) is Tensor
+    return torch.mul(
+        value, _real_factor(number) if is_known else torch.tensor(number, dtype=torch.float64), out=out
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _real_factor(number: float) -> Tensor:
+    with real_tensors():
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 WITH_OUT: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
@@ -107,19 +118,55 @@ IN_ROWS = (aten._softmax_backward_data.out, aten._log_softmax_backward_data.out)
 def write_over(op: OpOverload, place: int, *args: Any, **kwargs: Any) -> Tensor:
     """`op` with its result written over argument `place`, which no later op reads.
 
-    The result gets new memory where the argument has other strides than at capture and `op` cannot use them.
+    The result gets new memory where tensors have other strides than at capture, and `op` cannot use them or
+    would give its result others.
     """
-    out: Tensor = args[place]
-    if op in IN_ROWS and not out.is_contiguous():
-        out = torch.empty_like(out, memory_format=torch.contiguous_format)
-    elif layout_of(out) is None:
-        out = out.clone()
+    return writer(op, place)(*args, **kwargs)
+
+
+@functools.cache
+def writer(op: OpOverload, place: int) -> Callable[..., Tensor]:
+    """`write_over` of one op and place: what is the same for all calls is looked up here, once."""
     arguments = schema_of(op).arguments
-    if arguments[0].is_write:
-        op(out, *args[1:], **kwargs)
-    else:  # `out` comes last in a schema
-        op(*args, **kwargs, **{arguments[-1].name: out})
-    return out
+    kernel, in_rows, writes_first = bare_op(op), op in IN_ROWS, arguments[0].is_write
+    name = arguments[-1].name  # `out` comes last in a schema
+    plain = _PLAIN[op]
+    num_deciding = place if plain in ROUND_ONCE else None
+
+    def write(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = args[place]
+        if num_deciding != 0 and _gives_other_strides(out, args[:num_deciding]):
+            return plain(*args, **kwargs)  # type: ignore[no-any-return]
+        if in_rows and not out.is_contiguous():
+            out = torch.empty_like(out, memory_format=torch.contiguous_format)
+        elif not fills_storage(out):
+            out = out.clone()
+        if writes_first:
+            kernel(out, *args[1:], **kwargs)
+        else:
+            kernel(*args, **kwargs, **{name: out})
+        return out
+
+    return write
+
+
+def _gives_other_strides(out: Tensor, deciding: tuple[Any, ...]) -> bool:
+    """Whether the result of an op may have other strides than its argument `out`: the first argument decides
+    where an element is rounded once, and all arguments have to agree elsewhere."""
+    strides = out.stride()
+    return len(strides) > 1 and any(
+        arg is not out
+        and isinstance(arg, Tensor)
+        and arg.stride() != strides
+        and arg.shape == out.shape
+        and _strides(arg) != _strides(out)
+        for arg in deciding
+    )
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """The strides of dimensions of more than one element."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def overwriting(target: Any, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -128,3 +175,21 @@ def overwriting(target: Any, place: int, args: tuple[Any, ...], kwargs: dict[str
     if isinstance(op, OpOverload):
         return Call(write_over, (op, place, *args), kwargs)
     return Call(op, args, {**kwargs, "out": args[place]})
+
+
+def is_overwriting(node: fx.Node) -> bool:
+    """Whether a node runs an op that writes its result over an input."""
+    return node.target is write_over or (node.target in _PLAIN and node.kwargs.get("out") is not None)
+
+
+_PLAIN = {op: target for target, (op, _) in WITH_OUT.items()}
+"""Ops of `WITH_OUT` by their variants that write over an argument."""
+
+
+def plain_call(call: Call) -> Call:
+    """The call of `overwriting` as it was, with a result of its own."""
+    if call.target is write_over:
+        op, _place, *args = call.args
+        return Call(_PLAIN[op], tuple(args), call.kwargs)
+    kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
+    return Call(_PLAIN[call.target], call.args, kwargs)

@@ -1,6 +1,7 @@
 """Tensors and ops below autograd: storages, fake tensors, dispatch modes, kernels in Python, schemas.
 
-- tensors: `storage_key`, `WeakStorages`, `iter_tensors`, `map_leaves`; `FakeTensor` and its mode
+- tensors: `storage_key`, `has_other_owners`, `WeakStorages`, `iter_tensors`, `map_leaves`; `FakeTensor` and
+  its mode
 - modes, which see every op of a thread: `active_modes`, `without_modes`, `real_tensors`, `LiveBytes`
 - the dispatcher: `dispatch_state`; `recording` and `below_autograd` switch autograd inside of an op
 - tracing: `traced_by` and `whole_ops` say by which ops an op is traced
@@ -12,7 +13,7 @@ import functools
 import itertools
 import re
 import unittest.mock
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -58,9 +61,28 @@ COMPOSITE_KEYS = TRACED_KEYS[1:]
 Kernel = Callable[..., Any]
 
 
+def has_other_owners(tensor: Tensor) -> bool:
+    """Whether something besides `tensor` refers to its memory, such as a view that the user keeps."""
+    # the tensor, and the object of Python by which it is asked
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
+
+
 def storage_key(tensor: Tensor) -> int:
     """Equal for two live tensors exactly when they share a storage; fake tensors included."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(local(tensor).untyped_storage()._cdata)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that is divided among processes; any other tensor itself. It may still
+    be on its way from the others."""
+    while isinstance(tensor, (DTensor, AsyncCollectiveTensor)):
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
+    return tensor
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """A tensor that has arrived from other processes."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def is_number(value: Any) -> bool:
@@ -149,12 +171,17 @@ class WeakStorages:
         found = [(tensor, tensor.untyped_storage()) for tensor in tensors if has_storage(tensor)]
         self._sizes = {storage_key(tensor): (StorageWeakRef(one), one.nbytes()) for tensor, one in found}  # type: ignore[no-untyped-call]
 
-    def live_bytes(self, *, besides: Iterable[Tensor] = ()) -> int:
-        """The bytes of those that live, without the storages of the tensors `besides`."""
+    def live_bytes(self, *, besides: Iterable[Tensor] = (), keys: Collection[int] = ()) -> int:
+        """The bytes of those that live, without the storages of the tensors `besides`, and without `keys`."""
         live = {key: n for key, (reference, n) in self._sizes.items() if not reference.expired()}  # type: ignore[no-untyped-call]
+        live = {key: n for key, n in live.items() if key not in keys}
         for tensor in besides if live else ():
             live.pop(storage_key(tensor), None)
         return sum(live.values())
+
+    def keys(self) -> Iterable[int]:
+        """As `storage_key` has them; no other storage gets the key of one that is referred to."""
+        return self._sizes
 
     def add(self, others: "WeakStorages") -> None:
         self._sizes.update(others._sizes)
@@ -327,6 +354,21 @@ def _grouped_product(mat_a: Tensor, mat_b: Tensor, **options: Any) -> Any:
 def schema_of(op: OpOverload[..., Any]) -> Any:
     """An op's schema: its name, its `arguments` and `returns`, whether it `is_mutable`."""
     return op._schema
+
+
+def overload_behind(value: Any) -> OpOverload[..., Any] | None:
+    """The default overload of all overloads of a name, or of what `torch.library.custom_op` makes."""
+    found = getattr(value, "_opoverload", None) or getattr(value, "default", None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def ops_in(namespace: str) -> list[str]:
+    """The names of all ops that are registered in a namespace, without it."""
+    prefix = f"{namespace}::"
+    names = (
+        name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)
+    )
+    return sorted({name.partition(".")[0] for name in names})
 
 
 def packet_of(op: OpOverload[..., Any]) -> Any:
