@@ -50,9 +50,12 @@ def apply_mask(
     `value`.
     """
     scale = _scale(value.dtype, probability)
-    size = chunk_bytes(value.nbytes, MASK_CHUNK * value.itemsize, value.device) // value.itemsize
-    whole = isinstance(value, FakeTensor) or value.numel() <= size
+    # no device has smaller chunks
+    whole = value.numel() <= MASK_CHUNK or isinstance(value, FakeTensor)
     if whole or not (value.is_contiguous() and mask.is_contiguous()):
+        return torch.mul(value, mask, out=out).mul_(scale)
+    size = chunk_bytes(value.nbytes, MASK_CHUNK * value.itemsize, value.device) // value.itemsize
+    if value.numel() <= size:
         return torch.mul(value, mask, out=out).mul_(scale)
     result = torch.empty_like(value) if out is None else out
     flat = (value.view(-1), mask.view(-1), result.view(-1))

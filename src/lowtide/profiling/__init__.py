@@ -5,6 +5,7 @@ graphs, in the memory of the step.
 
 - `costing`: a captured step with the costs of its ops, measured or scaled from known ones
 - `op_costs`: times and workspaces of single calls, in rounds; `op_trials`: one call under measurement
+- `repeat_trials`: ops of other libraries, tried before a plan may run them again
 - `formula_costs`: the bytes of eager's formulas of gradients
 - `work`: bytes and flops of a call, and a smaller call of the same op
 - `library_workspaces`: bytes that libraries keep on an accelerator

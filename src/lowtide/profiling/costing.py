@@ -29,6 +29,7 @@ from lowtide.profiling.library_workspaces import with_library_workspaces
 from lowtide.profiling.op_costs import cost_by_bytes, measure_calls, measure_workspaces, short_limit_now
 from lowtide.profiling.op_trials import device_of
 from lowtide.profiling.real_strides import real_values
+from lowtide.profiling.repeat_trials import with_tried_ops
 from lowtide.profiling.samples import make_sample
 from lowtide.profiling.work import Work, work_making
 from lowtide.stage_log import stage
@@ -209,6 +210,7 @@ def measure_costs(
         )
         known.formulas = shares_of(step, captured.formulas, formulas)
         step = with_formula_bytes(step, captured.formulas, formulas)
+        step = with_tried_ops(step, captured, calls, memory_limit_bytes=memory_limit_bytes)
         speed = device.copy_bytes_per_second()
         if device.caches_blocks:
             torch.accelerator.empty_cache()  # a step must not find its memory cut for these ops
@@ -235,7 +237,8 @@ def estimate_costs(captured: Captured, known: KnownCosts) -> Step:
     """
     captured = _with_library_workspaces(captured, _device_of(captured))
     step = _filled(captured, captured.calls, _scaled_costs(captured, captured.calls, known))
-    return with_formula_bytes(step, captured.formulas, by_shares(step, captured.formulas, known.formulas))
+    step = with_formula_bytes(step, captured.formulas, by_shares(step, captured.formulas, known.formulas))
+    return with_tried_ops(step, captured, captured.calls, memory_limit_bytes=MEMORY_LIMIT_BYTES)
 
 
 @one_at_a_time

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide.ops.calls import Call, OpCost, signature
+from lowtide.ops.collectives import inside_bytes
 from lowtide.ops.schema import talks_to_others
 from lowtide.profiling.cache import CostCache
 from lowtide.profiling.devices import outside_profiler
@@ -143,7 +144,7 @@ def measure_calls(
         if distinct[key].target is operator.getitem:
             costs[key] = OpCost(0.0, 0, estimated=False)
         elif talks_to_others(distinct[key].target):
-            costs[key] = cost_by_bytes(distinct[key])
+            costs[key] = cost_of_exchange(distinct[key])
         elif known is not None:
             costs[key] = known
         elif key in shared:
@@ -186,6 +187,11 @@ def cost_by_bytes(call: Call) -> OpCost:
     # A copied byte is read and written.
     seconds = visible_work_of(call).nbytes / 2 / device_of(call).copy_bytes_per_second()
     return OpCost(seconds, 0, estimated=True)
+
+
+def cost_of_exchange(call: Call) -> OpCost:
+    """Of an op that waits for other processes."""
+    return replace(cost_by_bytes(call), workspace_bytes=inside_bytes(call))
 
 
 def _cost_by_like(key: str, calls: Mapping[str, Call], costs: Mapping[str, OpCost]) -> OpCost:
@@ -255,8 +261,10 @@ def measure_workspaces(
 ) -> dict[str, OpMemory]:
     """Workspaces of calls, by the same names: one run each, on a chunk where a call does not fit.
 
-    Each call has its expected workspace. Calls that cannot run are left out.
+    Each call has its expected workspace. Calls that cannot run, or would wait for other processes, are left
+    out.
     """
+    calls = {name: known for name, known in calls.items() if not talks_to_others(known[0].target)}
     limit_bytes = _within_free((call for call, _ in calls.values()), memory_limit_bytes)
     return outside_profiler(partial(_measure_workspaces, calls, memory_limit_bytes=limit_bytes))
 

@@ -25,6 +25,7 @@ from lowtide.ops.schema import argument_names, writes_inputs
 from lowtide.planning.allocator import cut_by_allocator
 from lowtide.planning.decisions import WORKSPACE_OF
 from lowtide.planning.log_lines import baseline_line, cost_line
+from lowtide.profiling.repeat_trials import with_untried_ops
 from lowtide.profiling.work import fake_result, visible_work_of
 from lowtide.remat import rule_named
 from lowtide.stage_log import stage
@@ -65,7 +66,7 @@ def estimated_costs(captured: Captured, gpu: Gpu) -> Step:
             known[name] = (_seconds(call, gpu), _workspace_bytes(call, gpu), True)
         costs[run] = known[name]
     multiplies = any(target_name(call.target).startswith(_PRODUCTS) for call in captured.calls.values())
-    step = _in_larger_chunks(with_costs(captured.step, costs), captured)
+    step = _in_larger_chunks(with_untried_ops(with_costs(captured.step, costs), captured), captured)
     return _as_on(gpu, _copying_in_eager(step, captured), multiplies=multiplies)
 
 
