@@ -1,5 +1,6 @@
 """The user's statements about the loop around a model: what a step is captured with."""
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,18 +14,26 @@ from lowtide.facts.gpus import Gpu
 from lowtide.facts.plan import OffloadTarget, parse_offload
 from lowtide.facts.sizes import parse_size
 from lowtide.offload.offload_store import open_store
+from lowtide.ops.repeatable_ops import stated
+from lowtide.ops.rounded_head import NO_HEAD
 from lowtide.optim.joined_optimizers import join_optimizers
 from lowtide.parallel.ranks import Ranks
 from lowtide.parallel.simulated_sharding import SimulatedSharding
+from lowtide.planning.rounded_step import NOT_USED
+from lowtide.profiling.costing import KnownCosts, estimate_costs
 from lowtide.profiling.transfer_speed import measure_transfer_speed
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.runner import runner_of
 from lowtide.torch_compat import ddp
+from lowtide.torch_compat.dtensor import is_divided
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.identity import user_tensors
 from lowtide.trace.model_call import Loop, Loss, Optimizers
 from lowtide.trace.step_device import device_of
 
+logger = logging.getLogger("lowtide")
+
+SHARDED_ROUNDS = "rounds is not planned for models that are sharded over processes: leave rounds out"
 SHARDED_OFFLOAD = "offload is not planned for models that are sharded over processes: leave offload out"
 
 
@@ -39,6 +48,8 @@ class LoopStatements:
     step_in_backward: bool
     holds_outputs: bool
     offload: str
+    offload_what: tuple[str, ...] = ()
+    rounds: tuple[str, ...] = ()
 
     @property
     def reserve_bytes(self) -> int:
@@ -56,8 +67,17 @@ class LoopStatements:
     @property
     def settings(self) -> list[tuple[str, str]]:
         """The settings that must be the same on all ranks."""
-        named = ("accumulate", "reserve_bytes", "step_in_backward", "holds_outputs", "offload")
-        return [(name, str(getattr(self, name))) for name in named]
+        named = (
+            "accumulate",
+            "reserve_bytes",
+            "step_in_backward",
+            "holds_outputs",
+            "offload",
+            "offload_what",
+            "rounds",
+        )
+        own = [(name, str(getattr(self, name))) for name in named]
+        return [*own, ("repeatable ops", ",".join(stated()))]
 
     @property
     def offload_to(self) -> OffloadTarget | None:
@@ -75,13 +95,20 @@ class LoopStatements:
                 "step_in_backward=True updates parameters in every backward pass, and accumulate=True says "
                 "that gradients of several are added up: choose one of them"
             )
-        if self.step_in_backward and (ranks is not None or units_of(model)):
+        if self.step_in_backward and (ranks is not None or is_divided(model)):
             raise LowtideError(
                 "step_in_backward=True would update parameters before the gradients of all processes are "
                 "there: leave it out"
             )
         if self.offload_to is not None and units_of(model):
             raise LowtideError(SHARDED_OFFLOAD)
+        if self.rounds and units_of(model):
+            raise LowtideError(SHARDED_ROUNDS)
+        if "state" in self.offload_what and self.optimizer is None:
+            raise LowtideError(
+                "offload_what names the optimizer's state, and no optimizer is given: optimizer=..., or "
+                "leave 'state' out"
+            )
         if self.offload_to is not None:
             open_store(self.offload_to, str(device_of(model, batch)))
         ddp.check(model)
@@ -107,9 +134,23 @@ class LoopStatements:
                 step_in_backward=self.step_in_backward,
                 holds_outputs=self.holds_outputs,
                 simulated=simulated,
-                offload=self.offload_to is not None,
+                offload_what=self.offload_what,
                 gpu=gpu,
             )
+
+    def with_rounding(self, step: Step, captured: Captured, known: KnownCosts) -> tuple[Step, Step | None]:
+        """The step, and its form that rounds; where that is the same step, a note says why."""
+        if not self.rounds or captured.again is None:
+            return step, None
+        other = captured.again(replace(captured.again.settings, rounds=self.rounds))
+        assert other is not None, "the model and the batch are alive here"
+        if any(graph.rounds for graph in other.step.graphs):
+            rounded = replace(estimate_costs(other, known), transfer_speed=step.transfer_speed)
+            return step, replace(rounded, copy_bytes_per_second=step.copy_bytes_per_second)
+        reason = "; ".join(other.not_rounding) or NO_HEAD
+        note = NOT_USED.format(what=",".join(self.rounds), reason=reason)
+        logger.warning(note)
+        return replace(step, notes=(*step.notes, note)), None
 
     def with_link(self, step: Step, *, cache: bool = True) -> Step:
         """The step with the transfer speed of its store, if it has one."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from synthetic import transformer
 
-from lowtide.cli.options import bytes_budget
+from lowtide.cli.option_values import bytes_budget
 from lowtide.errors import BadSize, BudgetTooSmall, LowtideError
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.facts.sizes import check_budget, parse_budget, split_reserved

@@ -15,7 +15,7 @@ from training import measured_peak
 
 import lowtide
 from lowtide.planning.repeated_graphs import planner_for
-from lowtide.runtime import incomplete_steps
+from lowtide.runtime import loop_reserve
 from lowtide.runtime.runner import runner_of
 from lowtide.torch_compat import autograd_engine, dispatch
 from lowtide.units import format_size
@@ -122,9 +122,7 @@ def test_bytes_for_a_loss_are_searched_once(
     found = lowtide.profile(model, batch)
     plan = found.plan((found.floor_bytes + found.peak_bytes) // 2)
     searches = []
-    monkeypatch.setattr(
-        incomplete_steps, "planner_for", lambda step: searches.append(step) or planner_for(step)
-    )
+    monkeypatch.setattr(loop_reserve, "planner_for", lambda step: searches.append(step) or planner_for(step))
     for _ in range(2):
         plan.apply(model)
     assert len(searches) == 1
@@ -326,16 +324,6 @@ def test_a_graph_that_is_kept_is_told_once(
         loss.backward()
     (words,) = told(caplog)
     assert "backward(retain_graph=True) keeps" in words and "smaller by" in words
-
-
-def test_a_gradient_with_gaps_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """The gradient of an imaginary part has every second element of a complex tensor's memory."""
-    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(BATCH, WIDTH)
-    planned = lowtide.checkpoint(copy.deepcopy(model), x, budget="1GB")
-    caplog.clear()
-    for one in (model, planned):
-        torch.complex(one(x), one(x).sin()).square().abs().sum().backward()
-    assert any("gaps between its elements" in words and "last bits" in words for words in told(caplog))
 
 
 class TwoPaths(nn.Module):

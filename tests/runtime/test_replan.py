@@ -17,7 +17,7 @@ from lowtide.api import profile
 from lowtide.facts import Graph, Reserve, Step
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
-from lowtide.runtime import replan
+from lowtide.runtime import counted_loop, replan
 from lowtide.runtime.incomplete_steps import growth
 from lowtide.runtime.runner import runner_of
 from lowtide.zoo.targets import Target
@@ -137,7 +137,8 @@ def test_planned_graphs_are_bounded(
     monkeypatch: pytest.MonkeyPatch, profiled: tuple[Target, Profile], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The plan's own graph stays; of those that came later, the last ones do, and the log says so."""
-    monkeypatch.setattr(replan, "PLANNED_GRAPHS", 2)
+    for module in (counted_loop, replan):
+        monkeypatch.setattr(module, "PLANNED_GRAPHS", 2)
     target, found = profiled
     plan = found.plan("100%")
     plan = replace(plan, solution=replace(plan.solution, eager=False))

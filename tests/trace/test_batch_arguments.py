@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import lowtide
 from lowtide.errors import CaptureError
-from lowtide.trace.batch_arguments import mismatch, refuse_other_arguments
+from lowtide.trace.batch_arguments import mismatch, refuse_other_arguments, refuse_other_loss
 from lowtide.trace.model_call import call
 
 X, Y = torch.ones(2, 4), torch.tensor([0, 1])
@@ -75,7 +76,12 @@ class FailsInside(OneArgument):
         (ByName(), (), {"word": X}, "takes no argument 'word'; it takes words, labels: is 'words' meant"),
         (ByName(), (), {"words": X, "kind": Y}, "takes no argument 'kind'.*a target goes into the loss"),
         (ByName(), (), {"labels": Y}, "needs 'words', and the batch has 'labels' only"),
-        (OneArgument(), (), {"image": X, "box": Y}, r"'image', 'box'\): pass batch=\(batch,\)"),
+        (
+            OneArgument(),
+            (),
+            {"image": X, "box": Y},
+            r"'image', 'box'\): name its key 'x', or pass batch=\(batch,\)",
+        ),
     ],
 )
 def test_a_batch_that_does_not_fit(model: nn.Module, args: Any, kwargs: Any, words: str) -> None:
@@ -144,3 +150,38 @@ def test_an_error_inside_of_forward_keeps_its_own_words() -> None:
         lowtide.profile(FailsInside(), X)
     with pytest.raises(TypeError, match="takes 2 positional"):
         call(FailsInside(), X)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (F.cross_entropy, r"cross_entropy takes 2 .*: .*loss=lambda output: F\.cross_entropy\(output, y\)$"),
+        (F.mse_loss, r"mse_loss takes 2 arguments .*loss=lambda output: F\.mse_loss\(output, y\)$"),
+        (nn.CrossEntropyLoss(), r"CrossEntropyLoss takes 2 .*loss=lambda output: criterion\(output, y\)$"),
+        (
+            lambda output, target: output,
+            r"takes 2 arguments \(output, target\), and is called with the model's",
+        ),
+        (
+            torch.ones(()),
+            r"the loss is a Tensor, not a function: pass a function of the model's output, loss=",
+        ),
+    ],
+)
+def test_a_loss_that_needs_more_than_the_output_is_refused_before_the_capture(loss, words):
+    with pytest.raises(CaptureError, match=words):
+        lowtide.profile(OneArgument(), X, loss=loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        None,
+        lambda output: output,
+        lambda output, weight=1.0: output,
+        lambda *args: args,
+        functools.partial(F.mse_loss, target=X),
+    ],
+)
+def test_a_loss_of_the_output_alone_is_not_refused(loss):
+    refuse_other_loss(loss)

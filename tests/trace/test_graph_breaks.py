@@ -206,3 +206,29 @@ def test_one_graph_beside_uncaptured_code_is_not_several() -> None:
     ) as refused:
         lowtide.profile(model, rows(), optimizer=optimizer, step_in_backward=True)
     assert "breaks into" not in str(refused.value)
+
+
+class Picks(nn.Module):
+    """Writes between two graphs over the rows that a mask picks, as models with optional inputs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        picked = x.detach()[mask]
+        torch._dynamo.graph_break()
+        picked.mul_(2)
+        return self.last(x).sum() + picked.sum()
+
+
+def test_a_value_without_elements_may_be_written_over() -> None:
+    model, batch = Picks(), (torch.randn(3, 4), torch.zeros(3, dtype=torch.bool))
+    model(*batch).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    lowtide.profile(model, batch).plan("200%", planner="none").apply(model)
+    model(*batch).backward()
+    seen = [parameter.grad for parameter in model.parameters()]
+    assert all(map(torch.equal, expected, seen))

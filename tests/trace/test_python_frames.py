@@ -1,5 +1,6 @@
 """Frames of Python between graphs keep values live that eager drops: plans count them."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -46,6 +47,29 @@ class Residuals(nn.Module):
         return value.square().mean()
 
 
+@dataclass
+class Details:
+    """What a layer returns beside its value, as decoders return their attention's."""
+
+    scores: Tensor
+
+
+class WithDetails(nn.Module):
+    """Collects objects with tensors in its frame, and needs them until it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(Branch(breaks=True) for _ in range(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        details = []
+        for branch in self.branches:
+            value = value + branch(value)
+            details.append(Details(value.detach().repeat(1, 4)))
+        torch._dynamo.graph_break()
+        return value.repeat(1, 8).square().mean() / len(details)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_plan_counts_what_frames_keep_live(inside: bool) -> None:
     model, batch = Residuals(inside=inside), torch.randn(ROWS, WIDTH)
@@ -57,3 +81,12 @@ def test_a_plan_counts_what_frames_keep_live(inside: bool) -> None:
     measured = measure_here(target, prepare=prepare)
     assert measured.peak_bytes <= plan.peak_bytes
     assert 0 <= profile.peak_bytes - measure_here(target).peak_bytes <= 16384
+
+
+def test_a_plan_counts_what_objects_in_frames_keep_live() -> None:
+    model, batch = WithDetails(), torch.randn(ROWS, WIDTH)
+    profile = lowtide.profile(model, batch)
+    plan = profile.plan("100%")
+    prepare = partial(planned, solution=solution_to_dict(plan.solution))
+    measured = measure_here(Target("details", model, batch, None), prepare=prepare)
+    assert abs(measured.peak_bytes / plan.peak_bytes - 1) < 0.01

@@ -12,6 +12,8 @@ from dataclasses import replace
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Region, ReservedBytes, Solution, Step
 from lowtide.planning.allocator import Reserved, caches_blocks, expandable_segments, reserved_for
+from lowtide.planning.resting_forms import state_rests
+from lowtide.planning.resting_sets import resting_form
 from lowtide.planning.schedules import as_eager, eager_timeline
 from lowtide.planning.simulate import simulate
 
@@ -110,7 +112,7 @@ def simulated(step: Step, solution: Solution, *, expandable: bool) -> Reserved:
     """The allocator's bytes in a process that trains by a solution."""
     if solution.eager:
         return reserved_for(as_eager(step), eager_timeline(step), expandable=expandable)
-    step = _with_split_optimizer(step, solution)
+    step = _with_split_optimizer(resting_form(step, solution.resting), solution)
     return reserved_for(step, simulate(step, solution.schedule.runs), expandable=expandable)
 
 
@@ -119,8 +121,9 @@ def _with_split_optimizer(step: Step, solution: Solution) -> Step:
     most = dict(step.optimizer_chunks).get(solution.optimizer_chunk_bytes)
     if most is None:
         return step
+    rests = state_rests(step)
     nodes = tuple(
-        replace(node, workspace_bytes=min(node.workspace_bytes, most))
+        replace(node, workspace_bytes=most if rests else min(node.workspace_bytes, most))
         if node.region is Region.OPTIMIZER
         else node
         for node in step.nodes

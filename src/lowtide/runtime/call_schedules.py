@@ -7,6 +7,7 @@ from typing import Any
 from lowtide.analyze.gradient_sums import specialised
 from lowtide.facts import Graph
 from lowtide.runtime.backend import GraphSchedule
+from lowtide.runtime.loop_tensors import LoopBytes
 from lowtide.runtime.loop_watch import LiveLoss
 from lowtide.runtime.rewrite import baseline_schedule
 from lowtide.torch_compat import ddp
@@ -71,6 +72,25 @@ class Schedules:
     def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
         """Whether schedules were dropped, because of the bytes of the loss, or because of outputs with an
         unexpected gradient, by graph."""
+        return False
+
+    counts_gradients = False
+    """whether `see_gradients` can count"""
+
+    def see_loop(self, found: LoopBytes) -> None:
+        """Count tensors of the loop's own, from `fit_beside_loop` on."""
+
+    def see_gradients(self, nbytes: int, *, to_the_end: bool, is_seen: bool) -> None:
+        """Count gradients of earlier passes as live when a step begins, to its end or until its backward pass
+        begins. `is_seen`: in a step that is over, not expected in the one that begins."""
+
+    def see_path(self, fingerprints: Sequence[str], saved_bytes: Sequence[int]) -> int:
+        """A call has run these graphs, which save so many bytes. By how many bytes it is larger than the
+        planned one; other graphs are planned beside them, from `fit_beside_loop` on."""
+        return 0
+
+    def fit_beside_loop(self) -> bool:
+        """Whether schedules were dropped or changed, since what was seen of the loop did not fit beside."""
         return False
 
     def count_state(self) -> bool:

@@ -2,13 +2,13 @@
 
 step_of            one graph, with the bytes of the rest as `Reserve`
 step_of_call       a whole call, captured without running it
-loss_reserve_for   bytes reserved for an unknown loss, until the first step shows its bytes
+BesideGraphs       tensors that the loop makes for every step
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import ceil, inf
+from math import ceil
 from typing import Any
 
 import torch
@@ -17,9 +17,7 @@ from torch import nn
 from lowtide.analyze.captured_step import Captured, captured_step, only_loss_live
 from lowtide.analyze.gradient_sums import can_hand_over, sums_of
 from lowtide.analyze.graph_facts import analyze_graphs
-from lowtide.errors import BudgetTooSmall
 from lowtide.facts import (
-    LAST_OUTPUTS,
     Graph,
     GraphRun,
     Kind,
@@ -30,12 +28,19 @@ from lowtide.facts import (
     Storage,
     TransferSpeed,
 )
+from lowtide.ops.gradient_terms import is_part
+from lowtide.planning.graph_fetches import transfers_of
 from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.repeated_calls import LOSS, LOSS_INPUTS
-from lowtide.planning.repeated_graphs import planner_for
-from lowtide.planning.schedules import batch_bytes, graph_schedules, reserve, runs_of_schedules, with_buckets
+from lowtide.planning.resting_sets import fixed_form
+from lowtide.planning.schedules import (
+    batch_bytes,
+    graph_schedules,
+    reserve,
+    runs_of_schedules,
+    with_buckets,
+)
 from lowtide.planning.simulate import simulate
-from lowtide.plans import Plan
 from lowtide.profiling.costing import KnownCosts, estimate_costs, measure_costs
 from lowtide.torch_compat import dispatch
 from lowtide.torch_compat.aot_autograd import Orders
@@ -47,10 +52,50 @@ from lowtide.trace.trace_model import trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BesideGraphs:
+    """Bytes of tensors that the loop makes for every step and no capture sees, for the planned batch.
+
+    `step_bytes` are live all along: labels that are no argument of the model. `forward_bytes` are live until
+    the backward pass begins, as the last step's loss and its `gradient_bytes` are, which no batch changes.
+    `path_bytes` are saved by graphs that run more often than planned, where values decide which graphs run.
+    """
+
+    step_bytes: int = 0
+    path_bytes: int = 0
+    forward_bytes: int = 0
+    gradient_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.step_bytes + self.path_bytes + self.forward_bytes + self.gradient_bytes
+
+    def added_to(self, step: Step, times: Fraction = Fraction(1)) -> Step:
+        """A step with these bytes, for a batch that is `times` as large."""
+        if not self.nbytes:
+            return step
+        step_bytes = ceil(self.step_bytes * times) + self.path_bytes
+        before_bytes = ceil(self.forward_bytes * times) + self.gradient_bytes
+        whole = Storage(
+            id=len(step.storages), nbytes=step_bytes, kind=Kind.INPUT, name=LOSS_INPUTS, static=True
+        )
+        nodes = tuple(
+            replace(node, workspace_bytes=node.workspace_bytes + before_bytes)
+            if node.rank < step.first_backward_rank and node.workspace_bytes >= 0
+            else node
+            for node in step.nodes
+        )
+        return replace(step, storages=(*step.storages, whole), nodes=nodes)
+
+
+NOTHING_BESIDE = BesideGraphs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
     """The known facts of a model's steps besides their graphs.
 
-    `update_bytes`: the bytes that each parameter's update in the backward pass allocates.
+    `update_bytes`: the bytes that each parameter's update in the backward pass allocates. `resting`: what
+    rests on the store (`Solution.resting`). `beside`: what the loop was seen to keep live besides.
     """
 
     model: nn.Module
@@ -59,27 +104,31 @@ class StepContext:
     loop: Loop = field(default_factory=Loop)
     update_bytes: Mapping[int, int] | None = None
     transfer_speed: TransferSpeed | None = None
+    offload_what: tuple[str, ...] = ()
+    resting: tuple[str, ...] = ()
+    rounds: tuple[str, ...] = ()
     orders: Orders | None = None
+    beside: BesideGraphs = NOTHING_BESIDE
 
     def captured(self, traced: Trace, **options: Any) -> Captured:
         """A traced step with its facts; `options` are those of `captured_step`."""
-        offload = self.transfer_speed is not None
         accumulate = bool(self.reserve.earlier_gradient_bytes)
         facts = analyze_graphs(
             traced,
             accumulate=accumulate,
             last_output_bytes=self.reserve.last_output_bytes if self.loop.holds_outputs else None,
             updates=self.update_bytes,
-            offload=offload,
+            offload="activations" in self.offload_what,
+            rounds=self.rounds,
             tensors=user_tensors(self.model, options.get("batch", ())),
         )
-        return captured_step(facts, traced, self.model, offload=offload, **options)
+        return captured_step(facts, traced, self.model, offload_what=self.offload_what, **options)
 
     def costed(self, captured: Captured) -> Step:
         """A captured step with costs from ops that were measured before, or measured now."""
         known = self.known
         step = measure_costs(captured)[0] if known is None else estimate_costs(captured, known)
-        return replace(step, transfer_speed=self.transfer_speed)
+        return fixed_form(replace(step, transfer_speed=self.transfer_speed), self.resting)
 
 
 def step_of(
@@ -105,7 +154,9 @@ def step_of(
     missing = frozenset(like.missing) if like is not None else frozenset()
     # without a like, a later graph may use any of the same weights
     is_unknown = like is None and not is_whole
-    apart = sums_of(segment) if is_unknown else () if is_whole or like is None else like.apart
+    known = () if is_whole or like is None else like.apart
+    sums = sums_of(segment)
+    apart = {*known, *(place for place in sums if is_unknown or is_part(segment.primals[place]))}
     traced = Trace(
         executions=[
             Execution(segment, apart=frozenset(apart), handed_over=_handed_over(segment, apart, like=like))
@@ -117,9 +168,11 @@ def step_of(
     with dispatch.real_tensors():  # torch may be tracing
         captured = context.captured(traced, optimizer=optimizer)
     step = context.costed(captured)
-    besides = _besides(context.reserve, growth(step, like=planned, reserve=context.reserve), optimizer)
+    times = growth(step, like=planned, reserve=context.reserve)
+    besides = _besides(context.reserve, times, optimizer)
     state_bytes, loss_bytes = besides.optimizer_state_bytes + live_bytes, besides.loss_bytes + later_bytes
-    return _with_reserve(step, replace(besides, optimizer_state_bytes=state_bytes, loss_bytes=loss_bytes))
+    besides = replace(besides, optimizer_state_bytes=state_bytes, loss_bytes=loss_bytes)
+    return context.beside.added_to(_with_reserve(step, besides), times)
 
 
 def _handed_over(segment: Segment, apart: Collection[int], *, like: Graph | None) -> frozenset[int]:
@@ -127,7 +180,9 @@ def _handed_over(segment: Segment, apart: Collection[int], *, like: Graph | None
     if not can_hand_over(segment):
         return frozenset()
     places = (*apart, *(like.handed_over if like is not None else ()))
-    return frozenset(place for place in places if place < len(segment.gradients))
+    return frozenset(
+        place for place in places if place < len(segment.gradients) and not is_part(segment.primals[place])
+    )
 
 
 @one_at_a_time
@@ -142,7 +197,8 @@ def step_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], context: StepCon
         traced = only_loss_live(traced)
     optimizer = optimizer_of(context.model, loop)
     step = context.costed(context.captured(traced, batch=(args, kwargs), optimizer=optimizer))
-    besides = _besides(context.reserve, growth(step, like=None, reserve=context.reserve), optimizer)
+    times = growth(step, like=None, reserve=context.reserve)
+    besides = _besides(context.reserve, times, optimizer)
     if any(not graph.in_model for graph in step.graphs):
         given = reserve(step)
         kept_bytes = max(0, besides.loss_kept_bytes - given.loss_kept_bytes)
@@ -150,7 +206,7 @@ def step_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], context: StepCon
         besides = replace(
             besides, loss_bytes=0, loss_kept_bytes=kept_bytes, loss_input_bytes=loop.reserve_bytes
         )
-    return _with_reserve(step, besides)
+    return context.beside.added_to(_with_reserve(step, besides), times)
 
 
 def _with_larger_loss(step: Step, more_bytes: int) -> Step:
@@ -262,77 +318,9 @@ def _with_reserve(step: Step, reserve: Reserve) -> Step:
     )
 
 
-TIMES_OUTPUTS = 3
-"""A cross-entropy of all that the model returns has the logarithms of the probabilities, their gradient, and
-the gradient of the outputs live at once. Other common losses need less."""
-SMALL_SHARE = 50
-"""Targets, weights and losses of single rows take at most such a part of the outputs."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossReserve:
-    """A plan's `graphs` with schedules that leave `loss_bytes` to the loop's loss, and still fit."""
-
-    loss_bytes: int
-    graphs: tuple[Graph, ...]
-
-
-def loss_reserve_for(plan: Plan) -> LossReserve | None:
-    """None where the plan leaves these bytes free or cannot free them, where it offloads values, or where the
-    user chose the schedules."""
-    step, solution = plan.step, plan.solution
-    is_free = solution.planner == "auto" and not solution.eager and not solution.step_in_backward
-    if step is None or step.transfer_speed is not None or not is_free:
-        return None
-    own = _own_graphs(plan)
-    loss_bytes = TIMES_OUTPUTS * own[-1].tangent_bytes + own[-1].tangent_bytes // SMALL_SHARE
-    if leaves_for_loss(plan, loss_bytes):
-        return None
-    planner = planner_for(_with_loss(step, loss_bytes))
-    found = planner.adapt(schedules_of(step, own), budget_bytes=plan.budget_bytes)
-    if found is not None and found.peak_bytes <= plan.budget_bytes:
-        return LossReserve(loss_bytes, found.graphs[: len(own)])
-    try:
-        solved = planner.solve(budget_bytes=plan.budget_bytes)
-    except BudgetTooSmall:
-        return None
-    return LossReserve(loss_bytes, solved.graphs[: len(own)])
-
-
-def leaves_for_loss(plan: Plan, loss_bytes: int) -> bool:
-    """Whether the plan fits with a loss of `loss_bytes`."""
-    assert plan.step is not None
-    step, own = _with_loss(plan.step, loss_bytes), _own_graphs(plan)
-    runs = runs_of_schedules(step, schedules_of(step, own), [graph.releases for graph in own])
-    return simulate(step, runs).peak_bytes <= plan.budget_bytes
-
-
-def peak_with_outputs(plan: Plan, nbytes: int, graphs: Mapping[str, Graph]) -> float:
-    """The peak of a plan by the schedules of `graphs`, where the loop keeps `nbytes` of the last outputs;
-    infinite where that is unknown."""
-    step = plan.step
-    if step is None or not any(storage.name == LAST_OUTPUTS for storage in step.storages):
-        return inf
-    storages = tuple(replace(s, nbytes=nbytes) if s.name == LAST_OUTPUTS else s for s in step.storages)
-    step, own = replace(step, storages=storages), [graphs[g.fingerprint] for g in _own_graphs(plan)]
-    runs = runs_of_schedules(step, schedules_of(step, own), [graph.releases for graph in own])
-    return simulate(step, runs).peak_bytes
-
-
-def _own_graphs(plan: Plan) -> tuple[Graph, ...]:
-    return tuple(graph for graph in plan.solution.graphs if graph.in_model)
-
-
 def schedules_of(step: Step, own: Sequence[Graph]) -> list[tuple[GraphRun, ...]]:
     """The schedules of the graphs `own` for a step; the graphs of the loss have empty ones."""
     return [graph.schedule for graph in own] + [()] * (len(step.graphs) - len(own))
-
-
-def _with_loss(step: Step, loss_bytes: int) -> Step:
-    end = step.nodes[step.first_backward_rank - 1]
-    nodes = list(step.nodes)
-    nodes[end.rank] = replace(end, workspace_bytes=max(end.workspace_bytes, loss_bytes))
-    return replace(step, nodes=tuple(nodes))
 
 
 def lowest_schedules(planner: Planner, like: Sequence[Graph]) -> StepSchedules:
@@ -343,7 +331,7 @@ def lowest_schedules(planner: Planner, like: Sequence[Graph]) -> StepSchedules:
     step, lowest = planner.step, planner.solve(budget_bytes=planner.floor().floor_bytes)
     if like:
         try:
-            runs = runs_of_schedules(step, schedules_of(step, like), [graph.releases for graph in like])
+            runs = runs_of_schedules(step, schedules_of(step, like), *transfers_of(like))
             peak_bytes = simulate(step, runs).peak_bytes
         except ValueError:  # this shape has other ops
             pass

@@ -33,6 +33,10 @@ class KeptOutputs:
         model's own tensors and those of a `batch`."""
         return self._live(self._calls, batch, counted_bytes)
 
+    def storages(self) -> set[int]:
+        """Of all these calls, as `storage_key` has them."""
+        return set[int]().union(*(call.keys() for call in self._calls))
+
     def live_bytes_before(self) -> int:
         """The live bytes of the calls before the last one."""
         return sum(self._live(list(self._calls)[:-1], (), 0))

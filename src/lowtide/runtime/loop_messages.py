@@ -1,7 +1,5 @@
 """What is said where the user's loop departs from its plan: each text once, with bytes and the next step."""
 
-from lowtide.trace.tangents import GRADIENT_HAS_OTHER_STRIDES
-
 OUTPUTS_LIVE = (
     "the loop keeps %s (%d bytes) of the model's outputs live through the backward pass, but the plan was "
     "made with holds_outputs=False: the peak is higher by that much. Drop the outputs before backward(), as "
@@ -21,15 +19,6 @@ GRAPH_KEPT = (
     "backward(retain_graph=True) keeps saved activations live to its end, and another pass adds to the "
     "gradients of this one: %s that the plan does not count, and the peak is higher by about that much. Add "
     "up the losses and call backward() once, or plan for a budget that is smaller by %d bytes"
-)
-OTHER_STRIDES = (
-    f"{GRADIENT_HAS_OTHER_STRIDES}: the last bits of this step can differ, since torch copies the gradient "
-    "into the output's order first, and eager does not. The gradient is planned for from the next step on"
-)
-WITH_GAPS = (
-    "a gradient reaches a graph of the model with gaps between its elements in memory, as that of the real "
-    "part of complex numbers does: torch copies the gradient without them first, and eager does not, so that "
-    "the last bits can differ. Compute these numbers in the model's forward, without hooks in between"
 )
 TWO_CALLS_LIVE = (
     "the model is called again before the backward pass of its last call, which keeps %s live, and the plan "
@@ -53,6 +42,12 @@ EARLIER_GRADIENTS = (
     "%s of gradients are live before the forward pass, and the plan does not count them: the peak is higher "
     "by that much. Set gradients to None first (zero_grad), or, to accumulate gradients, plan with "
     "accumulate=True"
+)
+PATH_LONGER = (
+    "values decide which graphs of the model run (dropped layers, say), and this call saves %s more for the "
+    "backward pass than the plan counts: the peak of this step is higher by up to that much. Graphs are "
+    "planned beside these bytes from the next step on; plan the model on its longest path to have them "
+    "counted from the start"
 )
 GRADIENTS_STAY = (
     "backward() in eval mode leaves %s of gradients, which the step in backward would use in training mode, "
@@ -83,7 +78,6 @@ PROFILER_IS_ON = (
     "cannot be measured: they are counted from the first step on that runs without it"
 )
 IN_OWN_LOOP = {
-    OTHER_STRIDES: "; pass `loss=` to plan for it from the first step",
     PROFILER_IS_ON: ". Pass `loss=` the function that your loop uses, to have it counted now",
 }
 """What else to do in a loop of one's own."""

@@ -46,6 +46,8 @@ class LoopWatch:
         self.batch_bytes = batch_bytes
         self.device = device
         self.loss: LiveLoss | None = None
+        self.losses = WeakStorages(())
+        """what the backward pass began with"""
         self._meter: _Meter
         if device == CPU:
             self._meter = _Blocks(self, may_keep_outputs=may_keep_outputs)
@@ -223,10 +225,11 @@ def _leave(watch: LoopWatch | None) -> None:
         watch.leave()
 
 
-def _leave_after_backward() -> None:
-    """Leave after the watched backward pass; after any other, the watch goes on."""
+def _leave_after_backward(outputs: Sequence[Any]) -> None:
+    """Leave after the watched backward pass, of `outputs`; after any other, the watch goes on."""
     watch = _THREAD.watch
     if watch is not None and watch.has_ended:
+        watch.losses.add(WeakStorages(each for each in outputs if isinstance(each, torch.Tensor)))
         watch.leave()
 
 

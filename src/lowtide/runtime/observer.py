@@ -28,18 +28,17 @@ from lowtide.runtime.loop_messages import (
     IN_OWN_LOOP,
     IN_TRAINER,
     MANY_GRAPHS_PLANNED,
-    OTHER_STRIDES,
     OUTPUTS_COLLECTED,
     OUTPUTS_LIVE,
+    PATH_LONGER,
     SEVERAL_CALLS,
     TWO_CALLS_LIVE,
     TWO_CALLS_SUMMED,
-    WITH_GAPS,
 )
 from lowtide.runtime.loop_watch import LiveLoss, LoopWatch, node_behind, weakly
 from lowtide.runtime.pending_calls import PendingCalls
 from lowtide.torch_compat import autograd_engine
-from lowtide.torch_compat.aot_autograd import has_gaps, in_another_order, order_of
+from lowtide.torch_compat.aot_autograd import in_another_order, order_of
 from lowtide.torch_compat.dispatch import WeakStorages
 from lowtide.trace.model_call import tensors_in
 from lowtide.units import format_size, size_and_bytes
@@ -92,10 +91,14 @@ class LoopObserver:
         orders: dict[str, str] | None = None,
         own_tensors: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        self._own_tensors = own_tensors
+        self.own_tensors = own_tensors
         self.in_trainer = False
         """whether a trainer has the loop"""
-        self._kept = KeptOutputs(own_tensors)
+        self.kept = KeptOutputs(own_tensors)
+        self.when_backward_begins: Callable[[], None] = lambda: None
+        """called once after each call of the model"""
+        self.counts_gradients = False
+        """whether graphs are planned beside gradients of earlier passes"""
         self.spare_bytes = spare_bytes
         self.may_keep_outputs = may_keep_outputs
         self.orders = {} if orders is None else orders
@@ -115,6 +118,8 @@ class LoopObserver:
         """the calls of a step that are planned together; None where calls are not planned together"""
         self.fingerprints: list[str] = []
         """of this call's graphs"""
+        self.saved_by_graph: list[int] = []
+        """bytes for the backward pass, of each graph of this call"""
         self._num_forwards = 0
         self._said: set[str] = set()
         self._outputs: list[weakref.ref[Tensor]] = []
@@ -145,8 +150,9 @@ class LoopObserver:
 
     def call_begins(self, parameters: Sequence[nn.Parameter], batch: Any = ()) -> None:
         is_watched = self.pending.most > 1
-        self.pending.call_begins(besides=(*self._own_tensors(), *tensors_in(batch)) if is_watched else ())
-        if self.spare_bytes is not None and EARLIER_GRADIENTS not in self._said:
+        self.pending.call_begins(besides=(*self.own_tensors(), *tensors_in(batch)) if is_watched else ())
+        is_told = self.counts_gradients or EARLIER_GRADIENTS in self._said
+        if self.spare_bytes is not None and not is_told:
             nbytes = sum(map(gradient_bytes, parameters))
             if nbytes and self._exceeds(nbytes - self.earlier_gradient_bytes):
                 self.say(EARLIER_GRADIENTS, format_size(nbytes))
@@ -158,22 +164,28 @@ class LoopObserver:
             if weight:
                 self.say(TWO_CALLS_SUMMED, weight)
         self.graphs_in_call = self.saved_bytes = 0
-        self.fingerprints = []
+        self.fingerprints, self.saved_by_graph = [], []
 
     def several_calls(self) -> None:
         """A call has ended, and no backward pass of an earlier one has begun."""
         number = self.pending.position + 1
         if self.planned_calls is None or number <= max(self.planned_calls, self.num_calls):
             return
-        trained_bytes = sum(tensor.nbytes for tensor in self._own_tensors() if tensor.requires_grad)
+        trained_bytes = sum(tensor.nbytes for tensor in self.own_tensors() if tensor.requires_grad)
         nbytes = max(self.pending.expected_bytes, trained_bytes - self.earlier_gradient_bytes)
         if self._exceeds(nbytes):
             self.num_calls = number
             self.say(SEVERAL_CALLS, number, size_and_bytes(nbytes))
 
+    def ran_longer(self, nbytes: int) -> None:
+        """The graphs of a call save `nbytes` more than planned."""
+        if self._exceeds(nbytes):
+            self.say(PATH_LONGER, size_and_bytes(nbytes))
+
     def graph_ran(self, saved_bytes: int, *, fingerprint: str = "", results: Sequence[Any] = ()) -> None:
         """A graph's forward pass has ended, with what it returns and saves as `results`."""
         self.fingerprints.append(fingerprint)
+        self.saved_by_graph.append(saved_bytes)
         if self.pending.most > 1:
             self.pending.sees(results)
         self._num_forwards += 1
@@ -181,32 +193,33 @@ class LoopObserver:
         self.saved_bytes += saved_bytes
 
     def call_ends(self, output: Any, batch: Any) -> None:
-        self.returned_outputs(output)
+        made, read = list(tensors_in(output)), list(tensors_in(batch))
+        self.returned_outputs(made)
         self._backwards_at_call = self.num_backwards
-        self._pending_node = weakly(node_behind(output))
-        given = [*tensors_in(output), *tensors_in(batch)]
+        self._pending_node = weakly(node_behind(made))
+        given = [*made, *read]
         if self.pending.most > 1:
             self.pending.sees(given)
         given_bytes = sum(tensor.nbytes for tensor in given)
         self.pending.call_ends(self._pending_node, self.saved_bytes + given_bytes)
         if OUTPUTS_LIVE not in self._said:
-            outputs = [tensor for tensor in tensors_in(output) if tensor.dim()]
+            outputs = [tensor for tensor in made if tensor.dim()]
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
             if not self.may_keep_outputs:
                 self._storages = WeakStorages(outputs)
-                self._batch = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+                self._batch = [weakref.ref(tensor) for tensor in read]
 
     def returned_outputs(self, output: Any) -> None:
         """A call has returned, one without gradients included."""
         if self.spare_bytes is not None and OUTPUTS_COLLECTED not in self._said:
-            self._kept.call_returned(output)
+            self.kept.call_returned(output)
 
     def live_last_outputs(self, batch: Any, *, counted_bytes: int) -> int:
         """The bytes of the last outputs that are live when a call with `batch` begins; 0 where outputs of
         more calls are, which is said, or where a backward pass of them can still come."""
         if self.spare_bytes is None or self.has_pending_call or OUTPUTS_COLLECTED in self._said:
             return 0
-        live = self._kept.live_bytes(batch, counted_bytes=counted_bytes)
+        live = self.kept.live_bytes(batch, counted_bytes=counted_bytes)
         if len(live) > 1:
             self._say_collected(sum(live) - counted_bytes)
             return 0
@@ -245,11 +258,13 @@ class LoopObserver:
         """A graph's backward pass begins, with the gradients of its outputs."""
         is_first = self.num_backwards == self._backwards_at_call and not self._is_second_call
         self.num_backwards += 1
+        if is_first:
+            self.when_backward_begins()
         if is_first and self.spare_bytes is not None and OUTPUTS_COLLECTED not in self._said:
-            self._say_collected(self._kept.live_bytes_before())
+            self._say_collected(self.kept.live_bytes_before())
         self.pending.backward_begins()
         if GRAPH_KEPT not in self._said and autograd_engine.graph_is_kept():
-            trained_bytes = sum(tensor.nbytes for tensor in self._own_tensors() if tensor.requires_grad)
+            trained_bytes = sum(tensor.nbytes for tensor in self.own_tensors() if tensor.requires_grad)
             nbytes = self.saved_bytes + max(0, trained_bytes - self.earlier_gradient_bytes)
             if self._exceeds(nbytes):
                 self.say(GRAPH_KEPT, format_size(nbytes), nbytes)
@@ -268,13 +283,17 @@ class LoopObserver:
     def backward_ends(self) -> None:
         # storages, since a view or `output.detach()` keeps an output as well
         if not self.may_keep_outputs and self._storages.live_bytes() > SMALL_BYTES:
-            besides = (*self._own_tensors(), *_alive(self._batch))
+            besides = (*self.own_tensors(), *_alive(self._batch))
             nbytes = self._storages.live_bytes(besides=besides)
             if nbytes > SMALL_BYTES:
                 self.say(OUTPUTS_LIVE, format_size(nbytes), nbytes)
         self._outputs, self._batch, self._storages = [], [], WeakStorages(())
 
     # what the runner asks
+
+    def live_loss_bytes(self) -> int:
+        """The bytes that the loop still keeps of the last loss, where its step was watched."""
+        return 0 if self._watch is None else self._watch.losses.live_bytes(keys=self.kept.storages())
 
     @property
     def has_pending_call(self) -> bool:
@@ -296,20 +315,6 @@ class LoopObserver:
         """Whether uncounted bytes exceed the free bytes of the budget."""
         return self.spare_bytes is not None and nbytes > max(0, self.spare_bytes)
 
-    def watch_gaps(self, results: Any) -> None:
-        """See whether the gradients of a graph's results have gaps in memory.
-
-        Other strides of gradients between two graphs are known from the capture. Only those of the model's
-        outputs are new: they depend on the loop.
-        """
-
-        def look(gradient: torch.Tensor | None) -> None:
-            if gradient is not None and has_gaps(gradient):
-                self.say(WITH_GAPS)
-
-        for tensor in _differentiable(results):
-            tensor.register_hook(look)  # type: ignore[no-untyped-call]
-
     def _watch_strides(self, output: torch.Tensor) -> None:
         shape, strides, order = output.shape, output.stride(), order_of(output)
 
@@ -318,7 +323,6 @@ class LoopObserver:
                 return
             if in_another_order(shape, strides, gradient.stride()):
                 self.orders[order], self._has_new_strides = order_of(gradient), True
-                self.say(OTHER_STRIDES)
 
         output.register_hook(look)  # type: ignore[no-untyped-call]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Graph, GraphRun, Kind, Step, Storage
+from lowtide.planning.graph_fetches import transfers_of
 from lowtide.planning.planner import StepSchedules
 from lowtide.planning.repeated_calls import step_of_calls
 from lowtide.planning.repeated_graphs import planner_for
@@ -138,7 +139,7 @@ class CallsPlanner:
         return found
 
     def _limit(self, step: Step, graphs: Sequence[Graph]) -> int:
-        runs = runs_of_schedules(step, _schedules(graphs), [graph.releases for graph in graphs])
+        runs = runs_of_schedules(step, _schedules(graphs), *transfers_of(graphs))
         return self.budget_bytes - simulate(step, runs).peak_bytes
 
     def _solve(self, step: Step, like: Sequence[Graph], *, number: int, planner: str) -> StepSchedules:

@@ -1,64 +1,46 @@
 """Plan graphs that come after a plan was applied: other batch shapes, other settings."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
-from math import ceil, inf
+from math import ceil
 from typing import Any
 
 from torch import nn
 
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Graph, Step
-from lowtide.optim.shadow_optimizer import num_states, state_bytes
-from lowtide.optim.split_check import update_bytes_of
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.planning.planner import Planner, StepSchedules
-from lowtide.planning.repeated_graphs import REPEATED_GRAPH_PLANNERS, planner_for
+from lowtide.planning.repeated_graphs import planner_for
 from lowtide.plans import Plan
 from lowtide.runtime.backend import GraphSchedule
-from lowtide.runtime.call_schedules import CallSoFar, Schedules
+from lowtide.runtime.call_schedules import CallSoFar
+from lowtide.runtime.counted_loop import PLANNED_GRAPHS, structures
 from lowtide.runtime.executor import (
     EAGER_OPS,
     Executor,
     InductorOps,
-    RecentlyUsed,
     nearest_compiled,
     solve_compiled,
 )
 from lowtide.runtime.incomplete_steps import (
-    StepContext,
+    BesideGraphs,
     as_in,
     growth,
-    leaves_for_loss,
     lowest_schedules,
     optimizer_of,
-    peak_with_outputs,
     schedules_of,
     step_of,
     step_of_call,
 )
-from lowtide.runtime.loop_watch import LiveLoss
-from lowtide.runtime.pending_calls import CallsPlanner
-from lowtide.torch_compat.ddp import Buckets
+from lowtide.runtime.seen_loop import SeenLoop
 from lowtide.torch_compat.dynamo import StartOver
-from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.identity import identify_model, why_unknown
-from lowtide.trace.model_call import Loop
 from lowtide.trace.segments import Segment
-from lowtide.trace.step_device import device_of
 from lowtide.units import format_size, size_and_bytes
 
 logger = logging.getLogger("lowtide")
-
-SCALAR_BYTES = 8
-UNCOUNTED_BYTES = 4096
-"""A few numbers around the loss; no plan counts them."""
-
-PLANNED_GRAPHS = 1024
-"""Schedules of later graphs that are kept; an older graph is planned again."""
-
 
 CALLS_DO_NOT_FIT = (
     "the %d calls of the model before a backward pass take up to %s together, by the lowest plan that was "
@@ -67,7 +49,7 @@ CALLS_DO_NOT_FIT = (
 )
 
 
-class Replanner(Schedules):
+class Replanner(SeenLoop):
     """The schedule of every graph: from the plan, or from a new solution for the same budget.
 
     Where a call begins with an unknown graph, the whole step is planned (`plan_call`), unless it is a known
@@ -82,49 +64,10 @@ class Replanner(Schedules):
         updates: StepInBackward | None = None,
         executor: Executor = EAGER_OPS,
     ) -> None:
-        self.first = tuple(graph for graph in plan.solution.graphs if graph.in_model)
-        """the graphs of the user's own plan"""
-        super().__init__(self.first, plan.solution.gradient_strides)
-        self.plan = plan
-        self.budget_bytes = plan.budget_bytes
-        self._executor = executor
-        offload = plan.solution.offload
-        self._context = StepContext(
-            model=model,
-            reserve=plan.solution.reserve,
-            known=plan.known,
-            loop=plan.loop or Loop(holds_outputs=plan.solution.holds_outputs),
-            update_bytes=None
-            if updates is None
-            else update_bytes_of(updates.optimizers, within_parameters=updates.within_parameters),
-            transfer_speed=None if offload is None else offload.transfer_speed,
-            orders=self.orders,
-        )
+        super().__init__(plan, model, updates=updates, executor=executor)
         self.identity = identify_model(model)
-        self.steps = {_structures(self.first): self.first}
-        """by structure, the graphs of the last planned step"""
-        self.later: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
-        self._alike: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
-        self._dropped: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
-        self._peak_bytes = plan.peak_bytes
+        self._model_bytes = _model_bytes(model)
         self._told_of_executor = self._told_of_calls = False
-        self._num_states = 0
-        self._growth = Fraction(1)
-        self.spare_bytes: int = plan.budget_bytes - plan.peak_bytes
-        self.earlier_gradient_bytes = plan.solution.reserve.earlier_gradient_bytes
-        is_compiled = isinstance(executor, InductorOps)
-        self._is_sharded = bool(units_of(model))
-        self._calls = CallsPlanner(plan.budget_bytes)
-        self._has_other_calls = False
-        are_alike = plan.planner in REPEATED_GRAPH_PLANNERS and updates is None and offload is None
-        if are_alike and not is_compiled and not self._is_sharded:
-            self.num_calls = 1
-        has_reserve = self.loss_is_unknown and not is_compiled and not self._is_sharded
-        self._loss_reserve = plan.loss_reserve if has_reserve else None
-        if self._loss_reserve is not None:
-            self.graphs = _by_fingerprint(self._loss_reserve.graphs)
-            self._peak_bytes = self.budget_bytes  # at most, with the bytes that are reserved
-            self._reserve(loss_bytes=max(self._context.reserve.loss_bytes, self._loss_reserve.loss_bytes))
 
     def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
         kind = segment.structure
@@ -152,194 +95,18 @@ class Replanner(Schedules):
             logger.info("more than %d graphs: the oldest is planned again if it comes back", PLANNED_GRAPHS)
         self.later[fingerprint] = graph
 
-    @property
-    def counts_loop(self) -> bool:
-        # FSDP2 gathers parameters before the first graph's backward pass: bytes that look like the loop's own
-        return self._context.loop.loss is None or not self._is_sharded
-
-    @property
-    def loss_is_unknown(self) -> bool:
-        outside = any(graph.tangent_bytes > SCALAR_BYTES for graph in self.first[-1:])
-        return self._context.loop.loss is None and outside
-
-    def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
-        reserved, self._loss_reserve = self._loss_reserve, None
-        if reserved and loss and not used and leaves_for_loss(self.plan, loss.peak_bytes):
-            self.graphs = _by_fingerprint(self.first)
-            self.later.clear()
-            self._reserve(loss_bytes=max(self.plan.solution.reserve.loss_bytes, loss.peak_bytes))
-            self._peak_bytes = self.plan.peak_bytes
-            self._alike.clear()
-            logger.info("the loop's loss needs %s: the plan is as it was made", format_size(loss.peak_bytes))
-            return True
-        causes = []
-        more_bytes = self._not_counted(loss) if loss is not None else 0
-        if loss is not None and more_bytes:
-            self.spare_bytes -= more_bytes
-            if self._peak_bytes + more_bytes > self.budget_bytes:
-                causes.append(
-                    f"the loop made {size_and_bytes(loss.peak_bytes)} between the forward and the backward "
-                    f"pass, {size_and_bytes(more_bytes)} more than the plan counts"
-                    + ("" if self._context.loop.loss is None else " by the given `loss=`")
-                )
-            # the bytes of the loss grow with the batch from the planned one on
-            times = self._times(loss.batch_bytes)
-            self._reserve(
-                loss_bytes=ceil(loss.peak_bytes / times), loss_kept_bytes=ceil(loss.kept_bytes / times)
-            )
-        for fingerprint, outputs in used.items():
-            causes.append(
-                f"the loss reads output {min(outputs)} of the model, for which the plan counts on no gradient"
-            )
-            self._use(fingerprint, outputs)
-        if not causes:
-            return False
-        cause = "; ".join(causes)
-        logger.warning("%s: graphs are planned again. %s", cause, self._advice_for_loss(more_bytes))
-        self._drop(cause)
-        return True
-
-    def _advice_for_loss(self, more_bytes: int) -> str:
-        if not self.in_trainer:
-            return "Pass `loss=` the function that your loop uses, to have it counted from the start"
-        first = f": give Lowtide a reserve={more_bytes} for the first step, if that matters"
-        return f"The trainer's loss is counted from now on{first if more_bytes else ''}"
-
-    def _reserve(self, **amounts: Any) -> None:
-        """Count other bytes besides the graphs from now on."""
-        self._context = replace(self._context, reserve=replace(self._context.reserve, **amounts))
-
-    def _drop(self, cause: str) -> None:
-        self._loss_reserve = None
-        for fingerprint in (*self.graphs, *self.later):
-            self._dropped[fingerprint] = cause
-        self.graphs.clear()
-        self.later.clear()
-        self._alike.clear()
-
-    def count_state(self) -> bool:
-        alive = [each for reference in self._context.loop.references if (each := reference()) is not None]
-        number = sum(map(num_states, alive))
-        if number == self._num_states:
-            return False
-        self._num_states = number
-        device = device_of(self._context.model, ())
-        nbytes = sum(state_bytes(optimizer, device) for optimizer in alive)
-        more_bytes = nbytes - self._context.reserve.optimizer_state_bytes
-        if more_bytes <= UNCOUNTED_BYTES:
-            return False
-        self._reserve(optimizer_state_bytes=nbytes)
-        return self._outgrown(
-            more_bytes,
-            f"the optimizer's state takes {size_and_bytes(more_bytes)} more than the plan counts",
-            "Not every step trains all parameters of the model: plan for a budget that is smaller by "
-            f"{more_bytes} bytes to have all of the state counted from the start",
-        )
-
-    def expect_calls(self, number: int, between_bytes: int) -> bool:
-        if self.num_calls is None or max(number, self.num_calls) == 1:
-            return False
-        has_more = between_bytes > self._calls.between_bytes + UNCOUNTED_BYTES
-        if number <= self.num_calls and not self._has_other_calls and not has_more:
-            return False
-        self._has_other_calls = False
-        self.num_calls = max(number, self.num_calls)
-        self._calls.expect(self.num_calls, between_bytes)
-        self._drop(f"a step calls the model {self.num_calls} times before its backward pass")
-        return True
-
-    def begin_call(self, position: int, live_bytes: int) -> None:
-        self._calls.begin(position, live_bytes)
-
-    def excess_bytes(self, fingerprints: Iterable[str]) -> int:
-        nbytes = self._calls.excess_bytes(fingerprints)
-        self._has_other_calls = self._has_other_calls or nbytes > 0
-        return nbytes
-
-    def _outgrown(self, more_bytes: int, cause: str, advice: str) -> bool:
-        """Whether schedules are dropped, since `more_bytes` that stay live all along exceed the budget."""
-        self._peak_bytes += more_bytes
-        self.spare_bytes -= more_bytes
-        if self._peak_bytes <= self.budget_bytes:
-            return False
-        logger.warning("%s: graphs are planned again. %s", cause, advice)
-        self._peak_bytes = 0
-        self._drop(cause)
-        return True
-
-    @property
-    def last_output_bytes(self) -> int:
-        return self._context.reserve.last_output_bytes
-
-    def count_outputs(self, nbytes: int) -> bool:
-        more_bytes = nbytes - self.last_output_bytes
-        if more_bytes <= UNCOUNTED_BYTES or not self._context.loop.holds_outputs:
-            return False
-        self._reserve(last_output_bytes=nbytes)
-        if not self.later and peak_with_outputs(self.plan, nbytes, self.graphs) <= self.budget_bytes:
-            return False
-        return self._outgrown(
-            more_bytes,
-            f"the loop keeps {size_and_bytes(nbytes)} of earlier outputs live through the forward pass, "
-            f"{size_and_bytes(more_bytes)} more than the plan counts",
-            "Free outputs after their last use (`del`)",
-        )
-
-    @property
-    def pays_for_outputs(self) -> bool:
-        nbytes = self.last_output_bytes
-        if not nbytes or 100 * nbytes < self.budget_bytes or not self.plan.recompute_seconds:
-            return False
-        with_more = peak_with_outputs(self.plan, nbytes + UNCOUNTED_BYTES, _by_fingerprint(self.first))
-        return self.plan.peak_bytes < with_more < inf
-
-    def count_buckets(self, buckets: Buckets) -> bool:
-        counted = self._context.reserve
-        more_bytes = buckets.nbytes - counted.bucket_bytes
-        if counted.gradients_in_buckets and not buckets.hold_gradients:
-            more_bytes += buckets.nbytes
-        if more_bytes <= 0:
-            return False
-        self._reserve(bucket_bytes=buckets.nbytes, gradients_in_buckets=buckets.hold_gradients)
-        return self._outgrown(
-            more_bytes,
-            f"DistributedDataParallel's buckets of gradients take {size_and_bytes(more_bytes)} more than the "
-            "plan counts",
-            "Plan the wrapped model to count buckets from the start",
-        )
-
-    def _not_counted(self, loss: LiveLoss) -> int:
-        """The bytes of the loop's loss beyond the reserve of the plan."""
-        more_bytes = loss.peak_bytes - ceil(self._context.reserve.loss_bytes * self._times(loss.batch_bytes))
-        return more_bytes if more_bytes > UNCOUNTED_BYTES else 0
-
-    def _times(self, batch_bytes: int) -> Fraction:
-        """The factor from the planned call to a larger one, at least that of the graphs planned last; 1 for a
-        smaller call."""
-        return max(self._growth, Fraction(batch_bytes, max(1, self._context.reserve.batch_bytes)))
-
-    def _use(self, fingerprint: str, outputs: Collection[int]) -> None:
-        """Expect a gradient for these outputs of a graph."""
-
-        def with_gradients(graph: Graph) -> Graph:
-            if graph.fingerprint != fingerprint:
-                return graph
-            # the known bytes of tangents are no longer valid for this graph
-            return replace(
-                graph, missing=tuple(o for o in graph.missing if o not in outputs), tangent_bytes=0
-            )
-
-        self.first = tuple(map(with_gradients, self.first))
-        self.steps = {kind: tuple(map(with_gradients, graphs)) for kind, graphs in self.steps.items()}
-
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
-        step = step_of_call(args, kwargs, self._context)
+        beside = self._context.beside
+        step = step_of_call(args, kwargs, replace(self._context, beside=replace(beside, path_bytes=0)))
         own = [graph for graph in step.graphs if graph.in_model]
         if all(self._known(graph.fingerprint) for graph in own):
             return
+        path_bytes = max((self._longer_by(path, own) for path in self._paths), default=0)
+        self._context = replace(self._context, beside=replace(beside, path_bytes=path_bytes))
+        step = BesideGraphs(path_bytes=path_bytes).added_to(step)
         self._growth = growth(step, like=None, reserve=self._context.reserve)
-        larger = self._growth > 1 or identify_model(self._context.model) != self.identity
-        found = self._plan(step, self.steps.get(_structures(own), ()), larger=larger)
+        larger = self._growth > 1 or _model_bytes(self._context.model) > self._model_bytes
+        found = self._plan(step, self.steps.get(structures(own), ()), larger=larger)
         self._log(found.peak_bytes, cause, compiled=False)
         self._remember(found.graphs[: len(own)])
 
@@ -364,7 +131,7 @@ class Replanner(Schedules):
         new = step.graphs[0]
         alike = [graph for graph in found if (graph.structure, graph.apart) == (new.structure, new.apart)]
         self._growth = growth(step, like=self._planned_graph, reserve=self._context.reserve)
-        larger = changed or self._growth > 1
+        larger = self._growth > 1 or _model_bytes(self._context.model) > self._model_bytes
         plan = self._plan(step, alike[:1], larger=larger, segment=segment)
         self._log(plan.peak_bytes, cause)
         self._remember(plan.graphs)
@@ -400,7 +167,7 @@ class Replanner(Schedules):
         return sum(p.nbytes for p in others) * (2 if self._context.reserve.earlier_gradient_bytes else 1)
 
     def _remember(self, graphs: tuple[Graph, ...]) -> None:
-        self.steps[_structures(graphs)] = graphs
+        self.steps[structures(graphs)] = graphs
         if len(self.steps) > PLANNED_GRAPHS:
             del self.steps[next(iter(self.steps))]
         for graph in graphs:
@@ -457,11 +224,13 @@ class Replanner(Schedules):
         elif peak_bytes > self.budget_bytes:
             logger.warning(
                 "a new graph (%s) runs with the lowest peak found, at most %s: that it stays within the "
-                "budget of %s is not proven",
+                "budget of %s is not proven%s",
                 cause,
                 size_and_bytes(peak_bytes),
                 size_and_bytes(self.budget_bytes),
+                self._unsaid_advice,
             )
+            self._unsaid_advice = ""
         else:
             logger.info(
                 "a new graph (%s) is planned: %s of %s",
@@ -478,9 +247,8 @@ class Replanner(Schedules):
             )
 
 
-def _by_fingerprint(graphs: Sequence[Graph]) -> dict[str, Graph]:
-    return {graph.fingerprint: graph for graph in graphs}
-
-
-def _structures(graphs: Sequence[Graph]) -> tuple[str, ...]:
-    return tuple(graph.structure for graph in graphs)
+def _model_bytes(model: nn.Module) -> int:
+    """Of parameters and buffers, and of the gradients of parameters that are trained."""
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(tensor.nbytes for tensor in (*parameters, *model.buffers(), *trained))

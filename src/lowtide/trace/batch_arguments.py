@@ -1,6 +1,8 @@
-"""Whether a batch fits the arguments of a model's forward, said before torch traces the model.
+"""Whether a batch fits the arguments of a model's forward, and whether a loss takes the model's output alone:
+said before torch traces the model.
 
     forward() of Net takes 1 argument (x), and the batch has 2: is the last one the target? Pass ...
+    the loss cross_entropy needs 2 arguments (input, target), and is called with the model's output ...
 
 Where a signature says nothing certain, nothing is refused: a forward in C, a class with a `__call__` of its
 own, hooks that run before forward and may change its arguments, a decorator around forward. A `TypeError` of
@@ -9,7 +11,7 @@ such a call can be explained afterwards (`mismatch`).
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +30,44 @@ def refuse_other_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mappin
     said = mismatch(model, args, kwargs, through_decorators=False) if is_certain else ""
     if said:
         raise CaptureError(said)
+
+
+def refuse_other_loss(loss: Callable[..., Any] | None) -> None:
+    """Raise a `CaptureError` for a loss that is no function, or that certainly needs more than the output."""
+    if loss is None:
+        return
+    if not callable(loss):
+        raise CaptureError(
+            f"the loss is a {type(loss).__name__}, not a function: pass a function of the model's output, "
+            f"{AS_LOSS}"
+        )
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # a function without a signature
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        needed = [
+            name
+            for name, parameter in signature.parameters.items()
+            if parameter.default is inspect.Parameter.empty and parameter.kind not in ANY_NUMBER
+        ]
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "loss")
+        raise CaptureError(
+            f"the loss {name} takes {_arguments(len(needed))} ({', '.join(needed)}), and is called with the "
+            f"model's output alone: pass a function of that, {_as_loss(loss)}"
+        ) from None
+
+
+def _as_loss(loss: Callable[..., Any]) -> str:
+    name = getattr(loss, "__name__", "")
+    if getattr(nn.functional, name, None) is loss:
+        return f"loss=lambda output: F.{name}(output, y)"
+    if isinstance(loss, nn.Module):
+        return "loss=lambda output: criterion(output, y)"
+    return AS_LOSS
 
 
 def mismatch(
@@ -70,7 +110,8 @@ def _words(
     if kwargs and not args and len(unknown) == len(kwargs) and len(positional) == 1:
         return (
             f"{forward} takes 1 argument ({shown}), and the batch is a dict of keyword arguments "
-            f"({_quoted(unknown)}): pass batch=(batch,) for the dict as one argument"
+            f"({_quoted(unknown)}): name its key '{shown}', or pass batch=(batch,) for the dict as one "
+            "argument"
         )
     if unknown:
         meant = difflib.get_close_matches(unknown[0], [name for name in names if name not in given], n=1)

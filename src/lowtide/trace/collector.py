@@ -139,7 +139,7 @@ class Collector:
             self.segments.append(alone)
             return aot_autograd.takes_list(self._runner(module, alone))
 
-        compiled_graph = aot_autograd.compile_graph(
+        compiled_graph, borders = aot_autograd.compile_graph(
             graph,
             inputs,
             partition=partition,
@@ -149,12 +149,12 @@ class Collector:
             orders=self.orders,
         )
         if segment is None or binding is None:
-            return compiled_graph
+            return borders.around(compiled_graph)
         binding.compiled_to(compiled_graph)
         self._bindings.append(binding)
         key = None if aot_autograd.is_guarded_by_aot() else key
         self.traced = TracedGraph(segment, fakes, key=key, binding=binding) if is_whole else None
-        return binding.run
+        return borders.around(binding.run)
 
     def _runner(self, module: fx.GraphModule, segment: Segment) -> Function:
         outputs = module.graph.output_node().args[0]

@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowtide.errors import CaptureError, LowtideError
+from lowtide.facts import Kind
 from lowtide.torch_compat import dispatch, dynamo
-from lowtide.trace.batch_arguments import refuse_other_arguments
+from lowtide.trace.batch_arguments import refuse_other_arguments, refuse_other_loss
 from lowtide.trace.model_call import tensors_in
 from lowtide.trace.segments import Segment, Trace
 
@@ -139,9 +140,11 @@ def _hint(what: str, said: str) -> str:
 ORDINARY = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-def refuse_what_cannot_be_traced(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    """Raise a `CaptureError` for a model or a batch, (args, kwargs), where tracing would fail unclearly, or
-    do harm."""
+def refuse_what_cannot_be_traced(
+    model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]], loss: Callable[..., Any] | None
+) -> None:
+    """Raise a `CaptureError` for a model, a batch, (args, kwargs), or a loss where tracing would fail
+    unclearly, or do harm."""
     named = (*model.named_parameters(), *model.named_buffers())
     lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
     if lazy is not None:
@@ -160,6 +163,7 @@ def refuse_what_cannot_be_traced(model: nn.Module, batch: tuple[tuple[Any, ...],
                 "trace: pass tensor.as_subclass(torch.Tensor), here and in training"
             )
     refuse_other_arguments(model, *batch)
+    refuse_other_loss(loss)
 
 
 def refuse_several_graphs(traced: Trace) -> None:
@@ -183,8 +187,9 @@ def refuse_empty_buffers(segment: Segment) -> None:
     """Raise a `CaptureError` where the forward pass fills an empty buffer, as observers do at first."""
     inputs = segment.joint.graph.find_nodes(op="placeholder")
     for index in segment.mutated_inputs.values():
-        if inputs[index].meta["val"].numel() == 0:
-            name = segment.origins[index].name if index < len(segment.origins) else inputs[index].name
+        origin = segment.origins[index] if index < len(segment.origins) else None
+        if inputs[index].meta["val"].numel() == 0 and (origin is None or origin.kind is not Kind.OTHER):
+            name = inputs[index].name if origin is None else origin.name
             raise CaptureError(
                 f"the buffer '{name}' is empty until the forward pass has run once: call the model on a "
                 "batch, then plan"

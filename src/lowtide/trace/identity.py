@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from lowtide.facts import Graph, Kind
 from lowtide.ops.calls import target_name
 from lowtide.torch_compat import autograd_engine, dispatch, dynamo
-from lowtide.torch_compat.dispatch import storage_key
-from lowtide.torch_compat.fsdp2 import gathered, local
+from lowtide.torch_compat.dispatch import local, storage_key
+from lowtide.torch_compat.fsdp2 import gathered
 from lowtide.trace.model_call import tensors_in
 
 if TYPE_CHECKING:

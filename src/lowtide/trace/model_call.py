@@ -70,6 +70,18 @@ def _tensors_in(value: Any, inside: set[int]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item, inside | {id(value)})
 
 
+def tensors_behind(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """As `tensors_in`, for objects of unknown size: each object is looked into once, in any order."""
+    waiting, seen = list(values), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            waiting += _parts(value)
+
+
 def _parts(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(value.values())

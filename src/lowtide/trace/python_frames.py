@@ -16,7 +16,8 @@ from types import FrameType
 
 import torch
 
-from lowtide.torch_compat.dispatch import iter_tensors, storage_key
+from lowtide.torch_compat.dispatch import has_storage, storage_key
+from lowtide.trace.model_call import tensors_behind
 
 LOWTIDE = str(Path(__file__).parents[1])
 TORCH, LAYERS = (str(Path(torch.__file__).parent.joinpath(*parts)) for parts in ((), ("nn",)))
@@ -40,7 +41,8 @@ def outputs_in_frames(made: Mapping[int, tuple[int, int]]) -> frozenset[tuple[in
 
 def _storages_in(frame: FrameType) -> list[int]:
     variables = frame.f_locals
-    found = [storage_key(tensor) for tensor in iter_tensors(list(variables.values()))]
+    tensors = tensors_behind(variables.values())
+    found = [storage_key(tensor) for tensor in tensors if has_storage(tensor)]
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict:
         variables.clear()  # before Python 3.13 a copy, which stays with the frame and keeps old values live
     return found

@@ -1,0 +1,120 @@
+"""Tensors that the user's loop makes anew for every step, beside the model and what it is called with.
+
+    inputs, labels = next(batches)      `labels` are live all along
+    output = model(inputs)              the last step's `loss` is live until here, and its gradients, too
+    loss = loss_fn(output, labels)
+    optimizer.zero_grad()
+    loss.backward()
+
+What is there when the first call begins, and gone when the second one does, belongs to a step. What stays
+longer does not: a data set, an averaged copy of the model. Storages are referred to weakly, so that what dies
+before the backward pass is known.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.device_memory import block_bytes
+from lowtide.torch_compat.dispatch import StorageWeakRef, has_storage, storage_key
+from lowtide.torch_compat.python_tensors import collections, gradient_of, python_tensors
+from lowtide.trace.model_call import tensors_in
+
+LOOKS = 4
+"""Calls that are looked at, where no backward pass follows."""
+
+
+class LoopBytes(NamedTuple):
+    """Bytes of a loop's own tensors in a step with `batch_bytes`: live all along, and only until the backward
+    pass begins. `is_seen`: in a step that is over, not expected in the one that begins."""
+
+    step_bytes: int
+    forward_bytes: int
+    batch_bytes: int
+    is_seen: bool
+
+
+class _LoopStorage(NamedTuple):
+    reference: Any
+    nbytes: int
+
+    @property
+    def is_live(self) -> bool:
+        return not self.reference.expired()
+
+
+class LoopTensors:
+    """The loop's own tensors on `device`; `own_tensors` are the model's."""
+
+    def __init__(self, own_tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
+        self._own_tensors, self._device = own_tensors, device
+        self.looks_left = LOOKS
+        """calls that are looked at from now on"""
+        self._collections = collections()
+        self._before = self._look(young=True)
+        self._seen: dict[int, _LoopStorage] = {}
+        self._in_backward: set[int] | None = None
+        self._expected_bytes = self._given_later = 0
+        """bytes that are new at a call, and those that the last step gave to later calls"""
+
+    def call_begins(self, batch: Any, outputs: Iterable[int], *, loss_bytes: int) -> LoopBytes | None:
+        """A step begins, with a call on `batch`. `outputs` are the storages of what the model returned
+        before; `loss_bytes` of the last loss are live. None where nothing is learned."""
+        given = list(tensors_in(batch))
+        batch_bytes = sum(tensor.nbytes for tensor in given)
+        if self._in_backward is None:
+            self.looks_left -= 1
+            young = self._collections == collections()
+            known = {storage_key(tensor) for tensor in given if has_storage(tensor)}.union(outputs)
+            found = self._look(young=young)
+            self._seen = {key: found[key] for key in found.keys() - self._before.keys() - known}
+            if young and self._seen:  # those of other models, whose parameters are old
+                self._forget(_gradients(python_tensors(self._device)))
+            # of all tensors in the process, those of this step are not known yet
+            nbytes = sum(one.nbytes for one in self._seen.values()) if young else self._expected_bytes
+            self._expected_bytes = max(0, nbytes - self._given_later)
+            is_news, self._given_later = young or self._given_later > 0, 0
+            return LoopBytes(self._expected_bytes, 0, batch_bytes, is_seen=False) if is_news else None
+        gone = {key: one.nbytes for key, one in self._seen.items() if not one.is_live}
+        step_bytes = sum(nbytes for key, nbytes in gone.items() if key in self._in_backward)
+        self.looks_left, self._seen, self._before = 0, {}, {}
+        forward_bytes = sum(gone.values()) - step_bytes + loss_bytes
+        return LoopBytes(step_bytes, forward_bytes, batch_bytes, is_seen=True)
+
+    def another_call(self, batch: Any) -> None:
+        """A step calls the model once more, on a `batch` that counts with that call."""
+        if not self._seen:
+            return
+        given = {storage_key(tensor) for tensor in tensors_in(batch) if has_storage(tensor)}
+        self._given_later += sum(self._seen[key].nbytes for key in given & self._seen.keys())
+        self._forget(given)
+
+    def _forget(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._seen.pop(key, None)
+
+    def backward_begins(self) -> None:
+        """The first backward pass of a call begins."""
+        if self.looks_left and self._in_backward is None:
+            self._in_backward = {key for key, one in self._seen.items() if one.is_live}
+
+    def _look(self, *, young: bool) -> dict[int, _LoopStorage]:
+        """By storage, the tensors of Python without the model's own and without gradients of any model."""
+        found: dict[int, _LoopStorage] = {}
+        own = {storage_key(tensor) for tensor in self._own_tensors() if has_storage(tensor)}
+        tensors = python_tensors(self._device, young=young)
+        own.update(_gradients(tensors))
+        for tensor in tensors:
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            found[storage_key(tensor)] = _LoopStorage(reference, block_bytes(self._device, tensor))
+        return {key: one for key, one in found.items() if key not in own}
+
+
+def _gradients(tensors: Iterable[Tensor]) -> Iterator[int]:
+    """The storages of these tensors' gradients."""
+    for tensor in tensors:
+        gradient = gradient_of(tensor)
+        if gradient is not None and has_storage(gradient):
+            yield storage_key(gradient)
