@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lowtide.verification.measure_step import peak_above_start, peak_and_op, train_step
-from lowtide.verification.verdict import agreement_note, prediction_note
+from lowtide.verification.verdict import agreement_notes, prediction_note
 
 MIB = 1 << 20
 
@@ -24,12 +24,20 @@ def test_a_prediction_that_is_off_names_the_op(predicted: int, words: str) -> No
     [(None, ""), (101 * MIB, ""), (98 * MIB, ""), (103 * MIB, "does not count"), (97 * MIB, "never wrote")],
 )
 def test_two_measured_peaks_that_disagree(resident: int | None, words: str) -> None:
-    note = agreement_note("with the plan", measured=100 * MIB, resident=resident)
-    assert bool(note) is bool(words) and words in note
+    notes = agreement_notes([("with the plan", 100 * MIB, resident)])
+    assert len(notes) == bool(words) and all(words in note for note in notes)
+
+
+def test_two_steps_that_disagree_in_the_same_way_are_one_line() -> None:
+    rows = [("without the plan", 67 * MIB, 62 * MIB), ("with the plan", 40 * MIB, 34 * MIB)]
+    (note,) = agreement_notes(rows)
+    assert "peaks without the plan and with the plan disagree" in note
+    assert "torch counts 67.0 MiB and 40.0 MiB, the kernel 62.0 MiB and 34.0 MiB (" in note
+    assert len(agreement_notes([rows[0], ("with the plan", 40 * MIB, 45 * MIB)])) == 2
 
 
 def test_small_steps_are_below_what_the_kernel_can_tell() -> None:
-    assert not agreement_note("with the plan", measured=10_000, resident=900_000)
+    assert not agreement_notes([("with the plan", 10_000, 900_000)])
 
 
 class Large(nn.Module):

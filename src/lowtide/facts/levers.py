@@ -38,14 +38,15 @@ def lever_lines(levers: Sequence[Lever], *, budget_bytes: int, as_options: bool 
     for lever in levers:
         fits = "fits" if lever.floor_bytes <= budget_bytes else "    "
         start = f"  {lever.floor:>{width}}  {fits}  "
-        changes = _options(lever) if as_options else [f"{each}," for each in lever.keywords]
+        changes = as_typed(lever) if as_options else [f"{each}," for each in lever.keywords]
         changes[-1] = changes[-1].removesuffix(",")
         lines += _folded(start, changes)
     cautions = dict.fromkeys(lever.caution for lever in levers if lever.caution)
     return [*lines, *cautions]
 
 
-def _options(lever: Lever) -> list[str]:
+def as_typed(lever: Lever) -> list[str]:
+    """The options of a lever; in place of one that the command line lacks, the keyword."""
     pairs = zip(lever.options, lever.keywords, strict=True)
     return [option or f"{keyword} (in Python)" for option, keyword in pairs]
 
@@ -61,9 +62,17 @@ def _folded(start: str, parts: Sequence[str]) -> list[str]:
     return lines
 
 
+LEAST_LOWERED = 0.005
+"""The least share of a floor that is worth a line."""
+
+
 def lowering(levers: Iterable[Lever], *, floor_bytes: int) -> tuple[Lever, ...]:
-    """The levers that lower a floor, the lowest first; of several with one floor, those of fewest changes."""
-    useful = [lever for lever in levers if lever.floor_bytes < floor_bytes]
-    single = {lever.floor_bytes for lever in useful if len(lever.keywords) == 1}
-    kept = [lever for lever in useful if len(lever.keywords) == 1 or lever.floor_bytes not in single]
+    """The levers that lower a floor, the lowest first; several together only where they reach less than some
+    of them do. Less than half a percent is not lower."""
+    found = sorted(levers, key=lambda lever: (len(lever.keywords), lever.keywords))
+    kept: list[Lever] = []
+    for lever in found:
+        fewer = (each.floor_bytes for each in kept if set(each.keywords) < set(lever.keywords))
+        if lever.floor_bytes < (1 - LEAST_LOWERED) * min(fewer, default=floor_bytes):
+            kept.append(lever)
     return tuple(sorted(kept, key=lambda lever: (lever.floor_bytes, len(lever.keywords), lever.keywords)))

@@ -29,6 +29,7 @@ from lowtide.trace.model_call import split_batch
 from lowtide.trace.step_device import device_of
 from lowtide.verification.eager_noise import Judgement, judge
 from lowtide.verification.measure_step import MOST_SECONDS, Timing, time_steps, train_step
+from lowtide.verification.rounding import Rounding, measure_rounding
 from lowtide.verification.trained_steps import Difference, Start, differences, record, results_in
 from lowtide.zoo.targets import Target, TargetSpec
 
@@ -45,6 +46,7 @@ class Comparison:
     far these results are from eager's. `eager_differences` are those of eager from itself, and
     `nondeterministic_ops` cause them; `differences` are then the plan's alone, compared with the setting
     `deterministic_with`, or beyond eager's own differences where no setting helps.
+    `rounding` is set for a plan that rounds: `differences` are then those that rounding does not explain.
     """
 
     differences: tuple[str, ...]
@@ -54,6 +56,7 @@ class Comparison:
     eager_differences: tuple[str, ...] = ()
     nondeterministic_ops: tuple[str, ...] = ()
     deterministic_with: str = ""
+    rounding: Rounding | None = None
 
 
 def planned(target: Target, *, solution: dict[str, Any]) -> Target:
@@ -86,6 +89,8 @@ def compare(
         make_first_calls()
         trainings = Trainings(target, solution, Path(folder), steps)
         start = Start(target)
+        if solution_from_dict(solution).rounds:
+            return _compared_up_to_rounding(trainings, start, timed_runs, most_seconds)
         from_eager = trainings.from_eager(start)
         expected = trainings.recorded(start)
         noise = trainings.of_reference(start, expected[:1])
@@ -107,6 +112,27 @@ def compare(
         eager_differences=tuple(map(str, noise)),
         nondeterministic_ops=judged.ops,
         deterministic_with=judged.deterministic_with,
+    )
+
+
+def _compared_up_to_rounding(
+    trainings: "Trainings", start: Start, timed_runs: int | None, most_seconds: float
+) -> Comparison:
+    """The comparison of a plan that rounds: one step, and how far apart the results are."""
+    target, folder = trainings.target, trainings.folder
+    eager = trainings.recorded(start, steps=1)
+    planned(target, solution=trainings.solution)
+    found = record(target, start, folder / "planned", 1)
+    _check_graphs(target, trainings.solution)
+    remove(target.model)
+    rounding, differences = measure_rounding(target, start, found, eager)
+    planned(target, solution=trainings.solution)
+    start.restore()
+    return Comparison(
+        differences=tuple(differences),
+        recompute_exact=False,
+        timings={} if timed_runs == 0 else _time(target, timed_runs, most_seconds),
+        rounding=rounding,
     )
 
 

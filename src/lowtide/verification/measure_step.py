@@ -29,6 +29,7 @@ from torch import nn
 
 from lowtide.facts.host_memory import HIGH_WATER, reset_resident_peak, resident_peak_bytes, status_bytes
 from lowtide.generators import generators_kept
+from lowtide.offload.offload_store import resting_of
 from lowtide.ops.device_memory import bytes_of_storages, common_device
 from lowtide.profiling.devices import device_for, page_fault_seconds, page_faults
 from lowtide.report.style import QUIET
@@ -101,12 +102,13 @@ def autocast_here(device: torch.device) -> Callable[[], AbstractContextManager[A
 def static_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Bytes that this process has of parameters, buffers, batch and optimizer state on the step's device.
 
-    Shared memory counts once. On an accelerator, the blocks of its allocator count.
+    Shared memory counts once, and what rests on a store not at all. On an accelerator, the blocks of its
+    allocator count.
     """
     state = list(optimizer.state.values()) if optimizer is not None else []
     tensors = list(tensors_in([list(model.parameters()), list(model.buffers()), batch, state]))
     device = common_device(tensors)
-    return bytes_of_storages(device, tensors)
+    return bytes_of_storages(device, [tensor for tensor in tensors if resting_of(tensor) is None])
 
 
 @dataclass(frozen=True, slots=True)

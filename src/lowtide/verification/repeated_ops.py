@@ -16,6 +16,7 @@ import torch
 from lowtide.generators import random_state, with_generators
 from lowtide.ops.random_ops import drawing_from
 from lowtide.ops.schema import is_view_op, short_name, talks_to_others
+from lowtide.profiling.repeat_trials import same_results
 from lowtide.torch_compat.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -57,7 +58,7 @@ class RepeatedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             swapped = _swapped(given, written, copies)
             with drawing_from(states):
                 again = func(*swapped[0], **swapped[1])
-            if not _same([result, written], [again, copies]):
+            if not same_results([result, written], [again, copies]):
                 self.different.setdefault(_name(func))
                 break
         return result
@@ -111,16 +112,6 @@ def _states(func: Any, given: Any) -> dict[str, torch.Tensor]:
         return {}
     devices = with_generators(tensor.device for tensor in iter_tensors(given))
     return {device: random_state(device) for device in devices}
-
-
-def _same(one: Any, other: Any) -> bool:
-    pairs = zip(iter_tensors(one), iter_tensors(other), strict=True)
-    return all(first.shape == second.shape and _equal(first, second) for first, second in pairs)
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal to the last bit, NaN in the same places included."""
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _name(func: Any) -> str:

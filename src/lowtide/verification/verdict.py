@@ -1,12 +1,13 @@
 """A verification in words: whether the plan fits, whether it is exact, and unreliable measurements.
 
 - `verdict`: the answer in a few lines
-- `prediction_note`, `agreement_note`, `fault_note`, `nondeterminism_note`: where a prediction is off, where
+- `prediction_note`, `agreement_notes`, `fault_note`, `nondeterminism_note`: where a prediction is off, where
   two measured peaks disagree, where page faults take a good part of the time, where eager differs from
   itself; empty where not
 - `measurement_of`: the record that reports show
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.report.results import Measurement, StepMeasurement
@@ -26,6 +27,11 @@ PREDICTED_WITHIN = 0.01
 """A budget is kept where the measured peak is at or below it, and the predicted peak is within this share of
 the measured one."""
 AGREE_WITHIN = 0.02
+MORE = (
+    "memory that torch does not count, such as buffers of libraries and of Python, or pages that were given "
+    "back late"
+)
+LESS = "blocks that torch asked for and never wrote to, or that took pages which were there before"
 SMALL_BYTES = 1 << 20
 """Below this, pages and the allocator's own blocks dominate the kernel's figure."""
 LEAST_SHARE = 0.03
@@ -34,9 +40,11 @@ LEAST_SHARE = 0.03
 
 def verdict(result: "Verification") -> list[str]:
     lines = _kept(result)
+    if result.rounding is not None:
+        lines.append(f"results: NOT EXACT, the plan rounds: {result.rounding}")
     if result.exact:
         lines.append(f"results: {_equal_to(result)}")
-    else:
+    elif result.differences or result.rounding is None:
         lines.append(f"results: DIFFERENT from eager training in {len(result.differences)} places")
         lines += [f"  {difference}" for difference in result.differences[:MAX_DIFFERENCES]]
         if result.recompute_exact:
@@ -106,20 +114,19 @@ def prediction_note(which: str, *, predicted: int, measured: int, op: str) -> st
     )
 
 
-def agreement_note(which: str, *, measured: int, resident: int | None) -> str:
-    """Empty where torch's count and the kernel's agree, or where one is missing."""
-    if resident is None or abs(resident - measured) <= max(AGREE_WITHIN * measured, SMALL_BYTES):
-        return ""
-    why = (
-        "memory that torch does not count, such as buffers of libraries and of Python, or pages that were "
-        "given back late"
-        if resident > measured
-        else "blocks that torch asked for and never wrote to, or that took pages which were there before"
-    )
-    return (
-        f"the two measured peaks {which} disagree: torch counts {format_size(measured)}, the kernel "
-        f"{format_size(resident)} ({why})"
-    )
+def agreement_notes(peaks: Sequence[tuple[str, int, int | None]]) -> list[str]:
+    """Of the steps `(which, measured, resident)`, a line about those where torch's count and the kernel's
+    disagree; one line for several with the same reason."""
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for which, measured, resident in peaks:
+        if resident is not None and abs(resident - measured) > max(AGREE_WITHIN * measured, SMALL_BYTES):
+            found.setdefault(MORE if resident > measured else LESS, []).append((which, measured, resident))
+    return [
+        f"the two measured peaks {' and '.join(which for which, _, _ in rows)} disagree: torch counts "
+        f"{' and '.join(format_size(measured) for _, measured, _ in rows)}, the kernel "
+        f"{' and '.join(format_size(resident) for _, _, resident in rows)} ({why})"
+        for why, rows in found.items()
+    ]
 
 
 def fault_note(without: "Timing | None", with_plan: "Timing | None") -> str:
@@ -154,7 +161,8 @@ def measurement_of(result: "Verification") -> Measurement:
             timing=result.step_timing,
         ),
         noise=result.noise,
-        exact=result.exact,
+        exact=None if result.rounding is not None and not result.differences else result.exact,
+        rounding="" if result.rounding is None else str(result.rounding),
         recompute_exact=result.recompute_exact,
         differences=result.differences,
         eager_differences=result.eager_differences,

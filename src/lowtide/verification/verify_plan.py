@@ -23,8 +23,9 @@ from lowtide.units import format_size
 from lowtide.verification.comparison import Comparison, compare, looped, planned
 from lowtide.verification.fresh_process import run_fresh
 from lowtide.verification.measure_step import MOST_SECONDS, Measured, Timing, measure_here, measure_step
+from lowtide.verification.rounding import Rounding
 from lowtide.verification.verdict import (
-    agreement_note,
+    agreement_notes,
     fault_note,
     measurement_of,
     nondeterminism_note,
@@ -47,7 +48,9 @@ class Verification:
     `deterministic_with` is the setting under which eager equals itself and the plan was compared; empty where
     no setting helps. On an accelerator, reserved bytes are the allocator's, from the start of the process;
     predicted are the most. A budget of reserved bytes is `reserved_budget_bytes`. `peak_op` and
-    `baseline_peak_op` ran at the peaks that torch counted. `plan` is the verified plan.
+    `baseline_peak_op` ran at the peaks that torch counted. `plan` is the verified plan. `rounding` is set for
+    a plan that rounds, which is never exact: how far losses and gradients are from eager, beside how far
+    eager is from float64. `differences` are then those that rounding does not explain.
     """
 
     exact: bool
@@ -75,13 +78,14 @@ class Verification:
     baseline_predicted_reserved_bytes: int | None = None
     baseline_measured_reserved_bytes: int | None = None
     plan: Plan | None = field(default=None, repr=False, compare=False)
+    rounding: Rounding | None = None
 
     def __repr__(self) -> str:
         return (
             f"Verification(exact={self.exact}, fits={self.fits}, budget={self._budget}, "
             f"peak={format_size(self.measured_peak_bytes)}, {self._reserved}"
             f"without the plan={format_size(self.baseline_measured_peak_bytes)}, "
-            f"{len(self.differences)} differences"
+            f"{f'rounds: {self.rounding}, ' if self.rounding else ''}{len(self.differences)} differences"
             f"{f', {len(self.eager_differences)} of eager from itself' if self.eager_differences else ''})"
         )
 
@@ -140,13 +144,10 @@ class Verification:
             ),
         )
         notes = [
-            note
-            for which, predicted, measured, resident, op in rows
-            for note in (
-                prediction_note(which, predicted=predicted, measured=measured, op=op),
-                agreement_note(which, measured=measured, resident=resident),
-            )
+            prediction_note(which, predicted=predicted, measured=measured, op=op)
+            for which, predicted, measured, _, op in rows
         ]
+        notes += agreement_notes([(which, measured, resident) for which, _, measured, resident, _ in rows])
         notes.append(fault_note(self.baseline_step_timing, self.step_timing))
         notes.insert(0, nondeterminism_note(self))
         if self.from_eager:
@@ -206,7 +207,7 @@ def verify(
         raise
     reserved = plan.solution.reserved
     return Verification(
-        exact=not comparison.differences,
+        exact=not comparison.differences and comparison.rounding is None,
         differences=comparison.differences,
         recompute_exact=comparison.recompute_exact,
         budget_bytes=plan.budget_bytes,
@@ -231,6 +232,7 @@ def verify(
         baseline_predicted_reserved_bytes=reserved.baseline_bytes if reserved else None,
         baseline_measured_reserved_bytes=baseline.reserved_peak_bytes,
         plan=plan,
+        rounding=comparison.rounding,
     )
 
 
