@@ -1,10 +1,12 @@
 """What a process holds for its exchanges, against the order in which FSDP2 makes and frees it."""
 
+from dataclasses import replace
+
 from lowtide.facts.sharding import Part, Passage, Sharding, Unit
 from lowtide.parallel.exchange import ExchangeStep, exchange
 
 
-def _unit(name: str, *, frees: bool = True) -> Unit:
+def _unit(name: str, *, frees: bool = True, ranks: int = 2, between_ranks: int = 0) -> Unit:
     part = Part(
         name=f"{name}.weight",
         shard_bytes=50,
@@ -13,12 +15,20 @@ def _unit(name: str, *, frees: bool = True) -> Unit:
         reduced_bytes=100,
         gradient_bytes=50,
     )
-    return Unit(name=name, parts=(part,), frees_after_forward=frees, root=0)
+    return Unit(
+        name=name,
+        parts=(part,),
+        ranks=ranks,
+        frees_after_forward=frees,
+        root=0,
+        between_ranks=between_ranks,
+    )
 
 
-def _step(*, frees: bool = True, ranks: int = 2) -> tuple[Sharding, list[Passage]]:
+def _step(*, frees: bool = True, ranks: int = 2, between_ranks: int = 0) -> tuple[Sharding, list[Passage]]:
     """A model of two blocks: graph 0 is its own, 1 and 2 are the blocks', 3 is its own again."""
-    units = (_unit("", frees=False), _unit("a", frees=frees), _unit("b", frees=frees))
+    options = {"ranks": ranks, "between_ranks": between_ranks}
+    units = (_unit("", frees=False, ranks=ranks), *(_unit(name, frees=frees, **options) for name in "ab"))
     passages = [
         Passage(0, True, 0, False),
         Passage(1, True, 1, True),
@@ -92,3 +102,21 @@ def test_everything_that_is_made_is_freed_or_kept():
 def test_one_process_gathers_nothing():
     found = exchange(*_step(ranks=1), trained=TRAINED)
     assert found.forward[0][0].makes["gathered parameters of unit 0"][0] == 0
+
+
+def test_a_part_for_fewer_processes_lives_from_forward_to_backward():
+    found = exchange(*_step(ranks=4, between_ranks=2), trained=TRAINED)
+    (reshard,) = (step for step in found.forward[2] if step.name == "reshard a")
+    assert reshard.makes["part of unit 1 between forward and backward"][0] == 50
+    (copy_out,) = (step for step in found.before[1] if step.name == "copy out a")
+    assert "part of unit 1 between forward and backward" in copy_out.frees
+    assert not any("between" in name for step in found.after[1] for name in step.makes)
+
+
+def test_units_on_other_meshes_reduce_over_their_own_processes():
+    sharding, passages = _step()
+    own, a, b = sharding.units
+    found = exchange(replace(sharding, units=(own, replace(a, ranks=1), b)), passages, trained=TRAINED)
+    (reduction,) = (step for step in found.after[1] if step.name == "reduce-scatter gradients of a")
+    assert [nbytes for nbytes, _ in reduction.makes.values()] == [100]
+    assert reduction.workspace_bytes == 0

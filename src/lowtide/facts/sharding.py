@@ -30,15 +30,19 @@ class Part:
 class Unit:
     """A module whose parameters are gathered together.
 
-    `frees_after_forward`: it reshards after forward and gathers again for backward. `root`: index of the
-    outermost unit around it. `prefetches_forward` and `prefetches_backward`: units that the user wants
-    gathered ahead; None is the default, the previous unit in backward.
+    `ranks`: the processes that its parameters are divided among. `frees_after_forward`: it reshards after
+    forward and gathers again for backward; where `between_ranks` is not 0, it does so among these few
+    processes, each of which keeps a larger part in between. `root`: index of the outermost unit around it.
+    `prefetches_forward` and `prefetches_backward`: units that the user wants gathered ahead; None is the
+    default, the previous unit in backward.
     """
 
     name: str
     parts: tuple[Part, ...]
+    ranks: int
     frees_after_forward: bool
     root: int
+    between_ranks: int = 0
     prefetches_forward: tuple[int, ...] = ()
     prefetches_backward: tuple[int, ...] | None = None
 
@@ -53,7 +57,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """The units of a model on `ranks` processes, outer units first.
+    """The units of a model on `ranks` processes, outer units first; `ranks` of the outermost.
 
     `gather_copies` and `reduce_copies`: how many more copies of a gathered or reduced buffer the
     communication library keeps. `kept_reductions`: how many inputs of reductions stay live until a later

@@ -1,4 +1,5 @@
-"""Several processes that train one model: DistributedDataParallel, FSDP2, or a simulation of FSDP2.
+"""Several processes that train one model: DistributedDataParallel, FSDP2, tensor parallelism, or a simulation
+of FSDP2.
 
 Each file belongs to a stage of the data flow, and imports only from this stage and those before it:
 

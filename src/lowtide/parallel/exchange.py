@@ -75,7 +75,7 @@ def exchange(sharding: Sharding, passages: Sequence[Passage], *, trained: Collec
 
 class _Builder:
     """Appends to `steps`; knows which units are in a `gathered` buffer, which are copied out (`unsharded`),
-    and which buffers of reductions are live."""
+    which keep a part `between` forward and backward, and which buffers of reductions are live."""
 
     def __init__(self, sharding: Sharding, trained: Collection[str]) -> None:
         self.sharding = sharding
@@ -83,6 +83,7 @@ class _Builder:
         self.steps: list[ExchangeStep] = []
         self.unsharded: set[int] = set()
         self.gathered: set[int] = set()
+        self.between: set[int] = set()
         self.after_forward_order: dict[int, list[int]] = {}
         self.last_buffer: dict[int, str] = {}
         self.reductions: dict[int, list[str]] = {}
@@ -101,7 +102,7 @@ class _Builder:
     def after_forward(self, unit: int) -> None:
         facts = self.sharding.units[unit]
         if facts.frees_after_forward:
-            self._reshard(unit)
+            self._reshard(unit, between_ranks=facts.between_ranks)
         self.after_forward_order.setdefault(facts.root, []).append(unit)
         if facts.root == unit and unit in self.last_buffer:
             self._add(f"end of {_name(facts.name)}", frees=[self.last_buffer.pop(unit)])
@@ -109,7 +110,7 @@ class _Builder:
     def before_backward(self, unit: int) -> None:
         self._gather(unit)
         if unit in self.gathered:
-            self._copy_out(unit, frees=[_buffer(unit)])
+            self._copy_out(unit, frees=[_buffer(unit), *self._take_between(unit)])
         ahead = self.sharding.units[unit].prefetches_backward
         if ahead is None:
             order = self.after_forward_order[self.sharding.units[unit].root]
@@ -140,11 +141,11 @@ class _Builder:
             makes={buffer: (reduced_bytes, Kind.OTHER)},
             gradients=[part.name for part in parts],
         )
-        sum_bytes = reduced_bytes // self.sharding.ranks
+        sum_bytes = reduced_bytes // facts.ranks
         self._add(
             f"reduce-scatter gradients of {name}",
             makes={result: (sum_bytes, Kind.GRADIENT)},
-            workspace_bytes=reduced_bytes * self.sharding.reduce_copies if self.sharding.ranks > 1 else 0,
+            workspace_bytes=reduced_bytes * self.sharding.reduce_copies if facts.ranks > 1 else 0,
             kept=sum_bytes == kept_bytes,
         )
         if sum_bytes != kept_bytes:
@@ -155,6 +156,7 @@ class _Builder:
     def close(self) -> None:
         left = [_unsharded(unit) for unit in sorted(self.unsharded)]
         left += [_buffer(unit) for unit in sorted(self.gathered)]
+        left += [_between(unit) for unit in sorted(self.between)]
         left += [buffer for buffers in self.reductions.values() for buffer in buffers]
         if left:
             self._add("end of the exchange", frees=left)
@@ -164,7 +166,7 @@ class _Builder:
             return
         facts = self.sharding.units[unit]
         self.gathered.add(unit)
-        nbytes = facts.whole_bytes if self.sharding.ranks > 1 else 0  # one process copies from its own shards
+        nbytes = facts.whole_bytes if facts.ranks > 1 else 0  # one process copies from its own shards
         self._add(
             f"all-gather {_name(facts.name)}",
             makes={_buffer(unit): (nbytes, Kind.PARAMETER)},
@@ -178,10 +180,23 @@ class _Builder:
         makes = {_unsharded(unit): (facts.whole_bytes, Kind.PARAMETER)}
         self._add(f"copy out {_name(facts.name)}", makes=makes, frees=frees)
 
-    def _reshard(self, unit: int) -> None:
-        if unit in self.unsharded:
-            self.unsharded.remove(unit)
-            self._add(f"reshard {_name(self.sharding.units[unit].name)}", frees=[_unsharded(unit)])
+    def _reshard(self, unit: int, *, between_ranks: int = 0) -> None:
+        if unit not in self.unsharded:
+            return
+        facts = self.sharding.units[unit]
+        self.unsharded.remove(unit)
+        makes = {}
+        if between_ranks:
+            self.between.add(unit)
+            makes = {_between(unit): (facts.whole_bytes // between_ranks, Kind.PARAMETER)}
+        self._add(f"reshard {_name(facts.name)}", makes=makes, frees=[_unsharded(unit)])
+
+    def _take_between(self, unit: int) -> list[str]:
+        """The part that a unit kept between forward and backward, which is freed now."""
+        if unit not in self.between:
+            return []
+        self.between.remove(unit)
+        return [_between(unit)]
 
     def _add(self, name: str, **fields: Any) -> None:
         self.steps.append(ExchangeStep(name=name, **fields))
@@ -193,6 +208,10 @@ def _name(unit: str) -> str:
 
 def _unsharded(unit: int) -> str:
     return f"parameters of unit {unit}"
+
+
+def _between(unit: int) -> str:
+    return f"part of unit {unit} between forward and backward"
 
 
 def _buffer(unit: int) -> str:

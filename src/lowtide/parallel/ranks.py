@@ -29,7 +29,7 @@ from lowtide.facts import Step
 from lowtide.facts.serial import solution_from_dict, solution_to_dict
 from lowtide.planning.schedules import with_buckets
 from lowtide.plans import Plan
-from lowtide.torch_compat import ddp, dispatch, fsdp2
+from lowtide.torch_compat import ddp, dispatch, dtensor
 from lowtide.trace.model_call import Loop
 from lowtide.units import format_size
 
@@ -63,14 +63,15 @@ def ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks | None:
         return None
     group = group or group_for(model)
     size = dist.get_world_size(group)
-    sharded = isinstance(model, nn.Module) and bool(fsdp2.units_of(model))
+    sharded = isinstance(model, nn.Module) and dtensor.is_divided(model)
     return Ranks(group, dist.get_rank(group), size, sharded) if size > 1 else None
 
 
 def group_for(model: nn.Module) -> dist.ProcessGroup:
-    """The group of a model's DistributedDataParallel or of its shards, else of all processes."""
-    sharded = fsdp2.group_of(model) if isinstance(model, nn.Module) else None
-    return sharded or ddp.default_group(model)
+    """The group of a model's DistributedDataParallel or of the one dimension of its mesh, else of all
+    processes."""
+    found = dtensor.group_of(model) if isinstance(model, nn.Module) else None
+    return found or ddp.default_group(model)
 
 
 def _check_alone() -> None:

@@ -13,6 +13,7 @@ from lowtide.ops.device_memory import CPU, common_device
 from lowtide.optim.shadow_optimizer import shadow_of
 from lowtide.torch_compat import fsdp2
 from lowtide.torch_compat.dispatch import FakeTensorMode
+from lowtide.torch_compat.dtensor import is_divided
 
 SHARDS = ("fsdp2",)
 
@@ -49,7 +50,7 @@ def simulate_sharding(
         raise LowtideError(f"there is no way to shard called '{shard}': choose one of {', '.join(SHARDS)}")
     if ranks < 1:
         raise LowtideError(f"a model cannot be divided among {ranks} processes: give at least 1")
-    if fsdp2.units_of(model):
+    if is_divided(model):
         raise LowtideError("the model is sharded already: leave `ranks` and `shard` out")
     units = (model, *(blocks_of(model) if blocks is None else blocks))
     on_cpu = common_device(model.parameters()) == CPU
@@ -102,7 +103,7 @@ def _units(
     for name, parameter in model.named_parameters():
         parts[owner[name]].append(_part(name, parameter, ranks, stored_dtype, reduce_dtype))
     return tuple(
-        Unit(name=names[id(unit)], parts=tuple(own), frees_after_forward=number > 0, root=0)
+        Unit(name=names[id(unit)], parts=tuple(own), ranks=ranks, frees_after_forward=number > 0, root=0)
         for number, (unit, own) in enumerate(zip(units, parts, strict=True))
     )
 

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lowtide.facts.sharding import Part, Sharding, Unit
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+"""The op that waits until the result of a collective is there."""
 
 
 class Copies(NamedTuple):
@@ -24,14 +26,15 @@ def copies_inside(backend: str) -> Copies:
     return Copies(1, 1) if backend == "gloo" else Copies(0, 0)
 
 
+def copies_in_group(name: str) -> Copies:
+    """The copies that the library of a process group keeps, by the group's name."""
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return copies_inside(resolve(name).name())
+
+
 def units_of(model: nn.Module) -> list[nn.Module]:
     """The modules that `fully_shard` was called on, the outermost first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a sharded tensor; any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(model: nn.Module) -> dict[str, tuple[torch.Tensor, nn.Parameter]]:
@@ -42,6 +45,11 @@ def gathered(model: nn.Module) -> dict[str, tuple[torch.Tensor, nn.Parameter]]:
         for name, part in _named_parts(model)
         if hasattr(part, "_unsharded_param")
     }
+
+
+def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The user's own parameters of all units, gathered by now or not."""
+    return [part.sharded_param for _, part in _named_parts(model)]
 
 
 def reset(model: nn.Module) -> None:
@@ -105,13 +113,6 @@ def _alone(model: nn.Module) -> Iterator[None]:
             group._all_gather_comm = comm
 
 
-def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes over which a model is sharded; None for an unsharded model."""
-    found = (group for unit in units_of(model) for group in _groups(unit))
-    group: dist.ProcessGroup | None = next((group._all_gather_process_group for group in found), None)
-    return group
-
-
 def sharding_of(model: nn.Module) -> Sharding | None:
     """How a model is sharded, after its first call; None for an unsharded model."""
     units = units_of(model)
@@ -135,6 +136,8 @@ def sharding_of(model: nn.Module) -> Sharding | None:
                 parts=tuple(
                     _part(part, name) for name, part in _named_parts(model) if part in _parts_of(unit)
                 ),
+                ranks=max((_num_shards(group) for group in _groups(unit)), default=1),
+                between_ranks=max((_num_between(group) for group in _groups(unit)), default=0),
                 frees_after_forward=all(group._reshard_after_forward for group in _groups(unit)),
                 root=root,
                 prefetches_forward=tuple(ahead),
@@ -148,6 +151,18 @@ def sharding_of(model: nn.Module) -> Sharding | None:
         reduce_copies=copies.reduce,
         kept_reductions=groups[0].comm_ctx.reduce_scatter_max_input_buffers,
     )
+
+
+def _num_shards(group: Any) -> int:
+    """The number of processes that the parameters of a group are divided among: of one replica, where there
+    are several."""
+    return int(group._all_gather_process_group.size())
+
+
+def _num_between(group: Any) -> int:
+    """The number of processes that they are divided among between forward and backward, where it is another
+    (`reshard_after_forward=N`); else 0."""
+    return int(group.post_forward_mesh_info.shard_mesh_size) if group._use_post_forward_mesh else 0
 
 
 def _groups(unit: nn.Module) -> list[Any]:
